@@ -1,11 +1,11 @@
-"""Elastic's agent, with an end of the ranks that tells what it found: who had to be killed, and in what state.
+"""Elastic's agent with its own way to end the ranks: it reports which of them had to be killed, and in what state they were.
 
-    a rank fails ──> SIGTERM to the others ──> and again ── all gone ──> result
-                                                └── 10 s ──> what is still there is noted in `silent`, and killed
+    a rank fails ──> SIGTERM to the others ──> a second SIGTERM ── all have ended ──> result
+                                                └── 10 s ──> those left are noted in `silent` with their states, and killed
 
-A rank of ours is gone then unless it cannot run at all. Where the user asked the run to stop, ranks may save what they have,
-and the second SIGTERM, which lets them hurry, is left out. Elastic alone waits 30 s, and versions of torch differ in whether
-that can be changed; it is done here, so that all of them end alike.
+A rank of ours ends after SIGTERM unless it cannot run at all. Where the user asked the run to stop, ranks may save a
+checkpoint, and the second SIGTERM, which makes them hurry, is left out. Elastic alone waits 30 s, and versions of torch differ
+in whether that can be changed; the agent ends ranks itself, so that all versions behave alike.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STATES = {
 
 
 class Agent(LocalElasticAgent):
-    """Elastic's agent for the ranks of `spec`.
+    """Runs the ranks of `spec` as elastic's agent does, and ends them in the way above.
 
     silent: after the run, the state of each rank that SIGTERM did not end. is_asked: set when the user has asked the run to
     stop. watch: called several times a second. terminated_s: how long a rank gives itself after SIGTERM.
@@ -60,7 +60,7 @@ class Agent(LocalElasticAgent):
         return [worker.id for worker in self.get_worker_group().workers if isinstance(worker.id, int)]
 
     def end_sessions(self) -> None:
-        """Kills processes that ranks have left behind: each rank leads its own session."""
+        """Kills processes that ranks have left behind, by the rank's session, which each rank leads."""
         send(self._started, signal.SIGKILL)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:

@@ -71,7 +71,7 @@ Exit codes:
 
 
 class Commands(TyperGroup):
-    """Our commands, then those of other packages; none is imported to be listed."""
+    """Lists our commands, then those of other packages, without importing any of them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Returns the names of our commands, then those of other packages."""

@@ -1,4 +1,6 @@
-"""What a process does that a launcher has started as one rank: it tells each failure once, and leaves its report."""
+"""Runs the work of one rank that a launcher has started: shows each failure once, writes the report and returns the exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ _HEAD_START_S = 3.0
 def as_rank(rank: int, settings: Settings, begin: Callable[[ExitStack], Callable[[], int]]) -> int:
     """Does this rank's work and returns its exit code.
 
-    begin: checks what all ranks should find alike, of which the first rank of each host tells, and all ranks hear; returns the
-    work. What it enters on the stack is left when the work is done.
+    begin: makes the checks whose result is the same on all ranks, and returns the work. An error that it raises is shown by the
+    first rank of each host alone, and sent to all ranks. What it enters on the stack is left when the work is done.
     """
     is_first = rank == 0 or os.environ.get("LOCAL_RANK") == "0"
     with ExitStack() as stack:
@@ -43,20 +45,21 @@ def as_rank(rank: int, settings: Settings, begin: Callable[[ExitStack], Callable
 
 
 def _note(fault: Fault, settings: Settings, *, tell: bool) -> None:
-    """Writes this rank's report and shows the fault, if `tell` and no launcher of ours does."""
+    """Writes this rank's report of `fault`, and shows the fault if `tell` is set and no launcher of ours shows it."""
     failure_file.write(fault)
     if tell and not lifeline.is_held():
         console.show(fault, settings)
 
 
 def _code(fault: Fault, has_told: bool) -> int:
-    """Returns the exit code, on a rank that has not told the fault after those that do."""
+    """Returns the fault's exit code; a rank that has not shown the fault returns after those that do."""
     if not has_told and not lifeline.is_held():
         time.sleep(_HEAD_START_S)
     return fault.exit_code
 
 
 def _of_rank(fault: Fault, rank: int) -> Fault:
+    """Returns the fault with the rank named in each message; rank 0's unchanged."""
     if rank == 0:
         return fault
     diagnostics = (replace(each, message=f"rank {rank}: {each.message}") for each in fault.diagnostics)

@@ -1,7 +1,7 @@
-"""Which rank failed first, and what it said: one fault for a whole world of failures.
+"""Finds which rank failed first and makes one fault for the user from the failures of a whole world.
 
 When a rank dies, its peers see their connections close and fail too, and the agent terminates those left. Only the
-first failure is worth showing. In this order:
+first failure is worth showing. The candidates, in the order in which they are tried:
 
     a rank died of a signal, left without a word, or reported what is no consequence of another's end      the first of them
     a rank was aborted by C++: the cause, if only its connections failed elsewhere
@@ -39,7 +39,9 @@ _HINTS: dict[int, str] = {
 
 
 class Failure(Protocol):
-    """Elastic's record of a process that failed (`ProcessFailure`); a negative exit code is a signal."""
+    """Has the fields that are read of elastic's record of a process that failed (`ProcessFailure`); a negative exit code is a
+    signal.
+    """
 
     exitcode: int
     error_file_data: dict[str, Any]
@@ -107,7 +109,7 @@ def _told(first: _Rank, guilty: Sequence[_Rank], size: int) -> Fault:
 
 
 def _unanswered(first: _Rank, late: Sequence[_Rank], silent: Mapping[int, str], size: int) -> Fault | None:
-    """Returns the fault of the ranks for which `first` waited in vain; None if all others were waiting themselves."""
+    """Returns the fault of the ranks for which `first` waited in vain; None if all other ranks were waiting as well."""
     assert first.report is not None, first
     reports = {rank.rank: rank.report.fault for rank in late if rank.report}
     busy = {rank: fault for rank, fault in reports.items() if not failure_file.is_waiting(fault)}
@@ -143,7 +145,7 @@ def _died(rank: _Rank, size: int) -> Diagnostic:
 
 
 def _named(fault: Fault, rank: int, size: int) -> Fault:
-    """Returns the fault with the rank in each message."""
+    """Returns the fault with the rank's name in each message."""
     prefix = f"rank {rank} of {size}: "
     diagnostics = tuple(replace(each, message=prefix + each.message) for each in fault.diagnostics)
     return replace(fault, diagnostics=diagnostics)

@@ -1,4 +1,4 @@
-"""What a shell offers behind `--set` and `plugins`: keys of the plan, records that a key takes, plugins. Imports no torch."""
+"""Completes `--set` and `plugins` in a shell: keys of the plan, records that a key takes, plugins. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from sley_core.table import RecordKind
 
 
 def completions(words: Sequence[str], incomplete: str) -> Iterator[str]:
-    """Yields what may stand behind `--set` and begins with `incomplete`: keys, those of the records that the plan names too,
-    and behind `use=` the records that are installed.
+    """Yields the completions of `--set` that begin with `incomplete`: keys of the plan and of the records that it names, and
+    after `use=` the installed records.
 
-    words: of the command line so far, the plan among them. A plan that cannot be loaded has its tables' keys alone.
+    words: of the command line so far, the plan among them. For a plan that cannot be loaded, only the keys of tables are
+    yielded.
     """
     key, equals, _ = incomplete.partition("=")
     table, _, last = key.rpartition(".")

@@ -37,7 +37,7 @@ _LATE, _WAITING = "rank-late", "rank-waiting"
 
 @dataclass(frozen=True)
 class Report:
-    """How a rank failed, and when (seconds since the epoch)."""
+    """Holds how a rank failed, and when (seconds since the epoch)."""
 
     fault: Fault
     time: float
@@ -66,7 +66,7 @@ def write(fault: Fault) -> None:
 
 
 def write_late() -> Diagnostic:
-    """Writes the report of a rank that was asked to end and cannot: the current place of its main thread, which it returns."""
+    """Writes the report of a rank that was asked to end and cannot, and returns it: it names where the main thread is now."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     steps = steps_of(frame)
     waits = any(step.f_globals.get("__name__", "").startswith("sley_core.comm.") for step in steps)
@@ -79,17 +79,17 @@ def write_late() -> Diagnostic:
 
 
 def is_aftermath(fault: Fault) -> bool:
-    """Returns whether a rank only reports that peers were gone."""
+    """Returns whether a rank's fault only reports that peers had ended."""
     return any(each.code in _AFTERMATH for each in fault.diagnostics)
 
 
 def is_late(fault: Fault) -> bool:
-    """Returns whether the report is one of `write_late`."""
+    """Returns whether the report was written by `write_late`."""
     return fault.diagnostics[:1] != () and fault.diagnostics[0].code in (_LATE, _WAITING)
 
 
 def is_waiting(fault: Fault) -> bool:
-    """Returns whether a late rank was waiting for peers."""
+    """Returns whether a rank that `write_late` reported was waiting for peers."""
     return fault.diagnostics[0].code == _WAITING
 
 

@@ -31,7 +31,7 @@ BUG_HINT = "this is a bug in Sley: please report it with the output of `train-cl
 
 @dataclass(frozen=True)
 class Fault:
-    """Diagnostics for the user, and the exit code. No diagnostics: nothing to add, as after Ctrl-C.
+    """Holds the diagnostics for the user, and the exit code. Without diagnostics nothing is shown, as after Ctrl-C.
 
     trace: the full chain of the error; to be shown without `--traceback` only if `unexpected`.
     """

@@ -1,7 +1,7 @@
-"""One run at a time has a folder: a lock in it is held for the run's life, and is gone with the process that held it.
+"""Locks the folder of a run, so that one run at a time uses it; the lock ends with the process that holds it.
 
-It is a lock of the system (flock(2)), not the file: what a killed run leaves behind keeps nobody out. On file systems without
-such locks, and on systems without fcntl, there is none.
+It is a lock of the system (flock(2)) on a file, not the file's existence: a file left by a killed run keeps nobody out. On file
+systems without such locks, and on systems without fcntl, nothing is locked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAME = ".lock"
 
 
 class TakenError(Exception):
-    """Another process has locked the folder; `pid` as that process wrote it, or empty."""
+    """Raised where another process has locked the folder; `pid` as that process wrote it, or empty."""
 
     def __init__(self, pid: str) -> None:
         super().__init__(pid)
@@ -26,7 +26,7 @@ class TakenError(Exception):
 
 
 class FolderLock:
-    """The lock of `folder`, which is made if missing. Raises TakenError, and OSError if it cannot be written."""
+    """Makes `folder` if it is missing, and locks it. Raises TakenError, and OSError if it cannot be written."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME

@@ -1,9 +1,9 @@
-"""What was estimated before a run, beside what the run measured: in `summary.json`, and in words.
+"""Estimates a run before it begins and puts the estimate beside what the run measured: in `summary.json`, and in words.
 
     run --estimate ──> bytes of rank 0, seconds of a step ──> the run ──> summary.json: "estimated" beside what was measured
 
-It takes seconds before the run begins, so it is asked for. What measured is a rank; what estimates is the process that starts
-ranks, for neither disturbs the other there: under torchrun there is no such process.
+An estimate takes seconds before the run begins, so it is made on request only. It is made in the process that starts the ranks,
+where it does not disturb what they measure; under torchrun there is no such process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Foresight:
-    """Estimated of rank 0: bytes by part between two steps, the most bytes, and the seconds of a step if a machine is known."""
+    """Holds the estimate of rank 0: bytes by part between two steps, the peak in bytes, and seconds of a step if a machine is
+    known.
+    """
 
     states: Mapping[str, int]
     peak: int
@@ -33,7 +35,7 @@ class Foresight:
 
 
 def foreseen(plan: Plan, size: int, machine: Path | None) -> Foresight:
-    """Returns what is estimated of rank 0 of `size`. Raises SleyError as `train-cli estimate` does."""
+    """Returns the estimate of rank 0 of `size` ranks. Raises SleyError as `train-cli estimate` does."""
     from train_cli.commands.estimate import stages
 
     first = stages(plan, size)[0]
@@ -44,8 +46,8 @@ def foreseen(plan: Plan, size: int, machine: Path | None) -> Foresight:
 def put_beside(found: Foresight, folder: Path) -> list[str]:
     """Writes the estimate into the run's `summary.json`, and returns lines that compare it with what was measured.
 
-    On a CPU nothing tells the most bytes of tensors that a run held: there the parts are compared, and the peak is only told.
-    Does nothing if the run left no summary.
+    On a CPU the peak of a run's tensors is not measured: the parts are compared there, and of the peak only the estimate is
+    given. Does nothing if the run left no summary.
     """
     path = folder / NAME
     if not path.exists():
@@ -57,6 +59,7 @@ def put_beside(found: Foresight, folder: Path) -> list[str]:
 
 
 def _lines(found: Foresight, summary: Mapping[str, Any]) -> list[str]:
+    """Returns the lines that compare the estimated memory and seconds with those of the run."""
     from train_cli.commands.estimate import shown
 
     held = sum(summary["memory_bytes"].values())

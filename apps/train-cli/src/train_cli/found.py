@@ -1,4 +1,4 @@
-"""What a search found, as text: a table, two layouts compared, and the plan file of the fastest."""
+"""Formats the result of a search as text: a table, two layouts compared, and the plan file of the fastest."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def lines(found: SearchFound, skipped: Sequence[str], limit: int | None, notes: Sequence[str]) -> Iterator[str]:
-    """Yields what is printed of a search. skipped: plugins that could not be loaded. limit: bytes of a device. notes: on the
-    machine.
+    """Yields the lines that are printed for a search. skipped: plugins that could not be loaded. limit: bytes of a device.
+    notes: on the machine.
     """
     tally = found.tally
     yield f"{tally.num_layouts:,} layouts; {tally.simulated:,} simulated, {tally.too_large:,} seen not to fit"
@@ -39,7 +39,7 @@ def lines(found: SearchFound, skipped: Sequence[str], limit: int | None, notes: 
 
 
 def _sources(found: SearchFound) -> Iterator[str]:
-    """Yields where the layers' seconds come from, where it is not the same for all that is shown."""
+    """Yields where the seconds of the layers come from, if that differs between the layouts shown."""
     layers = [layer for one in found.fastest if one.exact for layer in one.exact.seconds.layers]
     sources = {layer.source for layer in layers}
     if "counted" in sources and len(sources) > 1:
@@ -95,7 +95,7 @@ def _comments(layout: Candidate) -> dict[str, str]:
 
 
 def _commented(text: str, why: dict[str, str]) -> str:
-    """Returns a section of a plan with its comment above; of tables of one header the first has it."""
+    """Returns a section of a plan with its comment above; of several tables with one header only the first gets it."""
     comment = why.pop(text.split("\n", 1)[0], None)
     return f"# {comment}\n{text}" if comment else text
 
@@ -109,6 +109,7 @@ def _row(seconds: float, num_bytes: int, layout: Candidate) -> str:
 
 
 def _none(found: SearchFound, limit: int | None) -> str:
+    """Returns the sentence for a search without a result."""
     if found.smallest is None or limit is None:
         return "no layout of this plan can be assembled in this world"
     need = shown(found.smallest.estimate.num_bytes)

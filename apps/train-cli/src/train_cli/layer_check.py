@@ -1,6 +1,6 @@
-"""`check --model`: calls the layers and the loss on meta, to find mismatched shapes and types, and missing classes.
+"""Calls the layers and the loss on meta (`check --model`), to find mismatched shapes and types, and missing classes.
 
-A run would find these in its first step. Layers that meta cannot run (a forward that reads values, a kernel of one device)
+A run would find these in its first step. Layers that cannot run on meta (a forward that reads values, a kernel of one device)
 are reported as not checked, which is no error.
 """
 

@@ -1,4 +1,4 @@
-"""Who computes what and who talks to whom, as text: rank by rank in a small world, as kinds and patterns in a large one."""
+"""Formats which rank computes what and communicates with whom: rank by rank in a small world, by pattern in a large one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ _SIZES = ("pp", "dp", "sp", "wdp", "wp")
 
 
 def sizes(topology: Topology) -> str:
-    """`pp 2, dp 1, sp 1, wdp 1, wp 1`."""
+    """Returns the sizes of all axes as text: `pp 2, dp 1, sp 1, wdp 1, wp 1`."""
     return ", ".join(f"{name} {getattr(topology, name)}" for name in _SIZES)
 
 
 def rank_lines(topology: Topology, rank: int | None) -> Iterator[str]:
-    """Yields a table of the coordinates of all ranks, or of `rank`; in a large world what its ranks have in common."""
+    """Yields a table of the coordinates of all ranks, or of `rank`; for a large world a summary of what its ranks have in
+    common.
+    """
     if rank is None and topology.world > MOST_RANKS:
         yield from _kinds(topology)
         return
@@ -52,7 +54,9 @@ def _place(topology: Topology, axis: str, formula: str) -> str:
 
 
 def group_lines(entries: Sequence[GroupEntry]) -> Iterator[str]:
-    """Yields one line per axis and lane with its groups, in the order of `entries`; of many the first ones and the last."""
+    """Yields one line per axis and lane with its groups, in the order of `entries`; of many groups only the first ones and the
+    last.
+    """
     lines: dict[tuple[str, str], list[GroupEntry]] = {}
     for entry in entries:  # the lanes of a group follow each other
         lines.setdefault((entry.axis, entry.lane), []).append(entry)

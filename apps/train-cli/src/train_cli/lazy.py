@@ -1,4 +1,4 @@
-"""Commands that are imported when they are called, or asked for their own help, and never to list them.
+"""Imports a command when it is called or asked for its own help, and never to list commands.
 
 Beside ours there are those of other packages, entry points of the group `sley.commands`:
 
@@ -78,7 +78,7 @@ def foreign() -> dict[str, tuple[EntryPoint, ...]]:
 
 
 def foreign_summary(name: str) -> str:
-    """Returns the summary of such a command for `--help`, without importing it."""
+    """Returns the summary for `--help` of the command `name` of another package, without importing it."""
     return f"A command of {_labels(foreign()[name])}."
 
 

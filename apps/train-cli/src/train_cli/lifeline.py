@@ -1,6 +1,6 @@
-"""A rank dies with the launcher that started it, however that ended; a kill -9 of the launcher leaves no process.
+"""Ends a rank with the launcher that started it, however the launcher ended: even after its kill -9 no process is left.
 
-Elastic alone leaves its workers running then. On Linux the kernel does it (prctl(2), PR_SET_PDEATHSIG): at once, and
+Elastic alone leaves its workers running then. On Linux the kernel sends the signal (prctl(2), PR_SET_PDEATHSIG), at once, and
 even while the rank hangs in a driver. Elsewhere a thread watches the parent's id.
 """
 

@@ -1,4 +1,4 @@
-"""Starts the ranks of a local run and stays with them: torch.distributed.elastic's agent, in this process.
+"""Starts the ranks of a local run and waits for them: torch.distributed.elastic's agent, in this process.
 
     launcher ──> agent ──> python -m train_cli run plan.toml     RANK=0     each in a session of its own,
                      └───> python -m train_cli run plan.toml     RANK=1     stdout and stderr as the launcher's
@@ -177,7 +177,7 @@ class _Signals:
 
 @contextmanager
 def _logging(verbose: bool) -> Iterator[None]:
-    """Turns elastic's logs off, which tell every failure at length; our diagnostics have the cause."""
+    """Turns off elastic's logs, which print every failure at length, unless `verbose`; our diagnostics name the cause."""
     loggers = [logging.getLogger(name) for name in _elastic_loggers()]
     before = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,4 +1,4 @@
-"""What a run stands on: versions, devices, and the environment variables that change a run."""
+"""Collects what can change a run beside its plan: versions, devices and environment variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The entry of `train-cli`: parses the command line, shows errors, returns the exit code; tracebacks only on request."""
+"""Parses the command line of `train-cli`, shows errors and returns the exit code; tracebacks only on request."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _code(stop: SystemExit) -> int:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Turns the garbage collector off within the block: imports allocate much and free nothing. Training turns it on."""
+    """Turns the garbage collector off within the block, since imports allocate much and free nothing. Training turns it on."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The second of the three checks: the plan's own code, the model and the optimizer, on meta, before a process starts."""
+"""Builds the model and the optimizer on meta before any process starts: the second of the three checks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
 
 
 def canonical_cost(plan: Plan, world: int) -> str:
-    """Returns what canonical sums take on rank 0 of `world` ranks, or why that is not known, as where the data are missing."""
+    """Returns as text what canonical sums cost on rank 0 of `world` ranks, or why that is not known, as where the data are
+    missing.
+    """
     try:
         with World.fake(0, world) as fake, assemble(plan, fake) as run:
             return cost_note(run.parts, plan.num_micros(plan.topology(world)))

@@ -1,4 +1,4 @@
-"""Plans that write nothing: a layout as it is, the same training in one process, and a run that is looked at again."""
+"""Derives plans that write nothing: the same layout, the same training in one process, and a finished run for reading."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _BETWEEN_RANKS = ("reducer", "tie")
 
 
 def in_layout(plan: Plan) -> Plan:
-    """Returns the plan without what it writes, for its own ranks."""
+    """Returns the plan without what it writes, in its own layout."""
     return _with(plan, _without(plan, _WRITES))
 
 
 def in_one_process(plan: Plan) -> Plan:
     """Returns the plan that computes the same in one process: no parallel axis, no reducer, no memory that moves.
 
-    What decides the numbers stays: batches, micro-batches, seed, precision, the order of sums (`reduction`), transforms.
+    What determines the numbers is kept: batches, micro-batches, seed, precision, the order of sums (`reduction`), transforms.
     """
     tables = _without(plan, (*_WRITES, *_LAYOUT))
     tables["parallel"] = {**tables.get("parallel", {}), "dp": 1, "pp": 1, "sp": 1, "wp": 1}
@@ -42,16 +42,16 @@ def in_one_process(plan: Plan) -> Plan:
 
 
 def has_layout(plan: Plan) -> bool:
-    """Returns whether the plan says more than `in_one_process` keeps of it, if only for one rank: offload, recomputation."""
+    """Returns whether `in_one_process` removes anything from the plan, on one rank too: offload and recomputation count."""
     tables = plan.document.tables
     return any(tables.get(key) for key in _LAYOUT) or any(_is_between(one.record) for one in plan.gradient_handlers)
 
 
 def of_trained(plan: Plan, *, evaluates: bool, batches: int | None = None) -> Plan:
-    """Returns the plan of a run's folder for one process that only calls the model: on whatever device there is, its weights
-    not those that the run began with.
+    """Returns the plan of a finished run for one process that only calls the model: on any available device, with weights that
+    are loaded later instead of those that the run began with.
 
-    evaluates: whether it is to have an evaluation, with the plan's number of `batches` unless given. Otherwise it has none.
+    evaluates: whether the plan has an evaluation, with the plan's number of `batches` unless given. Otherwise it has none.
     """
     tables = in_one_process(plan).document.tables
     tables["run"]["device"] = "auto"

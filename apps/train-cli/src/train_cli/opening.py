@@ -1,4 +1,4 @@
-"""The message of a run before its first step: its size, and files that its folder will not have."""
+"""Formats the message of a run before its first step: its size, and files that its folder will not have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ JSONL = "core.jsonl"
 
 
 def opening(facts: RunFacts, plan: Plan, held: Mapping[str, int]) -> str:
-    """Returns the lines before the first step.
+    """Returns the lines that are shown before the first step.
 
         2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)
         per rank 4.0 MiB weights, 4.0 MiB gradients, and the optimizer's states
@@ -33,7 +33,7 @@ def opening(facts: RunFacts, plan: Plan, held: Mapping[str, int]) -> str:
 def repeats(num_samples: int | None, plan: Plan) -> str:
     """Returns a note if an evaluation of `plan` sees samples more than once; "" if not.
 
-    num_samples: of the held-out data; None if nothing tells, as of a stream.
+    num_samples: of the held-out data; None if it is not known, as for a stream.
     """
     assert plan.evaluation is not None, "the plan has no [evaluation]"
     seen, size = plan.evaluation.steps * plan.batch.global_size, plan.batch.global_size
@@ -46,12 +46,12 @@ def repeats(num_samples: int | None, plan: Plan) -> str:
 
 
 def ranks(count: int) -> str:
-    """`1 rank`, `2 ranks`."""
+    """Returns a number of ranks in words: `1 rank`, `2 ranks`."""
     return f"{count} rank{'' if count == 1 else 's'}"
 
 
 def parameters(count: int, trained: int) -> str:
-    """`1,000 parameters`, `8 of 1,000 parameters trained`."""
+    """Returns numbers of parameters in words: `1,000 parameters`, `8 of 1,000 parameters trained`."""
     return f"{count:,} parameters" if count == trained else f"{trained:,} of {count:,} parameters trained"
 
 

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share."""
+"""Defines the arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ PerNodeOption = Annotated[
 
 
 def given_world(world: int | None, nodes: int | None, per_node: int | None) -> int | None:
-    """Returns the number of ranks that the options say, None if they say nothing. Raises UsageError "world" for half of it, or
-    for both forms.
+    """Returns the number of ranks that the options give, None if they give none. Raises UsageError "world" if only one of
+    `nodes` and `per_node` is given, or both they and `world`.
     """
     if nodes is None and per_node is None:
         return world

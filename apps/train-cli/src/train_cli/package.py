@@ -58,7 +58,9 @@ def write(files: Mapping[str, str], out: Path) -> None:
 
 
 def check_name(name: str, files: Mapping[str, str] | None = None) -> None:
-    """Raises UsageError "plugin-name" for a name that cannot stand in plans and in Python, is taken, or a word of `files`."""
+    """Raises UsageError "plugin-name" for a name that is not valid in plans and in Python, is taken, or is a word of
+    `files`.
+    """
     if not _NAME.fullmatch(name) or iskeyword(name):
         message = f"`{name}` is not a name: small letters, digits and `_`, a letter first, and no word of Python"
         raise UsageError("plugin-name", message, hint="take one such as `topk`")

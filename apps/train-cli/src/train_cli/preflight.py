@@ -1,4 +1,4 @@
-"""What is looked at before a rank waits for others: whether its launcher told it all, and whether all ranks start the same run.
+"""Checks a rank before it waits for others: that its launcher started it rightly, and that all ranks start the same run.
 
 the environment ──> refused: tasks that know of no ranks, worlds smaller than what the batch system started
 this rank's plan ──> meeting (`sley_core.comm.meeting`): all ranks have the same plan and versions, or none starts
@@ -69,9 +69,10 @@ def is_met() -> bool:
 
 
 def meet(plan: Plan) -> Meeting | None:
-    """Returns the meeting at which all ranks have come and agreed on plan and versions; None where there is nobody to meet.
+    """Brings this rank to a meeting of all ranks, checks that all have the same plan and versions, and returns the meeting;
+    None if this rank meets nobody.
 
-    Raises RunError "preflight" on all ranks alike, or where this one finds nobody.
+    Raises RunError "preflight" on all ranks alike, or on this one if it finds no others.
     """
     if not is_met():
         return None
@@ -90,7 +91,9 @@ def meet(plan: Plan) -> Meeting | None:
 
 
 def tell(fault: Fault) -> None:
-    """Tells the ranks that wait for this one why it does not begin; returns when they know, or after some seconds."""
+    """Sends the ranks that wait for this one the reason why it does not begin; returns when they have it, or after some
+    seconds.
+    """
     if not is_met() or not fault.diagnostics:
         return
     from sley_core.comm.meeting import Meeting
@@ -104,7 +107,9 @@ def tell(fault: Fault) -> None:
 
 
 def thread_note(environ: Mapping[str, str], *, is_cpu: bool) -> str:
-    """Returns what to tell of a launcher that left each rank one thread of several cores; "" where it has not, or on a GPU."""
+    """Returns a note if the launcher left each rank one thread though there are several cores; "" if it did not, or on a
+    GPU.
+    """
     ranks = environ.get("LOCAL_WORLD_SIZE", "1")
     if not is_cpu or lifeline.is_held() or environ.get("OMP_NUM_THREADS") != "1" or not ranks.isdecimal():
         return ""

@@ -1,4 +1,4 @@
-"""How far a run is, on stderr: a line that is redrawn on a terminal, lines every `log_every` steps elsewhere.
+"""Shows the progress of a run on stderr: a line that is redrawn on a terminal, else a line every `log_every` steps.
 
 step 120/500  loss 2.413  8.1k tok/s  31.2 GiB  1m 02s left
 """
@@ -29,8 +29,8 @@ def draws_line(stream: TextIO, *, wanted: bool = True) -> bool:
 class Reporter(AbstractContextManager["Reporter"]):
     """Shows each row of a run of `num_steps` steps; used as `run.readers.append(reporter)`.
 
-    line: redraw one line; otherwise print a line every `log_every`-th step and at the last. notes: of the run, which adds to
-    them; those that come are shown. lost: why and since which step nothing is shown, if writing to the stream failed.
+    line: redraw one line; otherwise print a line every `log_every`-th step and at the last. notes: the list to which the run
+    appends its notes; new ones are shown. lost: why and since which step nothing is shown, if writing to the stream failed.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Reporter(AbstractContextManager["Reporter"]):
 
     @property
     def new_notes(self) -> list[str]:
-        """What the run has noted since it began."""
+        """Returns what the run has noted since the reporter was made."""
         return list(self._notes[self._num_before :])
 
     def __exit__(self, *_: object) -> None:
@@ -66,7 +66,7 @@ class Reporter(AbstractContextManager["Reporter"]):
             self._write(self._num_steps, self._line.close)
 
     def _tell(self, step: int) -> None:
-        """Shows the notes that have come."""
+        """Shows the notes that are new."""
         for note in self._notes[self._num_told :]:
             self._num_told += 1
             show = partial(print, file=self._stream, flush=True) if self._line is None else self._line.tell
@@ -119,7 +119,9 @@ class Pace:
 
 
 class _Line:
-    """A bar and a text, redrawn at most five times a second by the run itself; a thread would take time from it."""
+    """Redraws a bar and a text at most five times a second, in the thread of the run: a thread of its own would take time from
+    it.
+    """
 
     def __init__(self, num_steps: int, stream: TextIO) -> None:
         from rich.console import Console
@@ -149,8 +151,8 @@ class _Line:
 
 
 def closing(summary: Mapping[str, Any], folder: object, weights: object = None, *, verbose: bool = False) -> str:
-    """Returns the last lines of a run, from its `summary.json`. weights: where they are, if anywhere. verbose: also the counts
-    of its parts.
+    """Returns the last lines of a run, from its `summary.json`. weights: where they are, if anywhere. verbose: adds the counts
+    of the run's parts.
     """
     steps, seconds = summary["steps"], summary["seconds"]
     skipped = f", {summary['skipped_steps']} of them skipped" if summary["skipped_steps"] else ""

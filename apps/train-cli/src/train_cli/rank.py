@@ -1,4 +1,4 @@
-"""One rank of a run, from joining the world to the last line: what every process of a run does, however it was started."""
+"""Runs one rank of a run, from joining the world to the last line, in every process, however it was started."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def on_rank(plan: Plan, folder: Path, work: Callable[[Run, Stopping], None], *, 
 
 
 def _late(folder: Path, joined: list[World]) -> None:
-    """Reports that this rank was asked to end and cannot, to the launcher and in the run's folder. joined: the world, once
+    """Reports, to the launcher and in the run's folder, that this rank was asked to end and cannot. joined: the world, once
     there is one.
     """
     found = failure_file.write_late()
@@ -139,7 +139,7 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, resume: str | None, li
 
 
 def _tell_done(run: Run, folder: Path) -> None:
-    """Leaves the folder of a run whose steps are all taken, but for final weights, before which it may have been killed."""
+    """Shows where the results are of a run whose steps were all taken before, and saves final weights if they are missing."""
     weights = _keep_weights(run, folder)
     if run.world.rank == 0:
         where = f"; its weights are in {weights}" if weights else ""

@@ -1,4 +1,4 @@
-"""Shows diagnostics in one of three forms, in the order given: core has sorted them by place.
+"""Formats diagnostics in one of three forms, in the order given: core has sorted them by place.
 
 full     a picture of the line with a caret under the culprit; the default on a terminal
 short    `plan.toml:24:1: error[unknown-key]: ...`, a line each, clickable everywhere; the default elsewhere
@@ -59,7 +59,7 @@ def _short(diagnostic: Diagnostic) -> str:
 
 
 class _Picture:
-    """One diagnostic, drawn as the compilers of Rust and ruff do."""
+    """Draws one diagnostic as the compilers of Rust and ruff do."""
 
     def __init__(self, diagnostic: Diagnostic, color: bool) -> None:
         self._it = diagnostic
@@ -112,10 +112,10 @@ def _printable(text: str) -> str:
 
 
 def _width(text: str) -> int:
-    """Columns on a terminal, where East Asian wide characters take two."""
+    """Returns the number of columns of `text` on a terminal, where East Asian wide characters take two."""
     return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
 
 
 def _blank(text: str) -> str:
-    """Blanks exactly as wide as `text`; a tab stays one."""
+    """Returns blanks exactly as wide as `text`; a tab stays one."""
     return "".join("\t" if char == "\t" else " " * _width(char) for char in text)

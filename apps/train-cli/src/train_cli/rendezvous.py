@@ -1,7 +1,7 @@
-"""The rendezvous of a local run's ranks: a file in a private folder, a new one for every attempt.
+"""Lets the ranks of a local run find each other through a file in a private folder, a new one for every attempt.
 
-Elastic's own rendezvous keep a TCPStore, which listens on all interfaces whatever address it is given, and a store that
-is used twice hands gloo the addresses of ranks that are gone.
+Elastic's own rendezvous keep a TCPStore, which listens on all interfaces whatever address it is given; and a store that is used
+twice gives gloo the addresses of ranks that have ended.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from sley_core.comm.occasions import STORE
 
 
 class FileRendezvous(RendezvousHandler):
-    """One agent, no peers. `next_rendezvous` also names the store of the new attempt in this process's environment,
-    of which the agent gives its ranks a copy."""
+    """Serves one agent without peers. `next_rendezvous` also puts the store of the new attempt into this process's environment,
+    of which the agent gives its ranks a copy.
+    """
 
     def __init__(self, folder: Path, run_id: str) -> None:
         self._folder = folder

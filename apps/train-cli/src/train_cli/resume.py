@@ -1,4 +1,4 @@
-"""Going on with a run: in which folder, from which step, and what the user is told.
+"""Resumes a run: finds the folder and the step, and says which to the user.
 
 --resume PATH ──> begins at PATH, and notes it in the folder ──> checkpoints of its own
                        └── started again, or --resume auto ─────> the newest of these, or PATH where there is none yet
@@ -38,16 +38,16 @@ def is_again() -> bool:
 
 
 def goes_on(plan: Plan, resume: str | None) -> bool:
-    """Returns whether the run goes on in its own folder, and does not begin in a new one from another run's checkpoint."""
+    """Returns whether the run continues in its own folder, rather than begin in a new one from another run's checkpoint."""
     if resume is None or resume == AUTO:
         return resume == AUTO
     return is_again() or Path(resume).resolve().is_relative_to(run_folder(plan).resolve())
 
 
 def load(run: Run, folder: Path, resume: str | None) -> list[str]:
-    """Brings `run` to where `resume` says, None for the beginning; returns lines for the user. All ranks call it.
+    """Loads the checkpoint that `resume` names into `run`, none if it is None; returns lines for the user. All ranks call it.
 
-    A run that is started again goes on from its own newest checkpoint, not from the one at which it began.
+    A run that is started again continues from its own newest checkpoint, not from the one at which it began.
     """
     if resume is None:
         return []
@@ -67,7 +67,9 @@ def load(run: Run, folder: Path, resume: str | None) -> list[str]:
 
 @contextmanager
 def _without_origin(folder: Path) -> Iterator[None]:
-    """Takes away where the run in `folder` began; it is back if what is done meanwhile fails, as for a path that is none."""
+    """Removes the record of where the run in `folder` began, and restores it if the block fails, as for a path without
+    checkpoint.
+    """
     path = folder / ORIGIN
     before = path.read_text("utf-8") if path.exists() else None
     path.unlink(missing_ok=True)
@@ -98,7 +100,7 @@ def _origin(folder: Path, resume: str) -> RunOrigin | None:
 
 
 def totals(run: Run, folder: Path, resume: str | None) -> RunTotals:
-    """Returns the totals of the steps that are done, from the rows in the folder of the run."""
+    """Returns the totals of the steps that are done, from the rows in the run's folder."""
     return RunTotals(rows(folder)) if resume else RunTotals()
 
 

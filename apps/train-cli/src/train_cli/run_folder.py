@@ -1,4 +1,4 @@
-"""The folder of a run, `runs/<name>/`: made once, before any rank starts, and overwritten only on request; one run at a time.
+"""Makes the folder of a run, `runs/<name>/`, once before any rank starts, for one run at a time; overwrites only on request.
 
 It holds `plan.toml` as resolved, `start.json`, and what the run wrote: `metrics.jsonl`, `summary.json`, traces, the final
 weights, `faults` if it failed, and `origin.json` if it began at a checkpoint.
@@ -65,7 +65,7 @@ def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> No
 
 
 def _keep_finished(plan: Plan, folder: Path) -> None:
-    """Raises PlanError "run-folder" if going on would begin a finished run again, over its results."""
+    """Raises PlanError "run-folder" if resuming would begin a finished run again and replace its results."""
     steps = finished_steps(folder)
     if steps is None or can_go_on(plan, folder):
         return
@@ -151,7 +151,7 @@ def _is_taken(folder: Path) -> bool:
 
 
 def _is_record(work: Path) -> bool:
-    """Returns whether `work` has nothing but records of ranks; on hosts of their own, ranks other than 0 leave nothing else."""
+    """Returns whether `work` has only records of ranks, which is all that ranks other than 0 leave on hosts of their own."""
     if work.is_symlink() or not work.is_dir():
         return False
     return all(path.match("rank-*.jsonl") and not path.is_dir() for path in work.iterdir())

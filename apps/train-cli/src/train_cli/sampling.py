@@ -1,4 +1,4 @@
-"""Draws text from a model over tokens, one token after the other: the whole window is computed again for each."""
+"""Draws text from a model over tokens, one token at a time, and computes the whole window again for each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TextIds(Protocol):
-    """How text becomes token ids, and token ids text. size: ids are below it. end: the id after which a document ends."""
+    """Converts text to token ids and back. size: ids are below it. end: the id after which a document ends."""
 
     size: int
     end: int | None
@@ -30,12 +30,12 @@ class TextIds(Protocol):
         ...
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yields text as ids come; a character comes when all of its ids are there."""
+        """Yields text as ids come; each character as soon as all of its ids are there."""
         ...
 
 
 class Utf8(TextIds):
-    """Bytes are the tokens."""
+    """Takes the bytes of UTF-8 as token ids."""
 
     size = NUM_BYTES
     end = None
@@ -44,6 +44,7 @@ class Utf8(TextIds):
         return list(text.encode())
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
+        """Yields the text of token ids that are bytes of UTF-8, as far as each completes characters."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for one in ids:
             yield decoder.decode(bytes([one]))
@@ -51,7 +52,7 @@ class Utf8(TextIds):
 
 
 class Tokenized(TextIds):
-    """The ids of a tokenizer."""
+    """Takes the ids of a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -62,6 +63,7 @@ class Tokenized(TextIds):
         return list(ids)[: -1 if self.end is not None else None]
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
+        """Yields the text that each token id adds, once its characters are complete."""
         so_far: list[int] = []
         told = ""
         for one in ids:
@@ -88,7 +90,7 @@ def text_ids(plan: Plan, tokenizer: Path | None) -> TextIds:
 def generate(
     run: Run, ids: Sequence[int], size: int, *, temperature: float, top_k: int | None, generator: torch.Generator
 ) -> Iterator[int]:
-    """Yields ids that follow `ids`, without end; the model sees as many of the last ones as a sample of its data has.
+    """Yields ids that follow `ids`, without end; the model is given as many of the last ones as a sample of its data has.
 
     size: ids are below it. temperature: 0 takes the likeliest. top_k: draws from so many of the likeliest. Raises UsageError
     "sample-fields" and "no-logits" for a model that is not one over tokens, RunError "not-finite".
@@ -109,6 +111,7 @@ def generate(
 
 
 def _drawn(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    """Draws the next token id from `logits`: the largest if `temperature` is 0; with `top_k`, from the k largest only."""
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < len(logits):
@@ -119,7 +122,7 @@ def _drawn(logits: Tensor, temperature: float, top_k: int | None, generator: tor
 
 
 def _fields(run: Run) -> dict[str, str]:
-    """Returns what each batch field that the model reads is: "tokens", or a name that follows from their number."""
+    """Returns for each batch field that the model reads what it holds: "tokens", or a name that follows from their number."""
     info = run.dataset.info
     ids = [name for name, field in info.fields.items() if field.ids == "token"]
     roles = dict.fromkeys(ids[:1], "tokens") | {name: name for name in ("positions", "cu_seqlens")}
@@ -135,7 +138,7 @@ def _fields(run: Run) -> dict[str, str]:
 
 @torch.no_grad()
 def _logits(run: Run, reads: Mapping[str, str], ids: Sequence[int], size: int) -> Tensor:
-    """Returns the logits of the next token, float64 [v] on the host, of those below `size`."""
+    """Returns the logits of the next token for the ids below `size`: float64 [v], on the host."""
     values = {"tokens": [list(ids)], "positions": [list(range(len(ids)))], "cu_seqlens": [[0, len(ids)]]}
     declared = run.dataset.info.fields
     device = run.world.device.torch_device

@@ -1,5 +1,5 @@
-"""What there is to go on from: the checkpoints that a folder has, as far as files tell. Whether they are whole is found when
-one is loaded. What lies behind a URL is not looked at.
+"""Finds the checkpoints in a folder by their files alone. Whether one is complete is checked when it is loaded. URLs are not
+looked at.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_remote(path: str) -> bool:
 
 
 def names_in(path: Path) -> list[str]:
-    """Returns the names of the checkpoints in the folder `path`, the newest first; none where there is no such folder."""
+    """Returns the names of the checkpoints in the folder `path`, the newest first; none if there is no such folder."""
     if not path.is_dir():
         return []
     # Imported where there is a folder to look into: they import torch.
@@ -38,13 +38,13 @@ def names_in(path: Path) -> list[str]:
 
 
 def can_go_on(plan: Plan, folder: Path) -> bool:
-    """Returns whether a run of `plan` in `folder` may find a checkpoint to go on from: its own, or that at which it began."""
+    """Returns whether a run of `plan` in `folder` may find a checkpoint to resume from: its own, or that at which it began."""
     own = (plan.checkpoint.folder if plan.checkpoint else None) or str(folder / CHECKPOINTS)
     return is_remote(own) or (folder / ORIGIN).is_file() or bool(names_in(Path(own)))
 
 
 def finished_steps(folder: Path) -> int | None:
-    """Returns how many steps the run in `folder` has taken, if it has finished; None if not, or if that cannot be told."""
+    """Returns how many steps the run in `folder` has taken, if it has finished; None if it has not, or if that is not known."""
     try:
         said = json.loads((folder / SUMMARY).read_text("utf-8"))
         return int(said["steps"]) if said["outcome"] == "finished" else None
@@ -53,7 +53,9 @@ def finished_steps(folder: Path) -> int | None:
 
 
 def check_given(path: str) -> None:
-    """Raises UsageError "no-checkpoint" if `path` is neither a checkpoint nor a folder of some, with where some are."""
+    """Raises UsageError "no-checkpoint" if `path` is neither a checkpoint nor a folder of some; it says where there are
+    some.
+    """
     from sley_core.checkpoint.index import INDEX
 
     given = Path(path)

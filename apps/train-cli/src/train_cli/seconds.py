@@ -1,4 +1,4 @@
-"""A step's seconds before it runs, as text: estimated for a machine, stage by stage, with what is waited for."""
+"""Formats the estimated seconds of a step on a machine, stage by stage, with what each waits for."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _sources(found: PlanSeconds) -> str:
 
 
 def seconds_data(found: PlanSeconds) -> dict[str, Any]:
-    """Returns the same for JSON: seconds of the step, and of each stage."""
+    """Returns the estimate for JSON: seconds of the step, and of each stage."""
     step = found.step
     return {
         "step": step.seconds,

@@ -1,6 +1,7 @@
-"""`start.json` in a run's folder: when and on what rank 0 was started, and where each value of its plan came from.
+"""Writes and reads `start.json` in a run's folder: when and on what rank 0 was started, and the origin of each value of its
+plan.
 
-The resolved plan beside it says what was run; this says who decided it. A run that goes on writes it anew.
+The resolved plan beside it has the values. A run that resumes writes the record anew.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ NAME = "start.json"
 
 @dataclass(frozen=True)
 class StartRecord:
-    """time: UTC, in ISO 8601. origins: of each key of the plan (`run.steps`), file and line, `--set #1`, default, ...
-    machine: what `train-cli env` prints, by name.
+    """Holds the record of one start.
+
+    time: UTC, in ISO 8601. origins: of each key of the plan (`run.steps`), file and line, `--set #1`, default, ... machine:
+    what `train-cli env` prints, by name.
     """
 
     time: str

@@ -1,10 +1,10 @@
-"""Signal handling of one rank: it finishes its step, tears down, and has ended within a time limit.
+"""Handles the signals of one rank: it finishes its step, tears down, and has ended within a time limit.
 
     working ── first SIGINT ──> run.stop(): the step is finished ── the loop returned ──> tearing down, 10 s at most
         │                              ├── still in the step ──> a line every 10 s
-        │                              └── second SIGINT ──> gone at once
-        └── SIGTERM ──> run.stop(), and gone after 25 s whatever happens, 8 s where nothing is to be saved
-                  └── SIGTERM again ──> gone after 6 s: peers are dead, and a collective may hang
+        │                              └── second SIGINT ──> ended at once
+        └── SIGTERM ──> run.stop(), and ended after 25 s whatever happens, 8 s where nothing is to be saved
+                  └── SIGTERM again ──> ended after 6 s: peers have died, and a collective may hang
 
 SIGHUP, a terminal that was closed, is SIGTERM with another exit code; not where it is ignored, as under `nohup`.
 
@@ -61,13 +61,15 @@ class Terminated(BaseException):
 
 
 def terminated_s(plan: Plan) -> float:
-    """Returns the seconds after which a rank of `plan` that got SIGTERM has ended: it finishes its step, and may save."""
+    """Returns within how many seconds of SIGTERM a rank of `plan` has ended: it finishes its step, and may save a
+    checkpoint.
+    """
     saves = plan.run.final_weights != "none" or (plan.checkpoint is not None and plan.checkpoint.on_interrupt)
     return SAVING_S if saves else TERMINATED_S
 
 
 def codes() -> dict[int, int]:
-    """Returns the signals that end a run in order, with the exit codes of such a run."""
+    """Returns the signals that end a run in an orderly way, each with the exit code of such a run."""
     found: dict[int, int] = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         found[signal.SIGHUP] = EXIT_HUNG_UP

@@ -1,4 +1,4 @@
-"""The environment in which local ranks run: who launched them, threads and loopback.
+"""Sets the environment of local ranks: their launcher, threads and loopback.
 
 Variables that the user has set are kept, except that a local run never communicates beyond loopback.
 """

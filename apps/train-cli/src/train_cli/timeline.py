@@ -1,4 +1,4 @@
-"""The pipeline's step before anything runs: simulated with equal costs, as text."""
+"""Draws the pipeline's step as text before anything runs, simulated with equal costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that has ended, or saved itself, as one process that has its weights."""
+"""Loads a run that has ended, or has saved a checkpoint, into one process with its weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def plan_of(folder: Path, data: Sequence[str] = ()) -> Plan:
 def trained_run(
     folder: Path, plan: Plan, *, evaluates: bool = False, batches: int | None = None
 ) -> Iterator[tuple[Run, str]]:
-    """Yields one process with the final weights of the run in `folder`, or those of its newest checkpoint; and which, in words.
+    """Yields a run in one process with the final weights of the run in `folder`, or those of its newest checkpoint, and in
+    words which.
 
     plan: the run's, as `plan_of` returns it. evaluates, batches: as of `of_trained`. Raises UsageError "no-weights" if there
     are neither.

@@ -1,4 +1,4 @@
-"""The versions of every package of Sley that is installed here, and of plugins and commands by others."""
+"""Finds the versions of every installed package of Sley, and of plugins and commands by others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Assembles a run from a plan, in one order on every rank; up to the parameter book the same in a fake world of any
-size.
+"""Assembles a run from a plan, in one order on every rank; up to the parameter book the same in a fake world of any size.
 
 checks ──> layers on meta, ties ──> groups, agree ──> book closed ──> layers materialised ──> store, handlers, optimizer
 ──> data ──> executor
@@ -76,7 +75,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
 
 
 def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None, undo: ExitStack) -> Run:
-    """Does as `assemble`. undo: collects what detaches each part from the model; the run closes it."""
+    """Assembles the run as `assemble` describes. undo: collects what detaches each part from the model; the run closes it."""
     if problems := check_plan(plan, world.size):
         raise PlanError.many(problems)
     if plan.run.keep_freed_memory and world.device.torch_device.type == "cpu" and not world.is_fake:
@@ -114,7 +113,7 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
     if parts.store.canonical is not None:
         notes.append(cost_note(parts, plan.num_micros(topology)))
     if not world.is_fake:
-        refuse_left_over(model, stage.layers)  # from here on nobody looks at layers of other ranks
+        refuse_left_over(model, stage.layers)  # last, since the code above still uses other ranks' layers
     return Run(
         plan,
         parts,
@@ -129,6 +128,7 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
 
 
 def _attach_attention(plan: Plan, groups: Groups, model: Model, undo: ExitStack) -> None:
+    """Attaches the plan's sequence attention to the model, if sequences are split; `undo` detaches it."""
     if plan.sequence is None or groups["sp"].size == 1:
         return
     attention: SequenceCommunicator = plan.sequence.build(groups["sp"])
@@ -137,7 +137,9 @@ def _attach_attention(plan: Plan, groups: Groups, model: Model, undo: ExitStack)
 
 
 def _materialize(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> None:
-    """Gives this rank's layers memory and first values; in a fake world none, where layers are cut already."""
+    """Gives this rank's layers memory and first values; in a fake world layers are cut already, and at most get fake
+    tensors.
+    """
     if not world.device.is_real:
         return
     if world.is_fake:
@@ -163,7 +165,9 @@ def make_parts(
     book: ParameterBook,
     announced: Foretold | None = None,
 ) -> Parts:
-    """Returns what plugins are attached to; the gradient store has no buffers if no rank shares this one's weights."""
+    """Makes the parts to which plugins are attached; the gradient store has no buffers if no other rank holds this one's
+    weights.
+    """
     planner = loose if groups["stage"].size == 1 else by_reduce_group
     device = world.device.torch_device
     state = StepState()
@@ -189,6 +193,6 @@ def make_parts(
 
 
 def _found(plan: Plan, world: World, costs: list[float]) -> dict[KeyPath, Any]:
-    """Returns values for the resolved plan that only the run could determine."""
+    """Returns values of the resolved plan that only the run could determine, by their path."""
     is_timed = layer_costs.are_timed(plan) and not world.is_fake
     return {("partition", "layer_costs"): costs} if is_timed else {}

@@ -1,4 +1,4 @@
-"""Attaches the objects of all plugins to a run's parts, in one order on every rank, and makes of them what takes its steps."""
+"""Attaches the objects of all plugins to a run's parts, in one order on every rank, and builds the stepper from them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def stepper_of(
     communicator: WeightCommunicator | None,
     undo: ExitStack,
 ) -> Stepper:
-    """Returns what takes this rank's steps. Attaches all plugins' objects to `parts`; `undo` detaches them."""
+    """Attaches all plugins' objects to `parts`, and returns the stepper of this rank; `undo` detaches them."""
     topology, device = parts.topology, parts.world.device
     hooks: list[SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
     if plan.model.config.compile:
@@ -49,7 +49,7 @@ def stepper_of(
     for handler in handlers:
         handler.attach(parts)
         undo.callback(handler.detach)
-    # A hook or handler that knows nothing of shards may read weights at any time.
+    # A hook, or a handler that does not support shards, may read weights at any time.
     parts.weights.is_eager = bool(hooks) or not all(_takes_shards(one.record) for one in plan.gradient_handlers)
     crossing = Crossing(stage.lists.placement, stage.lists.stage, _link(plan, parts))
     check_no_parameters(loss := plan.loss.build())

@@ -1,4 +1,4 @@
-"""Which distributions say that they have a plugin, and which core they need: metadata alone, nothing is imported."""
+"""Finds the distributions that announce a plugin, and the core that they need: reads metadata only, imports nothing."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ CORE = "core"
 CORE_DIST = "sley-core"
 
 NEWER_CORE = "a newer sley-core (`git pull` in the clone of Sley's repository that it is installed from)"
-"""Where another core comes from, in words: as `to_install`, from no index."""
+"""How to get a newer core, in words: from a clone, as in `to_install`."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A plugin as its distribution's metadata announce it.
+    """Describes a plugin as its distribution's metadata announce it.
 
-    entry_point: what to import; None where `module` is given instead.
-    requires: the distribution's `Requires-Dist` lines.
+    entry_point: what to import; None if `module` is given instead. requires: the distribution's `Requires-Dist` lines.
     """
 
     name: str
@@ -51,9 +50,9 @@ class Found:
 
 
 def installed() -> Mapping[str, list[Found]]:
-    """All plugins on `sys.path`, by name. A distribution whose metadata cannot be read has none.
+    """Returns all plugins on `sys.path`, by name. A distribution whose metadata cannot be read has none.
 
-    A distribution that is met twice counts where it is met first, as for an import.
+    Of a distribution that is on the path twice, the first counts, as for an import.
     """
     found: dict[str, list[Found]] = {}
     seen: set[str] = set()
@@ -67,11 +66,11 @@ def installed() -> Mapping[str, list[Found]]:
 
 
 def _in_folder(entry: str) -> list[tuple[str, list[Found]]]:
-    """The distributions with plugins at one entry of `sys.path`, by canonical name; read again when the folder has changed.
+    """Returns the distributions with plugins at one entry of `sys.path`, by canonical name; cached until the folder changes.
 
-    Each plan that is loaded asks, and an environment has a hundred distributions, whose files take 4 ms to read. As for
-    imports, a folder has changed if its time has. One that has just changed is not kept: what comes in the same tick has the
-    same time.
+    Called for each plan that is loaded, and reading the files of an environment's hundred distributions takes 4 ms. As for
+    imports, a folder has changed if its time has. A folder that has just changed is not cached, since a later change may have
+    the same time.
     """
     try:
         folder = Path(entry).stat()  # an empty entry is the current folder, as for Python
@@ -80,51 +79,53 @@ def _in_folder(entry: str) -> list[tuple[str, list[Found]]]:
     key = folder.st_dev, folder.st_ino, folder.st_mtime_ns
     if key not in _kept:
         if abs(time.time() - folder.st_mtime) < _SETTLED_S:
-            MetadataPathFinder().invalidate_caches()  # importlib keeps names by the folder's time, too
+            MetadataPathFinder().invalidate_caches()  # importlib also caches names by the folder's time
             return list(_read(entry))
         _kept[key] = list(_read(entry))
     return _kept[key]
 
 
 def _read(entry: str) -> Iterator[tuple[str, list[Found]]]:
-    """As `_in_folder`, from the files."""
+    """Yields the distributions with plugins at one entry of `sys.path`, read from their files."""
     for dist in distributions(path=[entry]):
         text = _entry_points(dist)
         if GROUP not in text:
             continue
         metadata = dist.metadata  # parses the file each time it is asked for
         name, number = _field(metadata, "Name", "unnamed"), _field(metadata, "Version", "?")
-        # An egg-info has them in a file of its own, which `dist.requires` reads.
+        # An egg-info has its requirements in a separate file, which `dist.requires` reads.
         requires = tuple(metadata.get_all("Requires-Dist") or dist.requires or ())
         points = [EntryPoint(key, value, GROUP) for key, value in _of_group(text)]
         yield _canonical(name), [Found(point.name, name, number, point, requires) for point in points]
 
 
 _kept: dict[tuple[int, int, int], list[tuple[str, list[Found]]]] = {}
-"""What folders have, by device, number and time of change."""
+"""The distributions of each folder, by device, inode and time of change (ns)."""
 
 _SETTLED_S = 2.0
-"""No file system counts time in longer steps."""
+"""Seconds after which a change gets another time stamp on any file system."""
 
 
 def to_install(name: str, extra: str = "") -> str:
-    """How to install one of Sley's own packages, in words: it is on no index, where somebody else's could have its name."""
+    """Returns in words how to install one of Sley's own packages. They are on no index, where the name could be somebody
+    else's.
+    """
     asked, folder = (f"[{extra}]", f'"{folder_of(name, extra)}"') if extra else ("", folder_of(name))
     return f"install sley-{name}{asked}, in a clone of Sley's repository: `pip install -e {folder}`"
 
 
 def folder_of(name: str, extra: str = "") -> str:
-    """The folder of one of Sley's own packages in a clone, and the extra of it that is asked for, as pip takes them."""
+    """Returns the folder of one of Sley's own packages in a clone, with the extra, in pip's syntax."""
     return f"packages/{name}[{extra}]" if extra else f"packages/{name}"
 
 
 _NAME = re.compile(r"[^\W_](?:[\w.-]*[^\W_])?")
-"""What a `Requires-Dist` line begins with."""
+"""The name at the beginning of a `Requires-Dist` line."""
 
 
 @cache
 def core_version() -> str:
-    """The installed version of core, or "0" where core runs from a folder that was never installed."""
+    """Returns the installed version of core, or "0" if core runs from a folder that was never installed."""
     try:
         return version(CORE_DIST)
     except PackageNotFoundError:
@@ -132,7 +133,7 @@ def core_version() -> str:
 
 
 def unmet_requirement(found: Found) -> str | None:
-    """The requirement on core that the installed core does not meet, or None."""
+    """Returns the requirement on core that the installed core does not meet, or None."""
     if not found.requires or found.name == CORE or core_version() == "0":
         return None
     # Only a third party's plugin needs this import, which takes 15 ms.
@@ -140,7 +141,7 @@ def unmet_requirement(found: Found) -> str | None:
 
     for line in found.requires:
         named = _NAME.match(line.strip())
-        if named is None or _canonical(named[0]) != CORE_DIST:  # which is told without parsing the line
+        if named is None or _canonical(named[0]) != CORE_DIST:  # cheaper than parsing the line
             continue
         try:
             requirement = Requirement(line)
@@ -162,11 +163,11 @@ def _entry_points(dist: Distribution) -> str:
     try:
         return dist.read_text("entry_points.txt") or ""
     except (OSError, ValueError):
-        return ""  # a neighbour that nobody named; were it named, it would be missing
+        return ""  # unreadable: treated as having no plugins, so that it is reported missing if a plan names one
 
 
 def _of_group(text: str) -> list[tuple[str, str]]:
-    """The `name = value` lines of our section, read here because one broken line makes importlib refuse the file."""
+    """Returns the `name = value` lines of our section. Parsed here, because one broken line makes importlib refuse the file."""
     section = re.search(rf"^\[\s*{re.escape(GROUP)}\s*\]\s*$(.*?)(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL)
     lines = section[1].splitlines() if section else []
     pairs = [line.split("#")[0].partition("=") for line in lines]

@@ -1,4 +1,4 @@
-"""The model of a plan before anything of it has memory: on meta, with what is frozen frozen, and what its layers cost."""
+"""The draft of a run: the plan's model on meta, with frozen parameters marked, and the costs of its layers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, 
 
 @dataclass(frozen=True)
 class Draft:
-    """What a plan's run is made of before anything has memory. Model, on meta, and data set are for one run.
+    """Holds what a plan's run is made of before anything has memory. The model, on meta, and the dataset are for one run only.
 
-    stage: of any rank. costs: each layer's, by which the model was cut. notes: for the user.
+    stage: of any rank. costs: of each layer, by which the model was cut. notes: for the user.
     """
 
     dataset: AnyDataset
@@ -43,9 +43,9 @@ class Draft:
 
 
 def draft_of(plan: Plan, world: World) -> Draft:
-    """Returns the draft of a run on `world`. Times layers if the plan asks for it: then a collective.
+    """Returns the draft of a run on `world`. If the plan wants layers timed, it times them, and is a collective.
 
-    Raises as `open_dataset`, `draft_model` and `stage_of` do.
+    Raises what `open_dataset`, `draft_model` and `stage_of` raise.
     """
     with world.all_or_none(plan.limits.collective_timeout_s):  # one host may lack a file, or what a factory needs
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
@@ -55,12 +55,12 @@ def draft_of(plan: Plan, world: World) -> Draft:
 
 
 def draft_model(plan: Plan, info: DataInfo) -> Model:
-    """Returns the model on meta, with the parameters that the plan freezes frozen.
+    """Builds the model on meta, with the parameters frozen that the plan freezes.
 
-    Raises PlanError as `sliced_info`, `build_on_meta` and `frozen` do, and "sequence-positions" for a model that would
-    count the positions of every slice from 0.
+    Raises PlanError as `sliced_info`, `build_on_meta` and `frozen` do, and "sequence-positions" for a model that would count
+    the positions of every slice from 0.
     """
-    plan.model.load()  # what modules make when they are imported is no part of the build
+    plan.model.load()  # imported before the build, so that parameters made by an import are not recorded
     model = build_on_meta(plan.model, sliced_info(info, plan.parallel.sp), plan.run.seed)
     _check_positions(plan, model)
     book = ParameterBook([model.layers])
@@ -84,8 +84,8 @@ def _check_positions(plan: Plan, model: Model) -> None:
 
 
 def layer_costs_of(plan: Plan, world: World, model: Model) -> tuple[list[float], list[str]]:
-    """Returns each layer's cost for the partition, and notes for the user. Times layers if the plan asks for it: then a
-    collective.
+    """Returns each layer's cost for the partition, and notes for the user. If the plan wants layers timed, it times them, and
+    is a collective.
     """
     if not layer_costs.are_timed(plan):
         return layer_costs.by_parameters(model), []
@@ -97,6 +97,6 @@ def layer_costs_of(plan: Plan, world: World, model: Model) -> tuple[list[float],
 
 
 def dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
-    """Returns the dtype of the working weights, and that of the weights that the optimizer steps: fp32 at least."""
+    """Returns the dtype of the working weights, and that of the weights that the optimizer steps: at least fp32."""
     working = DTYPES[plan.precision.compute]
     return working, torch.promote_types(working, torch.float32)

@@ -1,4 +1,4 @@
-"""Makes what a run needs besides its parts: the samples and their meter, the files that it writes, its checkpoints."""
+"""Builds what a run needs besides its parts: samples and their meter, the files that it writes, its checkpoints."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _evaluation(plan: Plan, parts: Parts, stepper: Stepper, splitter: BatchSplit
 
 
 def outputs_of(plan: Plan, world: World, stepper: Stepper, topology: Topology, folder: Path | None) -> Outputs:
-    """Returns what writes into `folder`, the run's; nothing if it is None. Metrics writers are on rank 0 alone."""
+    """Returns what writes into `folder`, the run's; empty outputs if it is None. Metrics writers are on rank 0 only."""
     if folder is None:
         return Outputs()
     writers = [component.build(folder) for component in plan.metrics] if world.rank == 0 else []
@@ -105,7 +105,7 @@ def outputs_of(plan: Plan, world: World, stepper: Stepper, topology: Topology, f
 def checkpoints_of(
     plan: Plan, parts: Parts, stepper: Stepper, samples: Samples, memory: RunMemory, model: Model, folder: Path | None
 ) -> Checkpoints:
-    """Returns what saves the run and brings it back. folder: the run's."""
+    """Returns the object that saves and restores the run. folder: the run's."""
     tensors = RunTensors(parts, stepper.update, memory, model.per_rank_buffers, keepers_of(plan, stepper))
     own = plan.checkpoint.folder if plan.checkpoint else None
     return Checkpoints(plan, tensors, samples.feed, own or (None if folder is None else str(folder / CHECKPOINTS)))

@@ -1,4 +1,4 @@
-"""What a run has beside its parts: samples and what measures them, files that it writes, and what is known about it."""
+"""What a run has besides its parts: samples and what measures them, files that it writes, and facts about it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Samples:
-    """What a run trains on, and is measured by.
+    """Holds what a run is trained on and measured with.
 
-    splitter: makes micro-batches of them. feed: the next samples, None in a fake world. watch: the buffers that the first step
-    must leave alone. evaluation: of held-out samples, where the plan has one.
+    splitter: makes micro-batches of samples. feed: gives the next samples, None in a fake world. watch: the buffers that the
+    first step must not write. evaluation: on held-out samples, if the plan has one.
     """
 
     dataset: AnyDataset
@@ -40,14 +40,14 @@ class Samples:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What writes into the run's folder; nothing where it has none. writers: on rank 0."""
+    """Holds what writes into the run's folder; empty if it has none. writers: on rank 0 only."""
 
     writers: Sequence[MetricsWriter] = ()
     timeline: StepTimeline | None = None
     profiler: StepProfiler | None = None
 
     def rewind(self, step: int) -> None:
-        """Takes back what was written of steps after `step`, which are taken again."""
+        """Drops what was written about steps after `step`, which are taken again."""
         for writer in self.writers:
             if isinstance(writer, Rewinds):
                 writer.rewind(step)
@@ -55,10 +55,10 @@ class Outputs:
 
 @dataclass(frozen=True)
 class AssemblyFacts:
-    """What assembling found out.
+    """Holds what the assembly found out.
 
     num_parameters, num_trained: elements of the whole model's parameters, and of those that are not frozen. notes: what a user
-    should know. found: values of the plan that only the run could tell.
+    should know. found: values of the plan that only the run could determine.
     """
 
     num_parameters: int

@@ -1,4 +1,4 @@
-"""Every fault that a user can cause or must act on has a code, a place, a message and a hint.
+"""Errors for every fault that a user can cause or must act on: each has a code, a place, a message and a hint.
 
 A `SleyError` carries one or more `Diagnostic`s and the exit code of the command that raised it. A fault of our own is an
 `AssertionError` with the values that broke the rule, never a `SleyError`.
@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 KeyPath = tuple[str | int, ...]
-"""The way to a value in a plan: `("gradient_handlers", 0, "bucket_mb")`."""
+"""The path to a value in a plan: `("gradient_handlers", 0, "bucket_mb")`."""
 
 EXIT_OK = 0
 EXIT_RUN_FAILED = 1
@@ -24,7 +24,7 @@ EXIT_TERMINATED = 143
 
 
 def dotted(path: KeyPath) -> str:
-    """The path as a person writes it for `--set`: `gradient_handlers.0.bucket_mb`."""
+    """Returns the path as it is written for `--set`: `gradient_handlers.0.bucket_mb`."""
     return ".".join(str(part) for part in path)
 
 
@@ -80,7 +80,7 @@ class SleyError(Exception):
 
     @classmethod
     def many(cls, diagnostics: Iterable[Diagnostic]) -> SleyError:
-        """One error that carries all `diagnostics`, in the order given; there must be at least one."""
+        """Returns one error that carries all `diagnostics`, in the order given; there must be at least one."""
         found = tuple(diagnostics)
         assert found, "an error without a diagnostic"
         error = cls(found[0].code, found[0].message)
@@ -89,7 +89,7 @@ class SleyError(Exception):
         return error
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Survives pickle, with all its diagnostics: an error may be raised in one process and told in another."""
+        """Pickles the error with all its diagnostics: it may be raised in one process and reported in another."""
         return _restored, (type(self), self.diagnostics)
 
 
@@ -106,7 +106,7 @@ class StateError(RunError):
 
 
 def closed(what: str) -> RunError:
-    """The error `run-closed`, for a program that goes on using `what` after `Run.close`."""
+    """Returns the error `run-closed`, for a program that uses `what` after `Run.close`."""
     return RunError(
         "run-closed", f"the {what} is used after its run was closed", hint="use it inside `with assemble(...)`"
     )
@@ -134,17 +134,17 @@ _FOREIGN = "sley_is_foreign"
 
 
 def note_origin(error: BaseException, what: str, maker: object = None) -> None:
-    """Notes on an error where it arose: in `what`, which the plan names and the run called. The innermost such place counts.
+    """Notes on an error where it arose: in `what`, which the plan names and the run called. The first, innermost, call decides.
 
-    maker: whose fault it is, as an object of its class; the user's, unless the class is one of Sley's.
+    maker: an object whose class tells whose fault it is: the user's, unless the class is one of Sley's.
     """
     if isinstance(error, SleyError) or hasattr(error, _FOREIGN):
         return
-    with suppress(AttributeError):  # an exception without a dict of its own
+    with suppress(AttributeError):  # an exception without a `__dict__`
         setattr(error, _FOREIGN, not type(maker).__module__.startswith("sley_"))
     error.add_note(f"in {what}")
 
 
 def is_foreign(error: BaseException) -> bool:
-    """Whether the error arose in code that a plan names and that is not Sley's."""
+    """Returns whether the error arose in code that a plan names and that is not Sley's."""
     return bool(getattr(error, _FOREIGN, False)) and not isinstance(error, AssertionError)

@@ -1,4 +1,4 @@
-"""docs/hooks.md, made from `hookspecs`: `python -m sley_core.hook_reference > docs/hooks.md`.
+"""Makes docs/hooks.md from `hookspecs`: `python -m sley_core.hook_reference > docs/hooks.md`.
 
 A hook's docstring is a sentence or two, then fixed lines; a test checks the lines and that the page is up to date.
 """
@@ -37,7 +37,7 @@ order of the plan, never the order in which plugins were found. `sley_core/recor
 
 @dataclass(frozen=True)
 class HookText:
-    """One hook's docstring taken apart: `lines` has a text for each of HEADINGS; the one of `Example` is code."""
+    """Holds one hook's docstring in parts: `lines` has a text for each of HEADINGS; the one of `Example` is code."""
 
     name: str
     signature: str
@@ -51,7 +51,7 @@ class HookText:
 
 
 def hooks() -> Iterator[HookText]:
-    """Every hook in the order of its file.
+    """Yields every hook in the order of its file.
 
     Raises ValueError with the hook's name where its docstring lacks one of the fixed lines or has them in another
     order.
@@ -63,7 +63,7 @@ def hooks() -> Iterator[HookText]:
 
 
 def read_hook(name: str, function: Callable[..., object]) -> HookText:
-    """The parts of one hook's docstring; see `hooks`."""
+    """Returns one hook's docstring in parts; raises ValueError as `hooks` does."""
     text = inspect.cleandoc(function.__doc__ or "")
     parts: list[str] = []
     for heading in HEADINGS:
@@ -80,7 +80,7 @@ def read_hook(name: str, function: Callable[..., object]) -> HookText:
 
 
 def page() -> str:
-    """The whole of docs/hooks.md."""
+    """Returns the content of docs/hooks.md."""
     found = list(hooks())
     index = [f"| [`{hook.name}`](#{hook.name}) | {hook.summary} |\n" for hook in found]
     return _INTRODUCTION + "".join(index) + "".join(map(_section, found))

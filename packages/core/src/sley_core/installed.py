@@ -1,4 +1,4 @@
-"""Whether a file is a library's, or the user's own."""
+"""Tells whether a file belongs to a library or to the user."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _STDLIB = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")]
 
 
 def is_installed(file: str) -> bool:
-    """Returns whether `file` belongs to Python or to an installed package; not to one that is installed as editable.
+    """Returns whether `file` belongs to Python or to an installed package; not to an editable one.
 
-    By whole folders: a project may lie beside its environment, under a name that begins with the environment's, or in it.
+    Compares whole folder names: a project may lie beside its environment, under a name that begins with the environment's, or
+    in it.
     """
     path = Path(file)
     return not LIBRARIES.isdisjoint(path.parts) or any(path.is_relative_to(folder) for folder in _STDLIB)

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 def join(plan: Plan, world: World, topology: Topology, model: Model, stage: Stage, dataset: AnyDataset) -> Groups:
-    """Returns this rank's groups; a collective over the world.
+    """Makes and returns this rank's groups; a collective over the world.
 
-    model: on meta. Raises PluginError "plugin-failed" if a plugin lists invalid groups, and RunError "ranks-disagree",
-    on every rank, if ranks have different plans, versions, groups, samples or models.
+    model: on meta. Raises PluginError "plugin-failed" if a plugin lists invalid groups, and RunError "ranks-disagree", on every
+    rank, if ranks have different plans, versions, groups, samples or models.
     """
     extra = [*tie_groups(stage, topology), *plugin_groups(plan, topology)]
     attaches = plan.parallel.cross_memory_attach
@@ -95,8 +95,8 @@ def _agree(plan: Plan, table: Sequence[GroupEntry], control: Group, model: Model
 
 
 def _digest(model: Model) -> str:
-    """Returns a hash of the names, shapes and dtypes of all parameters and buffers: a factory may build different
-    models per rank.
+    """Returns a hash of the names, shapes and dtypes of all parameters and buffers: a factory may build a different model per
+    rank.
     """
     held = sha256()
     for layer in model.layers:

@@ -1,7 +1,7 @@
-"""Finds the plugins that a plan names, imports those and no other, and refuses a broken one by name.
+"""Finds and imports the plugins that a plan names and no others, and refuses a broken one by name.
 
-Discovery reads metadata only: a broken neighbour that no plan names does no harm. pluggy validates a plugin and calls its
-hooks; the order in which plugins are asked is the plan's, never pluggy's.
+Discovery reads metadata only: a broken plugin that no plan names does no harm. pluggy validates a plugin and calls its hooks;
+the order in which plugins are called is the plan's, never pluggy's.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ FIRST_PARTY = ("dp", "isp", "memory", "pp")
 
 
 BUILT_IN = EntryPoint(CORE, "sley_core.plugin", GROUP)
-"""Core's own plugin, where core runs from a folder that was never installed."""
+"""Core's own plugin, if core runs from a folder that was never installed."""
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """A plugin that has been imported and found sound."""
+    """Holds a plugin that has been imported and checked."""
 
     name: str
     dist: str
@@ -56,7 +56,7 @@ class Plugin:
         return f"{self.dist} {self.version}"
 
     def call(self, hook: str, **arguments: Any) -> list[Any]:
-        """What this plugin's `hook` returns: nothing or one thing. A generator is run to its end.
+        """Returns what this plugin's `hook` returns, as a list of at most one item. A generator is run to its end.
 
         Raises PluginError "plugin-failed" for whatever the hook raises.
         """
@@ -68,11 +68,11 @@ class Plugin:
             raise PluginError("plugin-failed", message, hint="report this to the plugin's authors") from error
 
     def implements(self, hook: str) -> bool:
-        """Whether this plugin has an implementation of `hook`."""
+        """Returns whether this plugin has an implementation of `hook`."""
         return bool(getattr(self.hooks, hook).get_hookimpls())
 
     def build_of(self, record: Record) -> Any:
-        """The object that the record's `build` names; PluginError "plugin-import" if there is none."""
+        """Returns the object that the record's `build` names; raises PluginError "plugin-import" if there is none."""
         try:
             return record.load()
         except Exception as error:
@@ -85,8 +85,8 @@ class Plugin:
 class Loader:
     """Loads plugins by name, each once.
 
-    plugins: modules or objects with hooks to use instead of what is installed, for tests and programs; core's own is
-        always there, unless this has a `core` too.
+    plugins: modules or objects with hooks to use instead of the installed ones, for tests and programs; core's own is always
+    there, unless this has a `core` too.
     """
 
     def __init__(self, plugins: Mapping[str, Any] | None = None) -> None:
@@ -95,12 +95,12 @@ class Loader:
         self._loaded: dict[str, Plugin] = {}
 
     def names(self) -> list[str]:
-        """Every plugin that could be loaded, core first, then by name; imports none."""
+        """Returns the names of all plugins that could be loaded, core first, then sorted; imports none."""
         known = self._given if self._given is not None else self._installed()
         return [CORE, *sorted(set(known) - {CORE})]
 
     def found(self, name: str) -> list[Found]:
-        """The distributions that provide plugin `name`: one, unless something is wrong; imports nothing."""
+        """Returns the distributions that provide plugin `name`: one, unless something is wrong; imports nothing."""
         if self._given is not None and name in self._given:
             return [Found(name, "given", "0", module=self._given[name])]
         if name == CORE:
@@ -108,19 +108,19 @@ class Loader:
         return [] if self._given is not None else self._installed().get(name, [])
 
     def load(self, name: str) -> Plugin:
-        """The plugin `name`.
+        """Returns the plugin `name`, loading it at the first call.
 
-        Raises PluginError: "plugin-missing" (one of Sley's own, not installed), "plugin-unknown", "plugin-ambiguous" (of
-        two distributions), "plugin-incompatible" (needs another core), "plugin-import", "plugin-hook" (implements a hook
-        that is none, or one without its mark), "plugin-argument" (wants what only a newer core's hook gives),
-        "plugin-invalid" (its records).
+        Raises PluginError: "plugin-missing" (one of Sley's own, not installed), "plugin-unknown", "plugin-ambiguous" (in two
+        distributions), "plugin-incompatible" (needs another core), "plugin-import", "plugin-hook" (implements an unknown hook,
+        or one without its mark), "plugin-argument" (wants an argument that only a newer core's hook has), "plugin-invalid" (its
+        records).
         """
         if name not in self._loaded:
             self._loaded[name] = self._load(name)
         return self._loaded[name]
 
     def record(self, kind: RecordKind, name: str) -> Record:
-        """The record that a plan calls `plugin.record`.
+        """Returns the record that a plan calls `plugin.record`.
 
         Raises PluginError as `load` does, and PlanError "unknown-record".
         """
@@ -142,6 +142,7 @@ class Loader:
         return self._found
 
     def _load(self, name: str) -> Plugin:
+        """Finds, checks and imports the plugin `name`; raises PluginError as `load` describes."""
         found = self.found(name)
         if not found:
             raise self._missing(name)
@@ -159,6 +160,7 @@ class Loader:
         return Plugin(name, one.dist, one.version, records_of(hooks, one), hooks)
 
     def _missing(self, name: str) -> PluginError:
+        """Returns the PluginError for a plugin that is not there: "plugin-missing" for Sley's own, else "plugin-unknown"."""
         if name in FIRST_PARTY:
             message = f"plugin `{name}` is not installed"
             return PluginError("plugin-missing", message, hint=to_install(name))

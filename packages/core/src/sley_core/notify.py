@@ -1,4 +1,4 @@
-"""The three notifications of the hookspecs, sent to those plugins of the plan that listen."""
+"""Sends the three notifications of the hookspecs to those plugins of the plan that implement them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTIFICATIONS = ("sley_run_started", "sley_step_finished", "sley_run_finished")
 
 
 class Notified(Protocol):
-    """The run that a notification is about: what a listener may look at, and `stop`, which it may ask for."""
+    """Describes the run of a notification: what a listener may read, and `stop`."""
 
     plan: Plan
     world: World
@@ -33,7 +33,7 @@ class Notified(Protocol):
 
 
 class Notifier:
-    """Who listens is known when the run is assembled: a step of a run that nobody watches makes no hook call."""
+    """Calls listeners, which are determined when the run is assembled: without listeners a step makes no hook call."""
 
     def __init__(self, plan: Plan) -> None:
         self._listeners: dict[str, list[Plugin]] = {
@@ -41,7 +41,7 @@ class Notifier:
         }
 
     def is_heard(self, hook: str) -> bool:
-        """Returns whether any plugin of the plan listens to `hook`."""
+        """Returns whether any plugin of the plan implements `hook`."""
         return bool(self._listeners[hook])
 
     def __call__(self, hook: str, **arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a plugin must be: importable, with hooks that there are, and records that fit their kind. Says so where it is not."""
+"""Checks what a plugin must be: importable, with hooks that exist, and records that fit their kind."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ RESERVED = ("use", "factory")
 """Keys of every component table; a config must not have them."""
 
 DEFAULTS_OF_SCHEDULES = ("link", "partition", "ties")
-"""What of a schedule's record names other records."""
+"""Fields of a schedule's record that name other records."""
 
 RECORD_NAME = re.compile(r"[^.:\s]+\.[^\W\d]\w*")
 
 
 def imported(found: Found) -> Any:
-    """The plugin's module.
+    """Imports and returns the plugin's module.
 
-    Raises PluginError "plugin-import" with the cause, whatever it is: even one that ends Python.
+    Raises PluginError "plugin-import" with the cause, whatever it is: also SystemExit.
     """
     if found.entry_point is None:
         return found.module
@@ -56,7 +56,7 @@ def imported(found: Found) -> Any:
 
 
 class _Sound(NamedTuple):
-    """A module that was found to fit, with the names that it had then."""
+    """Holds a module that was checked, with the names that it had then."""
 
     module: ModuleType
     names: dict[str, Any]
@@ -64,13 +64,13 @@ class _Sound(NamedTuple):
 
 
 _sound: dict[str, _Sound] = {}
-"""Modules of plugins by name: each plan that is loaded asks for those it names, and to look at them is much of its time."""
+"""Checked modules of plugins by name: checking takes much of the time of loading a plan, so it is cached."""
 
 
 def hooks_of(module: Any, found: Found) -> Any:
-    """Callers for the hooks of one plugin, every implementation of which fits a hook of this core.
+    """Returns callers for the hooks of one plugin, after checking that every implementation fits a hook of this core.
 
-    A module is looked at again only if one of its names has changed. Raises PluginError "plugin-hook" or "plugin-argument".
+    A module is checked again only if one of its names has changed. Raises PluginError "plugin-hook" or "plugin-argument".
     """
     if not isinstance(module, ModuleType):
         return _looked_at(module, found)
@@ -85,6 +85,9 @@ def _are_same(names: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
 
 
 def _looked_at(module: Any, found: Found) -> Any:
+    """Checks every hook implementation of `module`, registers it with pluggy, and returns the callers of its hooks. Raises
+    PluginError.
+    """
     manager = pluggy.PluginManager(PROJECT)
     for specifications in (offers, memory, plan_and_run):
         manager.add_hookspecs(specifications)
@@ -116,16 +119,18 @@ def _looked_at(module: Any, found: Found) -> Any:
 
 
 def records_of(hooks: Any, found: Found) -> Mapping[RecordKind, Mapping[str, Record]]:
-    """The plugin's records by kind and name.
+    """Returns the plugin's records by kind and name.
 
-    Raises PluginError "plugin-invalid": a hook that fails, something that is no record of the kind, a name that is used
-    twice or cannot be written in a plan, a config that is not of its kind's base or takes a reserved key.
+    Raises PluginError "plugin-invalid": a hook that fails, something that is no record of the kind, a name that is used twice
+    or cannot be written in a plan, a config that is not of its kind's base or has a reserved key.
     """
     return {kind: _of_kind(hooks, kind, found) for kind in RECORDS}
 
 
 def is_of_surroundings(error: BaseException) -> bool:
-    """Whether something could not be imported for want of memory or room, or because torch is broken: no plugin's fault."""
+    """Returns whether an import failed for lack of memory or disk, or because torch is broken: then it is not the plugin's
+    fault.
+    """
     causes = [error]
     while (before := causes[-1].__cause__ or causes[-1].__context__) is not None and before not in causes:
         causes.append(before)
@@ -142,12 +147,13 @@ def is_of_surroundings(error: BaseException) -> bool:
 
 
 def said(error: BaseException) -> str:
-    """Kind and first line of an error."""
+    """Returns type and first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _of_kind(hooks: Any, kind: RecordKind, found: Found) -> Mapping[str, Record]:
+    """Returns the plugin's records of one kind by name; raises PluginError "plugin-invalid"."""
     hook = f"sley_{kind}"
     try:
         records = [record for returned in getattr(hooks, hook)() for record in returned]
@@ -164,6 +170,7 @@ def _of_kind(hooks: Any, kind: RecordKind, found: Found) -> Mapping[str, Record]
 
 
 def _wrong(record: Any, kind: RecordKind, named: Iterable[str]) -> str | None:
+    """Returns in words what is wrong with a record, None if nothing is. named: the names of the records before it."""
     if not isinstance(record, RECORDS[kind]):
         return f"returns a {type(record).__name__}, not a {RECORDS[kind].__name__}"
     if not record.name.isidentifier():
@@ -184,6 +191,6 @@ def _wrong(record: Any, kind: RecordKind, named: Iterable[str]) -> str | None:
 
 
 def _arguments(implementation: Any) -> list[str]:
-    """The arguments that pluggy would pass: those without a default."""
+    """Returns the arguments that pluggy would pass: those without a default."""
     parameters = inspect.signature(implementation).parameters.values()
     return [one.name for one in parameters if one.default is one.empty and one.name != "self"]

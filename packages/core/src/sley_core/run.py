@@ -272,9 +272,7 @@ class Run(AbstractContextManager["Run"]):
         self.parts.weights.settle()
 
     def _check_free(self) -> None:
-        """Raises StateError `step-failed` if exchanges of a failed step or evaluation may still read or write memory of this
-        run.
-        """
+        """Raises StateError `step-failed` if exchanges of a failed step or evaluation may still use this run's memory."""
         stepper = self.stepper
         if self.world.size > 1 and (stepper.left_in_flight or stepper.executor.left_in_flight):
             what = "step" if stepper.left_in_flight else "evaluation"
@@ -293,6 +291,7 @@ class Run(AbstractContextManager["Run"]):
         return any(gather_objects(bool(self.listeners), control, what="who listens to steps"))
 
     def _tell(self, row: Row) -> None:
+        """Passes a row to all readers and listeners, with settled weights if any of them may read those."""
         for reader in self.readers:
             reader(row)
         if self._looks or self.listeners or self._notify.is_heard("sley_step_finished"):

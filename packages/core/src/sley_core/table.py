@@ -1,6 +1,6 @@
-"""The types that a plan's tables are made of; pydantic does the rest.
+"""The types of which a plan's tables are made; the rest is pydantic's.
 
-Every table is strict (a bool is no integer, "5" is no number), frozen, and refuses keys that it does not know.
+Every table is strict (a bool is no integer, "5" is no number), frozen, and refuses unknown keys.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RecordKind = Literal[
 ]
 
 NAMED_TABLES: dict[RecordKind, str] = {"memory_pools": "pools"}
-"""Kinds that a plan may give names of its own, in tables `[pools.NAME]`; a reference to one takes NAME, or a record."""
+"""Kinds to which a plan may give its own names, in tables `[pools.NAME]`; a reference takes such a NAME, or a record."""
 
 
 class Table(BaseModel):
@@ -53,6 +53,7 @@ def _tuple(value: Any) -> Any:
 
 
 def _path(value: Any, info: ValidationInfo) -> Any:
+    """Returns a string as a path, in the plan's folder if it is relative; any other value unchanged, for pydantic to refuse."""
     if not isinstance(value, str):
         return value
     folder = (info.context or {}).get("folder")
@@ -66,7 +67,7 @@ def _path_text(value: Path, info: SerializationInfo) -> str:
 
 @dataclass(frozen=True)
 class Words:
-    """Says what a field takes, where its type and limits alone would not: `Annotated[str, Field(...), Words("a name")]`."""
+    """Says in words what a field takes, if type and limits do not: `Annotated[str, Field(...), Words("a name")]`."""
 
     text: str
 

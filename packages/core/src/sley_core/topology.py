@@ -1,6 +1,6 @@
-"""Which rank computes what, which stores what, and which ranks communicate: pure integers, for a world of any size.
+"""Which rank computes what, which stores what, and which ranks communicate: integers only, for a world of any size.
 
-Pipeline stages are contiguous blocks of R = world / pp ranks. Inside a stage the same R ranks are seen twice:
+Pipeline stages are contiguous blocks of R = world / pp ranks. Inside a stage the same R ranks are divided in two ways:
 
     what they compute   R = dp x sp     which samples, which slice of each sequence
     what they store     R = wdp x wp    which copy, which shard of the weights
@@ -26,17 +26,19 @@ REDUCE = "reduce"
 """The lanes of `wp`."""
 
 LANES = {"pp": ("up", "down"), "wp": (GATHER, REDUCE)}
-"""The communicators of a group. A receive posted ahead must not block a later send, nor a gather a reduction."""
+"""The lanes of an axis, each with its own communicator: a receive posted ahead must not block a later send, nor a gather a
+reduction.
+"""
 
 DEFAULT_LANE = "main"
 
 TIE = "tie["
-"""How the name of a tie's axis begins; only the ranks that hold it have a group."""
+"""Prefix of the name of a tie's axis; only the ranks that hold the tied parameter have such a group."""
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """One rank's coordinate on every axis."""
+    """Holds one rank's coordinate on every axis."""
 
     rank: int
     stage: int
@@ -48,9 +50,9 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class GroupEntry:
-    """One communicator of the global table: `axis` and `lane` name it, `ranks` are its members in ascending order.
+    """Describes one communicator of the global table: `axis` and `lane` name it, `ranks` are its members in ascending order.
 
-    attaches: whether members may read each other's memory, of an axis that a plugin lists.
+    attaches: whether members may read each other's memory (cross-memory attach), for an axis that a plugin lists.
     """
 
     axis: str
@@ -67,7 +69,7 @@ class GroupEntry:
 
 @dataclass(frozen=True)
 class Topology:
-    """The layout of a world. `dp` and `wdp` follow from the other sizes; `of` checks that everything divides."""
+    """Describes the layout of a world. `dp` and `wdp` follow from the other sizes; `of` checks that everything divides."""
 
     world: int
     pp: int = 1
@@ -76,7 +78,7 @@ class Topology:
 
     @classmethod
     def of(cls, world: int, pp: int = 1, sp: int = 1, wp: int = 1, dp: int | None = None) -> Topology:
-        """Returns the topology of `world` ranks. Raises ValueError with the equation that fails, numbers put in."""
+        """Returns the topology of `world` ranks. Raises ValueError with the equation that fails, in numbers."""
         for name, size in (("world", world), ("pp", pp), ("sp", sp), ("wp", wp), ("dp", dp)):
             if size is not None and size < 1:
                 raise ValueError(f"{name} = {size}, but a size is at least 1")
@@ -114,7 +116,7 @@ class Topology:
         )
 
     def ranks_of(self, axis: str, rank: int) -> tuple[int, ...]:
-        """Returns the global ranks of the group of `axis` that `rank` belongs to, ascending."""
+        """Returns the global ranks of the group of `axis` to which `rank` belongs, ascending."""
         at = self.coordinates(rank)
         size = self.ranks_per_stage
         first = at.stage * size
@@ -139,11 +141,11 @@ class Topology:
         raise ValueError(f"no axis {axis!r}; the axes are {', '.join(AXES)}")
 
     def size_of(self, axis: str) -> int:
-        """Returns how many ranks a group of `axis` has; the same for every group of one axis."""
+        """Returns the number of ranks in a group of `axis`; the same for every group of one axis."""
         return len(self.ranks_of(axis, 0))
 
     def groups(self) -> Iterator[GroupEntry]:
-        """Yields the global table of groups, in the one order in which every rank walks it.
+        """Yields the global table of groups, in the order in which every rank walks it.
 
         A group of one rank needs no communicator and has no line; `control` is always there.
         """

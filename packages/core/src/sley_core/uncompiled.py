@@ -1,10 +1,10 @@
-"""Starts without torch's compiler, which a run needs only where its plan compiles.
+"""Avoids importing torch's compiler, which a run needs only if its plan compiles.
 
 torch marks what its compiler must not trace, such as an optimizer's `add_param_group`, with a wrapper that imports the
-compiler at the first call, and sympy with it: about 850 modules and a second of processor time in every rank. What the wrapper
-then calls is kept as an attribute of the function behind it; set beforehand to that function, nothing is imported. Only code
-that is compiled would see a difference, and the compiler traces none of these: a plan compiles layers. Recomputation
-(torch.utils.checkpoint) and an optimizer by factory import the compiler all the same.
+compiler, and with it sympy, at the first call: about 850 modules and a second of processor time in every rank. The function
+that the wrapper then calls is cached as an attribute of the wrapped function. If the attribute is set beforehand to that
+function, nothing is imported. Only compiled code would notice a difference, and the compiler traces none of these: a plan
+compiles layers. Recomputation (torch.utils.checkpoint) and an optimizer by factory import the compiler all the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ MARKED: tuple[Callable[..., Any], ...] = (
 
 
 def leave_compiler_out() -> None:
-    """Lets what a run calls of torch be used without importing the compiler; does nothing where torch marks it otherwise."""
+    """Lets the optimizer methods that a run calls work without importing the compiler; does nothing if torch marks them
+    differently.
+    """
     for function in MARKED:
         behind = getattr(function, "__wrapped__", None)
         if behind is not None and not hasattr(behind, "__dynamo_disable"):
@@ -37,8 +39,8 @@ def leave_compiler_out() -> None:
 def stepping_without(kind: type[Optimizer]) -> type[Optimizer]:
     """Returns a subclass of torch's optimizer `kind` that steps as it does, hooks included, without importing the compiler.
 
-    torch does so at each step, to break a graph that is being compiled there. Not for `differentiable`. What is pickled, or
-    copied, is one of `kind`.
+    torch imports it at each step, to break a graph that is being compiled. Not for `differentiable`. An instance is pickled and
+    copied as one of `kind`.
     """
     behind: Any = inspect.unwrap(kind.step)
 

@@ -1,4 +1,4 @@
-"""Makes what ends a run's steps: masters and optimizer, as the plan has them."""
+"""Builds the end of a run's steps: masters and optimizer, as the plan has them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def make_update(plan: Plan, parts: Parts) -> Update:
-    """Makes masters and optimizer for the trainable parameters, and narrows the frozen ones to the working dtype."""
+    """Builds masters and optimizer for the trainable parameters, and rounds the frozen ones to the working dtype; returns the
+    update.
+    """
     config: Any = plan.optimizer.config
     home = HOST if _steps_on_host(plan) else None
     masters = Masters(parts.weights, parts.store, dtypes(plan)[1], home)
@@ -29,7 +31,7 @@ def make_update(plan: Plan, parts: Parts) -> Update:
         if not entry.trainable:
             parts.weights.adopt(entry)
     device = home or parts.world.device.torch_device
-    # A shard ends elsewhere than the tensor that it is of.
+    # Canonical sums on a CPU: a shard ends elsewhere than its tensor, so kernels must round all elements alike.
     is_alike = parts.store.canonical is not None and plan.optimizer.record is not None and device.type == "cpu"
     groups_of = partial(parameter_groups, config=config, more=EVERYWHERE_ALIKE if is_alike else None)
     optimizer = plan.optimizer.build(groups_of(masters.stepped), device)

@@ -33,14 +33,14 @@ class WeightGathers:
         """Starts to gather every buffer; this rank's part must not be written until `finish`."""
         self.finish()
         for at, (buffer, cut) in enumerate(self.buffers):
-            # The ranks that share a copy, on a lane of their own, after the same updates, in the order of `buffers`.
+            # Over the ranks that share a copy, on a separate lane, after the same updates, in the order of `buffers`.
             transport = self._groups[cut.axis].transport(WEIGHTS)
             what = f"the weights from {buffer.entries[0].name} on"
             self._under_way[at] = transport.all_gather([buffer.data], [own_part(buffer, cut)], what=what)
 
     def is_due(self, numbers: Iterable[int]) -> bool:
-        """Returns whether `wait_for` would wait; this depends only on the calls so far, so it is the same on all ranks that run
-        alike.
+        """Returns whether `wait_for` would wait; depends only on the calls so far, so it is the same on all ranks that make the
+        same calls.
         """
         return any(at in self._under_way for at in numbers)
 

@@ -1,13 +1,14 @@
-"""One gradient as the product of two thin matrices: what a rank keeps, and what it computes between the collectives.
+"""Compresses one gradient into the product of two thin matrices: the state that a rank keeps, and the local computation between
+the collectives.
 
     project:  G <- G + error;  P = G Q             then P is summed over the ranks
     expand:   P <- orthonormal(P);  Q = G^T P      then Q is summed over the ranks
               error = G - P Q^T, before the sum
     restore:  G = P Q^T
 
-Vogels, Karimireddy, Jaggi (2019), PowerSGD, algorithms 1 and 2. The sum of all ranks' gradients is projected onto the span
-of P, one step of a power iteration that starts where the last step's ended. What the projection misses, each rank keeps
-for the next step, so every gradient arrives in the end.
+Vogels, Karimireddy, Jaggi (2019), PowerSGD, algorithms 1 and 2. The sum of all ranks' gradients is projected onto the span of
+P, one step of a power iteration that starts where the last step's ended. Each rank keeps what the projection misses (the error)
+and adds it in the next step, so nothing is lost in the end.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 MIN_RATE = 2
-"""A gradient is compressed where that saves at least half of it, as in torch's powerSGD_hook."""
+"""A gradient is compressed if its factors are at most 1 / MIN_RATE as large, as in torch's powerSGD_hook."""
 
 
 def as_matrix(gradient: Tensor, rank: int) -> Tensor | None:
@@ -41,10 +42,9 @@ def orthonormal(columns: Tensor) -> Tensor:
 
 
 class LowRank:
-    """The compression state of one gradient of shape [n, m].
+    """Holds the compression state of one gradient of shape [n, m].
 
-    q: [m, r], orthonormal, equal on all ranks, r at most `rank`. error: [n, m], this rank's own, or None without
-    feedback.
+    q: [m, r], orthonormal, equal on all ranks, r at most `rank`. error: [n, m], this rank's own, or None without feedback.
     """
 
     def __init__(self, gradient: Tensor, rank: int, seed: int, error_feedback: bool) -> None:

@@ -2,9 +2,9 @@
 
     my slices ──all-to-all──> every rank's share of my slice ──added in fp32──> bf16 ──all-gather──> the full sum
 
-An all-reduce of bf16 tensors, which gloo and NCCL also offer, adds in bf16: every rank rounds once more, and from 256 equal
-terms on a sum stops growing. Here each term is rounded once and the sum once, however many ranks there are, for the same bytes
-on the wire; and all ranks hold the same bits.
+An all-reduce of bf16 tensors, which gloo and NCCL also offer, adds in bf16: every rank rounds once more, and a sum stops
+growing after 256 equal terms. Here each term is rounded once and the sum once, however many ranks there are, for the same bytes
+sent; and all ranks hold the same bits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Narrow(Sums):
             self._under_way.popleft().pending.wait()
 
     def trim(self) -> int:
-        """Frees the buffers of the wire; returns their bytes."""
+        """Frees the send and receive buffers; returns their bytes."""
         num_bytes = sum(slot.nbytes for slot in self._slots)
         self._slots = [torch.empty(0, dtype=WIRE)] * NUM_SLOTS
         return num_bytes
@@ -81,7 +81,7 @@ class Narrow(Sums):
 
 
 class _NarrowSum:
-    """The sum of one bucket: the exchange starts when it is made; `gather` and `finish` follow."""
+    """Sums one bucket: the exchange starts when it is made; `gather` and `finish` follow."""
 
     def __init__(self, buffer: GradientBuffer, group: Group, wire: Tensor) -> None:
         self.buffer = buffer
@@ -89,7 +89,7 @@ class _NarrowSum:
         self.sent, self.received = wire
         self.sent[: buffer.data.numel()].copy_(buffer.data)
         self._is_gathered = False
-        # The bucket's reduce group; its ranks start their buckets in one order.
+        # Over the bucket's reduce group, whose ranks start their buckets in one order.
         self.pending: Pending = all_to_all(self.received, self.sent, group, what=described(buffer))
 
     def gather(self) -> None:
@@ -100,7 +100,7 @@ class _NarrowSum:
         self.pending.wait()
         wide = torch.promote_types(self.buffer.data.dtype, torch.float32)
         own = self.received.view(self.group.size, -1).sum(0, dtype=wide).to(WIRE)
-        # The same group; all its ranks come here between the same two starts, or between the last start and the end.
+        # Over the same group; all its ranks get here between the same two starts, or after the last start.
         self.pending = all_gather(self.sent, own, self.group, what=described(self.buffer))
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""What the plugin `dp` has."""
+"""Declares the records, process groups and checks of the plugin `dp`."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[ProcessGroup
 
 @hookimpl
 def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[Problem]:
+    """Yields problems of the options of `dp.sharded` and `dp.powersgd`."""
     for number, handler in enumerate(plan.gradient_handlers):
         if isinstance(handler.config, ShardedConfig):
             yield from check_shards(topology, handler.config.shards, number)

@@ -1,10 +1,10 @@
-"""`dp.powersgd`: gradients are sent as low-rank approximations (see `low_rank`).
+"""`dp.powersgd`: sends gradients as low-rank approximations (see `low_rank`).
 
 Two collectives per bucket: the first, of P and of all gradients not worth compressing, overlaps with the backward; the second,
 of Q, runs at the step's end. The state belongs to a parameter, not to a bucket, so a new layout loses nothing.
 
-The algorithm is that of torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook, which is its oracle in the tests; docs/adr
-says why that code itself is not used.
+The algorithm is that of torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook, against which it is tested; docs/adr says
+why that code itself is not used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Compressed:
-    """A gradient [n, m] of a bucket in flight, its state, and its factors [n, r] and [m, r] on the wire."""
+    """Holds a gradient [n, m] of a bucket in flight, its state, and the factors [n, r] and [m, r] that are sent."""
 
     state: LowRank
     gradient: Tensor
@@ -41,7 +41,7 @@ class _Compressed:
 
 @dataclass
 class _Factors:
-    """A bucket between its two collectives. whole: uncompressed gradients, each with its place on the wire."""
+    """Holds a bucket between its two collectives. whole: uncompressed gradients, each with its view in the sent buffer."""
 
     buffer: GradientBuffer
     group: Group
@@ -60,7 +60,7 @@ class _Factors:
             one.state.expand(one.gradient, one.p, one.q)
         if not self.compressed:
             return
-        # The bucket's reduce group; its ranks come here for the same buckets in the same order.
+        # Over the bucket's reduce group, whose ranks get here for the same buckets in the same order.
         self.pending = all_reduce(self.factors.data, self.group, what=described(self.buffer))
         self.sent.add(self.factors.data, self.group, passes=2)
 
@@ -97,7 +97,7 @@ class LowRankSums(Sums):
                 yield f"{entry.name}.error", state.error
 
     def restore(self, kept: Mapping[str, Tensor], entries: Iterable[Entry]) -> None:
-        """Restores what `held` yielded, for those of `entries` that had a state; the others begin anew."""
+        """Restores what `held` yielded, for those of `entries` that had a state; the others start with a new one."""
         self._states = {}
         for entry in entries:
             if (q := kept.get(f"{entry.name}.q")) is not None:
@@ -119,7 +119,7 @@ class LowRankSums(Sums):
             one.state.project(one.gradient, one.p)
         for gradient, wire in pairs:
             wire.copy_(gradient)
-        # The bucket's reduce group; its ranks start their buckets in one order.
+        # Over the bucket's reduce group, whose ranks start their buckets in one order.
         pending = all_reduce(first.data, group, what=described(buffer))
         self.sent.add(first.data, group, passes=2)
         self._under_way.append(_Factors(buffer, group, second, compressed, pairs, pending, self.sent))

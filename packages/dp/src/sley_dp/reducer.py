@@ -7,7 +7,7 @@ actually completed the gradients.
     backward   |---- block 7 ----|---- block 6 ----|---- block 5 ----| ...
     reduction                    |-- bucket 0 --|  |-- bucket 1 --|
 
-The reference is PyTorch's DistributedDataParallel (Li et al., 2020, section 3.2); `core.each` is the oracle.
+The model is PyTorch's DistributedDataParallel (Li et al., 2020, section 3.2); it is tested against `core.each`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class BucketReducer(GradientHandler):
             bucket.missing = len(bucket.buffer.entries)
 
     def laid_out(self) -> None:
-        """Called after the buckets have changed: entries may have been added or removed. For subclasses."""
+        """Does nothing; for subclasses. Called after the buckets have changed: entries may have been added or removed."""
 
     def gradient_ready(self, entry: Entry, step: StepState) -> None:
         """Starts the sum of the bucket of `entry` if it is complete now. Called in one order on all ranks of the group."""
@@ -143,10 +143,11 @@ class BucketReducer(GradientHandler):
         return self._seen or self._store.seen_order
 
     def _plan(self, entries: list[Entry]) -> Layout:
-        """The store's `Planner`: returns buckets per family, filled in the agreed order; entries unknown to it come last.
+        """Returns buckets per family, filled in the agreed order, as the store's `Planner`; entries without a place in it come
+        last.
 
-        Entries whose reduce group has one rank lie in no bucket. The old buckets are freed here, since the store
-        allocates the new ones next and both would not have to exist at once.
+        Entries whose reduce group has one rank lie in no bucket. The old buckets are dropped here, since the store allocates
+        the new ones next and both should not exist at once.
         """
         self.buckets, self._bucket_of = [], {}
         if self._order is not None:
@@ -175,6 +176,6 @@ class BucketReducer(GradientHandler):
         indices = torch.tensor(
             [entry.index for entry in [*seen, *unseen]], device=self._parts.world.device.torch_device
         )
-        # The stage's ranks hold the same entries; all of them come here at the start of their second step.
+        # Over the stage, whose ranks hold the same entries; all of them get here at the start of their second step.
         broadcast(indices, self._groups["stage"], what="the order of gradients").wait()
         return [self._parts.book.entries[index] for index in indices.tolist()]

@@ -1,6 +1,6 @@
-"""Makes replicas equal: every copy of a weight or buffer gets the first copy's value. Core checks that they are equal.
+"""Makes replicas equal: every copy of a weight or buffer gets the first copy's value. Core then checks that they are equal.
 
-Values are sent as bytes: gloo knows few types, a parameter may have any.
+Values are sent as bytes: gloo supports few dtypes, a parameter may have any.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def broadcast_values(parts: Parts) -> None:
     num_bytes = 0
     for name, value, group in _replicated(parts):
         copy = value.contiguous()
-        # The group over which this value is replicated; all of its ranks walk the book in one order.
+        # Over the group that holds copies of this value; all of its ranks iterate over the book in one order.
         under_way.append((value, copy, broadcast(_bytes(copy), group, what=name)))
         num_bytes += value.nbytes
         if num_bytes > CHUNK_BYTES:

@@ -49,7 +49,7 @@ class ShardSums(Sums):
         transport = group.transport(SUMS)
         copies = self._groups.get(copies_axis(buffer.reduce_group))
         scratch = self._scratch(buffer, transport.num_scratch_rows(buffer.own.numel()))
-        # The ranks that share a copy, on a lane of their own; they start their buckets in one order.
+        # Over the ranks that share a copy, on a separate lane; they start their buckets in one order.
         work = transport.reduce_scatter([buffer.data], [scratch], what=described(buffer), contents=buffer.contents)
         self._sums.append(_Sum(buffer, work, copies.transport if copies else None))
         if scratch.numel():
@@ -63,7 +63,7 @@ class ShardSums(Sums):
             one.halve()
         for one in self._sums:
             one.wait()
-        # All sums first: a peer that is slow to read one holds up none of the others.
+        # After all sums: a peer that is slow to read one must not delay the others.
         for one in self._sums:
             one.wait_sent()
         self._sums.clear()
@@ -74,7 +74,7 @@ class ShardSums(Sums):
         self.finish()
 
     def _advance(self) -> None:
-        """Moves sums on, the oldest first, so that second halves start in one order on all ranks."""
+        """Advances the sums, the oldest first, so that second halves start in one order on all ranks."""
         for one in self._sums:
             if not one.advance():
                 return
@@ -92,7 +92,9 @@ class ShardSums(Sums):
 
 
 class _Sum:
-    """The sum of one bucket in flight. copies: the transport of the ranks that hold the same part, if there are others."""
+    """Holds the sum of one bucket in flight. copies: the transport of the ranks that hold the same part, if there are
+    others.
+    """
 
     def __init__(self, buffer: GradientBuffer, first: Work, copies: Callable[[], Transport] | None) -> None:
         self.buffer = buffer
@@ -102,7 +104,9 @@ class _Sum:
         self._is_halved = False
 
     def advance(self) -> bool:
-        """Moves on as far as it can without waiting; returns whether the second half has begun, so that the next one's may."""
+        """Advances as far as possible without waiting; returns whether the second half has begun, so that the next sum's
+        may.
+        """
         if not self._is_halved and self.first.test():
             self.halve()
         if self._second is not None:
@@ -117,7 +121,7 @@ class _Sum:
         self.first.wait()
         if self._copies is not None:
             buffer = self.buffer
-            # The ranks that hold the same part; they come here in the order in which the buckets were started.
+            # Over the ranks that hold the same part; they get here in the order in which the buckets were started.
             self._second = self._copies().all_reduce(buffer.own, what=described(buffer), contents=buffer.contents)
 
     def wait(self) -> None:

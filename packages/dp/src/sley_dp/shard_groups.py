@@ -1,4 +1,4 @@
-"""Which ranks share the states of an optimizer: pure, no torch.
+"""The ranks that share the states of an optimizer. Pure; does not import torch.
 
 reduce group of 8 ranks, shards = 4    | 0 1 2 3 | 4 5 6 7 |   ranks that share one copy: neighbours
                                        0-4  1-5  2-6  3-7      ranks that hold the same shard
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SUMS = "sums"
 WEIGHTS = "weights"
-"""The lanes of ranks that share a copy: a gather of weights, which may wait for a layer, must not delay a sum."""
+"""The lanes of the ranks that share a copy: a gather of weights, which may wait for a layer, must not delay a sum."""
 
 
 def shards_axis(reduce_group: str) -> str:

@@ -47,7 +47,7 @@ class Exact(Sums):
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
         """Starts the all-reduce of `buffer`, in place, and advances the earlier ones without waiting."""
-        # The bucket's reduce group; its ranks start their buckets in one order.
+        # Over the bucket's reduce group, whose ranks start their buckets in one order.
         work = group.transport().all_reduce(buffer.data, what=described(buffer), contents=buffer.contents)
         self.sent.add(buffer.data, group, passes=2)
         self._works.append(work)
@@ -57,7 +57,7 @@ class Exact(Sums):
         """Blocks until all sums are complete and the peers have read this rank's data."""
         for work in self._works:
             work.wait()
-        # All sums first: a peer that is slow to read one holds up none of the others.
+        # After all sums: a peer that is slow to read one must not delay the others.
         for work in self._works:
             work.wait_sent()
         self._works.clear()

@@ -1,10 +1,11 @@
-"""Which weight gradients are reduced together, a layer's or one module's, and which contributions each bucket still lacks.
+"""Buckets of weight gradients: which are reduced together (a layer's or one module's), and which contributions each still
+lacks.
 
 contribution ──> open, full size ──> contribution* ──> sent: each place that contributes has had its backward, and another
                                                         is next (or the action that may complete it ends)
 
-A place is a unit, or with a bucket per module a module. Which modules of a unit have contributed says nothing of whether
-others will: that may depend on the data, which are others on other ranks, and all send in one order.
+A place is a unit, or a module if each module has a bucket. The modules of a unit that have contributed do not show whether
+others will: that may depend on the data, which differ between ranks, and all ranks must send in one order.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class GradientBucket:
-    """Entries whose gradients are reduced in one exchange.
+    """Names entries whose gradients are reduced in one exchange.
 
-    number: counts them in the order of their layers. name: of the layer or module. layer: the first one. sources: the
-    backward of which place adds to which entry. chunks: those of all of its entries, if it is reduced once per step.
+    number: counts buckets in the order of their layers. name: of the layer or module. layer: the first one. sources: pairs of a
+    place and the entry to which its backward adds. chunks: those of all of its entries, if it is reduced once per step.
     """
 
     number: int
@@ -39,7 +40,7 @@ class GradientBucket:
 
 @dataclass(eq=False)
 class Open:
-    """A bucket being filled. wholes: full gradients, padded. written: entries whose memory holds a gradient already."""
+    """Holds a bucket being filled. wholes: full gradients, padded. written: entries whose memory holds a gradient already."""
 
     bucket: GradientBucket
     wholes: dict[Entry, Tensor]

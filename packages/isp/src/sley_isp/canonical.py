@@ -1,4 +1,6 @@
-"""Refuses what adds gradients of several micro-batches, or of parts of one, before the tree over micro-batches sees them."""
+"""Refuses options that add gradients of several micro-batches, or of parts of one, before the summation tree over
+micro-batches.
+"""
 
 from __future__ import annotations
 

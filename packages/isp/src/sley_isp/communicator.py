@@ -110,7 +110,7 @@ class Communicator(WeightCommunicator):
         self._action = None
         actions = [action for action in actions if action.kind is not Kind.CHUNK_DONE]  # nothing runs in these
         last = {action.chunk: at for at, action in enumerate(actions) if action.kind in GRADIENT_KINDS}
-        # Also the action before: the last gradient action must not start with reductions of an earlier one in flight.
+        # And after the action before: the last gradient action must not start with earlier reductions in flight.
         self._drains = {at - before for at in last.values() for before in (0, 1)}
         self._at = -1
         self._final = len(actions) - 1
@@ -179,6 +179,7 @@ class Communicator(WeightCommunicator):
             gathered.wait_sent()
 
     def _apply(self, decision: Decision) -> None:
+        """Drops and gathers the units of `decision`, in this order."""
         self._drop(decision.drop)
         for unit in decision.gather:
             assert isinstance(unit, Unit), unit
@@ -238,12 +239,12 @@ class Communicator(WeightCommunicator):
         self._patches.callback(ForwardPatch(module, forward).undo)
 
     def _launch(self, unit: Unit) -> None:
-        """Starts prefetches before a launch point of a layer runs, as a use of one of its weights would."""
+        """Starts prefetches before a launch point of a layer runs, as a use of one of the layer's weights would."""
         if self._action is not None:
             self.use(unit, (), pins=0, launches=True)
 
     def _share_vocabulary(self, site: Site) -> None:
-        """Patches the head's forward: within an action its weight is not gathered; outside of one it is a site like others."""
+        """Patches the head's forward: within an action its weight is not gathered; outside of one it is an ordinary site."""
         tokens, store = self.columns.tokens, self._parts.store
         head = VocabularyHead(site, tokens, store, self.pool, self._queue, lambda: self._action is not None)
         self._patch(site.module, head.forward)
@@ -263,7 +264,7 @@ class Communicator(WeightCommunicator):
         """Adds the gradients of `site`'s weights, from `rows` (output gradient) and `inputs`, to their buckets."""
         write = embedding_gradient if isinstance(site.module, nn.Embedding) else linear_gradient
         for entry in site.trained:
-            self._parts.store.check_open(entry)  # before anything is leased or sent
+            self._parts.store.check_open(entry)  # raises before anything is leased or sent
         for entry in site.trained:
             self.reductions.add(*self.buckets.of(site, entry), entry, partial(write, site, entry, rows, inputs))
         if self._action is None:

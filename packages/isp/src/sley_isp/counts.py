@@ -27,9 +27,9 @@ WARM_UP = 2
 
 @dataclass
 class Tally:
-    """Counts of one rank. Its parts count since the beginning; bytes are those of gathers.
+    """Counts the exchanges and bytes of one rank. Its parts count since the beginning; bytes are those of gathers.
 
-    sent: what all parts send in a step.
+    sent: counts what all parts send in a step.
     """
 
     prefetch: PrefetchPolicy
@@ -82,7 +82,7 @@ class Tally:
 
     @property
     def num_allocations(self) -> int:
-        """Buffers that this package's pools allocated; 0 for another plugin's pool."""
+        """Number of buffers that this package's pools allocated; 0 for another plugin's pool."""
         return int(getattr(self.pool, "num_allocations", 0))
 
     @property

@@ -1,4 +1,4 @@
-"""What the plugin `isp` has."""
+"""Declares the records and checks of the plugin `isp`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sley_weight_communicators() -> list[WeightCommunicatorRecord]:
 
 
 def _reduces(config: CommunicatorConfig) -> Literal["micro_batch", "step"] | None:
-    """Returns how often gradients are reduced; None where some weights are not gathered, or only once they are needed."""
+    """Returns how often gradients are reduced; None if some weights are not gathered, or not prefetched."""
     gathers_all = config.overlap and config.ahead and config.head == "gather" and config.embedding == "gather"
     return config.reduce if gathers_all else None
 
@@ -54,6 +54,7 @@ def sley_sequence_attentions() -> list[SequenceAttentionRecord]:
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterator[Problem]:
+    """Yields the problems that the checks of this package find."""
     yield from check_heads(plan)
     yield from check_loss(plan)
     yield from check_launch(plan)

@@ -24,7 +24,7 @@ Size = tuple[tuple[int, ...], torch.dtype, torch.device]
 
 
 class Lease:
-    """A buffer that is lent for the length of one `with` block."""
+    """Lends a buffer for the length of one `with` block."""
 
     def __init__(self, pool: Slots, size: Size) -> None:
         self._pool = pool
@@ -51,8 +51,8 @@ class Lease:
 class Slots(MemoryPool):
     """Lends buffers of the exact shape, dtype and device; keeps returned ones, and allocates if none is free.
 
-    num_allocations: since the beginning. num_lent, max_lent: buffers lent now, and at most. num_bytes: of all, lent or
-    not.
+    num_allocations: since the beginning. num_lent, max_lent: buffers lent now, and at most at one time. num_bytes: of all
+    buffers, lent or not.
     """
 
     keeps = True

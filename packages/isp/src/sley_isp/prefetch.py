@@ -1,4 +1,4 @@
-"""When full weights are gathered and when they are resharded: pure decisions, no torch.
+"""Decides when full weights are gathered and when they are resharded: pure decisions, no torch.
 
 A *unit* is what is gathered at a time (a layer's weights, or one module's). A *pass* is what a rank runs in one go: the forward
 or the backward of a chunk. The state machine receives passes and uses, and answers with the units to drop and to gather:
@@ -16,7 +16,7 @@ or the backward of a chunk. The state machine receives passes and uses, and answ
 
 The order of uses is learned from a pass of each kind and chunk, followed while it proves right, and learned again from a pass
 that took another order. Nothing is gathered for a pass whose order is not known, nor beyond the last pass of a step, so no
-gather outlives the weights that it was made of. All ranks of a group run the same passes and so decide alike.
+gather is older than the weights. All ranks of a group run the same passes and so decide alike.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class PrefetchPolicy:
         if drop:
             self.held = [one for one in self.held if one in keep]
         demand = unit is not None and unit not in self.held
-        gather = [unit] if demand else []  # the one that is waited for goes first on the wire
+        gather = [unit] if demand else []  # the unit that is waited for is sent first
         if launches:
             gather += [one for one in wanted if one not in self.held]
         self.held += gather
@@ -151,7 +151,7 @@ class PrefetchPolicy:
         """Yields the units of the rest of this pass, then of later ones, up to the first whose order is not known."""
         at = self._at
         if 0 <= at < len(self._passes) and not self._ended:
-            # A pass that left the order it once had says nothing of what comes: its forward depends on the data.
+            # A pass that has left the learned order does not show what comes: its forward depends on the data.
             if self._strayed or self._passes[at] not in self._orders:
                 return
             order = self._order()

@@ -1,4 +1,4 @@
-"""This rank's shards as its peers read them in a step: published once, with all ranks of `wp`, until everybody has them."""
+"""Publishes this rank's shards in a step, together with all ranks of `wp`, for peers to read until everybody has them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class PublishedShards:
-    """The shards that are published in a step, and the gathers that have not ended for the peers.
+    """Holds the shards that are published in a step, and the gathers that have not ended for the peers.
 
-    is_due: whether something is still to be waited for before a layer's weights are used. leaving: gathered weights that are
-    used no more, whose peers may still be receiving this rank's shards.
+    is_due: returns whether something must still be waited for before a layer's weights are used. leaving: gathered weights that
+    are no longer used, whose peers may still be receiving this rank's shards.
     """
 
     def __init__(self, group: Group, is_due: Callable[[str], bool]) -> None:
@@ -27,13 +27,13 @@ class PublishedShards:
         self._stamps: dict[Unit, int] = {}
 
     def begin(self, units: Sequence[Unit]) -> None:
-        """Publishes the shards without a pending wait; the others are sent as they are at each gather."""
+        """Publishes the shards without a pending wait; the others are sent at each gather."""
         still = [unit for unit in units if not self._is_due(unit.layer)]
         self._stamps = {unit: unit.stamp for unit in still}
         if not still:
             return
         due = ", ".join(unit.name for unit in units if unit not in self._stamps)
-        # Before the first gather of a step or an evaluation, which all ranks of `wp` begin together. Its name says of what.
+        # A collective over `wp`, before the first gather of a step or an evaluation, which all its ranks begin together.
         what = f"the weights but for {due}" if due else "the weights"
         shards = [shard for unit in still for shard in unit.shards]
         self._published = self._group.transport(GATHER).publish(shards, what=what)
@@ -54,5 +54,5 @@ class PublishedShards:
             self._published = None
 
     def forget(self) -> None:
-        """Drops what a failed step has published: it holds a communicator, whose threads end with the run."""
+        """Drops what a failed step has published: it would keep a communicator, whose threads must end with the run."""
         self._published = None

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from sley_isp.buckets import GradientBucket
 
 Write = Callable[[Tensor, bool], None]
-"""Puts a gradient into a tensor of the store's dtype, or adds it there when the flag is set."""
+"""Writes a gradient into a tensor of the store's dtype, or adds it if the flag is set."""
 
 
 class _Reduction(NamedTuple):
-    """A bucket in flight. owned: this rank's rows of each full gradient, which hold the sum once `work` is done; where sums are
-    canonical, those of each rank, `came` says of which micro-batches, from which layer.
+    """Holds a bucket in flight. owned: this rank's rows of each full gradient, which hold the sum once `work` is done. If sums
+    are canonical: the rows of each rank; `came`: of which micro-batches, `layer`: from which layer.
     """
 
     work: Work
@@ -86,13 +86,13 @@ class Reductions:
     def add(self, bucket: GradientBucket, place: Hashable, entry: Entry, write: Write) -> None:
         """Adds a contribution to the gradient of `entry` in `bucket`; may start or finish earlier reductions.
 
-        place: the unit or module whose backward this is part of. write: puts or adds the gradient into a full-size
-        tensor. All ranks of `group` must come from place to place in the same order.
+        place: the unit or module whose backward this is part of. write: puts or adds the gradient into a full-size tensor. All
+        ranks of `group` must go from place to place in the same order.
         """
         self.advance()
         if place is not self._place:
-            # Not where the bucket changes: a weight that is tied to another layer's is in that layer's bucket, and how
-            # often a place goes back and forth between the two may depend on its data.
+            # Compared by place, not by bucket: a weight tied to another layer's is in that layer's bucket, and how often
+            # a place alternates between the two may depend on its data.
             self._places.add(self._place)
             self._place = place
             for before in self._in_order():
@@ -117,8 +117,8 @@ class Reductions:
     def advance(self) -> None:
         """Sums the reductions that have arrived, oldest first, up to the first one still in flight. Never blocks.
 
-        So a faster peer need not wait for this rank. The store is told only in `finish`, at the same point on all
-        ranks, because it may start other collectives.
+        So a faster peer need not wait for this rank. The result is added to the store only in `finish`, at the same point on
+        all ranks, because the store may then start other collectives.
         """
         for reduction in self._under_way:
             if not reduction.work.test():
@@ -129,7 +129,7 @@ class Reductions:
         """Waits for the oldest reductions until at most `left` are in flight, and adds each result to the store."""
         while len(self._under_way) > left:
             reduction = self._under_way.popleft()
-            reduction.work.wait()  # where this fails, a peer may still read the buffer, which is not lent again
+            reduction.work.wait()  # if this fails, a peer may still read the buffer, so it is not returned to the pool
             try:
                 for entry, rows in reduction.owned:
                     if reduction.came is None:
@@ -193,15 +193,15 @@ class Reductions:
         self.finish(self.bound)
 
     def _swapped(self, filled: Open, came: range) -> _Reduction:
-        """Starts to swap rows in place of summing them: each rank gets its rows of every rank's gradient.
+        """Starts to exchange rows instead of summing them: each rank gets its rows of every rank's gradient.
 
-        came: the micro-batches that the ranks' gradients are of.
+        came: the micro-batches of the ranks' gradients.
         """
         transport = self.group.transport(REDUCE)
         wholes, size = filled.wholes, self.group.size
         shapes = [(size, shard_of(entry).size, *entry.shape[1:]) for entry in wholes]
         received = self._lent(shapes, filled.lease)
-        # In the order of backwards, as the sums below.
+        # In the order of backwards, as for the reduce-scatter in `_reduced`.
         works = [
             transport.all_to_all(rows, whole.view(rows.shape), what=f"the gradient of {entry.name}")
             for rows, (entry, whole) in zip(received, wholes.items(), strict=True)
@@ -217,8 +217,8 @@ class Reductions:
         received = self._lent(scratch, filled.lease)
         what = f"the gradients of {bucket.name}"
         contents = checksum(entry.name for entry in wholes)
-        # The order of backwards, the same on all ranks of `wp`: they run the same actions on the same layers. Where the data
-        # decides which modules run, and a bucket is less than a layer, the names in it tell the ranks that it did.
+        # In the order of backwards, the same on all ranks of `wp`: they run the same actions on the same layers. If the data
+        # decides which modules run, and a bucket is less than a layer, ranks detect it by the checksum of names.
         work = transport.reduce_scatter(list(wholes.values()), received, what=what, contents=contents)
         owned = [(entry, self._own(entry, whole)) for entry, whole in wholes.items()]
         return _Reduction(work, owned, filled.lease)

@@ -46,7 +46,9 @@ class SiteHost(Protocol):
 
 
 class Site:
-    """One sharded module. weight, bias: its entries, None if not sharded (or absent). unit: gathers them."""
+    """Replaces the forward of one sharded module. weight, bias: its entries, None if not sharded or absent. unit: gathers
+    them.
+    """
 
     def __init__(self, host: SiteHost, unit: Unit, module: nn.Module, weight: Entry | None, bias: Entry | None) -> None:
         self.host = host
@@ -58,7 +60,7 @@ class Site:
         """The sharded parameters of the module."""
         self.launches = False
         self.fuses = True
-        """Whether a product may be added to a gradient as it is multiplied, which rounds otherwise than two steps."""
+        """Whether a product may be added to a gradient in one operation, which rounds differently from two."""
         self.sink: Sink
         unit.has_linear = unit.has_linear or isinstance(module, nn.Linear)
 
@@ -75,8 +77,7 @@ class Site:
     def use(self, *, pins: int = 0, launches: bool | None = None) -> Gathered:
         """Returns the unit's weights, which may still be in flight; call `Gathered.wait` before reading them.
 
-        pins: +1 keeps them for the backward after a recomputation, -1 ends that. launches: whether prefetches may
-        start.
+        pins: +1 keeps them for the backward after a recomputation, -1 ends that. launches: whether prefetches may start.
         """
         return self.host.use(
             self.unit, self.entries, pins=pins, launches=self.launches if launches is None else launches
@@ -111,7 +112,7 @@ def own_of(module: nn.Module, attribute: str) -> nn.Parameter | None:
 
 
 def linear_forward(site: Site, input: Tensor) -> Tensor:
-    """Computes a sharded `nn.Linear`, gathering its weights; the gradients go to the site's sink. `input`: as there."""
+    """Computes a sharded `nn.Linear`, gathering its weights; the gradients go to the site's sink."""
     if site.is_replaced:
         return nn.Linear.forward(cast(nn.Linear, site.module), input)
     check_not_mapped(site.name)
@@ -178,7 +179,7 @@ class _Linear(torch.autograd.Function):
         """Gathers the weights again for the input's gradient; sends the weight's to the site's sink meanwhile."""
         site: Site = ctx.site
         (x,) = ctx.saved_tensors
-        # Started first, so that it travels while the weight's gradient is computed. Over `wp`, in the order of backwards.
+        # Started first, so that it overlaps with the weight's gradient. Over `wp`, in the order of backwards.
         gathered = site.use(pins=-1, launches=True)
         with ExitStack() as over:
             over.callback(site.host.done, gathered)
@@ -225,7 +226,7 @@ def linear_gradient(site: Site, entry: Entry, rows: Tensor, inputs: Tensor, whol
 
 
 def embedding_forward(site: Site, input: Tensor) -> Tensor:
-    """Computes a sharded `nn.Embedding`, gathering its table. Its backward gathers only what a linear is in, too."""
+    """Computes a sharded `nn.Embedding`, gathering its table. Its backward gathers only units that a linear uses too."""
     if site.is_replaced:
         return nn.Embedding.forward(cast(nn.Embedding, site.module), input)
     check_not_mapped(site.name)
@@ -236,6 +237,7 @@ def embedding_forward(site: Site, input: Tensor) -> Tensor:
 
 
 def _embedding(site: Site, tokens: Tensor, pins: int = 0) -> Tensor:
+    """Gathers the table and returns the vectors of `tokens`."""
     with _used(site, site.use(pins=pins)) as gathered:
         weight = site.held(gathered, "weight")
         assert weight is not None, site.unit
@@ -243,7 +245,7 @@ def _embedding(site: Site, tokens: Tensor, pins: int = 0) -> Tensor:
 
 
 class _Embedding(torch.autograd.Function):
-    """The lookup for autograd; the table's gradient goes to the site's sink."""
+    """Makes the lookup differentiable; the table's gradient goes to the site's sink."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, _weight: Tensor, site: Site) -> Tensor:
@@ -254,8 +256,9 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        """Gives the rows to the site's sink; gathers the unit, as all ranks must, if a linear uses it too."""
         (tokens,) = ctx.saved_tensors
-        if ctx.site.unit.has_linear:  # which another rank's data may take, in place of this table or beside it
+        if ctx.site.unit.has_linear:  # another rank's data may use the linear here, and all ranks must gather alike
             ctx.site.host.done(ctx.site.use(pins=-1, launches=True))
         if ctx.site.trained and is_summed(ctx):
             ctx.site.sink(gradient.reshape(-1, gradient.shape[-1]), tokens.reshape(-1))

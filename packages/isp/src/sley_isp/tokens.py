@@ -1,4 +1,4 @@
-"""Gathers of tokens, whose number may differ between ranks and micro-batches.
+"""Gathers tokens, whose number may differ between ranks and micro-batches.
 
 Every rank's tokens are padded to the largest number in the group, then gathered. Buffers for them are leased with spare room.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class AllTokens:
-    """Gathers over `group`. Its ranks must run the same micro-batches in the same order, so that all call this alike.
+    """Gathers over `group`. Its ranks must run the same micro-batches in the same order, so that all make the same calls.
 
     sent: counts what it sends.
     """

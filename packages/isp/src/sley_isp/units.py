@@ -56,9 +56,9 @@ def padded(entry: Entry) -> tuple[int, ...]:
 
 @dataclass(eq=False)
 class Unit:
-    """The sharded entries of layer `layer`, or of one of its modules; a tied entry is there once.
+    """Names the sharded entries of layer `layer`, or of one of its modules; a tied entry is there once.
 
-    has_linear: whether a linear uses them, whose backward may need the weights; those of embeddings do not.
+    has_linear: whether a linear uses them, whose backward may need the weights; the backward of an embedding does not.
     """
 
     name: str
@@ -86,10 +86,10 @@ class Unit:
 
 
 class Gathered:
-    """The full weights of `unit`, in flight until `wait`. The buffer is leased from `pool` until `release`.
+    """Holds the full weights of `unit`, in flight until `wait`. The buffer is leased from `pool` until `release`.
 
-    source: gathers them, over `size` ranks. num_bytes: of the buffer. num_received_bytes: the part that comes from
-    peers. The shards must not be written until `wait_sent`.
+    source: gathers them, over `size` ranks. num_bytes: of the buffer. num_received_bytes: the part that comes from peers. The
+    shards must not be written until `wait_sent`.
     """
 
     def __init__(self, unit: Unit, pool: MemoryPool, source: Transport | Published, size: int) -> None:
@@ -102,7 +102,7 @@ class Gathered:
             flat = stack.enter_context(pool.lease((numel,), dtype, device))
             views = views_of(flat, unit.entries, starts)
             self.num_bytes = flat.nbytes
-            # The unit's own order of entries, the same on all ranks of `wp`, which gather the same units in one order.
+            # Over `wp`, whose ranks gather the same units in one order, each with its entries in the unit's order.
             self._work = source.all_gather(views, parameters, what=f"the weights of {unit.name}")
             self._stack = stack.pop_all()  # not if the exchange could not start
         self._wholes = {entry: view[: entry.shape[0]] for entry, view in zip(unit.entries, views, strict=True)}

@@ -1,4 +1,4 @@
-"""What a boundary carries, told as text before its first message: any number of tensors, of any shapes."""
+"""Announces what a boundary carries, as text before its first message: any number of tensors, of any shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class Announcements:
-    """Descriptions on `lines`, in one order with the messages there; each comes as two: its length, then its text."""
+    """Sends and receives descriptions on `lines`, in one order with the messages there; each as two messages: its length, then
+    its text.
+    """
 
     def __init__(self, lines: Lines) -> None:
         self._lines = lines
@@ -41,5 +43,5 @@ class Announcements:
             self._sending.pop().wait()
 
     def forget(self) -> None:
-        """Drops those under way, without waiting for them."""
+        """Drops the announcements in flight, without waiting for them."""
         self._sending.clear()

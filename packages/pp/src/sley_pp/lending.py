@@ -31,8 +31,8 @@ class Lending:
         self.device = device
         self.apart = apart
         self._lent: list[Message] = []
-        # Laid out messages whose buffers are the pool's now, for as long as the pool keeps the tensor: to lay one out anew
-        # takes as long as to copy 300 KB.
+        # A cache of laid out messages whose buffers are back in the pool, for as long as it keeps the tensor: laying one out
+        # takes as long as copying 300 KB.
         self._laid: MutableMapping[Tensor, Message] = WeakTensorKeyDictionary()
 
     def lease(self, layout: Layout) -> Message:

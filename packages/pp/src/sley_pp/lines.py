@@ -25,11 +25,10 @@ def heads_are_apart(device: Device) -> bool:
 
 
 class Lines:
-    """The lines of one stage to its neighbours. apart: whether heads travel on the host's line, apart from their tensors.
-    sent: counts the bytes of messages.
+    """Holds the lines of one stage to its neighbours. apart: whether heads use the host's line, apart from their tensors. sent:
+    counts the bytes of messages.
 
-    Both ends of a line must issue its messages in the same order, heads and tensors too; the lowered lists give that
-    order.
+    Both ends of a line must issue its messages in the same order, heads and tensors too; the lowered lists give that order.
     """
 
     def __init__(self, groups: Groups, *, apart: bool) -> None:

@@ -44,7 +44,7 @@ Key = Hashable
 
 @dataclass
 class _Posted:
-    """A receive in flight; `message` is None if nothing is sent, because no tensor of it has a gradient."""
+    """Holds a receive in flight; `message` is None if nothing is sent, because no tensor of it has a gradient."""
 
     message: Message | None
     pending: list[Pending]
@@ -218,7 +218,7 @@ class Link:
                 message = self._memory.lease(layout_of(description.leaves))
                 message.open()
                 pending = self._lines.receive(message.pieces, transfer.peer, what)
-                if self._foretold is not None:  # nothing comes in a fake world, and this is what would
+                if self._foretold is not None:  # a fake world receives nothing, so the expected head is written here
                     message.write_head(self._walk.number, transfer.micro, description.flags)
                     message.seal()
             self._posted[transfer] = _Posted(message, pending, description)

@@ -1,18 +1,18 @@
-"""One crossing of a stage boundary is one message: a head, then every tensor, each at an aligned place.
+"""A message: one crossing of a stage boundary, as a head and then every tensor, each at an aligned offset.
 
     | head: walk, micro-batch, fault, end, flags | tensor 0 . . . | tensor 1 . . . . . |
     0                                       1024 + flags          aligned to 256 bytes
 
 Both ends know the size before it is sent, so a receive can be posted ahead. The head lets a receiver report an unexpected
-message; a sender that detects a mismatch sends the expected size and the error text in the head. The flags tell which of the
-tensors have a gradient and which are the same tensor. Only the flags may change from one micro-batch to the next, when layers
-are frozen or the data decide.
+message; a sender that detects a mismatch sends the expected size and the error text in the head. The flags say which of the
+tensors have a gradient and which are the same tensor. Only the flags may change from one micro-batch to the next, if layers are
+frozen or the data decide.
 
-Gloo takes a message that is shorter than its place for a whole one, and leaves the rest as it was. So a head on the host also
-has the last bytes of the message, which a receiver has overwritten beforehand: where they did not come, that is an error.
+Gloo accepts a message that is shorter than the receive buffer, and leaves the rest unchanged. So a head on the host also has
+the last bytes of the message, which the receiver overwrites before: if they have not come, that is an error.
 
-The head is always on the host, so that both ends read it without a device synchronisation. With tensors on the host it
-lies in front of them, in one piece; otherwise it is a separate piece.
+The head is always on the host, so that both ends read it without a device synchronisation. With tensors on the host it lies
+before them, in one piece; otherwise it is a separate piece.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NUMBERS = struct.Struct(f"<III{END_BYTES}s")
 """Walk, micro-batch, bytes of the fault's text, the last bytes of the message."""
 
 _NOT_COME = b"not come"
-"""In place of the last bytes until they come."""
+"""The mark in place of the last bytes until they arrive."""
 
 
 Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
@@ -55,7 +55,7 @@ def layout_of(leaves: Sequence[Leaf]) -> Layout:
 
 @dataclass(frozen=True)
 class Extent:
-    """Bytes of a message of some layout. starts: byte offset of each tensor from the start of the body."""
+    """Holds the sizes in bytes of a message of some layout. starts: byte offset of each tensor from the start of the body."""
 
     head: int
     body: int
@@ -78,17 +78,17 @@ def num_bytes_of(layout: Layout, *, apart: bool) -> int:
 
 
 class Message:
-    """A message laid out in `memory`, uint8 [bytes]. tensors: views of it, in the order of `layout`; pieces: the tensors to
+    """Lays out a message in `memory`, uint8 [bytes]. tensors: views of it, in the order of `layout`; pieces: the tensors to
     send or receive.
 
     device: where `memory` lies. apart: whether the head is a separate piece, on the host. leased: the lease of the memory, and
-    what it gave, while there is one.
+    the tensor it gave, while there is one.
 
-    Its views have a storage of their own, on the same memory: how many users that has says who uses this message, whatever a
-    pool and earlier users still have of the memory.
+    Its views have a separate storage over the same memory, so that the number of users of that storage shows who uses this
+    message, whatever references a pool and earlier users still have to the memory.
 
-    Views are made once per layout, and the head is read and written without torch operations: messages are sent and
-    received between actions, and each operation there is time in which the stage does not compute.
+    Views are made once per layout, and the head is read and written without torch operations: messages are sent and received
+    between actions, and each operation there is time in which the stage does not compute.
     """
 
     def __init__(self, memory: Tensor, layout: Layout, device: Device, *, apart: bool) -> None:
@@ -114,7 +114,7 @@ class Message:
         return any(now > own for now, own in zip(_num_users(self._storage), self._num_own, strict=True))
 
     def lay(self, layout: Layout) -> None:
-        """Makes this a message of `layout`, which must fit; no tensor in its memory may be in use elsewhere."""
+        """Lays this out as a message of `layout`, which must fit; no tensor in its memory may be in use elsewhere."""
         extent = Extent.of(layout)
         before = 0 if self._apart else extent.head
         body = self._memory[: before + extent.body]
@@ -122,7 +122,7 @@ class Message:
         self.layout = layout
         self.pieces = [head, body] if self._apart else [body]
         self._head = self._device.bytes_of(head)
-        # Of what lies on a device, nothing is read here.
+        # Tensors on a device are not checked: nothing of them is read here.
         has_end = extent.body and not self._apart
         self._end = self._device.bytes_of(body[-END_BYTES:]) if has_end else memoryview(bytearray())
         self.tensors: list[Tensor] = []
@@ -140,24 +140,24 @@ class Message:
         return [tensor.data for tensor in self.tensors]
 
     def write_head(self, walk: int, micro: int, flags: bytes, fault: str = "") -> None:
-        """Writes the head. fault: the text of a mismatch, cut to fit; empty if all is as expected."""
+        """Writes the head. fault: the text of a mismatch, cut to fit; empty if there is none."""
         text = fault.encode()[: HEAD_BYTES - _NUMBERS.size]
         _NUMBERS.pack_into(self._head, 0, walk, micro, len(text), b"")
         self._head[_NUMBERS.size : _NUMBERS.size + len(text)] = text
         self._head[HEAD_BYTES : HEAD_BYTES + len(flags)] = flags
 
     def seal(self) -> None:
-        """Says in the head how the message ends; called when the tensors are in their places, before it is sent."""
+        """Copies the message's last bytes into the head; called when the tensors are in their places, before it is sent."""
         at = _NUMBERS.size - END_BYTES
         self._head[at : at + len(self._end)] = self._end
 
     def open(self) -> None:
-        """Makes this ready to be received: its end is none that comes."""
+        """Prepares this to be received: overwrites its last bytes with a mark."""
         self._end[:] = _NOT_COME[: len(self._end)]
 
     @property
     def is_whole(self) -> bool:
-        """Whether a received message has come up to its end."""
+        """Whether a received message has arrived up to its end."""
         at = _NUMBERS.size - END_BYTES
         return self._head[at : at + len(self._end)] == self._end
 

@@ -1,4 +1,4 @@
-"""What a stage sends: messages that leave while the next action runs, and go back to their pool when they have left."""
+"""Sends a stage's messages while the next action runs, and returns them to their pool when they have been sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SENDS_UNDER_WAY = 8
 
 
 class Outbox:
-    """Messages whose send is under way, oldest first."""
+    """Holds messages whose send is in flight, oldest first."""
 
     def __init__(self, lines: Lines, memory: Lending) -> None:
         self._lines = lines
@@ -36,13 +36,13 @@ class Outbox:
         came: Description,
         tensors: list[Tensor],
     ) -> None:
-        """Leases, fills and sends to stage `peer` a message of layout `expected`; sends nothing where that has no tensors.
+        """Leases, fills and sends to stage `peer` a message of layout `expected`; sends nothing if that has no tensors.
 
-        what: words for it, for errors. head: the numbers of the walk and of the micro-batch. If `came`, the description of
+        what: describes it, for errors. head: the numbers of the walk and of the micro-batch. If `came`, the description of
         `tensors`, does not fit, sends the mismatch in the head, waits for that and raises RunError `boundary-mismatch`.
         """
         if not expected.leaves:
-            if came != expected:  # no message comes, in which the receiver could be told
+            if came != expected:  # there is no message in which to tell the receiver
                 raise mismatch(f"{what}: expected {expected}, came {came}")
             return
         message = self._memory.lease(layout_of(expected.leaves))
@@ -65,15 +65,15 @@ class Outbox:
             self._end_send()
 
     def forget(self) -> None:
-        """Drops all messages under way, without waiting for them."""
+        """Drops all messages in flight, without waiting for them."""
         self._sending.clear()
 
     def _end_sends(self) -> None:
-        """Returns messages whose send is over to the pool; on gloo, waits for the oldest beyond SENDS_UNDER_WAY.
+        """Returns messages whose send is complete to the pool; on gloo, waits for the oldest beyond SENDS_UNDER_WAY.
 
-        Gloo reports the end of a send only to a wait. The wait delays only a stage that would be delayed anyway: the
-        peer reaches its receive without anything that this stage issues later (`sley_core.actions.posts`), and long
-        before, unless it is slower.
+        Gloo reports the end of a send only to a wait. The wait delays only a stage that would be delayed anyway: the peer
+        reaches its receive without anything that this stage issues later (`sley_core.actions.posts`), and much earlier, unless
+        it is slower.
         """
         if self._lines.apart:
             while self._sending and self._sending[0][0][-1].is_done():
@@ -82,7 +82,9 @@ class Outbox:
             self._end_send()
 
     def _end_send(self) -> None:
-        """Waits for the oldest send. NCCL releases its tensors only in a wait, even if the send is done."""
+        """Waits for the oldest send, and returns its message to the pool. NCCL releases its tensors only in a wait, even if the
+        send is done.
+        """
         under_way, message = self._sending.popleft()
         for pending in under_way:
             pending.wait()

@@ -1,4 +1,4 @@
-"""What the plugin `pp` has."""
+"""Declares the records of the plugin `pp`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`pp.messages`, the link's own pool: keeps free messages up to as much again as was ever in use at one time.
 
-Sequences of many lengths make messages of many sizes. At that bound a free buffer that is large enough is lent for a smaller
-one, and those unused longest are dropped. Nothing of it is shared between two leases.
+Sequences of many lengths make messages of many sizes. At that bound a larger free buffer is lent for a smaller message, and the
+buffers that have been free longest are dropped. No buffer is shared by two leases.
 """
 
 from __future__ import annotations
@@ -58,17 +58,20 @@ class Messages(MemoryPool):
 
     @contextmanager
     def _lease(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+        """Lends a buffer for the block: the whole buffer if shape and dtype are its own, else a view. If the lease is lost, it
+        is not taken back.
+        """
         size = prod(shape) * dtype.itemsize
         buffer = self._take((device, size))
         self._lent[buffer] = None
         self._in_use += buffer.numel()
         self._most_in_use = max(self._most_in_use, self._in_use)
-        # The buffer itself where it fits: what users remember of a buffer they find again by the tensor.
+        # The buffer itself if it fits exactly: users may cache by the tensor (`Lending`).
         as_asked = buffer if (dtype, shape) == (torch.uint8, tuple(buffer.shape)) else None
         try:
             yield buffer[:size].view(dtype).view(shape) if as_asked is None else as_asked
         except GeneratorExit:
-            return  # the lease was lost: somebody may still use its buffer
+            return  # the lease was lost: its buffer may still be in use
         except BaseException:
             self._give(buffer, device)
             raise
@@ -78,7 +81,7 @@ class Messages(MemoryPool):
         """Takes a buffer back."""
         del self._lent[buffer]
         self._in_use -= buffer.numel()
-        # Behind all others: the first ones are those that have been free longest.
+        # At the end: the first ones are those that have been free longest.
         size = device, buffer.numel()
         free = self._free.pop(size, [])
         free.append(buffer)

@@ -41,8 +41,8 @@ class SharedModules(GradientHandler):
         for name in self._ties:
             entry = self._parts.book[name]
             if entry in self._store and entry.tie_group is not None:
-                # The tie's own group: one rank of each stage that holds it; all walk the ties by name. Where a reducer leaves
-                # shards, these ranks have the same elements, maybe none.
+                # Over the tie's own group: one rank of each stage that holds it; all take the ties by name. If a reducer
+                # leaves shards, these ranks have the same elements, maybe none.
                 group, gradient = self._groups[entry.tie_group], self._store.part(entry)
                 if gradient.numel():
                     pending.append(all_reduce(gradient, group, what=f"the tied gradient of {name}"))
@@ -80,7 +80,7 @@ class SharedModules(GradientHandler):
             group = self._groups[entry.tie_group]
             value = entry.parameter.detach()
             most, least = value.clone(), value.clone()
-            # The tie's own group; all holders check the same ties after the same step.
+            # Over the tie's own group; all holders check the same ties after the same step.
             all_reduce(most, group, "max", what=f"the tied weight {name}").wait()
             all_reduce(least, group, "min", what=f"the tied weight {name}").wait()
             if not torch.equal(most, least):

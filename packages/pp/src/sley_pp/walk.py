@@ -1,7 +1,7 @@
-"""The check that neighbouring stages walk through the same micro-batches: each tells the other its own before a step.
+"""Checks that neighbouring stages run the same micro-batches: each sends the other its own before a step.
 
-Neighbours with different ones would wait for messages that never come, or mistake one message for another. So both send one
-message of fixed size, a *word*, at the start of each walk and compare. No step waits for its delivery.
+Neighbours with different micro-batches would wait for messages that never come, or mistake one message for another. So both
+send one message of fixed size, a *word*, at the start of each walk and compare. No step waits for its delivery.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DIGEST_BYTES = 16
 
 
 class Walk:
-    """The current walk of a stage, and the words exchanged with its neighbours. number: walks begun so far."""
+    """Holds the current walk of a stage, and the words exchanged with its neighbours. number: walks begun so far."""
 
     def __init__(self, lines: Lines) -> None:
         self.number = 0
@@ -60,7 +60,7 @@ class Walk:
         """Blocks until the word of `peer` has arrived. Raises RunError `stages-differ` if it is another walk."""
         if peer in self._agreed:
             return
-        if self._lines.group.is_silent:  # nobody is there who could walk elsewhere
+        if self._lines.group.is_silent:  # a fake world has no peers that could differ
             self._agreed.add(peer)
             return
         self.hear(peer, what)

@@ -55,7 +55,7 @@ def calibrate(
 
 
 def _check(out: Path, *, replaces: bool) -> None:
-    """Raises UsageError before anything is measured if the file cannot be written at the end."""
+    """Raises UsageError, before anything is measured, if the file could not be written at the end."""
     if out.exists() and not replaces:
         raise UsageError("machine-exists", f"`{out}` is there already", hint="`--force` replaces it")
     if not out.absolute().parent.is_dir():
@@ -75,7 +75,7 @@ def _launch(settings: Settings, out: Path, plan: Path | None, overrides: list[st
 
 
 def _measure(out: Path, plan: Path | None, overrides: list[str]) -> None:
-    """Measures in this process, and on rank 0 writes the file. A rank leaves its reason for the launcher if it fails."""
+    """Measures in this process; rank 0 writes the file. A rank that fails reports the reason to the launcher."""
     from sley_core.comm.world import World
     from sley_core.estimate.calibrate.machine import measure
 
@@ -99,7 +99,7 @@ def _say_left_out(variants: Sequence[str]) -> None:
 
 
 def _contents(machine: MachineFile) -> str:
-    """What the file has, in words."""
+    """Returns in words what the machine file contains."""
     found = ["the device"]
     if machine.links.same_host is not None:
         found.append("links between ranks of this host")

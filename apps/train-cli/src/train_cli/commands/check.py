@@ -46,7 +46,7 @@ def check(
 
 
 def _check(path: Path, overrides: list[str], world: int | None, model: bool) -> None:
-    """Raises SleyError for the problems of one plan; prints notes: on its model if `model`, else on what only that shows."""
+    """Raises SleyError for the problems of one plan, and prints notes. model: builds and calls the model too."""
     plan = load_plan(path, overrides)
     size = plan.world(world) if world is None else world
     if problems := check_plan(plan, size):

@@ -61,7 +61,7 @@ def _left(run: Path) -> tuple[list[FoundReports], list[WorkRecord]]:
 
 
 def _state(run: Path, records: Sequence[WorkRecord]) -> RunState:
-    """Returns how far the run has come; raises UsageError if what tells it cannot be read."""
+    """Returns how far the run has come; raises UsageError if the files that show it cannot be read."""
     try:
         return state_of(run, records, time.time())
     except OSError as error:

@@ -104,7 +104,7 @@ def estimate(
 
 
 def stages(plan: Plan, size: int) -> list[RankBytes]:
-    """Returns what each stage holds. Raises SleyError, with its place in the plan, as `stage_bytes` does."""
+    """Returns the bytes of each stage by rank. Raises SleyError, with its place in the plan, as `stage_bytes` does."""
     from sley_core.errors import SleyError
     from sley_core.estimate.bytes.stages import stage_bytes
 
@@ -138,7 +138,7 @@ def num_bytes(text: str) -> int:
 
 
 def lines(found: Sequence[RankBytes], size: int, limit: int | None) -> Iterator[str]:
-    """Yields what is printed as text."""
+    """Yields the estimate as lines of text."""
     per_stage = size // len(found)
     for one in found:
         last = one.rank + per_stage - 1
@@ -158,7 +158,7 @@ def lines(found: Sequence[RankBytes], size: int, limit: int | None) -> Iterator[
 
 
 def shown(count: int) -> str:
-    """Returns bytes in the unit that fits."""
+    """Returns bytes as text, in the unit that fits."""
     unit, size = unit_of(count)
     return f"{count / size:.2f} {unit}" if size > 1 else f"{count} B"
 

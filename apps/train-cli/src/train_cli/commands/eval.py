@@ -56,8 +56,8 @@ def eval(
 
 
 def _with_remedy(error: PlanError) -> SleyError:
-    """Returns `error` with what helps here where data is missing: not in the plan of a run that has ended, and no other split,
-    whose held-out documents the run has trained on.
+    """Returns `error`; for missing data with a remedy that fits a run that has ended: not a change of its plan, and no other
+    split, whose held-out documents the run has trained on.
     """
     hint = "name other data: `--data 'held_out_files=[\"other.txt\"]'`"
     every = (replace(one, hint=hint) if one.code == "held-out" else one for one in error.diagnostics)

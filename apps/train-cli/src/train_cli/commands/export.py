@@ -68,7 +68,7 @@ def export(
 
 
 def _source(run: str) -> tuple[Plan, Tensors]:
-    """Returns the plan and the weights of a checkpoint, which it tells of, or of a run."""
+    """Returns the plan and the weights of a checkpoint, which it says it exports, or of a run."""
     from sley_core.export.checkpoint_weights import weights_of_checkpoint
 
     found = weights_of_checkpoint(run)

@@ -1,6 +1,6 @@
 """`train-cli needs`: what to install for a plan, on a machine where it is not installed yet.
 
-Sley's own packages come as folders of a clone, since no index has them; plugins of others by name, as pinned here.
+Prints Sley's own packages as folders of a clone, since no index has them; plugins of others by name, pinned as here.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _requirement(name: str, loader: Loader) -> str:
 def _named_plugins(document: Document, loader: Loader) -> Iterator[tuple[str, KeyPath]]:
     """Yields the plugins of the records that the plan names, with the path of each.
 
-    Fields other than `use` are known to their plugin alone, which may not be installed: their values count if they look
-    like a record of a known plugin.
+    Which fields beside `use` name records only the plugin knows, and it may not be installed: the values of other fields count
+    if they have the form of a record of a known plugin.
     """
     known = {*FIRST_PARTY, *loader.names()}
     for path, value in _strings(document.tables):

@@ -95,6 +95,7 @@ def _described(plugin: Plugin, record_name: str) -> Iterator[dict[str, Any]]:
 
 
 def _no_record(plugin: Plugin, name: str, records: list[Record]) -> PlanError:
+    """Returns the PlanError "unknown-record" for a record name that the plugin does not have."""
     names = list(dict.fromkeys(f"{plugin.name}.{record.name}" for record in records))
     listed = f"it has {', '.join(f'`{each}`' for each in names)}" if names else None
     hint = suggestion(f"{plugin.name}.{name}", names, listed)
@@ -129,6 +130,7 @@ def _described_text(found: list[dict[str, Any]]) -> str:
 
 
 def _default(option: dict[str, Any]) -> str:
+    """Returns in words an option's default, for the end of its line."""
     if option["required"]:
         return " (required)"
     default = option["default"]

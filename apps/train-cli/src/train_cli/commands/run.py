@@ -145,7 +145,7 @@ def run(
 
 
 def _dry_run(plan: Plan, world: int | None) -> None:
-    """Does what every distinct rank does up to its first steps, without values and without peers. Raises what that raises."""
+    """Runs every distinct rank up to its first steps, without values and without peers. Raises whatever these steps raise."""
     size = check(plan, plan.world(None) if world is None else world)
     from train_cli.commands.estimate import shown, stages
     from train_cli.model_check import check_model
@@ -157,15 +157,15 @@ def _dry_run(plan: Plan, world: int | None) -> None:
 
 
 def _resume(given: str | None, *, overwrite: bool) -> str | None:
-    """Returns from where to go on: as given, and by itself where torchrun or SLURM has started this run again."""
+    """Returns the checkpoint to resume from: as given, or "auto" where torchrun or SLURM has started this run again."""
     if given and overwrite:
         raise UsageError("resume", "`--resume` goes on with a run and `--overwrite` deletes it")
     return given or (AUTO if is_again() else None)
 
 
 def _check_given(resume: str | None) -> None:
-    """Raises UsageError "no-checkpoint" if the user has named a checkpoint that is not there. A run that was started again goes
-    on from its own, and needs the one at which it began no more.
+    """Raises UsageError "no-checkpoint" if the user has named a checkpoint that is not there. A run that was started again
+    resumes from its own checkpoints, and no longer needs the one at which it began.
     """
     if resume is not None and resume != AUTO and not is_again():
         check_given(resume)
@@ -198,7 +198,7 @@ def _as_rank(
     line: bool,
     verbose: bool,
 ) -> int:
-    """Runs this rank and returns its exit code. Only rank 0 shows errors that all ranks find."""
+    """Runs this rank and returns its exit code. Errors that all ranks find are shown by rank 0 alone."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def begin(stack: ExitStack) -> Callable[[], int]:
@@ -218,7 +218,7 @@ def _as_rank(
 
 
 def check(plan: Plan, size: int) -> int:
-    """Returns `size` if `plan` can run on so many ranks; raises PlanError with all problems."""
+    """Returns `size` if `plan` can run on that number of ranks; raises PlanError with all problems."""
     if problems := check_plan(plan, size):
         raise PlanError.many(problems)
     return size

@@ -107,6 +107,7 @@ def _tell(layout: Candidate) -> None:
 
 
 def _axis(name: str) -> Axis:
+    """Returns the axis called `name`; raises UsageError "no-axis" if there is none."""
     for axis in AXES:
         if axis == name:
             return axis

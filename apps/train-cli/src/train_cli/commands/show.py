@@ -73,7 +73,7 @@ def show(
 
 
 def _data(plan: Plan, topology: Topology, rank: int | None) -> dict[str, Any]:
-    """Returns all that `show` prints, for JSON."""
+    """Returns everything that `show` prints, for JSON."""
     return {
         "plan": [
             {"path": dotted(path), "value": value, "origin": _origin_data(plan, path)}
@@ -92,7 +92,7 @@ def _data(plan: Plan, topology: Topology, rank: int | None) -> dict[str, Any]:
 
 
 def _canonical(plan: Plan, topology: Topology) -> str | None:
-    """Returns what canonical sums take, which makes the model, without memory; None for a plan without them."""
+    """Returns as text what canonical sums cost, found by making the model without memory; None for a plan without them."""
     if plan.parallel.reduction != "canonical":
         return None
     from train_cli.model_check import canonical_cost

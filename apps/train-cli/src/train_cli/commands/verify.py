@@ -102,7 +102,9 @@ def verify(
 
 
 def _check_what(league: bool, of_plan: list[str], rows: str | None) -> None:
-    """Raises UsageError unless the arguments name either a plan or the league. of_plan: those given that only a plan has."""
+    """Raises UsageError unless the arguments name either a plan or the league. of_plan: the given options that only a plan
+    takes.
+    """
     ways = "`train-cli verify plan.toml` compares a plan, `train-cli verify --league` the field's silent errors"
     if league and of_plan:
         raise UsageError("verify-what", f"the league has plans of its own: it does not take {of_plan[0]}", hint=ways)
@@ -115,7 +117,7 @@ def _check_what(league: bool, of_plan: list[str], rows: str | None) -> None:
 def _compared(
     path: Path, changes: list[str], plan: Plan, size: int, steps: int, folder: Path, settings: Settings
 ) -> list[RankFindings]:
-    """Trains both and returns what ranks found. Raises typer.Exit where one of the two was not trained to its end."""
+    """Trains both and returns the findings of all ranks. Raises typer.Exit where one of the two was not trained to its end."""
     from train_cli.local_launch import launch
     from train_cli.rank import on_rank
     from train_cli.verify.measure import check_complete, keep
@@ -142,7 +144,7 @@ def _compared(
 
 
 def _told(ranks: list[RankFindings], allowed: Limits, steps: int, form: OutputFormat) -> int:
-    """Prints what was found, and returns the exit code."""
+    """Prints the findings, and returns the exit code."""
     if form is OutputFormat.json:
         typer.echo(json.dumps(as_json(ranks, allowed, steps), indent=2))
     else:
@@ -155,7 +157,7 @@ def _told(ranks: list[RankFindings], allowed: Limits, steps: int, form: OutputFo
 
 
 def _as_rank(path: Path, changes: list[str], steps: int, folder: Path, settings: Settings) -> int:
-    """Takes the steps of one rank of the layout, beside what is in `folder`; returns its exit code."""
+    """Takes the steps of one rank of the layout, compares them with the reference in `folder`, and returns the exit code."""
 
     def begin(_: ExitStack) -> Callable[[], int]:
         plan = in_layout(load_plan(path, changes))
@@ -172,7 +174,7 @@ def _as_rank(path: Path, changes: list[str], steps: int, folder: Path, settings:
 
 
 def refuse_dropout(run: Run) -> None:
-    """Raises UsageError if the model drops at random: slices of a sequence on several ranks draw other numbers."""
+    """Raises UsageError if the model uses dropout: slices of a sequence on several ranks draw other numbers."""
     from train_cli.verify.measure import dropouts
 
     if found := dropouts(run):
@@ -183,7 +185,7 @@ def refuse_dropout(run: Run) -> None:
 
 
 def _free_devices() -> None:
-    """Gives memory that torch keeps for this process back to the device, for the ranks."""
+    """Returns the memory that torch caches for this process to the device, for the ranks."""
     import gc
 
     import torch

@@ -1,4 +1,4 @@
-"""Where ranks have gone apart: compares what each says that it has exchanged.
+"""Finds where ranks have diverged, by comparing the exchanges that each has reported.
 
     rank 0   16 gather of a   17 gather of b   18 gather of c     one queue: the 17th of rank 1 is the 18th of the others,
     rank 1   16 gather of a   17 gather of c                      so it has left out the gather of b
@@ -25,8 +25,10 @@ _READ = re.compile(r" of \d+$")
 
 @dataclass(frozen=True)
 class Divergence:
-    """How ranks have gone apart. ranks: those that differ from most; empty where nobody can say. exchanges: what it is about,
-    the likeliest first. told: in words.
+    """Describes how ranks have diverged.
+
+    ranks: those that differ from most; empty if that cannot be decided. exchanges: those concerned, the likeliest first. told:
+    the description in words.
     """
 
     kind: Kind
@@ -36,18 +38,18 @@ class Divergence:
 
 
 def divergence(reports: Sequence[FaultReport]) -> Divergence | None:
-    """Returns where `reports` say different things of one exchange, or wait for each other; None if they do not."""
+    """Returns where `reports` disagree about an exchange, or show ranks that wait for each other; None if neither is so."""
     by_rank = {report.rank: report for report in reports}
     return _in_another_group(by_rank) or _at_one_number(by_rank) or _not_started(by_rank)
 
 
 def is_same(one: SeenExchange, other: SeenExchange) -> bool:
-    """Returns whether two ranks' exchanges of one number in one queue are one."""
+    """Returns whether the exchanges of two ranks with one number in one queue are the same exchange."""
     return _has_same_words(one, other) and one.num_bytes == other.num_bytes
 
 
 def _has_same_words(one: SeenExchange, other: SeenExchange) -> bool:
-    """Returns whether they are called the same; a message has other words at either end."""
+    """Returns whether both are described in the same words; a message is described differently at either end."""
     if not {one.operation, other.operation} <= _MESSAGES:
         return (one.operation, one.what) == (other.operation, other.what)
     # Of some messages, as of those that begin a walk, the words name no place at one end.
@@ -56,7 +58,9 @@ def _has_same_words(one: SeenExchange, other: SeenExchange) -> bool:
 
 
 def late_for(wait: SeenWait, by_rank: Mapping[int, FaultReport]) -> list[int]:
-    """Returns the ranks that have not come to what is waited in, as far as reports say; those without one count as late."""
+    """Returns the ranks that have not reached the exchange of `wait`, as far as reports say; those without a report count as
+    late.
+    """
     exchange = wait.exchange
     if wait.peer is not None:
         return [wait.peer]
@@ -138,7 +142,7 @@ def _first_difference(started: Mapping[int, Mapping[int, SeenExchange]]) -> Dive
 
 
 def _alike(here: Mapping[int, SeenExchange]) -> list[list[int]]:
-    """Returns the ranks in groups that exchange the same, the largest group first."""
+    """Returns the ranks in groups that have the same exchange, the largest group first."""
     kinds: list[list[int]] = []
     for rank, exchange in here.items():
         like = next((kind for kind in kinds if is_same(here[kind[0]], exchange)), None)
@@ -150,7 +154,7 @@ def _alike(here: Mapping[int, SeenExchange]) -> list[list[int]]:
 
 
 def _named(started: Mapping[int, Mapping[int, SeenExchange]], number: int, kinds: list[list[int]]) -> Divergence:
-    """Returns in what way the ranks of `kinds`, which differ at `number`, have gone apart."""
+    """Returns how the ranks of `kinds`, whose exchanges differ at `number`, have diverged."""
     most, odd = kinds[0][0], kinds[1][0]
     usual, own = started[most], started[odd]
     is_clear = len(kinds[0]) > len(kinds[1])
@@ -176,7 +180,9 @@ def _named(started: Mapping[int, Mapping[int, SeenExchange]], number: int, kinds
 
 
 class _Late(NamedTuple):
-    """Rank `rank` waits in `exchange`, which `started` of those that have reported have started, and not those of `late`."""
+    """Rank `rank` waits in `exchange`; `started` are the ranks that have reported and started it, `late` those that have
+    not.
+    """
 
     started: int
     rank: int
@@ -221,6 +227,7 @@ def _circle_of_messages(found: Sequence[_Late]) -> list[_Late]:
 
 
 def _lates(by_rank: Mapping[int, FaultReport]) -> Iterator[_Late]:
+    """Yields, for each rank that waits, the members of its exchange that wait in another one."""
     for rank, report in by_rank.items():
         if report.wait is not None:
             exchange = report.wait.exchange
@@ -234,7 +241,7 @@ def _lates(by_rank: Mapping[int, FaultReport]) -> Iterator[_Late]:
 
 
 def _is_usual(one: _Late, by_rank: Mapping[int, FaultReport]) -> bool:
-    """Returns whether others have made such an exchange before."""
+    """Returns whether other ranks have made such an exchange before."""
     others = (report.exchanges.get(one.exchange.queue, ()) for rank, report in by_rank.items() if rank != one.rank)
     return any(seen.what == one.exchange.what for exchanges in others for seen in exchanges)
 

@@ -1,4 +1,4 @@
-"""How far a run has come, and whether it is still at it: from its rows, its summary, the lock of its folder and its records.
+"""Finds the last step of a run and whether it still runs, from its rows, its summary, its folder's lock and its records.
 
 A row of a step is written when all ranks have come to that step's end, since each gives its part of the loss there. So the last
 row says of every rank where it was, also where all were killed at once and nobody could report anything.
@@ -30,11 +30,11 @@ SAME_TIME_S = 2.0
 
 @dataclass(frozen=True)
 class RunState:
-    """state: RUNNING, the outcome that the run has noted at its end, KILLED where there is none of that, UNKNOWN where it may
-    be under way on another host.
+    """Holds how far a run has come.
 
-    step: the last one that all ranks have taken, 0 where none is known. time: when its row was written, in seconds since the
-    epoch, or None.
+    state: RUNNING; the outcome that the run has noted at its end; KILLED if it has ended and noted none; UNKNOWN if it may be
+    running on another host. step: the last one that all ranks have taken, 0 if none is known. time: when its row was written,
+    in seconds since the epoch, or None.
     """
 
     state: str
@@ -63,8 +63,8 @@ def state_of(run: Path, records: Sequence[WorkRecord], now: float) -> RunState:
 
 
 def _outcome(run: Path, num_rows: int, start: float) -> str:
-    """Returns what the last start has noted, KILLED where it has noted nothing: an earlier one has fewer rows, or an end before
-    the newest `start` of a rank.
+    """Returns the outcome that the last start has noted, KILLED if it has noted none. The summary is that of an earlier start
+    if it has fewer rows than there are, or ended before the newest `start` of a rank.
     """
     try:
         content = json.loads((run / SUMMARY).read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""What went wrong in a run, from the reports of its ranks and of its launcher: cause, rank, layer, action, remedy.
+"""Decides what went wrong in a run, from the reports of its ranks and of its launcher: cause, rank, layer, action, remedy.
 
 In this order, since each may have those below it for a consequence:
 
@@ -59,8 +59,10 @@ _ACTIONS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What went wrong. kind: a word for it. cause: a sentence. ranks: whom it names; empty where two ranks differ and nobody
-    can say which is wrong. exchanges: collectives or transfers that it is about, the likeliest first. step: 0 where unknown.
+    """Describes what went wrong.
+
+    kind: a word for it. cause: a sentence. ranks: those at fault; empty if two ranks differ and it cannot be decided which is
+    wrong. exchanges: collectives or transfers concerned, the likeliest first. step: 0 if unknown.
     """
 
     kind: str
@@ -74,7 +76,7 @@ class Verdict:
 
 
 def verdict(found: FoundReports) -> Verdict:
-    """Returns what the reports of one attempt say together."""
+    """Returns the verdict on one attempt from all of its reports."""
     by_rank = {report.rank: report for report in found.ranks}
     return (
         _raised(by_rank)
@@ -98,6 +100,9 @@ def in_words(entry: str) -> str:
 
 
 def _raised(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
+    """Returns the verdict for ranks that raised an error of their own, not one about other ranks; the first one's. None if none
+    did.
+    """
     own = [one for one in by_rank.values() if one.kind != _STUCK and one.code not in _BETWEEN]
     if not own:
         return None
@@ -110,6 +115,7 @@ def _raised(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
 
 
 def _killed(by_rank: Mapping[int, FaultReport], launch: LaunchReport | None) -> Verdict | None:
+    """Returns the verdict for a rank that ended without a report, by its exit code; None if none did."""
     if launch is None:
         return None
     gone = {
@@ -125,6 +131,7 @@ def _killed(by_rank: Mapping[int, FaultReport], launch: LaunchReport | None) -> 
 
 
 def _ended(code: int) -> str:
+    """Returns in words how a process ended. code: its exit code."""
     if code >= 0:
         return f"left with exit code {code} and said nothing"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
@@ -132,6 +139,7 @@ def _ended(code: int) -> str:
 
 
 def _stopped(by_rank: Mapping[int, FaultReport], launch: LaunchReport | None) -> Verdict | None:
+    """Returns the verdict for a rank that did not answer its launcher; None if there is none."""
     for rank, state in sorted(launch.silent.items()) if launch is not None else ():
         if rank not in by_rank:
             cause = f"rank {rank} did not answer{f': {state}' if state else ''}"
@@ -140,6 +148,7 @@ def _stopped(by_rank: Mapping[int, FaultReport], launch: LaunchReport | None) ->
 
 
 def _busy(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
+    """Returns the verdict for a rank that was stuck outside of any exchange; None if there is none."""
     busy = [one for one in by_rank.values() if one.kind == _STUCK and one.wait is None]
     if not busy:
         return None
@@ -151,6 +160,7 @@ def _busy(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
 
 
 def _apart(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
+    """Returns the verdict for ranks that ran different exchanges; None if they did not."""
     found: Divergence | None = divergence(list(by_rank.values()))
     if found is None:
         return None
@@ -164,6 +174,7 @@ def _apart(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
 
 
 def _missing(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
+    """Returns the verdict for a rank that others waited for and that left no report; None if there is none."""
     for report in by_rank.values():
         if report.wait is None:
             continue
@@ -175,6 +186,7 @@ def _missing(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
 
 
 def _said(by_rank: Mapping[int, FaultReport]) -> Verdict:
+    """Returns the verdict that only repeats the first report, if no other fits."""
     if not by_rank:
         return Verdict("unknown", "no rank has said anything", (), _UNKNOWN)
     first = min(by_rank.values(), key=lambda one: one.time)
@@ -183,7 +195,7 @@ def _said(by_rank: Mapping[int, FaultReport]) -> Verdict:
 
 
 def _waited_for(rank: int, cause: str, kind: str, remedy: str, by_rank: Mapping[int, FaultReport]) -> Verdict:
-    """Returns the verdict on a rank that does not speak for itself: others say what they waited for."""
+    """Returns the verdict on a rank without a report of its own, with the exchanges in which others waited for it."""
     waiting = [one for one in by_rank.values() if one.wait is not None and rank in one.wait.exchange.ranks]
     # Whoever waits for it and nobody else says most: what all wait for at last has all ranks in it.
     waiting.sort(key=lambda one: (len(one.wait.exchange.ranks) if one.wait else 0, one.time))
@@ -211,11 +223,12 @@ def _at(report: FaultReport, found: Verdict) -> Verdict:
 
 
 def evidence(reports: Sequence[FaultReport]) -> list[str]:
-    """Returns a line for each rank that has reported: where it was, what it waited in, and what it said."""
+    """Returns a line for each rank that has reported: where it was, what it waited in, and its error."""
     return [_line(report) for report in reports]
 
 
 def _line(report: FaultReport) -> str:
+    """Returns one line of text about a report: where the rank was, for what it waited, and its error."""
     stage = "" if report.stage is None else f" (stage {report.stage})"
     parts = [f"step {report.step}" if report.step else "before the first step"]
     if report.finished:

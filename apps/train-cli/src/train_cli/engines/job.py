@@ -1,4 +1,4 @@
-"""What every engine is told of a run: how many hosts and ranks, and the command that each rank runs."""
+"""Describes a run to any engine: how many hosts and ranks, and the command that each rank runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from sley_core.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Job:
-    """nodes, per_node: hosts, and ranks on each; their product is a world that the plan runs on. arguments: of `train-cli` on
-    each rank. uses_gpus: whether each rank wants one. goes_on: whether a run that is started again goes on from a checkpoint.
+    """Describes a run to an engine.
+
+    nodes, per_node: hosts, and ranks on each; their product is a world that the plan runs on. arguments: of `train-cli` on
+    each rank. uses_gpus: whether each rank wants one. goes_on: whether a run that is started again resumes from a checkpoint.
     """
 
     name: str
@@ -42,7 +44,7 @@ class Job:
 
 
 def job_of(plan: Plan, nodes: int, per_node: int | None, arguments: Sequence[str]) -> Job:
-    """Returns the job of `plan` on so many hosts. per_node: None for what the plan's world leaves to each.
+    """Returns the job of `plan` on `nodes` hosts. per_node: None for what the plan's world gives each.
 
     Raises PlanError for a world that the plan does not divide into, with all of its problems; UsageError "per-node" where the
     plan leaves the world open, or does not spread evenly.

@@ -8,8 +8,9 @@ from train_cli.engines.job import Job
 def render(job: Job) -> str:
     """Returns a script for `sbatch`.
 
-    srun gives each task its number in variables of its own names; the script gives them the names that Sley and torch read. A
-    task that fails ends all others. Where the run saves checkpoints the job may be put back into the queue, and goes on.
+    srun gives each task its number in variables with names of its own; the script copies them to the names that Sley and torch
+    read. A task that fails ends all others. Where the run saves checkpoints, the job may be requeued, and resumes from the
+    newest one.
     """
     options = [f"--job-name={job.label}", f"--nodes={job.nodes}", f"--ntasks-per-node={job.per_node}"]
     options += [f"--gpus-per-node={job.per_node}"] if job.uses_gpus else []

@@ -1,4 +1,4 @@
-"""Tells the status server of the Kubeflow Trainer how far a TrainJob is, for its `status.trainerStatus`.
+"""Posts the progress of a TrainJob to the status server of the Kubeflow Trainer, for its `status.trainerStatus`.
 
     rows of steps ──> the newest status ──> a thread ──> POST, every five seconds at most
 
@@ -42,7 +42,7 @@ Row = Mapping[str, float]
 
 
 def refusal(environ: Mapping[str, str]) -> str:
-    """Returns why the server is told nothing: the token would pass the network in clear; "" where it would not."""
+    """Returns why nothing is posted to the server: the token would pass the network unencrypted; "" if it would not."""
     url = environ.get(URL)
     if not url or not environ.get(TOKEN) or _is_guarded(url):
         return ""
@@ -50,7 +50,7 @@ def refusal(environ: Mapping[str, str]) -> str:
 
 
 def _is_guarded(url: str) -> bool:
-    """Returns whether nobody between this process and `url` reads what is sent."""
+    """Returns whether what is sent to `url` is encrypted, or stays on this machine."""
     try:
         to = urlsplit(url)
         host = to.hostname or ""
@@ -61,10 +61,10 @@ def _is_guarded(url: str) -> bool:
 
 @contextmanager
 def status_server(environ: Mapping[str, str], num_steps: int) -> Iterator[list[Callable[[Row], None]]]:
-    """Yields readers of the rows of a run of `num_steps`, which tell them to the server: one in a TrainJob, else none.
+    """Yields readers of the rows of a run of `num_steps` that post its progress: one in a TrainJob, else none.
 
-    There is none either where `refusal` says why.
-    At the end the last row is told, for which the block waits LAST_S at most.
+    Nothing is posted either if `refusal` gives a reason. At the end the last row is posted, for which the block waits LAST_S at
+    most.
     """
     if not environ.get(URL) or not environ.get(TOKEN) or refusal(environ):
         yield []
@@ -79,7 +79,7 @@ def status_server(environ: Mapping[str, str], num_steps: int) -> Iterator[list[C
 
 
 class _Post:
-    """Posts JSON to `url`, in the name of the token that is in the file at this moment."""
+    """Posts JSON to `url`, with the token that is in the file at that moment."""
 
     def __init__(self, url: str, token: Path, certificate: Path | None) -> None:
         self._url = url
@@ -87,7 +87,7 @@ class _Post:
         self._certificate = certificate
 
     def __call__(self, content: Any) -> None:
-        """Raises whatever URLs, files, TLS and HTTP raise; what the server answers is not looked at."""
+        """Posts `content`. Raises whatever URLs, files, TLS and HTTP raise; the server's answer is ignored."""
         to = urlsplit(self._url)
         headers = {
             "Authorization": f"Bearer {self._token.read_text('utf-8').strip()}",
@@ -102,6 +102,7 @@ class _Post:
             connection.close()
 
     def _connection(self, to: SplitResult) -> HTTPConnection:
+        """Returns a connection to the host of the URL; over TLS with the given certificate for https."""
         # Imported in a TrainJob alone.
         import ssl
         from http.client import HTTPConnection, HTTPSConnection
@@ -114,7 +115,7 @@ class _Post:
 
 
 class _Status:
-    """The newest status, and a thread that posts it."""
+    """Keeps the newest status, and runs a thread that posts it."""
 
     def __init__(self, num_steps: int, post: Callable[[Any], None]) -> None:
         self._num_steps = num_steps
@@ -146,13 +147,14 @@ class _Status:
             self._changed.notify()
 
     def close(self) -> None:
-        """Posts what is new, and ends the thread, or leaves it to the end of the process after LAST_S."""
+        """Posts what is new and ends the thread; after LAST_S the thread is left to end with the process."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
         self._thread.join(LAST_S)
 
     def _run(self) -> None:
+        """Runs in the thread: posts each new status, at most once per interval; failures are ignored."""
         while (status := self._next()) is not None:
             with suppress(Exception):  # it is away, or does not want it: training is none of its business
                 self._post({"trainerStatus": status})
@@ -160,7 +162,7 @@ class _Status:
                 self._changed.wait_for(lambda: self._is_closing, INTERVAL_S)
 
     def _next(self) -> dict[str, Any] | None:
-        """Returns the newest status that was not posted, when there is one; None at the end."""
+        """Waits for a status that was not posted and returns it; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._newest is not None or self._is_closing)
             newest, self._newest = self._newest, None

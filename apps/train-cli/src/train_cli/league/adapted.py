@@ -20,7 +20,7 @@ class Embed(nn.Embedding):
 
 
 class Adapted(nn.Module):
-    """A frozen linear, and beside it a product of two small ones that are trained; the second begins as zeros."""
+    """Adds to a frozen linear the product of two small ones that are trained; the second begins as zeros."""
 
     def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Adapted(nn.Module):
 
 
 class AdaptedBlock(nn.Module):
-    """Two adapted linears with a step between them, added to what comes: [b, s, width] -> [b, s, width]."""
+    """Adds to its input two adapted linears with an activation between them: [b, s, width] -> [b, s, width]."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What `train-cli verify --league` does: plays rows on ranks of this machine, prints the table, returns the exit code."""
+"""Runs `train-cli verify --league`: plays rows on ranks of this machine, prints the table, returns the exit code."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def play_here(rows: Sequence[LeagueRow], form: OutputFormat, settings: Settings)
 
 
 def play_as_rank(rows: Sequence[LeagueRow], folder: Path, settings: Settings) -> int:
-    """Takes the steps of one rank of `rows`, beside what is in `folder`; returns its exit code."""
+    """Takes the steps of one rank of `rows`, compares them with what is in `folder`, and returns the exit code."""
 
     def begin(_: ExitStack) -> Callable[[], int]:
         return partial(_on_rank, rows, folder)
@@ -72,6 +72,7 @@ def play_as_rank(rows: Sequence[LeagueRow], folder: Path, settings: Settings) ->
 
 
 def _on_rank(rows: Sequence[LeagueRow], folder: Path) -> int:
+    """Measures the rows as one rank of several; returns the exit code."""
     from sley_core.comm.world import World
     from train_cli.league.measure import take
 
@@ -81,7 +82,9 @@ def _on_rank(rows: Sequence[LeagueRow], folder: Path) -> int:
 
 
 def _start(settings: Settings, rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> Fault:
-    """Plays rows of as many ranks: one here, several as processes of their own. Raises typer.Exit where a signal ended them."""
+    """Plays rows that need `num_ranks` ranks, in processes of their own if several. Raises typer.Exit if a signal ended
+    them.
+    """
     from sley_core.comm.world import World
     from train_cli.league.measure import take
     from train_cli.local_launch import launch

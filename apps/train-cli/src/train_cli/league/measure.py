@@ -76,6 +76,7 @@ def take(rows: Sequence[LeagueRow], world: World, folder: Path) -> None:
 
 
 def _take(row: LeagueRow, world: World, folder: Path) -> None:
+    """Runs all layouts of a row, and writes what this rank found beside the references."""
     plans = row.plans()
     kept = [folder / name for name in (ALONE, PLAIN) if (folder / name).is_dir()]
     references = [Beside(world.rank, plans[0].precision.compute, one) for one in kept]
@@ -112,6 +113,7 @@ def _is_done(row: LeagueRow, folder: Path) -> bool:
 
 
 def _result(row: LeagueRow, folder: Path) -> Result:
+    """Reads what all ranks found of a row, and judges it; a result with `failed` if it is incomplete."""
     found = {}
     for one in (ALONE, PLAIN) if row.plain else (ALONE,):
         found[one] = read(folder / row.name / one, row.num_ranks)

@@ -1,4 +1,4 @@
-"""The reference that shares nothing with the engine: torch's autograd and optimizer, one document after the other."""
+"""Computes a reference that shares nothing with the engine: torch's autograd and optimizer, one document after the other."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def keep_plain(plan: Plan, num_steps: int, first: Path, folder: Path) -> None:
-    """Takes the steps of `plan` in a plain loop and keeps what they gave in `folder`, as `measure.keep` does of a run.
+    """Takes the steps of `plan` in a plain loop and keeps their results in `folder`, as `measure.keep` does for a run.
 
     first: the folder of a run that began with the same weights. Each micro-batch is one document, so nothing can attend across
-    two, and the loop's own loss has never heard of ranks.
+    two, and the loop's loss is written without ranks.
     """
     options = plan.data.config.options
     samples, held_out = DrawnSamples(**options), DrawnSamples(DataContext(split="held_out"), **options)
@@ -63,7 +63,7 @@ def _apart(samples: DrawnSamples, indices: Iterable[int]) -> list[Batch]:
 
 
 class _SumOfLabels:
-    """Cross-entropy, written out: a sum over the labels that count, and how many these are."""
+    """Computes cross-entropy directly, as a sum over the labels that count and the number of these."""
 
     def weight(self, batch: Batch) -> float:
         return float((batch["labels"] >= 0).sum())

@@ -1,4 +1,4 @@
-"""What a row of the league gave, and whether it holds. Imports no torch."""
+"""Judges whether a row of the league holds, from what its ranks found. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ held-out loss counts as a loss."""
 
 @dataclass(frozen=True)
 class Result:
-    """The largest relative errors of a row, over all ranks, steps and parameters.
+    """Holds the largest relative errors of a row, over all ranks, steps and parameters.
 
     errors: beside one process, by kind. plain: the largest of any kind beside the plain loop; None where the row has none.
     differs: where it does not hold, the lines that say what differs first. failed: why it could not be compared.
@@ -34,7 +34,9 @@ class Result:
 
 
 def judged(row: LeagueRow, alone: Sequence[RankFindings], plain: Sequence[RankFindings] | None) -> Result:
-    """Returns the result of a row of which ranks found this beside one process and, if it has one, beside the plain loop."""
+    """Returns the result of a row. alone: findings of its ranks beside one process; plain: beside the plain loop, if it has
+    one.
+    """
     limits = Limits(row.limit, row.limit)
     found = {one.kind: one.error for one in worst(alone, limits)}
     found["loss"] = max(found["loss"], found.get("held-out loss", 0.0))

@@ -19,10 +19,10 @@ LIMIT = 1e-6
 
 @dataclass(frozen=True)
 class LeagueRow:
-    """One silent error. A row holds where no number of its layout is further than `limit` from each of its references.
+    """Describes one silent error. The row holds if no number of its layout is further than `limit` from each of its references.
 
     elsewhere: what goes wrong in other programs, without an error. seen: public threads about it. tables: of the plan.
-    layouts: what each layout changes in them, as `changed` takes it: from the second on, each goes on from the checkpoint of
+    layouts: what each layout changes in them, as `changed` takes it: from the second on, each resumes from the checkpoint of
     the one before. alone: what the one-process reference changes beyond having no layout. steps: of each layout. plain: whether
     a plain loop is a reference too. moves: whether all that a run can move leaves the device between two steps.
     """

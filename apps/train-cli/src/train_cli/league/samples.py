@@ -1,4 +1,4 @@
-"""The data of the league: `factory = "train_cli.league.samples:DrawnSamples"`. Drawn tokens, of which some have labels."""
+"""Draws the data of the league, tokens of which some have labels: `factory = "train_cli.league.samples:DrawnSamples"`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TRAINED, _HELD_OUT = 1 << 10, 16
 
 
 class DrawnSamples:
-    """Samples that are drawn by their number.
+    """Draws each sample from its number.
 
     sequence: tokens in each. labels: how many labels count, from the first on: of sample 0, 1, ..., then from the beginning
     again. documents: the lengths of the documents that a sample is packed of, in turn in the same way; empty: it has no bounds.
@@ -61,11 +61,11 @@ class DrawnSamples:
         return sample
 
     def lengths(self, index: int) -> Sequence[int]:
-        """Returns the lengths of the documents in sample `index`: all of it, where nothing is packed."""
+        """Returns the lengths of the documents in sample `index`; the whole sample is one document if nothing is packed."""
         return self._documents[index % len(self._documents)] if self._documents else (self._sequence,)
 
     def apart(self, index: int) -> Iterator[dict[str, Tensor]]:
-        """Yields each document of sample `index` as a batch of its own, without anything that says where it was packed."""
+        """Yields each document of sample `index` as a batch of its own, without the fields that say where it was packed."""
         sample = self[index]
         start = 0
         for length in self.lengths(index):

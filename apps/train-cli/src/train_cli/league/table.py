@@ -1,4 +1,4 @@
-"""The league's results as lines of text and as JSON. Imports no torch."""
+"""Formats the league's results as lines of text and as JSON. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Curves of one number of one or more runs, over their steps, as SVG to stand in a page; matplotlib draws them."""
+"""Draws one number of one or more runs over their steps, with matplotlib, as SVG that a page can contain."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _NOTHING = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 @dataclass(frozen=True)
 class Curve:
-    """run: its number in the report, from 0. steps: ascending, counted from 1. values: as many; None where the number was not
-    finite, which breaks the line.
+    """Holds the points of one run. run: its number in the report, from 0. steps: ascending, counted from 1. values: as many;
+    None where the number was not finite, which breaks the line.
     """
 
     run: int

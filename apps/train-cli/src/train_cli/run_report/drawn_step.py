@@ -26,7 +26,7 @@ MEASURED, PREDICTED = "measured", "predicted"
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What one stage did in a step, in seconds, which add up to the step's.
+    """Holds what one stage did in a step, in seconds, which add up to the step's.
 
     computing_s: in actions. waiting_s: by stage, until that stage had made what was waited for. way_s: from there until this
     stage went on: the message, and what the host did. end_s: after its last action, until the last stage had done its own.
@@ -65,15 +65,15 @@ def _span(event: Mapping[str, Any]) -> TimedAction:
 
 
 def placement_of(predicted: Timeline) -> Placement:
-    """Returns which stage holds which part of the model: the route that the first micro-batch takes in simulated time, where a
-    forward begins when the one before it has ended.
+    """Returns which stage holds which part of the model, from the route that the first micro-batch takes in simulated time,
+    where each forward begins when the one before it has ended.
     """
     forwards = [span for span in predicted.spans if span.action.kind is Kind.FORWARD and span.action.micro == 0]
     return Placement(tuple(span.stage for span in sorted(forwards, key=lambda span: (span.start_s, span.end_s))))
 
 
 def times_of_stages(measured: Timeline, placement: Placement) -> list[StageTimes]:
-    """Returns what each stage did and waited for. placement: of the model's parts, as `placement_of` tells it."""
+    """Returns what each stage did and waited for. placement: of the model's parts, from `placement_of`."""
     made = {}
     for span in measured.spans:
         if (delivery := given(span.action, placement.position(span.stage, span.action.chunk), placement)) is not None:
@@ -82,6 +82,10 @@ def times_of_stages(measured: Timeline, placement: Placement) -> list[StageTimes
 
 
 def _times(measured: Timeline, stage: int, placement: Placement, made: Mapping[Any, TimedAction]) -> StageTimes:
+    """Returns how long a stage computed and waited in a drawn step: for other stages, for messages, and for itself.
+
+    made: the action that made each delivery.
+    """
     computing_s = way_s = other_s = now_s = 0.0
     waiting_s: dict[int, float] = {}
     for span in measured.of_stage(stage):
@@ -100,8 +104,8 @@ def _times(measured: Timeline, stage: int, placement: Placement, made: Mapping[A
 
 
 def ends(timelines: Mapping[str, Timeline]) -> Iterator[tuple[str, float]]:
-    """Yields each measured timeline's title and how many seconds before the last of them it ended: so long its ranks wait for
-    the others when they sum gradients.
+    """Yields each measured timeline's title and how many seconds before the last of them it ended: for that long its ranks wait
+    for the others when gradients are summed.
     """
     measured = {title: one.makespan_s for title, one in timelines.items() if title.startswith(MEASURED)}
     last_s = max(measured.values(), default=0.0)

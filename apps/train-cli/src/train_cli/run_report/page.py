@@ -1,4 +1,4 @@
-"""The page itself: sections from what runs have recorded, filled into `page.html.jinja`.
+"""Renders the page: sections from what runs have recorded, filled into `page.html.jinja`.
 
 A section without content stands there with the reason, so that nobody looks for what was never recorded.
 """

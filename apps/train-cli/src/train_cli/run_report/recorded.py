@@ -1,4 +1,4 @@
-"""What a run has left in its folder, for its report. Reads files alone: neither the plan's plugins nor torch is needed."""
+"""Reads what a run has left in its folder, for its report, from files alone: needs neither the plan's plugins nor torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RecordedRun:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
-    """Returns the runs in `folders`, in that order. Raises UsageError "no-run" for a folder that is none, or unreadable."""
+    """Returns the runs in `folders`, in that order. Raises UsageError "no-run" for a folder that has none, or is unreadable."""
     plans = [_plan(folder) for folder in folders]
     names = [str(plan.get("run", {}).get("name", folder.name)) for plan, folder in zip(plans, folders, strict=True)]
     labels = [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
@@ -56,6 +56,7 @@ def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
 
 
 def _plan(folder: Path) -> dict[str, Any]:
+    """Returns the plan in a run's folder as plain data; raises an error if there is none."""
     try:
         return tomli.loads((folder / PLAN).read_text("utf-8"))
     except FileNotFoundError:

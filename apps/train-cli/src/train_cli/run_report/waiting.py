@@ -1,4 +1,4 @@
-"""Who waited for whom over a run: what each rank worked at, what it waited in, and who is named as slow."""
+"""Tabulates who waited for whom over a run: each rank's work and waits, and the ranks that are named as slow."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ def waiting(label: str, records: Sequence[WorkRecord]) -> WaitingFigure:
 
 
 def _row(rank: int, blocks: Sequence[Block]) -> WaitingRow:
+    """Returns one rank's row of the table: seconds of work by kind, seconds of waiting, and the longest waits."""
     own = [block.ranks[rank] for block in blocks]
     names = [place for place in own[-1].work if place != DEVICE]
     places = {place: middle(one.work[place].middle for one in own if place in one.work) for place in names}

@@ -22,7 +22,7 @@ MOST_DEVICE = 0.03
 
 @dataclass(frozen=True)
 class RankWork:
-    """What one rank did in the steps of a block, as `Window` says, a mean over windows.
+    """Holds what one rank did in the steps of a block, as `Window` says, a mean over windows.
 
     user_s, system_s, faults, switches: of a step, see `Usage`; faults of both kinds.
     """
@@ -56,7 +56,7 @@ class RankWork:
 
 @dataclass(frozen=True)
 class Block:
-    """Steps `first` to `last` of all ranks, by rank."""
+    """Holds steps `first` to `last` of all ranks, by rank."""
 
     first: int
     last: int
@@ -73,7 +73,7 @@ class Block:
         return middle(one.seconds.middle for one in self.ranks.values())
 
     def has_time_left(self, rank: int) -> bool:
-        """Returns whether the host of `rank` waits for its device: then what it works longer makes no step longer."""
+        """Returns whether the host of `rank` waits for its device: longer work of the host then makes no step longer."""
         return self.ranks[rank].device_s > MOST_DEVICE * self.step_s
 
 
@@ -123,6 +123,7 @@ def _joined(inside: Sequence[tuple[Window, int]], of: Callable[[Window], Mapping
 
 
 def _mean(found: Sequence[tuple[Spread, int]]) -> Spread:
+    """Returns the mean of spreads, weighted by their numbers of steps."""
     total = sum(steps for _, steps in found)
     if not total:
         return NOTHING

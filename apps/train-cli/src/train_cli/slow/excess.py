@@ -1,4 +1,4 @@
-"""How much longer a rank works at a place than others do at the like: what may make them wait.
+"""Computes how much longer a rank works at a place than comparable ranks or layers do, which may make others wait.
 
 Likes, by the place:
 
@@ -29,7 +29,9 @@ _OF_CHUNKS = "FBDW"
 
 
 class Excess(NamedTuple):
-    """Seconds of a step beyond what likes take. usual_s: what they take. layer: "" where none stands out."""
+    """Seconds of a step beyond what comparable work takes. usual_s: what that takes. layer: "" if no single layer stands
+    out.
+    """
 
     place: str
     layer: str
@@ -38,7 +40,7 @@ class Excess(NamedTuple):
 
 
 def excesses(block: Block, rank: int) -> list[Excess]:
-    """Returns where `rank` works longer than its likes, the most first."""
+    """Returns where `rank` works longer than comparable ranks or layers, the largest excess first."""
     own, others = block.ranks[rank], [one for number, one in block.ranks.items() if number != rank]
     peers = [one for one in others if one.start.stage == own.start.stage]
     found = (_excess(own, peers, others, place, block) for place in own.work if place != DEVICE)
@@ -46,6 +48,7 @@ def excesses(block: Block, rank: int) -> list[Excess]:
 
 
 def _excess(own: RankWork, peers: list[RankWork], others: list[RankWork], place: str, block: Block) -> Excess | None:
+    """Returns by how much a rank's time at `place` exceeds that of comparable ranks or chunks; None if it does not."""
     spent = own.work[place]
     if peers or place in _EVERYONES:
         likes = others if place in _EVERYONES else peers
@@ -64,14 +67,14 @@ def _excess(own: RankWork, peers: list[RankWork], others: list[RankWork], place:
 
 
 def _scaled(like: RankWork, own: RankWork, place: str) -> Spread:
-    """Returns what `like` takes, as if it stepped as many elements as `own`, where it steps fewer."""
+    """Returns the time of `like`, scaled up to the number of elements that `own` steps where `like` steps fewer."""
     spent = like.work.get(place, NOTHING)
     factor = max(1.0, own.start.trained / max(1, like.start.trained)) if place == UPDATE else 1.0
     return Spread(*(value * factor for value in spent))
 
 
 def _layer_beyond(own: RankWork, peers: list[RankWork], place: str, seconds: float) -> str:
-    """Returns the layer in which most of an excess arises; "" where it is in none."""
+    """Returns the layer in which most of an excess arises; "" if there is none."""
     found = {
         layer: spent.middle - _usual(peer.layers.get(place, {}).get(layer, NOTHING) for peer in peers).middle
         for layer, spent in own.layers.get(place, {}).items()
@@ -81,7 +84,7 @@ def _layer_beyond(own: RankWork, peers: list[RankWork], place: str, seconds: flo
 
 
 def _beyond_alike(own: RankWork, place: str, block: Block) -> Iterator[Excess]:
-    """Yields layers that take longer than those of their kind and sizes take, on whatever rank, in the same direction."""
+    """Yields layers that take longer than layers of the same kind, sizes and direction do on any rank."""
     for layer, spent in own.layers[place].items():
         likeness = own.start.layers.get(layer)
         alike = [
@@ -100,13 +103,13 @@ def _of_direction(rank: RankWork, letter: str) -> dict[str, Spread]:
 
 
 def _usual(likes: Iterable[Spread]) -> Spread:
-    """Returns the median of each quartile."""
+    """Returns the median of each quartile over `likes`."""
     some = list(likes)
     return Spread(*(middle(one[place] for one in some) for place in range(3)))
 
 
 def _is_apart(spent: Spread, usual: Spread, ratio: float) -> bool:
-    """Returns whether it takes that much longer, and steps vary less than that: three in four of its steps take longer than
-    half of the likes', half of its steps longer than three in four of theirs.
+    """Returns whether `spent` exceeds `usual` by `ratio`, and by more than steps vary: three in four of its steps take longer
+    than half of the likes', half of its steps longer than three in four of theirs.
     """
     return spent.middle > max(ratio * usual.middle, usual.high) and spent.low > usual.middle

@@ -1,4 +1,4 @@
-"""How long exchanges themselves take: what ranks wait although nobody is late.
+"""Finds how long exchanges themselves take: the waiting of ranks although no rank is late.
 
 In a collective the last rank to come waits for nobody, so the shortest wait of its members is the exchange's own. A message of
 a pipeline is on its way from when the sender has handed it over, and is waited for from when its receiver comes for it.
@@ -38,13 +38,14 @@ class SlowExchange(NamedTuple):
 
 
 def slow_exchanges(records: Sequence[WorkRecord], block: Block) -> list[SlowExchange]:
-    """Returns the exchanges that take longer than a link explains, the longest first."""
+    """Returns the exchanges that take longer than a sound link explains, the longest first."""
     found = [*_collectives(block), *_messages(records, block)]
     slow = (one for one in found if one.seconds > MOST_RATIO * one.usual_s)
     return sorted(slow, key=lambda one: -one.seconds)
 
 
 def _collectives(block: Block) -> Iterator[SlowExchange]:
+    """Yields each collective queue, with the shortest wait of any member, which is the time of the exchange itself."""
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for rank in block.ranks.values():
         for name, queue in rank.queues.items():
@@ -59,6 +60,7 @@ def _collectives(block: Block) -> Iterator[SlowExchange]:
 
 
 def _messages(records: Sequence[WorkRecord], block: Block) -> Iterator[SlowExchange]:
+    """Yields each message queue, with the median time from the sender's action to the receiver's."""
     sent = {
         (record.start.rank, name): some for record in records for name, some in _of_block(record, block, "sent").items()
     }
@@ -75,6 +77,7 @@ def _messages(records: Sequence[WorkRecord], block: Block) -> Iterator[SlowExcha
 
 
 def _of_block(record: WorkRecord, block: Block, end: str) -> dict[str, list[SeenMessage]]:
+    """Returns a rank's messages in the block by queue. end: "sent" or "taken"."""
     found: dict[str, list[SeenMessage]] = {}
     for window in record.within(block.first, block.last):
         for name, messages in getattr(window, end).items():
@@ -83,9 +86,9 @@ def _of_block(record: WorkRecord, block: Block, end: str) -> dict[str, list[Seen
 
 
 def _ways_by_step(sent: Sequence[SeenMessage], taken: Sequence[SeenMessage]) -> list[float]:
-    """Returns, for each step that both ends have noted, the seconds for which messages were waited for on their way.
+    """Returns, for each step that both ends have recorded, the seconds for which a receiver waited for messages under way.
 
-    An action sends several in a row, of which the last is noted: those up to it were handed over at that time.
+    An action sends several in a row, of which only the last is recorded: the earlier ones count as sent at that time.
     """
     numbers = [one.number for one in sent]
     ways = dict.fromkeys((one.step for one in sent), 0.0)

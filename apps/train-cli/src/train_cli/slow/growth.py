@@ -1,4 +1,4 @@
-"""Memory that a rank holds more of with every step, on the host for itself alone or on its device."""
+"""Finds ranks whose memory grows with every step, on the host (not shared with other processes) or on the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEADY = 0.8
 
 
 class Growth(NamedTuple):
-    """What a rank holds more at step `last` than at step `first`. where: "host" or "device"."""
+    """Memory that a rank holds at step `last` beyond what it held at step `first`. where: "host" or "device"."""
 
     rank: int
     where: str
@@ -33,6 +33,7 @@ def growths(records: Sequence[WorkRecord]) -> list[Growth]:
 
 
 def _growth(record: WorkRecord, where: str) -> Growth | None:
+    """Returns the growth of a rank's memory if it is large and steady until the end; else None. where: "host" or "device"."""
     windows = record.windows[1:]
     if len(windows) < LEAST_WINDOWS:
         return None

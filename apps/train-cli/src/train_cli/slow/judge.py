@@ -1,4 +1,4 @@
-"""Who makes others wait, from the records of all ranks: a pure function of them.
+"""Decides which rank makes others wait, from the records of all ranks alone.
 
     excess of a rank's own work over its likes ──┐
     exchanges that take long although all came ──┼──> in most of the run, or of its last part ──> a cause, or nobody
@@ -44,12 +44,12 @@ LEAST_FAULTS, LEAST_SYSTEM = 500, 0.1
 
 @dataclass(frozen=True)
 class Cause:
-    """What makes steps longer.
+    """Describes one reason for longer steps.
 
     kind: "work" of a rank longer than its likes, "data" that all ranks wait for, "link", "change" of a rank that was faster
-    before, or "memory" that grows. ranks: whom it names; of a link, its ends. place: of `work_record`, or a queue's name.
-    layer: "" where none stands out. seconds: of each step; step_s: of which a step has so many. usual_s: what likes take there.
-    first, last: the steps in which it was so. faults: page faults of a step beyond those of others, where these are why.
+    before, or "memory" that grows. ranks: those named; of a link, its ends. place: of `work_record`, or a queue's name. layer:
+    "" if none stands out. seconds: of each step; step_s: the length of a step. usual_s: the time of the likes there. first,
+    last: the steps in which it was so. faults: page faults of a step beyond those of others, if these are the reason.
     megabytes: by which memory has grown.
     """
 
@@ -68,8 +68,8 @@ class Cause:
 
 @dataclass(frozen=True)
 class Judgement:
-    """causes: memory, then the worst first; empty where nobody is slow. blocks: what was looked at. why_not: why nothing can
-    be told.
+    """Holds what was found. causes: memory, then the worst first; empty if no rank is slow. blocks: those examined. why_not:
+    why nothing can be decided.
     """
 
     causes: tuple[Cause, ...]
@@ -78,7 +78,7 @@ class Judgement:
 
 
 def judge(records: Sequence[WorkRecord]) -> Judgement:
-    """Returns who makes others wait. records: of all ranks of a run."""
+    """Returns which ranks, links or data make others wait. records: of all ranks of a run."""
     if not records:
         return Judgement((), (), "no rank has recorded a step")
     if missing := sorted(set(range(records[0].start.world)) - {record.start.rank for record in records}):
@@ -102,7 +102,7 @@ def judge(records: Sequence[WorkRecord]) -> Judgement:
 
 
 def _causes(records: Sequence[WorkRecord], blocks: Sequence[Block]) -> list[Cause]:
-    """Returns what was so in most of `blocks`."""
+    """Returns the causes that hold in most of `blocks`."""
     found = [*_ranks(blocks), *_data(blocks)]
     # A rank that comes late makes messages wait too, but not exchanges in which all have come.
     found += _links(records, blocks)
@@ -127,16 +127,16 @@ def _ranks(blocks: Sequence[Block]) -> list[Cause]:
 
 
 def _is_waited_for(block: Block, rank: int, some: Sequence[Excess]) -> bool:
-    """Returns whether others wait for about as long as the rank works longer; work beside other work makes nobody wait.
+    """Returns whether others wait for about as long as the rank works longer; work that overlaps other work makes no rank wait.
 
-    Waits for the device are no sign: a device has its own work.
+    Waits for the device are no sign of it, since a device has work of its own.
     """
     waits = [one.waiting_s for number, one in block.ranks.items() if number != rank]
     return max(waits, default=-1.0) >= sum(one.seconds for one in some) / 2
 
 
 def _named(rank: int, slow: Sequence[tuple[Block, list[Excess]]]) -> Cause:
-    """Returns the cause of a rank that was slow in these blocks: the place and layer where most of it is."""
+    """Returns the cause for a rank that was slow in these blocks, with the place and layer of most of it."""
     steps = sum(block.num_steps for block, _ in slow)
     places: dict[str, float] = {}
     layers: dict[tuple[str, str], float] = {}
@@ -187,7 +187,7 @@ def _faults(rank: int, blocks: Sequence[Block], seconds: float) -> float:
 
 
 def _data(blocks: Sequence[Block]) -> list[Cause]:
-    """Returns the wait for data, where every rank has it."""
+    """Returns a cause for the wait for data, if every rank has it."""
     slow = [
         block
         for block in blocks
@@ -204,6 +204,7 @@ def _data(blocks: Sequence[Block]) -> list[Cause]:
 
 
 def _links(records: Sequence[WorkRecord], blocks: Sequence[Block]) -> list[Cause]:
+    """Returns a cause for each queue that was slow in most of the blocks."""
     seen: dict[tuple[str, tuple[int, ...]], list[tuple[Block, SlowExchange]]] = {}
     for block in blocks:
         for one in slow_exchanges(records, block):
@@ -262,7 +263,9 @@ def _changes(settled: Sequence[Block], late: Sequence[Block]) -> list[Cause]:
 
 
 def _grown(records: Sequence[WorkRecord], step_s: float) -> list[Cause]:
-    """Returns growing memory, of all ranks together where that of all grows."""
+    """Returns a cause for the memory that grows most, with all ranks whose memory in the same place grows at least half as
+    much.
+    """
     found: list[Growth] = growths(records)
     if not found:
         return []
@@ -275,5 +278,5 @@ def _grown(records: Sequence[WorkRecord], step_s: float) -> list[Cause]:
 
 
 def _is_most(some: Sequence[Block], blocks: Sequence[Block]) -> bool:
-    """Returns whether `some` have enough of the steps of `blocks`."""
+    """Returns whether `some` have enough of the steps of `blocks` to count as most of them."""
     return bool(some) and sum(one.num_steps for one in some) >= LEAST_OF_BLOCKS * sum(one.num_steps for one in blocks)

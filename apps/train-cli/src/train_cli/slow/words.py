@@ -1,4 +1,4 @@
-"""What the judgement is in words: a line for the cause, what to do, and a line for each rank."""
+"""Puts the judgement into words: a line for the cause, what to do, and a line for each rank."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def place_in_words(place: str) -> str:
 
 
 def cause_in_words(cause: Cause) -> str:
-    """Returns one sentence, with figures."""
+    """Returns the cause as one sentence, with figures."""
     whose, step = ranks_in_words(cause.ranks), f"in a step of {_ms(cause.step_s)}"
     match cause.kind:
         case "work":
@@ -97,14 +97,14 @@ def cause_in_words(cause: Cause) -> str:
 
 
 def remedy(cause: Cause) -> str:
-    """Returns what to do."""
+    """Returns what to do against the cause."""
     if cause.faults:
         return _REMEDIES["faults"]
     return _REMEDIES.get(cause.kind) or _REMEDIES.get(cause.place) or _REMEDIES["F"]
 
 
 def nobody(judgement: Judgement) -> str:
-    """Returns why no cause is told."""
+    """Returns the sentence for a judgement without a cause: why there is none."""
     if judgement.why_not:
         return f"cannot be told: {judgement.why_not}"
     steps = f"steps {judgement.blocks[0].first} to {judgement.blocks[-1].last}"
@@ -115,7 +115,7 @@ def nobody(judgement: Judgement) -> str:
 
 
 def last_seen(records: Sequence[WorkRecord]) -> Iterator[str]:
-    """Yields a line for each rank that has recorded anything: up to which step."""
+    """Yields a line for each rank that has recorded anything, with the last step that it recorded."""
     for record in records:
         if record.windows:
             window = record.windows[-1]
@@ -124,7 +124,7 @@ def last_seen(records: Sequence[WorkRecord]) -> Iterator[str]:
 
 
 def work_in_words(judgement: Judgement) -> Iterator[str]:
-    """Yields a line for each rank: what it works at and waits for, of a step in the middle of the run."""
+    """Yields a line for each rank: its work and its waits in a step in the middle of the run."""
     blocks = judgement.blocks
     for rank in blocks[0].ranks if blocks else ():
         own = [block.ranks[rank] for block in blocks]
@@ -136,7 +136,7 @@ def work_in_words(judgement: Judgement) -> Iterator[str]:
 
 
 def _works(spent: Sequence[tuple[str, float]]) -> Iterator[str]:
-    """Yields the places that take most."""
+    """Yields the places that take most of a step, in words."""
     most = sorted((one for one in spent if one[1] >= SHOWN_S), key=lambda one: -one[1])[:3]
     yield from (f"{place} {_ms(seconds)}" for place, seconds in most)
 
@@ -147,9 +147,9 @@ def _waits(rank: int, blocks: Sequence[Block]) -> str:
 
 
 def waits_of(rank: int, blocks: Sequence[Block]) -> list[tuple[float, str]]:
-    """Returns what `rank` waits in, the longest first: seconds of a step, and the exchange and for whom, in words.
+    """Returns the waits of `rank`, the longest first: seconds of a step, and in words the exchange and the rank waited for.
 
-    That is the other end of a message; of a collective, which member waits least.
+    For a message that is its other end; for a collective, the member that waits least.
     """
     own = [block.ranks[rank] for block in blocks]
     found = [(middle(one.work[DEVICE].middle for one in own if DEVICE in one.work), "for the device")]
@@ -161,6 +161,7 @@ def waits_of(rank: int, blocks: Sequence[Block]) -> list[tuple[float, str]]:
 
 
 def _for_whom(rank: int, name: str, queue: Queue, blocks: Sequence[Block]) -> tuple[int, ...]:
+    """Returns the ranks for which a rank waits in a queue: the peer of messages, or the member that itself waits least."""
     if queue.peer is not None:
         return (queue.peer,)
     others = [one for one in queue.ranks if one != rank and one in blocks[-1].ranks]
@@ -169,7 +170,9 @@ def _for_whom(rank: int, name: str, queue: Queue, blocks: Sequence[Block]) -> tu
 
 
 def _waited(rank: RankWork, name: str) -> float:
-    """Returns how long `rank` waits in the queue; in all, where that is a queue of another rank's own."""
+    """Returns how long `rank` waits in the queue, in seconds of a step; if the queue is not one of its own, in all of its
+    queues.
+    """
     return rank.waits[name].middle if name in rank.waits else rank.waiting_s + rank.device_s
 
 
@@ -178,7 +181,7 @@ def _exchange(name: str) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Returns `rank 1`, or `ranks 0, 1`."""
+    """Returns ranks in words: `rank 1`, or `ranks 0, 1`."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 

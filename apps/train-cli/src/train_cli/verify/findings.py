@@ -1,4 +1,4 @@
-"""What ranks found beside one process, step by step, and what it means. Imports no torch.
+"""Holds and explains what ranks found in comparison with one process, step by step. Imports no torch.
 
 Differences are told in the order in which one causes the next: first values, then of each step the loss, gradients, their
 norm, the held-out loss, weights.
@@ -20,8 +20,10 @@ _TOLD = 5
 
 @dataclass(frozen=True)
 class Limits:
-    """Relative errors that are allowed. near: in the first step, where weights are still equal. far: later, and of weights.
-    reduced: of gradients and what follows from them, the sum of what the plan's handlers declare.
+    """Holds the relative errors that are allowed.
+
+    near: in the first step, where weights are still equal. far: later, and of weights. reduced: of gradients and what follows
+    from them, the sum of what the plan's handlers declare.
     """
 
     near: float
@@ -39,11 +41,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Compared:
-    """One number or tensor of a step on one rank, beside that of one process.
+    """Compares one number or tensor of a step on one rank with that of one process.
 
-    error: ||found - expected|| / ||expected||. times: found / expected where that is one factor, as a wrong scale is.
+    error: ||found - expected|| / ||expected||. times: found / expected if that is one factor, as a wrong scale is.
     expected, found: the numbers, or norms. is_noise: a gradient that is zero but for rounding, or the weight that it changes:
-    what is then beyond the limit is told, and is no difference.
+    an error beyond the limit is then reported, and does not count as a difference.
     """
 
     kind: Kind
@@ -58,7 +60,7 @@ class Compared:
 
 @dataclass
 class RankFindings:
-    """What one rank compared, in the order in which it came. skipped: steps that were not taken: gradients were not finite."""
+    """Holds what one rank compared, in order. skipped: steps that were not taken, since gradients were not finite."""
 
     rank: int
     stage: int
@@ -66,19 +68,19 @@ class RankFindings:
     compared: list[Compared] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
-        """Writes them for the process that started the ranks."""
+        """Writes the findings into `folder` for the process that started the ranks."""
         (folder / f"rank-{self.rank}.json").write_text(json.dumps(asdict(self)), "utf-8")
 
 
 def read(folder: Path, num_ranks: int) -> list[RankFindings]:
-    """Returns what all ranks wrote into `folder`."""
+    """Returns the findings of all ranks, as they wrote them into `folder`."""
     ranks = [json.loads((folder / f"rank-{rank}.json").read_text("utf-8")) for rank in range(num_ranks)]
     return [RankFindings(**{**one, "compared": [Compared(**each) for each in one["compared"]]}) for one in ranks]
 
 
 @dataclass(frozen=True)
 class Worst:
-    """The largest relative error of a kind over all ranks and steps, where it is, and what is allowed there."""
+    """Holds the largest relative error of a kind over all ranks and steps, where it is, and what is allowed there."""
 
     kind: Kind
     error: float
@@ -106,12 +108,12 @@ def _share(one: Compared, limits: Limits) -> float:
 
 
 def _is_lost(one: Compared, limits: Limits) -> bool:
-    """Returns whether rounding hides if it agrees."""
+    """Returns whether rounding hides whether the two agree."""
     return one.is_noise and not one.error <= limits.of(one.kind, one.step)
 
 
 def differences(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[RankFindings, Compared]]:
-    """Returns everything beyond what is allowed, the first cause first: by step, kind, place in the model and rank."""
+    """Returns everything beyond what is allowed, in the order of causes: by step, kind, place in the model and rank."""
     wrong = [
         (one.step, KINDS.index(one.kind), rank.stage, place, rank.rank, rank, one)
         for rank in ranks
@@ -159,7 +161,9 @@ def _skipped(ranks: Sequence[RankFindings]) -> list[int]:
 
 
 def as_json(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) -> dict[str, Any]:
-    """Returns what `in_words` says as JSON, and every difference, the first cause first; null is no finite number."""
+    """Returns the content of `in_words` for JSON, and every difference in the order of causes; null is a number that is not
+    finite.
+    """
     return {
         "agrees": not differences(ranks, limits) and not no_step_taken(ranks, num_steps),
         "ranks": len(ranks),
@@ -172,7 +176,7 @@ def as_json(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) -> di
 
 
 def as_number(value: float) -> float | None:
-    """Returns `value` as JSON has it: null where it is not finite."""
+    """Returns `value` for JSON: None if it is not finite."""
     return value if math.isfinite(value) else None
 
 
@@ -181,7 +185,7 @@ def _json(one: Worst | Compared) -> dict[str, Any]:
 
 
 def _cause(wrong: Sequence[tuple[RankFindings, Compared]], limits: Limits) -> Iterator[str]:
-    """Yields what differs first, and how many others differ alike."""
+    """Yields what differs first, and how many others differ in the same way."""
     rank, first = wrong[0]
     since = "before the first step" if first.step == 0 else f"since step {first.step}"
     yield f"differs: {_subject(first)}, {since}, on stage {rank.stage} (rank {rank.rank})"
@@ -207,7 +211,7 @@ def _subject(one: Compared) -> str:
 
 
 def _meaning(one: Compared) -> str:
-    """Returns where to look."""
+    """Returns what such a difference suggests, that is, where to look."""
     return {
         "first value": "ranks do not begin with the weights that one process begins with",
         "loss": "the forward computes something else, or on other samples" if one.step == 1 else "see what came before",

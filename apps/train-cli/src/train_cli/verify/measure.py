@@ -1,4 +1,4 @@
-"""Takes the steps of `train-cli verify`: one process keeps what it had, then each rank compares what it has.
+"""Takes the steps of `train-cli verify`: one process saves its results, then each rank compares its own with them.
 
 One process keeps of each step the loss, the norm, gradients and weights as files; a rank reads one tensor of them at a time.
 """
@@ -36,7 +36,9 @@ _NUMBERS: dict[str, Kind] = {"loss": "loss", "grad_norm": "gradient norm", "held
 
 
 def limits(plan: Plan, tolerance: float | None = None) -> Limits:
-    """Returns what the plan's precision, its handlers' records and `tolerance`, if given, allow."""
+    """Returns the errors that are allowed: `tolerance` if given, 0 for canonical sums, else by precision and handlers'
+    records.
+    """
     if tolerance is not None:
         return Limits(tolerance, tolerance)
     if plan.parallel.reduction == "canonical":
@@ -51,7 +53,7 @@ def limits(plan: Plan, tolerance: float | None = None) -> Limits:
 
 
 def keep(run: Run, num_steps: int, folder: Path) -> None:
-    """Takes steps of the one-process `run` and keeps what they gave in `folder`. Ends early if the run is asked to stop."""
+    """Takes steps of the one-process `run` and saves their results in `folder`. Ends early if the run is asked to stop."""
     save_file(_own_weights(run), file_of(folder, 0, "weights"))
     for step, row in _steps(run, num_steps):
         (folder / f"row-{step}.json").write_text(json.dumps(row), "utf-8")
@@ -60,7 +62,7 @@ def keep(run: Run, num_steps: int, folder: Path) -> None:
 
 
 def compare(run: Run, num_steps: int, folder: Path) -> None:
-    """Takes the same steps on this rank of the layout and compares each with what is in `folder`, where findings go too."""
+    """Takes the same steps on this rank of the layout, compares each with `folder`, and writes the findings there."""
     beside = Beside(run.world.rank, run.plan.precision.compute, folder)
     beside.begin(run)
     for step, row in _steps(run, num_steps):
@@ -69,7 +71,7 @@ def compare(run: Run, num_steps: int, folder: Path) -> None:
 
 
 class Beside:
-    """Compares what a rank has with what one process kept in `folder`, step by step. found: what was compared so far."""
+    """Compares, step by step, what this rank holds with what one process saved in `folder`. found: the comparisons so far."""
 
     def __init__(self, rank: int, precision: str, folder: Path) -> None:
         self.found = RankFindings(rank, stage=0)
@@ -77,13 +79,13 @@ class Beside:
         self._quiet = _Quiet(precision)
 
     def begin(self, run: Run) -> None:
-        """Compares first values, of a run that has not taken a step yet; one that goes on says where its rank is now."""
+        """Notes this rank's stage, and compares first values if the run has not taken a step yet."""
         self.found.stage = run.groups["pp"].coord
         if run.num_steps_done == 0:
             self.found.compared += self._tensors("first value", 0, _own_weights(run), "weights")
 
     def step(self, run: Run, step: int, row: Mapping[str, float]) -> None:
-        """Compares what step `step`, counted from 1, has left. All ranks call it: what is sharded is gathered."""
+        """Compares the results of step `step`, counted from 1. All ranks call it, since sharded tensors are gathered."""
         reference = json.loads((self._folder / f"row-{step}.json").read_text("utf-8"))
         self.found.compared += _numbers(step, row, reference)
         if row.get("skipped") and reference.get("skipped"):
@@ -98,7 +100,7 @@ class Beside:
 
 
 def check_complete(ranks: Sequence[RankFindings], folder: Path) -> None:
-    """Raises RunError "not-compared" if one process kept a first value, or a gradient or weight of a step, that no rank has."""
+    """Raises RunError "not-compared" if one process saved a first value, gradient or weight that no rank has compared."""
     kept: list[tuple[Kind, int]] = [("first value", 0)]
     for step in range(1, 1 + sum(1 for _ in folder.glob("row-*.json"))):
         skipped = any(step in rank.skipped for rank in ranks)
@@ -115,7 +117,7 @@ def check_complete(ranks: Sequence[RankFindings], folder: Path) -> None:
 
 
 def dropouts(run: Run) -> list[str]:
-    """Returns the names of the modules of a run that drop at random, as torch's own do."""
+    """Returns the names of a run's modules that drop at random: torch's own, and those with an attribute `dropout` above 0."""
     from torch.nn.modules.dropout import _DropoutNd
 
     def named(module: nn.Module, prefix: str) -> Iterator[str]:
@@ -128,7 +130,7 @@ def dropouts(run: Run) -> list[str]:
 
 
 class _Quiet:
-    """The parameters whose gradient was zero but for rounding in a step so far. floor: the norm below which it is that."""
+    """Collects the parameters whose gradient was zero but for rounding in any step so far: its norm was below `floor`."""
 
     def __init__(self, precision: str) -> None:
         self._share = NOISE[precision]
@@ -136,6 +138,7 @@ class _Quiet:
         self.floor = 0.0
 
     def look(self, file: str) -> None:
+        """Adds the parameters whose gradient norm in `file` is above 0 but below `floor`, a share of the largest norm."""
         with _opened(file) as tensors:
             norms = {name: _norm(tensors.get_tensor(name)) for name in tensors.keys()}  # noqa: SIM118  # no mapping
         self.floor = self._share * max(norms.values(), default=0.0)
@@ -152,6 +155,7 @@ def _steps(run: Run, num_steps: int) -> Iterator[tuple[int, dict[str, float | in
 
 
 def _numbers(step: int, row: Mapping[str, float], reference: Mapping[str, float]) -> Iterator[Compared]:
+    """Yields the comparison of each number of a row with the reference's, as a relative error."""
     for key, kind in _NUMBERS.items():
         if key in reference:
             expected, found = float(reference[key]), float(row[key])
@@ -186,13 +190,13 @@ def _times(expected: Tensor, found: Tensor, error: float) -> float | None:
 
 
 def _own_weights(run: Run) -> dict[str, Tensor]:
-    """Returns what this rank holds of the model's parameters, whole, in the order of the book; buffers are left out."""
+    """Returns the whole parameters of the model that this rank holds, in the order of the book; buffers are left out."""
     every = weights(run)
     return _contiguous({name: every[name] for name in run.book.names})
 
 
 def _unclipped(run: Run, row: Mapping[str, float]) -> dict[str, Tensor]:
-    """Returns the gradients of a step as they were before they were clipped, which hides a wrong scale. All ranks call it."""
+    """Returns the gradients of a step as they were before clipping, which would hide a wrong scale. All ranks call it."""
     limit = run.plan.optimizer.config.clip_norm
     factor = 1.0 if limit is None else min(1.0, limit / (row["grad_norm"] + CLIP_EPSILON))
     return _contiguous({name: gradient / factor for name, gradient in gradients(run).items()})

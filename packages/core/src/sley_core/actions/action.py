@@ -14,7 +14,7 @@ from typing import Literal
 
 
 class Kind(StrEnum):
-    """What an action does.
+    """Says what an action does.
 
     FORWARD, BACKWARD: of one chunk on one micro-batch. INPUT_GRADIENT and WEIGHT_GRADIENT are the two halves of a split
     backward (arXiv 2401.10241). CHUNK_DONE is written by `lower`: all gradients of this chunk are complete now.
@@ -36,7 +36,9 @@ SENDS_GRADIENT = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """One line of a rank's list: `kind` on model chunk `chunk` and micro-batch `micro` (both counted from 0, per rank)."""
+    """Names one line of a rank's list: `kind` on model chunk `chunk` and micro-batch `micro` (both counted from 0, per
+    rank).
+    """
 
     kind: Kind
     chunk: int
@@ -57,18 +59,18 @@ DIRECTIONS: tuple[Direction, Direction] = ("up", "down")
 
 
 def direction_of(sender: int, receiver: int) -> Direction:
-    """Returns the direction from one stage to another. Between two stages each direction has a communicator of its own."""
+    """Returns the direction from one stage to another. Between two stages each direction has a separate communicator."""
     return "up" if receiver > sender else "down"
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One end of a transfer between two stages.
+    """Describes one end of a transfer between two stages.
 
-    op: `post` prepares a buffer and starts the receive; the action that needs the value waits for it, so waiting has no
-    entry of its own. `send` starts to send what the action before it has made. Neither blocks. chunk: this stage's. It
-    receives its input (forward flow) or output gradient (backward flow), or sends its output or input gradient. peer:
-    the stage at the other end. peer_chunk: the chunk there.
+    op: `post` prepares a buffer and starts the receive; the action that needs the value waits for it, so waiting has no entry
+    of its own. `send` starts to send the result of the action before it. Neither blocks. chunk: this stage's. It receives its
+    input (forward flow) or output gradient (backward flow), or sends its output or input gradient. peer: the stage at the other
+    end. peer_chunk: the chunk there.
     """
 
     op: Literal["post", "send"]

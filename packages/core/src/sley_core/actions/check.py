@@ -40,8 +40,8 @@ def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros:
 def _check_order(
     actions: Sequence[Action], stage: int, placement: Placement, micros: int, training: bool
 ) -> set[Action]:
-    """Returns the set of a stage's actions. Raises PlanError "schedule-wrong" for the first one that cannot stand where
-    it does.
+    """Returns the set of a stage's actions. Raises PlanError "schedule-wrong" for the first one that is not possible at its
+    place.
     """
     seen: set[Action] = set()
     for at, action in enumerate(actions):

@@ -1,4 +1,4 @@
-"""Costs of actions and transfers, in seconds and in bytes: what the simulator knows about the machine."""
+"""Costs of actions and transfers, in seconds and in bytes: the simulator's model of the machine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sley_core.actions.timeline import Timeline
 
 @dataclass(frozen=True)
 class Costs:
-    """Entry i of every tuple belongs to position i of the model (see `Placement`).
+    """Holds costs by position: entry i of every tuple belongs to position i of the model (see `Placement`).
 
-    seconds: of each kind of action. link_s: of a transfer between position i and i + 1, in either direction.
-    graph_bytes: memory that a forward keeps for the backward of its micro-batch. queued_bytes: memory, of saved inputs
-    and output gradients, that an input-gradient action keeps for the weight-gradient action. boundary_bytes: size of
-    the value that crosses between i and i + 1.
+    seconds: of each kind of action. link_s: of a transfer between position i and i + 1, in either direction. graph_bytes:
+    memory that a forward keeps for the backward of its micro-batch. queued_bytes: memory, of saved inputs and output gradients,
+    that an input-gradient action keeps for the weight-gradient action. boundary_bytes: size of the value that crosses between i
+    and i + 1.
     """
 
     seconds: Mapping[Kind, tuple[float, ...]]

@@ -106,6 +106,7 @@ def _cut(row: str, room: int) -> str:
 
 
 def _legend(timeline: Timeline, chunks: int) -> list[str]:
+    """Returns at most one line that names the kinds of action drawn."""
     kinds = {span.action.kind for span in timeline.spans}
     words = [name for kind, name in NAMES.items() if kind in kinds]
     if chunks == 2:

@@ -1,7 +1,8 @@
-"""The most bytes that stages hold, by counts of what there is of each kind: made once, weighed with the bytes of many layouts.
+"""The most bytes that stages hold, from counts: computed once per schedule, then multiplied with the bytes of many layouts.
 
-`peaks_of` goes through a list with the bytes of one layout, and is the oracle. Here each step of a list that adds something is
-a row, with a column for every chunk and kind (graphs, queues, received outputs, received gradients); bytes are a product.
+`peaks_of` goes through a list with the bytes of one layout, and is the reference in tests. Here each step of a list that adds
+something is a row, with a column for every chunk and kind (graphs, queues, received outputs, received gradients); bytes are a
+matrix product.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ CHANGES = {
 
 
 class Held:
-    """Counts of lowered lists."""
+    """Holds the counts of lowered lists."""
 
     def __init__(self, lists: Sequence[Lowered], placement: Placement) -> None:
         self._placement = placement
         self._counts = [_counts(steps, stage, placement) for stage, steps in enumerate(lists)]
 
     def most_bytes(self, costs: Costs) -> list[int]:
-        """Returns for each stage what `peaks_of` returns as `num_bytes`."""
+        """Returns for each stage the `num_bytes` that `peaks_of` would return."""
         placement, found = self._placement, []
         for stage, counts in enumerate(self._counts):
             values: list[int] = []
@@ -51,7 +52,7 @@ class Held:
 
 
 def _counts(steps: Lowered, stage: int, placement: Placement) -> Counts:
-    """Returns the counts behind every step that adds something, each row once."""
+    """Returns the counts after every step that adds something, without repeated rows."""
     keeps = any(step.kind in GRADIENT_KINDS for step in steps if isinstance(step, Action))
     changes = np.zeros((len(steps), placement.chunks * 4), dtype=np.int64)
     for number, step in enumerate(steps):

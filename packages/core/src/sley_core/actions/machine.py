@@ -19,7 +19,7 @@ from sley_core.errors import PlanError
 
 
 class Delivery(NamedTuple):
-    """A value that crosses a boundary: in flow `flow`, to the chunk at `position`, of micro-batch `micro`."""
+    """Names a value that crosses a boundary: in flow `flow`, to the chunk at `position`, of micro-batch `micro`."""
 
     flow: Flow
     position: int
@@ -32,7 +32,7 @@ class Delivery(NamedTuple):
 
 
 class Machine:
-    """One simulated run of `lists`.
+    """Simulates one run of `lists`.
 
     posted: whether a transfer waits for its post. If False the lists have no posts, and it starts when it is sent.
     """
@@ -76,7 +76,7 @@ class Machine:
             self._at[stage] += 1
 
     def _act(self, stage: int, action: Action) -> bool:
-        """Runs `action` and returns True if its input has arrived; else notes what the stage waits for and returns False."""
+        """Runs `action` and returns True if its input has arrived; else records what the stage waits for and returns False."""
         position = self.placement.position(stage, action.chunk)
         start_s = self._now_s[stage]
         delivery = taken(action, position, self.placement)
@@ -94,7 +94,7 @@ class Machine:
         return True
 
     def _transfer(self, stage: int, step: Transfer) -> None:
-        """Notes one end of a transfer; when both ends are there, computes when the value arrives."""
+        """Records one end of a transfer; once both ends are there, computes when the value arrives."""
         if step.op == "post":
             delivery = Delivery(step.flow, self.placement.position(stage, step.chunk), step.micro)
             channel = step.peer, stage
@@ -121,6 +121,7 @@ class Machine:
         return f"{where} waits for {awaited} of stage {source.stage}"
 
     def _arrive(self, delivery: Delivery, at_s: float) -> None:
+        """Records that `delivery` is available from `at_s` on; a stage that waits for it is ready again."""
         self._arrived_s[delivery] = at_s
         waiting = self._waiting.pop(delivery, None)
         if waiting is not None:

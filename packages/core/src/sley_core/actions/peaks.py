@@ -24,10 +24,10 @@ from sley_core.actions.placement import Placement
 
 @dataclass(frozen=True)
 class Peaks:
-    """Peaks of one stage; each may be reached at another time.
+    """Holds the peaks of one stage; each may be reached at another time.
 
-    pairs: (chunk, micro-batch) pairs held; 1F1B reaches min(P - s, M) on stage s. graphs: those of them with a graph.
-    receives: buffers of receives. num_bytes: graphs, queues and buffers together.
+    pairs: (chunk, micro-batch) pairs held; 1F1B reaches min(P - s, M) on stage s. graphs: those of them with a graph. receives:
+    buffers of receives. num_bytes: graphs, queues and buffers together.
     """
 
     pairs: int

@@ -25,7 +25,7 @@ from sley_core.errors import PlanError
 
 
 class StageChunk(NamedTuple):
-    """The holder of a position: chunk `chunk` of stage `stage`, both counted from 0."""
+    """Names the holder of a position: chunk `chunk` of stage `stage`, both counted from 0."""
 
     stage: int
     chunk: int
@@ -33,10 +33,10 @@ class StageChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """How the positions of a model are assigned to stages; a stage numbers its chunks in model order.
+    """Assigns the positions of a model to stages; a stage numbers its chunks in model order.
 
-    route: the stage of each position, in model order. Neighbours may be on any two stages, or on the same one. Raises
-    PlanError "placement-wrong" unless the stages are 0, 1, 2, ... without a gap and hold equally many positions each.
+    route: the stage of each position, in model order. Neighbours may be on any two stages, or on the same one. Raises PlanError
+    "placement-wrong" unless the stages are 0, 1, 2, ... without a gap and hold equally many positions each.
     """
 
     route: tuple[int, ...]
@@ -58,12 +58,12 @@ class Placement:
 
     @cached_property
     def stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return max(self.route) + 1
 
     @cached_property
     def chunks(self) -> int:
-        """How many positions each stage holds."""
+        """Number of positions that each stage holds."""
         return self.num_positions // self.stages
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Where receives are posted: early enough that nothing waits for it, late enough that few buffers are in use.
+"""Decides where receives are posted: early enough that no send waits for one, late enough that few buffers are in use.
 
 All transfers in one direction, up or down the stages, stand in one order, the same for all stages: that in which they would be
 sent if every action took its usual time. Each stage issues its sends and posts in that order. So however a backend joins the

@@ -1,4 +1,4 @@
-"""A save that is written by a thread while training goes on."""
+"""Writes a save in a thread while training continues."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _LOOK_S = 0.1
 
 
 class Background:
-    """Writes what `writing` has, from when it is made. Weights, masters and optimizer states may change after `secure`; what a
-    forward or a handler changes at any time is copied at once.
+    """Writes the files of `writing` in a thread, from its construction on. Weights, masters and optimizer states may change
+    after `secure`; tensors that a forward or a handler may change at any time are copied at once.
 
-    memory: for copies aside. copies_ahead: whether to copy all aside before anything is written. failed: why it could not be
-    written, once `wait` has returned; nothing if it is there.
+    memory: for copies. copies_ahead: whether to copy everything before anything is written. failed: after `wait`, the error's
+    text; "" if the checkpoint is complete.
     """
 
     def __init__(self, writing: Writing, device: Device, memory: KeptMemory, *, copies_ahead: bool) -> None:
@@ -41,7 +41,7 @@ class Background:
         self._thread.start()
 
     def secure(self) -> None:
-        """Copies aside what is not written yet; does nothing the second time."""
+        """Copies what is not written yet; does nothing the second time."""
         self.live.secure()
 
     @property
@@ -49,11 +49,11 @@ class Background:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Waits until it is written, or has failed."""
+        """Waits until the checkpoint is written, or has failed."""
         self._thread.join()
 
     def end(self) -> None:
-        """Waits as `wait`, but not for other ranks if none of them has come to its end for `PATIENCE_S`."""
+        """Waits as `wait` does, but gives up on other ranks if none of them has finished for `PATIENCE_S`."""
         while self._thread.is_alive():
             self._thread.join(_LOOK_S)
             since = self.writing.waits_since
@@ -61,6 +61,7 @@ class Background:
                 self.writing.is_cancelled = True
 
     def _run(self) -> None:
+        """Runs in the thread: copies ahead if wanted, and writes the files; keeps an error's text in `failed`."""
         try:
             if self.copies_ahead:
                 self.live.copy_ahead()
@@ -72,5 +73,5 @@ class Background:
 
 
 def _as_it_is(piece: TensorPiece) -> TensorPiece:
-    """Returns the piece, with a copy of its tensor if that changes before the update of the next step."""
+    """Returns the piece; with a copy of its tensor if that may change before the update of the next step."""
     return copied(piece) if piece.name.startswith((BUFFERS, "ranks/")) else piece

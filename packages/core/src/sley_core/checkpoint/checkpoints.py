@@ -1,4 +1,4 @@
-"""`run.save_checkpoint` and `run.load_checkpoint`: what all ranks do together."""
+"""Saves and loads checkpoints for `run.save_checkpoint` and `run.load_checkpoint`: what all ranks do together."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ COUNTS = ("saved", "failed", "seconds_blocked", "seconds_securing", "seconds_wai
 
 
 class Checkpoints:
-    """The checkpoints of a run, on one rank. folder: of those that have no path of their own; None where the run has none.
+    """Saves and loads the checkpoints of a run, on one rank. folder: for those without a path of their own; None if the run has
+    none.
 
-    resolved: returns the resolved plan as text; the run sets it. is_asked: whether all ranks have agreed that it is time.
-    notes: for the user, of saves that failed. counts: saves that were written and that failed, seconds that training waited for
-    them (as they begin, before updates, for the one before), and bytes that had to be copied.
+    resolved: returns the resolved plan as text; set by the run. is_asked: whether all ranks have agreed that a save is due.
+    notes: for the user, about failed saves. counts: saves that were written and that failed, seconds that training waited for
+    them (at their beginning, before updates, for the previous one), and bytes that had to be copied.
     """
 
     def __init__(self, plan: Plan, tensors: RunTensors, feed: Feed | None, folder: str | None) -> None:
@@ -58,7 +59,7 @@ class Checkpoints:
         self._control = tensors.parts.groups["control"]
 
     def save(self, path: str | Path | None, step: int) -> str:
-        """Writes a checkpoint and returns its folder, when it is there on all ranks. All ranks call it."""
+        """Writes a checkpoint, and returns its folder once it is complete on all ranks. All ranks call it."""
         self.finish()
         writing = self._prepare(
             Destination(self._folder(), True) if path is None else Destination(absolute(path), False), step
@@ -75,7 +76,7 @@ class Checkpoints:
         return writing.target.text
 
     def is_due(self, step: int) -> bool:
-        """Returns whether the plan wants a checkpoint after `step` that is not there yet; alike on all ranks."""
+        """Returns whether the plan wants a checkpoint after `step` that does not exist yet; the same on all ranks."""
         table = self.plan.checkpoint
         if table is None or step == self._saved_step:
             return False
@@ -83,14 +84,14 @@ class Checkpoints:
 
     @property
     def wants_save(self) -> bool:
-        """Whether it is time, by the clock of rank 0, which votes for all."""
+        """Whether a save is due by the clock of rank 0, whose vote decides for all."""
         minutes = self.plan.checkpoint.every_minutes if self.plan.checkpoint else None
         is_voter = self.tensors.parts.world.rank == 0
         return is_voter and minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
 
     def save_due(self, step: int) -> None:
-        """Begins the save that is due, or does all of it, as the plan says. All ranks call it. That it fails is a note and a
-        count: the run goes on.
+        """Starts the due save, or completes it, as the plan says. All ranks call it. A failure is noted and counted; the run
+        continues.
         """
         assert self.plan.checkpoint is not None, "nothing is due"
         with self._goes_on():
@@ -105,10 +106,10 @@ class Checkpoints:
                 self._background = Background(writing, device, self._memory, copies_ahead=self._is_ahead_of_disk)
 
     def train_done(self, step: int, *, was_stopped: bool) -> None:
-        """Ends the save in progress, and saves the run as it is after its last step, or after that in which it was asked to
-        stop, if the plan wants that. All ranks call it, after their last step.
+        """Ends the save in progress, and saves the run after its last step, or after the step at which it was asked to stop, if
+        the plan says so. All ranks call it, after their last step.
 
-        A run that has taken all of its steps does not fail for want of this checkpoint, which is a note then.
+        If a run has taken all of its steps, a failure of this save is only a note.
         """
         was_beside = self._background is not None
         self.finish()
@@ -122,6 +123,7 @@ class Checkpoints:
             self.save(None, step)
 
     def _save_last(self, step: int) -> None:
+        """Saves the run after its last step; notes why if there is no folder or the save fails."""
         if self.folder is None:
             self.notes.append("the run has no folder, so there is no checkpoint of its last step")
             return
@@ -130,7 +132,9 @@ class Checkpoints:
 
     @contextmanager
     def _goes_on(self, so: str = "the run goes on without it") -> Iterator[None]:
-        """Notes a save that fails inside, with what that means for the run, and counts the seconds that training waits."""
+        """Returns a context manager that turns a failed save into a note, with its consequence `so`, and counts the seconds
+        that training waits.
+        """
         began = time.perf_counter()
         try:
             yield
@@ -141,14 +145,16 @@ class Checkpoints:
         self.counts["seconds_blocked"] += time.perf_counter() - began
 
     def secure(self) -> None:
-        """Must be called before weights, masters or states change or move; a save in progress copies what it has not read."""
+        """Lets a save in progress copy what it has not read. Must be called before weights, masters or states change or
+        move.
+        """
         if self._background is not None:
             began = time.perf_counter()
             self._background.secure()
             self.counts["seconds_securing"] += time.perf_counter() - began
 
     def finish(self) -> None:
-        """Waits for the save in progress, on all ranks, and tells how it ended. All ranks call it."""
+        """Waits for the save in progress on all ranks, and reports how it ended. All ranks call it."""
         background, self._background = self._background, None
         if background is None:
             return
@@ -181,7 +187,7 @@ class Checkpoints:
         return self._preparation.prepare(where, step, self._state(step), self.resolved(), keep)
 
     def _done(self, failed: str) -> None:
-        """Raises RunError `checkpoint-failed` on all ranks alike if the checkpoint is not there."""
+        """Raises RunError `checkpoint-failed` on all ranks alike if the checkpoint is not complete."""
         # All ranks: it is there when rank 0 has given it its name, and not if any of them has failed.
         everyone = gather_objects(failed, self._control, what="whether the checkpoint is written")
         if any(everyone):
@@ -196,7 +202,7 @@ class Checkpoints:
         self.notes.append(f"{failed}; {so}")
 
     def load(self, path: str | Path, origin: RunOrigin | None) -> tuple[Restored | None, int]:
-        """Loads the checkpoint at `path`, or the newest whole one of several there. All ranks call it.
+        """Loads the checkpoint at `path`, or the newest intact one of several there. All ranks call it.
 
         path: "auto" for the run's own folder. origin: see `Wanted`. Returns what was loaded, and the steps done; None if there
         is none.

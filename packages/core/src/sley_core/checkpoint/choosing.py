@@ -1,4 +1,4 @@
-"""Which checkpoint is loaded: the same on all ranks, and the newest that is whole."""
+"""Chooses the checkpoint to load: the newest intact one, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PassedOver = tuple[str, list[Damage]]
 
 
 class RunOrigin(NamedTuple):
-    """Where a run began that began at a checkpoint. path: of that one. before: names of the run's own checkpoints that were
-    there by then, None for all that are there now; they are of another try, and the run does not go on from them.
+    """Names the checkpoint at which a run began. path: of that one. before: names of the run's own checkpoints that existed by
+    then, None for all that exist now; they are of another attempt, and the run does not resume from them.
     """
 
     path: str
@@ -33,8 +33,8 @@ class RunOrigin(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a run asks for. path: of a checkpoint or of several; None for the newest of its own. own: the folder of these, if it
-    has one. origin: what is taken where it has written none since; rank 0's counts.
+    """Says which checkpoint a run asks for. path: of a checkpoint or of a folder of several; None for the newest of its own.
+    own: the folder of these, if it has one. origin: what is loaded if it has written none since; rank 0's counts.
     """
 
     path: str | Path | None
@@ -43,7 +43,7 @@ class Wanted(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What all ranks load. found: None if there is none. passed_over: newer ones that are damaged. origin: of the run."""
+    """Holds what all ranks load. found: None if there is none. passed_over: newer ones that are damaged. origin: of the run."""
 
     found: Checkpoint | None
     passed_over: list[PassedOver]
@@ -53,8 +53,8 @@ class Chosen(NamedTuple):
 def choose(wanted: Wanted, parts: Parts, reads: TimedReads) -> Chosen:
     """Returns the checkpoint to load. All ranks call it, and share the reading, by `reads`.
 
-    Raises RunError on all ranks alike: `checkpoint-damaged` if the only one, or all of several, are, `no-checkpoint`, and
-    `checkpoint-load` for a folder that cannot be read, or does not answer.
+    Raises RunError on all ranks alike: `checkpoint-damaged` if the only one, or all of several, are damaged, `no-checkpoint`,
+    and `checkpoint-load` for a folder that cannot be read, or does not answer.
     """
     world, control = parts.world, parts.groups["control"]
     # All ranks: which there are is what rank 0 sees.

@@ -1,10 +1,10 @@
-"""Files written and read past the system's page cache, where a file system permits that (O_DIRECT, Linux).
+"""Writes and reads files past the system's page cache, if the file system permits that (O_DIRECT, Linux).
 
     a chunk | checksum | into 4 MiB of aligned memory | the device reads that
 
-A checkpoint is written once and hardly ever read, and the cache's pages would have to be found, zeroed and written first: that
-costs more than the bytes' way to the disk, and takes bandwidth from training. What is read back comes from the disk, so it is
-the disk that is checked. Where direct I/O is refused the same calls go through the cache.
+A checkpoint is written once and hardly ever read, and the cache's pages would have to be allocated, zeroed and written first:
+that costs more than writing to the disk, and takes memory bandwidth from training. What is read back comes from the disk, so
+the disk is what is checked. If direct I/O is refused, the same calls go through the cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SMALL_BYTES = 64 << 10
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, int]:
-    """Writes `chunks` to a file, which is on the disk afterwards; returns how many bytes they are, and their CRC-32."""
+    """Writes `chunks` to a file, which is on the disk afterwards; returns the number of bytes, and their CRC-32."""
     crc = 0
     with _File(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
         for chunk in chunks:
@@ -40,7 +40,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, i
 
 
 def crc_of_file(path: Path) -> int:
-    """Returns the CRC-32 of a file's bytes, as the disk has them."""
+    """Returns the CRC-32 of a file's bytes, read from the disk."""
     crc = 0
     with _File(path, os.O_RDONLY) as file:
         while got := file.fill():
@@ -49,7 +49,7 @@ def crc_of_file(path: Path) -> int:
 
 
 class _File(AbstractContextManager["_File"]):
-    """A file that goes through `memory`. done: bytes that are written, or read."""
+    """Reads or writes a file through `memory`, an aligned buffer. done: bytes written or read so far."""
 
     def __init__(self, path: Path, flags: int) -> None:
         self.memory = memoryview(mmap.mmap(-1, BUFFER_BYTES))  # begins at a page
@@ -67,6 +67,7 @@ class _File(AbstractContextManager["_File"]):
         os.close(self._descriptor)
 
     def add(self, chunk: memoryview) -> None:
+        """Copies `chunk` into the aligned buffer, and writes the buffer each time that it is full."""
         while chunk:
             part = chunk[: BUFFER_BYTES - self._filled]
             _copy(self.memory[self._filled :], part)
@@ -76,20 +77,21 @@ class _File(AbstractContextManager["_File"]):
                 self._write()
 
     def end(self) -> None:
-        """Writes what is left, and waits until all is on the disk."""
+        """Writes the rest, and waits until everything is on the disk."""
         if self._filled % _BLOCK_BYTES:
             self._go_through_cache()
         self._write()
         os.fsync(self._descriptor)
 
     def fill(self) -> int:
-        """Reads what comes next into `memory`; returns how many bytes, 0 at the end."""
+        """Reads the next bytes into `memory`; returns how many, 0 at the end."""
         left = os.fstat(self._descriptor).st_size - self.done
         got = self._try(lambda: os.preadv(self._descriptor, [self.memory], self.done)) if left > 0 else 0
         self.done += got
         return got
 
     def _write(self) -> None:
+        """Writes the filled part of the buffer to the file."""
         written = 0
         while written < self._filled:
             rest = self.memory[written : self._filled]
@@ -98,7 +100,9 @@ class _File(AbstractContextManager["_File"]):
         self._filled = 0
 
     def _try(self, call: Callable[[], int]) -> int:
-        """Calls the system, through the cache from now on if it refuses otherwise: another alignment, or a part of a block."""
+        """Makes the system call; if direct I/O is refused (alignment, or part of a block), goes through the cache from now
+        on.
+        """
         try:
             return call()
         except OSError as error:
@@ -108,6 +112,7 @@ class _File(AbstractContextManager["_File"]):
             return call()
 
     def _go_through_cache(self) -> None:
+        """Turns off direct I/O for the rest of the file."""
         if self._is_direct:
             flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
@@ -115,7 +120,7 @@ class _File(AbstractContextManager["_File"]):
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    """Copies to the beginning of `target`; other threads of Python go on meanwhile where it is much."""
+    """Copies to the beginning of `target`; large copies release the GIL, so that other threads continue."""
     if source.readonly or len(source) < _SMALL_BYTES:
         target[: len(source)] = source
     else:

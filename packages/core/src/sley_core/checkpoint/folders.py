@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: its files are whole once they have their names, and it appears at once."""
+"""Folders of checkpoints: a file is complete once it has its name, and a folder appears at once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sley_core.checkpoint.direct_files import crc_of_file, write_file
 
 
 class Written(NamedTuple):
-    """What a file has: bytes, and their CRC-32."""
+    """Holds a file's number of bytes, and their CRC-32."""
 
     num_bytes: int
     crc: int
 
 
 class ReadableFolder(Protocol):
-    """A folder, by path or URL. All methods raise OSError for what the system refuses."""
+    """Reads a folder, by path or URL. All methods raise OSError for what the system refuses."""
 
     @property
     def text(self) -> str:
@@ -31,19 +31,19 @@ class ReadableFolder(Protocol):
     def child(self, name: str) -> ReadableFolder: ...
 
     def names(self) -> list[str]:
-        """Returns the names of what is in it, sorted; none if there is no such folder."""
+        """Returns the names of its entries, sorted; [] if there is no such folder."""
         ...
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> bytearray:
-        """Returns the bytes of a file from `first` to before `last`; fewer where it ends before."""
+        """Returns the bytes of a file from `first` to before `last`; fewer if the file ends before."""
         ...
 
     def read_into(self, name: str, first: int, memory: memoryview) -> int:
-        """Reads from the byte `first` on into `memory`; returns how many bytes there were."""
+        """Reads from the byte `first` on into `memory`; returns the number of bytes read."""
         ...
 
     def num_bytes(self, name: str) -> int:
-        """Returns how long a file is."""
+        """Returns the size of a file in bytes."""
         ...
 
     def crc(self, name: str) -> int:
@@ -56,12 +56,12 @@ class ReadableFolder(Protocol):
 
 
 class Folder(ReadableFolder, Protocol):
-    """A folder that can be written too."""
+    """Reads and writes a folder."""
 
     def child(self, name: str) -> Folder: ...
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> Written:
-        """Writes a file, which is on the disk, under its name and whole, or is not there."""
+        """Writes a file, which then is on the disk, under its name and complete; or, if this raises, does not exist."""
         ...
 
     def delete(self, name: str) -> None:
@@ -69,15 +69,15 @@ class Folder(ReadableFolder, Protocol):
         ...
 
     def staging(self, token: str) -> Folder:
-        """Returns the folder in which this one is made ready; `publish` of that gives it this one's name."""
+        """Returns the folder in which this one is prepared; `publish` of that gives it this one's name."""
         ...
 
     def publish(self, target: Folder) -> None:
-        """Gives this folder, a `staging` of `target`, its name, for good."""
+        """Gives this folder, a `staging` of `target`, the name of `target`, permanently."""
         ...
 
     def remove(self) -> None:
-        """Deletes it with all that is in it, if it is there."""
+        """Deletes it with everything in it, if it exists."""
         ...
 
 
@@ -88,7 +88,7 @@ _STEP_BYTES = 16 << 20
 
 
 class LocalFolder:
-    """A folder of a mounted file system, made when the first file is written."""
+    """Is a folder of a mounted file system, created when the first file is written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -113,7 +113,7 @@ class LocalFolder:
             unfinished.replace(self.path / name)
         except BaseException:
             with suppress(OSError):
-                unfinished.unlink()  # a full disk has room again
+                unfinished.unlink()  # frees the space on a full disk
             raise
         return written
 
@@ -157,7 +157,7 @@ class LocalFolder:
     def remove(self) -> None:
         if self.path.is_dir():
             gone = self.path.with_name(f"{STAGING}{self.path.name.removeprefix(STAGING)}-gone")
-            with suppress(OSError):  # of what is deleted half, nobody takes the rest for a checkpoint
+            with suppress(OSError):  # renamed first, so that a partly deleted folder is not taken for a checkpoint
                 self.path.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
@@ -172,7 +172,7 @@ def open_folder(path: str | Path) -> Folder:
 
 
 def _sync(path: Path) -> None:
-    """Makes what was created in a folder, or renamed, survive the end of the machine."""
+    """Makes creations and renames in a folder durable (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -181,7 +181,7 @@ def _sync(path: Path) -> None:
 
 
 def crc_of(folder: ReadableFolder, name: str) -> int:
-    """Reads a file part by part, into memory that is used again, and returns the CRC-32 of its bytes."""
+    """Reads a file in parts, into one buffer, and returns the CRC-32 of its bytes."""
     memory, crc, done = memoryview(bytearray(_STEP_BYTES)), 0, 0
     while got := folder.read_into(name, done, memory):
         crc = crc32(memory[:got], crc)

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: `checkpoint.json`, the last file that is written, without which there is no checkpoint."""
+"""The index of a checkpoint: `checkpoint.json`, the file that is written last; without it there is no checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WEIGHTS, OPTIMIZER, BUFFERS = "weights/", "optimizer/", "buffers/"
 
 
 class FileFacts(NamedTuple):
-    """What a file must have. rank: whose it was."""
+    """Describes a file of a checkpoint, for verification. rank: which rank wrote it."""
 
     num_bytes: int
     crc: int
@@ -29,7 +29,7 @@ class FileFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """A tensor of the run: its format (of safetensors), its whole shape, and which file has which rectangle."""
+    """Describes a tensor of the run: its format (of safetensors), its full shape, and which file has which rectangle."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -38,11 +38,11 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """Everything about a checkpoint but its tensors.
+    """Holds everything about a checkpoint except its tensors.
 
-    run, step, token: whose it is; the token is drawn for each save. plan: resolved, as text. versions: of torch and of plugins.
-    layout: ranks along each axis, and `world`. optimizer: what the plan calls it. values: by name, what the optimizer keeps
-    beside tensors (`values.to_json`). paths: where a tensor lies in the nested state of its parameter. state: steps done, loss
+    run, step, token: identify it; the token is drawn for each save. plan: resolved, as text. versions: of torch and of plugins.
+    layout: ranks along each axis, and `world`. optimizer: its name in the plan. values: by name, what the optimizer keeps
+    besides tensors (`values.to_json`). paths: where a tensor lies in the nested state of its parameter. state: steps done, loss
     scale, position in the data and the like. ranks: what each rank keeps for itself.
     """
 
@@ -61,13 +61,13 @@ class CheckpointIndex:
     ranks: list[dict[str, Any]] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
-        """Returns the text of the file, with a checksum of the rest in it."""
+        """Returns the content of the file, with a checksum of the rest in it."""
         content = json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":"))
         return f'{{"checksum":"{sha256(content.encode()).hexdigest()}",\n"index":{content}}}\n'.encode()
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray) -> CheckpointIndex:
-        """Returns the index with this text. Raises ValueError for one that is damaged, or of another format."""
+        """Parses the content of the file. Raises ValueError if it is damaged, or of another format."""
         head, _, rest = bytes(data).partition(b',\n"index":')
         content = rest.removesuffix(b"}\n")
         if not rest or head != f'{{"checksum":"{sha256(content).hexdigest()}"'.encode():
@@ -81,7 +81,7 @@ class CheckpointIndex:
 
 
 def read_index(folder: ReadableFolder) -> CheckpointIndex:
-    """Returns the index of the checkpoint in `folder`. Raises RunError `no-checkpoint` where there is none, and
+    """Returns the index of the checkpoint in `folder`. Raises RunError `no-checkpoint` if there is none, and
     `checkpoint-damaged`.
     """
     try:

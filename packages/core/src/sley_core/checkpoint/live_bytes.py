@@ -1,10 +1,10 @@
-"""The bytes of tensors that go on living: read where they lie while they stay as they are, copied aside before they change.
+"""Reads the bytes of live tensors: from their own memory while they are unchanged, from copies made before they change.
 
 writer     | copies a, b, c | writes a | b ....... | c ....... |
 training   forward, backward ....... | update | next forward ...
 
-Copying is several times as fast as writing. So unless the save before was written by then, all is copied first, beside the
-forward, and the update waits for nothing.
+Copying is several times as fast as writing. So unless the previous save was not finished by then, everything is copied first,
+during the forward, and the update need not wait.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ CHUNK_BYTES = 4 << 20
 
 
 class LiveBytes:
-    """Of `pieces`, each read once, in order, by a thread. What lies on an asynchronous device is on its way to the host from
-    the beginning, beside the device's own work. memory: for copies aside; of one save at a time.
+    """Reads the bytes of `pieces`, each once, in order, by a thread. Tensors on an asynchronous device are copied to the host
+    from the beginning, overlapped with the device's own work. memory: for copies of one save at a time.
 
-    num_copied: bytes that were copied aside on the host. num_unread: bytes on the host that nobody had
-    read when `secure` was called: what had to be copied aside before that.
+    num_copied: bytes that were copied on the host. num_unread: bytes on the host that were not read when `secure` was called,
+    and had to be copied before it returned.
     """
 
     def __init__(self, pieces: Sequence[TensorPiece], device: Device, memory: KeptMemory) -> None:
@@ -57,7 +57,7 @@ class LiveBytes:
         self._on_host = set(living)
 
     def copy_ahead(self) -> None:
-        """Copies all aside; ends early once `secure` is called, which does the rest."""
+        """Copies everything; ends early once `secure` is called, which does the rest."""
         for key in list(self._places):
             source, place = self._sources[key], self._places.get(key)
             if place is None or not source.is_contiguous():
@@ -73,7 +73,7 @@ class LiveBytes:
                         self._has_copy(key)
 
     def chunks(self, piece: TensorPiece) -> Iterator[memoryview]:
-        """Yields the bytes of `piece`, in order; each is used before the next is asked for.
+        """Yields the bytes of `piece`, in order; each chunk is valid until the next is requested.
 
         Raises RunError `checkpoint-failed` if a program has written to a tensor meanwhile.
         """
@@ -91,7 +91,7 @@ class LiveBytes:
             self._places.pop(id(piece), None)
 
     def _chunk(self, piece: TensorPiece, done: int) -> memoryview:
-        """Returns the bytes from `done` on: of a copy, or copied now from what lives."""
+        """Returns the bytes from `done` on: of a copy, or copied now from the live tensor."""
         if self._torn:
             raise RunError("checkpoint-failed", f"the program wrote to {self._torn!r} while it was being saved")
         source = self._sources[id(piece)]
@@ -103,9 +103,9 @@ class LiveBytes:
         return bytes_of(self._bounce[: len(chunk)].copy_(chunk))
 
     def secure(self) -> None:
-        """Copies aside what is not read yet: its owner may change from now on. Does nothing the second time.
+        """Copies what is not read yet, so that its owner may change it from now on. Does nothing the second time.
 
-        What a program has written to since the beginning is neither the one nor the other: reading it raises then.
+        Leaves out what a program has written to since the beginning: reading that raises.
         """
         if self._is_secure:
             return
@@ -132,11 +132,11 @@ class LiveBytes:
         self.num_copied += self._sources[key].nbytes
 
     def _is_host(self, source: Tensor) -> bool:
-        """Returns whether `source` is what came from an asynchronous device: nobody else has it."""
+        """Returns whether `source` is the host copy from an asynchronous device, which nobody else changes."""
         return self._event is not None and source.untyped_storage().data_ptr() == self._memory.data_ptr()
 
     def _send(self, pieces: Sequence[TensorPiece], device: Device) -> None:
-        """Starts to copy what lies on the device into page-locked memory of the host; the device's next update waits for it."""
+        """Starts to copy what lies on the device into page-locked host memory; the device's next update waits for it."""
         there = [piece for piece in pieces if piece.tensor.device.type != "cpu"]
         starts, end = [], 0
         for piece in there:
@@ -153,17 +153,18 @@ class LiveBytes:
 
 
 class KeptMemory:
-    """Memory of the host for copies, kept from one save to the next: writing to new memory costs a fault for each of its pages,
-    which takes several times as long as the copy.
+    """Keeps host memory for copies from one save to the next: writing to new memory costs a page fault for each page, several
+    times as long as the copy.
     """
 
     def __init__(self) -> None:
         self._data = torch.empty(0, dtype=torch.uint8)
 
     def places(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Returns room for a contiguous copy of each of `tensors`, by the same keys; those of the call before are void.
+        """Returns memory for a contiguous copy of each of `tensors`, by the same keys; that of the previous call becomes
+        invalid.
 
-        Room that is never written to takes no memory.
+        Memory that is never written to takes no pages.
         """
         starts = list(accumulate((_aligned(one.nbytes) for one in tensors.values()), initial=0))
         if self._data.numel() < starts[-1]:
@@ -174,7 +175,7 @@ class KeptMemory:
         }
 
     def free(self) -> None:
-        """Gives the memory back, once nothing reads copies any more."""
+        """Frees the memory, once nothing reads copies any more."""
         self._data = torch.empty(0, dtype=torch.uint8)
 
 

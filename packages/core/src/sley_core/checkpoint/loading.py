@@ -35,7 +35,7 @@ class Restored(NamedTuple):
 
 
 class CheckpointLoader:
-    """Of one rank of a run."""
+    """Loads checkpoints into one rank of a run."""
 
     def __init__(self, plan: Plan, tensors: RunTensors, feed: Feed | None) -> None:
         self.plan = plan
@@ -44,16 +44,22 @@ class CheckpointLoader:
         self._control = tensors.parts.groups["control"]
 
     def load(self, wanted: Wanted, resolved: str) -> Restored | None:
-        """Loads the checkpoint that `wanted` leads to, and returns it. All ranks call it.
+        """Loads the checkpoint to which `wanted` leads, and returns what was loaded. All ranks call it.
 
-        resolved: the run's own plan. None comes back where the newest of the run's own is wanted and there is none; another
-        run's is refused there. Raises PlanError `resume-differs`, for what makes other numbers.
+        resolved: the run's own plan. Returns None if the newest of the run's own is wanted and there is none; a checkpoint of
+        another run is refused then. Raises PlanError `resume-differs` for changes with which the run would compute other
+        numbers.
         """
         # Half, so that a rank says what it cannot read before the others stop waiting for it.
         with TimedReads(self.plan.limits.collective_timeout_s / 2) as reads:
             return self._load(wanted, resolved, reads)
 
     def _load(self, wanted: Wanted, resolved: str, reads: TimedReads) -> Restored | None:
+        """Chooses a checkpoint, checks that it fits the plan and the model, and restores the run from it; None if there is
+        none.
+
+        resolved: this run's plan as TOML. Raises RunError or PlanError on all ranks alike, before anything is changed.
+        """
         found, passed_over, origin = choose(wanted, self.tensors.parts, reads)
         if found is None:
             return None
@@ -76,6 +82,9 @@ class CheckpointLoader:
         return Restored(path, found.step, passed_over, restoring.notes, origin)
 
     def _restore_state(self, found: Checkpoint, notes: list[str]) -> None:
+        """Restores the rest of a run's state: loss scale, skips, position in the data, generators. Appends to `notes` what it
+        cannot.
+        """
         update, state, world = self.tensors.update, found.index.state, self.tensors.parts.world
         self.tensors.parts.store.state.was_taken = bool(state["was_taken"])
         if update.scale is not None:
@@ -96,7 +105,7 @@ class CheckpointLoader:
             )
 
     def _check(self, restoring: Restoring) -> None:
-        """Raises RunError `checkpoint-mismatch`, on all ranks alike, if it is not one of this model and optimizer."""
+        """Raises RunError `checkpoint-mismatch`, on all ranks alike, if the checkpoint is of another model or optimizer."""
         found, index = restoring.found, restoring.found.index
         expected = restoring.expected()
         said = [list(expected), list(mismatches(expected, found))]
@@ -120,7 +129,7 @@ class CheckpointLoader:
             )
 
     def _alike(self, what: Callable[[], None], words: str) -> None:
-        """Calls `what`, and raises on all ranks if it raised on one."""
+        """Calls `what`, and raises on all ranks if it raised on one. words: describe it in the error."""
         failed = ""
         try:
             what()

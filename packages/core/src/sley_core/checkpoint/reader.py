@@ -1,9 +1,9 @@
-"""Reads a checkpoint: names first, then whole tensors, or of each only the part that is wanted.
+"""Reads a checkpoint: names first, then whole tensors, or only the wanted part of each.
 
 found = read("runs/small/checkpoints/step-00000100")
 found.step, found.names
 weight = found["weights/blocks.0.norm.weight"]
-state = found.weights()                              # a mapping, read as it is asked; `run.load_weights` takes it
+state = found.weights()                              # a mapping, read on access; `run.load_weights` takes it
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _GUESS_BYTES = 1 << 16
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name, whole and on the host, read when they are asked for; and its index.
+    """Maps the names of a checkpoint's tensors to whole tensors on the host, which are read on access; also holds its index.
 
-    Nothing of it can run code. Files are not verified as they are read: `verify` does that.
+    Reading it cannot run code. Files are not verified as they are read: `verify` does that.
     """
 
     def __init__(self, folder: ReadableFolder, index: CheckpointIndex) -> None:
@@ -39,7 +39,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @property
     def step(self) -> int:
-        """How many optimizer steps were done."""
+        """Number of optimizer steps done."""
         return self.index.step
 
     @property
@@ -47,11 +47,11 @@ class Checkpoint(Mapping[str, Tensor]):
         return list(self.index.tensors)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Returns the weights by the names of the parameter book: masters where there were any."""
+        """Returns the weights by the names of the parameter book: masters if there were any."""
         return _Part(self, WEIGHTS)
 
     def facts(self, name: str) -> TensorFacts:
-        """Returns format, shape and places of a tensor."""
+        """Returns format, full shape and places of a tensor."""
         return self.index.tensors[name]
 
     def __getitem__(self, name: str) -> Tensor:
@@ -71,7 +71,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def read_into(self, name: str, wanted: Rectangle, target: Tensor) -> None:
-        """Reads the rectangle `wanted` of a tensor into `target`, which has its sizes; converts to its type.
+        """Reads the rectangle `wanted` of a tensor into `target`, which has its sizes; converts to the dtype of `target`.
 
         Raises RunError `checkpoint-damaged` if files do not have what the index says.
         """
@@ -85,8 +85,8 @@ class Checkpoint(Mapping[str, Tensor]):
             raise self._damaged(f"{num_missing} elements of {name!r} are in no file")
 
     def _read_common(self, file: str, name: str, rectangle: Rectangle, common: Rectangle, target: Tensor) -> None:
-        """Reads those rows of a file's rectangle of which something is wanted, and copies that; straight into `target`, if it
-        is all of the rows.
+        """Reads the rows of a file's rectangle that contain wanted elements, and copies those; directly into `target`, if all
+        of the rows is wanted.
         """
         there = self._header(file).get(name)
         if there is None or there.rectangle != rectangle:
@@ -120,7 +120,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
 
 class _Part(Mapping[str, Tensor]):
-    """The tensors whose names begin with `prefix`, by the rest of these names."""
+    """Maps the tensors whose names begin with `prefix`, by the rest of their names."""
 
     def __init__(self, whole: Checkpoint, prefix: str) -> None:
         self._whole = whole
@@ -146,7 +146,9 @@ def read(path: str | Path) -> Checkpoint:
 
 
 def read_header(folder: ReadableFolder, file: str) -> tuple[dict[str, InFile], dict[str, object]]:
-    """Returns what a file has, by name, and whose it is. Raises RunError `checkpoint-damaged`, OSError if it is not there."""
+    """Returns a file's tensors by name, and the facts of the file. Raises RunError `checkpoint-damaged`, OSError if it is not
+    there.
+    """
     start = folder.read(file, 0, _GUESS_BYTES)
     try:
         if len(start) >= 8 and (length := header_bytes(start)) > len(start):

@@ -1,10 +1,10 @@
-"""Rectangles of a tensor: what one file has of it, what one rank holds of it, and what both have.
+"""Rectangles of a tensor: what a file has of it, what a rank holds of it, and their intersection.
 
     elements 2 to 9 of a [3, 4]     . . a a      three rectangles, each a run of the flattened tensor
                                     b b b b
                                     c c . .
 
-Pure, no torch.
+Pure; does not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Rectangle(NamedTuple):
-    """The elements from `offsets` on, `sizes` along each dim; () and () for a scalar."""
+    """Names the elements from `offsets` on, `sizes` along each dim; () and () for a scalar."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -25,7 +25,7 @@ class Rectangle(NamedTuple):
         return prod(self.sizes)
 
     def common(self, other: Rectangle) -> Rectangle | None:
-        """Returns the elements that both have; None if there are none. A scalar has itself in common."""
+        """Returns the intersection; None if it is empty. The intersection of scalars is the scalar."""
         firsts = tuple(map(max, self.offsets, other.offsets))
         lasts = map(min, self.ends, other.ends)
         sizes = tuple(last - first for first, last in zip(firsts, lasts, strict=True))
@@ -36,12 +36,12 @@ class Rectangle(NamedTuple):
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def slices_in(self, outer: Rectangle) -> tuple[slice, ...]:
-        """Returns the slices that take this rectangle out of a tensor that is `outer`."""
+        """Returns the slices that take this rectangle out of a tensor that covers `outer`."""
         pairs = zip(self.offsets, outer.offsets, self.sizes, strict=True)
         return tuple(slice(own - start, own - start + size) for own, start, size in pairs)
 
     def moved(self, dim: int, by: int, size: int) -> Rectangle:
-        """Returns it `by` elements further along `dim`, with another `size` there."""
+        """Returns this rectangle moved by `by` elements along `dim`, with another `size` there."""
         offsets, sizes = list(self.offsets), list(self.sizes)
         offsets[dim] += by
         sizes[dim] = size
@@ -49,14 +49,14 @@ class Rectangle(NamedTuple):
 
 
 def all_of(shape: Sequence[int]) -> Rectangle:
-    """Returns the rectangle that is a whole tensor of this shape."""
+    """Returns the rectangle that covers a whole tensor of this shape."""
     return Rectangle((0,) * len(shape), tuple(shape))
 
 
 def rectangles(shape: Sequence[int], first: int, last: int) -> Iterator[Rectangle]:
     """Yields the rectangles that make up the elements from `first` to before `last` of a flattened tensor of `shape`.
 
-    Each is a run of the flattened tensor, and they come in its order; of n dims there are 2n - 1 at most.
+    Each is a run of the flattened tensor, and they come in its order; for n dims there are at most 2n - 1.
     """
     if first >= last:
         return

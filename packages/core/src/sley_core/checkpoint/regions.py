@@ -1,4 +1,4 @@
-"""Which part of a whole tensor a rank's own tensor is: all of it, a shard, or a run of the elements of either."""
+"""The part of a whole tensor that a rank's own tensor is: all of it, a shard, or a run of the elements of either."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class Region(NamedTuple):
-    """Of a whole tensor of `shape`. shard: the part of it, padded, that this rank has. span: which elements of the flattened
-    shard (or whole) this rank has of that.
+    """Describes a rank's part of a tensor of the full `shape`. shard: the part of it, padded, that this rank has. span: the
+    elements of the flattened shard (or whole) that this rank has of that.
     """
 
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Region(NamedTuple):
         return self.shape if self.shard is None else self.shard.own_shape
 
     def cut(self, own: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
-        """Yields rectangles of the whole tensor, each with what of the rank's `own` tensor is it, a view; no padding."""
+        """Yields rectangles of the whole tensor, each with the view of the rank's `own` tensor that it is; without padding."""
         assert tuple(own.shape) == self.own_shape, f"a tensor of {list(own.shape)} for {self}"
         for rectangle, view in self._runs(own):
             if self.shard is None:
@@ -57,5 +57,5 @@ class Region(NamedTuple):
 
 
 def region_of(entry: Entry, span: Span | None = None) -> Region:
-    """Returns where the parameter of `entry`, or the elements `span` of it, lie in the whole parameter."""
+    """Returns the region of the parameter of `entry`, or of the elements `span` of it, in the whole parameter."""
     return Region(entry.shape, entry.shard, span)

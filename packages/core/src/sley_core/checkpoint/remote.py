@@ -1,6 +1,6 @@
-"""The folder of a checkpoint behind a URL, as fsspec opens it: an object store, which cannot rename folders.
+"""Folders of checkpoints behind a URL, opened by fsspec: an object store, which cannot rename folders.
 
-Files have their names from the beginning, and the index comes last: a folder without it is no checkpoint.
+Files have their final names from the beginning, and the index is written last: a folder without it is no checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _STEP_BYTES = 16 << 20
 
 
 class RemoteFolder:
-    """The folder at `url`."""
+    """Reads and writes the folder at `url`."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -53,9 +53,9 @@ class RemoteFolder:
                 for chunk in chunks:
                     crc = crc32(chunk, crc)
                     num_bytes += len(chunk)
-                    file.write(bytes(chunk))  # what keeps it, keeps no memory that is used again
+                    file.write(bytes(chunk))  # a copy: the file system may keep it, and the chunk's memory is reused
         except BaseException:
-            with suppress(Exception):  # closing has made a file of what there was
+            with suppress(Exception):  # closing may have created a file with what was written
                 self._system.rm_file(self._at(name))
             raise
         return Written(num_bytes, crc)
@@ -91,7 +91,7 @@ class RemoteFolder:
         return last_file not in self.child(name).names()
 
     def publish(self, target: Folder) -> None:
-        """Does nothing: the index is there."""
+        """Does nothing: the checkpoint is complete once its index is written."""
 
     def remove(self) -> None:
         with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Brings a checkpoint into a run: each rank reads of every tensor what it holds, whatever ranks wrote it."""
+"""Restores a run from a checkpoint: each rank reads the part of every tensor that it holds, whatever ranks wrote it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Restoring:
-    """Of one rank, from one checkpoint. is_same_layout: whether every rank is what it was when the checkpoint was written."""
+    """Restores one rank from one checkpoint. is_same_layout: whether ranks and layout are those that wrote the checkpoint."""
 
     def __init__(self, tensors: RunTensors, found: Checkpoint, *, is_same_layout: bool) -> None:
         self.tensors = tensors
@@ -45,6 +45,7 @@ class Restoring:
         self._kept()
 
     def _weights(self) -> None:
+        """Sets weights and masters from the checkpoint; notes if it has other dtypes."""
         masters = self.tensors.update.masters
         types = set()
         for entry in self.tensors.parts.book:
@@ -58,13 +59,14 @@ class Restoring:
 
     @torch.no_grad()
     def _buffers(self) -> None:
+        """Sets buffers: this rank's own value of one that differs per rank, if the layout is the same, else the common one."""
         for name, buffer, differs in self.tensors.buffers():
             own = self.tensors.own_name(BUFFERS + name)
             is_own = differs and self.is_same_layout and own in self.found
             buffer.copy_(self._own(own if is_own else BUFFERS + name, Region(tuple(buffer.shape))))
 
     def _optimizer(self) -> None:
-        """Gives the optimizer its states by its own `load_state_dict`, which knows where they must lie, and of what type."""
+        """Restores the optimizer's states through its own `load_state_dict`, which knows their device and dtype."""
         optimizer = self.tensors.update.optimizer
         groups = optimizer.param_groups
         packed = optimizer.state_dict()
@@ -83,6 +85,7 @@ class Restoring:
             self._keep_types(one)
 
     def _kept(self) -> None:
+        """Restores what handlers keep, if the layout is the same; else they start anew, with a note."""
         for place, keeper in self.tensors.keepers.items():
             prefix = self.tensors.own_name(f"{place}/")
             found = [name for name in self.found if name.startswith(prefix)] if self.is_same_layout else []
@@ -95,7 +98,7 @@ class Restoring:
         return joined(StateLeaf(path, self._leaf(stepped, name)) for name, path in found)
 
     def _keep_types(self, stepped: Stepped) -> None:
-        """Gives states that were of another type than their parameter that type again: torch casts all to the parameter's."""
+        """Restores the dtypes of states that differ from their parameter's: torch casts all to the parameter's."""
         state = self.tensors.update.optimizer.state
         found = list(leaves(state.get(stepped.parameter, {})))
         kept = [leaf._replace(value=self._in_own_type(stepped, leaf)) for leaf in found]
@@ -103,6 +106,9 @@ class Restoring:
             state[stepped.parameter] = joined(kept)
 
     def _in_own_type(self, stepped: Stepped, leaf: StateLeaf) -> Any:
+        """Returns the value of a state leaf: in the checkpoint's dtype, if that is neither the weight's nor the leaf's, else as
+        it is.
+        """
         name = state_name(stepped.name, leaf.name)
         if not isinstance(leaf.value, Tensor) or name not in self.found:
             return leaf.value
@@ -113,6 +119,7 @@ class Restoring:
         return self._leaf(stepped, name).to(leaf.value.device)
 
     def _leaf(self, stepped: Stepped, name: str) -> Any:
+        """Reads one state leaf of `stepped` from the checkpoint: a plain value, a whole tensor, or this rank's part of one."""
         if name in self.found.index.values:
             return from_json(self.found.index.values[name])
         shape = self.found.facts(name).shape
@@ -122,7 +129,7 @@ class Restoring:
         return self._own(name, region_of(stepped.entry, stepped.span), stepped.parameter)
 
     def _options(self, names: Sequence[str]) -> dict[str, Any]:
-        """Returns what an optimizer that counts in its groups had counted for these parameters."""
+        """Returns the counters that the optimizer keeps in the groups of these parameters."""
         values = self.found.index.values
         found = [values[OPTIONS + name] for name in names if OPTIONS + name in values]
         if any(one != found[0] for one in found):
@@ -132,7 +139,7 @@ class Restoring:
     def _own(self, name: str, region: Region, like: Tensor | None = None) -> Tensor:
         """Returns this rank's part of a tensor, on the host, in the format of the file, padded with zeros.
 
-        like: whose strides it has; fused optimizers go through a parameter and its states in the order of memory.
+        like: gives the strides; fused optimizers go through a parameter and its states in the order of memory.
         """
         dtype = BY_NAME[self.found.facts(name).dtype]
         if like is None:
@@ -145,7 +152,7 @@ class Restoring:
 
 
 def mismatches(expected: dict[str, tuple[int, ...]], found: Checkpoint) -> Iterator[str]:
-    """Yields in words what one rank needs and the checkpoint does not have, or has in another shape."""
+    """Yields a text for each name that one rank needs and the checkpoint lacks, or has in another shape."""
     for name, shape in expected.items():
         if name not in found:
             yield f"{name!r} is not in the checkpoint"
@@ -154,7 +161,7 @@ def mismatches(expected: dict[str, tuple[int, ...]], found: Checkpoint) -> Itera
 
 
 def _by_parameter(found: Checkpoint) -> dict[str, list[tuple[str, tuple[tuple[str, str | int], ...]]]]:
-    """Returns, by parameter, the names of its states in the checkpoint, each with the way to it; tensors and values."""
+    """Returns, by parameter, the names of its states in the checkpoint, each with its path; tensors and values."""
     states: dict[str, list[tuple[str, tuple[tuple[str, str | int], ...]]]] = {}
     for name in [*found, *found.index.values]:
         if name.startswith(OPTIMIZER):

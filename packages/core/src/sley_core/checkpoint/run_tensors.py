@@ -1,8 +1,8 @@
-"""What a run's checkpoint consists of: this rank's tensors by names that no layout changes, and the small values beside them.
+"""What a run's checkpoint consists of: this rank's tensors by names that no layout changes, and small values.
 
-weights/<parameter>              what is stepped: the master where there is one, else the weight
-optimizer/<parameter>/<state>    as the optimizer calls it
-buffers/<name>                   of modules; not what their constructors make anew
+weights/<parameter>              what is stepped: the master if there is one, else the weight
+optimizer/<parameter>/<state>    under the optimizer's own key
+buffers/<name>                   of modules: persistent ones, and those that may differ from rank to rank
 ranks/<rank>/<name>              what one rank keeps for itself
 """
 
@@ -44,8 +44,8 @@ OF_PLAN = ("params", "lr", "initial_lr", "weight_decay")
 
 
 class RunTensors:
-    """Of one rank. per_rank: patterns of buffers that may differ from rank to rank. keepers: what keeps something of its own,
-    by its place in the plan.
+    """Collects the tensors of one rank. per_rank: patterns of buffers that may differ from rank to rank. keepers: objects that
+    keep tensors of their own, by their place in the plan.
     """
 
     def __init__(
@@ -63,9 +63,10 @@ class RunTensors:
         self.keepers = keepers
 
     def pieces(self) -> list[TensorPiece]:
-        """Returns everything that this rank holds, live, and where it lies; equal pieces of other ranks are equal bit for bit.
+        """Returns everything that this rank holds, as live tensors with their places; ranks with equal pieces hold the same
+        bits.
 
-        Raises RunError `checkpoint-type` for a tensor of numbers that a file cannot hold.
+        Raises RunError `checkpoint-type` for a dtype that a file cannot hold.
         """
         self._follow()
         self._at_rest = self.memory.at_rest()
@@ -77,7 +78,7 @@ class RunTensors:
         return found
 
     def values(self) -> dict[str, Any]:
-        """Returns what the optimizer keeps that is no tensor, as JSON: leaves of states, and options that it counts in."""
+        """Returns, as JSON, what the optimizer keeps besides tensors: leaves of states, and counters in its groups."""
         found = {}
         for stepped in self.update.masters.stepped:
             for leaf in leaves(self.update.optimizer.state.get(stepped.parameter, {})):
@@ -91,7 +92,7 @@ class RunTensors:
         return found
 
     def paths(self) -> dict[str, Any]:
-        """Returns where leaves of nested states lie; none for an optimizer whose states are flat."""
+        """Returns the paths of the leaves of nested states; {} for an optimizer whose states are flat."""
         found = {}
         for stepped in self.update.masters.stepped:
             for leaf in leaves(self.update.optimizer.state.get(stepped.parameter, {})):
@@ -100,7 +101,7 @@ class RunTensors:
         return found
 
     def buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yields name and value of each buffer that is kept, and whether it may differ from rank to rank."""
+        """Yields name and value of each saved buffer, and whether it may differ from rank to rank."""
         for layer in self.parts.layers:
             for prefix, module in layer.module.named_modules(prefix=layer.name):
                 for attribute, buffer in module.named_buffers(recurse=False):
@@ -110,7 +111,7 @@ class RunTensors:
                         yield name, buffer, differs
 
     def _follow(self) -> None:
-        """Lets masters take over what a program wrote to weights. Raises StateError if it did, and these are away now."""
+        """Lets masters take over what a program wrote to weights. Raises StateError if it did, and these are offloaded now."""
         where, masters = self.memory.where, self.update.masters
         if where["weights"] is where["masters"] is Where.HERE or masters.home is not None:
             masters.follow()
@@ -118,6 +119,9 @@ class RunTensors:
             raise is_away("weights", "a checkpoint after a program has written weights")
 
     def _weights(self) -> Iterator[TensorPiece]:
+        """Yields the pieces of weights that this rank saves: masters of what it steps, and whole weights that no rank has
+        cut.
+        """
         stepped = {one.entry: one for one in self.update.masters.stepped}
         for entry in self.parts.book:
             if entry in stepped:
@@ -127,6 +131,7 @@ class RunTensors:
                 yield from self._cut(WEIGHTS + entry.name, region_of(entry), entry.parameter)
 
     def _states(self) -> Iterator[TensorPiece]:
+        """Yields the pieces of optimizer states that this rank saves."""
         for stepped in self.update.masters.stepped:
             for leaf in leaves(self.update.optimizer.state.get(stepped.parameter, {})):
                 if isinstance(leaf.value, Tensor):
@@ -134,6 +139,7 @@ class RunTensors:
                     yield from self._cut(name, state_region(stepped, tuple(leaf.value.shape)), leaf.value)
 
     def _all_buffers(self) -> Iterator[TensorPiece]:
+        """Yields the pieces of buffers; one that differs per rank is saved under this rank's own name, too."""
         for name, buffer, differs in self.buffers():
             yield from self._cut(BUFFERS + name, Region(tuple(buffer.shape)), buffer)
             if differs:
@@ -145,7 +151,7 @@ class RunTensors:
                 yield from self._cut(self.own_name(f"{place}/{name}"), Region(tuple(tensor.shape)), tensor)
 
     def own_name(self, name: str) -> str:
-        """Returns the name of what this rank keeps for itself."""
+        """Returns the name in the checkpoint of a tensor that this rank keeps for itself."""
         return f"ranks/{self.parts.world.rank}/{name}"
 
     def _cut(self, name: str, region: Region, tensor: Tensor) -> Iterator[TensorPiece]:
@@ -153,7 +159,7 @@ class RunTensors:
             yield TensorPiece(name, region.shape, rectangle, view)
 
     def _changed(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the options of a group that are not those with which the optimizer began, as JSON."""
+        """Returns, as JSON, the options of a group that differ from those with which the optimizer began."""
         begun = self.update.optimizer.defaults
         return {
             key: _plain(value, "a group", key)
@@ -168,12 +174,12 @@ def state_name(parameter: str, state: str) -> str:
 
 
 def state_region(stepped: Stepped, shape: tuple[int, ...]) -> Region:
-    """Returns what of a whole state this rank's is: as much as of the parameter, if it has the parameter's shape; else all."""
+    """Returns this rank's region of a state: that of the parameter, if the state has the parameter's shape; else all of it."""
     return region_of(stepped.entry, stepped.span) if shape == tuple(stepped.parameter.shape) else Region(shape)
 
 
 def generators(device: Device) -> dict[str, Any]:
-    """Returns the states of the generators of this process, as JSON: torch's, Python's and numpy's."""
+    """Returns the states of this process's generators, as JSON: torch's, Python's and numpy's."""
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device.torch_device)

@@ -1,4 +1,4 @@
-"""What all ranks agree on before a save: that they save the same thing in the same place, and who writes what of it."""
+"""The agreement of all ranks before a save: that they save the same thing in the same place, and who writes what of it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 
 class Destination(NamedTuple):
-    """Where a checkpoint goes. path: its own folder, or that of several checkpoints."""
+    """Says where a checkpoint is written. path: its own folder, or a folder of several checkpoints."""
 
     path: str
     is_of_several: bool
 
 
 class Preparation:
-    """Prepares the saves of one rank. state: returns what the run keeps beside tensors, as JSON, alike on all ranks.
+    """Prepares the saves of one rank. state: returns what the run keeps besides tensors, as JSON, the same on all ranks.
 
     Remembers who writes what for as long as no rank holds other tensors than at the last save.
     """
@@ -47,9 +47,10 @@ class Preparation:
         self._shares: tuple[list[str], Shares] | None = None
 
     def prepare(self, where: Destination, step: int, state: dict[str, Any], resolved: str, keep: int | None) -> Writing:
-        """Returns what this rank has to write. keep: how many checkpoints stay in a folder of several; None for all.
+        """Agrees with all ranks on a save, and returns what this rank has to write. keep: how many checkpoints to keep in a
+        folder of several; None for all.
 
-        All ranks call it: one blocking exchange over `control`, and a second where some rank holds other tensors than before.
+        All ranks call it: one blocking exchange over `control`, and a second if some rank holds other tensors than before.
         Raises RunError on all ranks alike.
         """
         world, control = self.tensors.parts.world, self.tensors.parts.groups["control"]
@@ -82,7 +83,7 @@ class Preparation:
         )
 
     def _held(self) -> tuple[list[TensorPiece], dict[str, Any], str]:
-        """Returns this rank's tensors, and what it keeps for itself; with words for why not, if it cannot."""
+        """Returns this rank's tensors, what it keeps for itself, and the text of an error if it cannot save, else ""."""
         try:
             own = {
                 "values": self.tensors.values(),
@@ -97,7 +98,9 @@ class Preparation:
             return [], {}, cause(error)
 
     def _target(self, where: Destination, step: int) -> list[str]:
-        """Returns the folder, a token for this save, and words for why it cannot be; removes what is left of earlier saves."""
+        """Returns the folder, a token for this save, and the text of an error, if any; removes what is left of earlier
+        saves.
+        """
         try:
             folder = open_folder(where.path)
             names = folder.names()
@@ -112,7 +115,7 @@ class Preparation:
             return ["", "", f"the folder {where.path} cannot be read: {cause(error)}"]
 
     def _shared(self, digests: list[str], lines: list[Listed]) -> Shares:
-        """Returns who writes what; the exchange of the lists is left out on all ranks alike where none has changed."""
+        """Returns who writes what; the exchange of the lists is skipped on all ranks alike if none has changed."""
         if self._shares is None or self._shares[0] != digests:
             control = self.tensors.parts.groups["control"]
             # All ranks: they have compared the same digests with those of the same last save.
@@ -138,14 +141,14 @@ class Preparation:
 
 
 def remove_unfinished(folder: Folder) -> None:
-    """Deletes what saves that were cut off have left in a folder of checkpoints."""
+    """Deletes what interrupted saves have left in a folder of checkpoints."""
     for name in folder.names():
         if is_ours(name) and folder.is_unfinished(name, INDEX):
             folder.child(name).remove()
 
 
 def of_another_run(folder: Folder, run: str) -> str:
-    """Returns words for why the newest readable checkpoint of a folder is none of the run's; nothing if it is one."""
+    """Returns a text if the newest readable checkpoint of a folder is of another run; else ""."""
     for name in ready(folder):
         with suppress(RunError):
             if (found := read_index(folder.child(name)).run) != run:
@@ -165,7 +168,7 @@ def _nothing() -> None: ...
 
 
 def absolute(path: str | Path) -> str:
-    """Returns a path or URL that means the same wherever the process is."""
+    """Returns a path or URL that does not depend on the current directory."""
     return open_folder(path).text
 
 
@@ -180,6 +183,7 @@ def _raise_first(problems: list[str], ranks: tuple[int, ...]) -> None:
 
 
 def _same(values: list[str], what: str, ranks: tuple[int, ...]) -> None:
+    """Raises RunError "ranks-differ" if the ranks' `values` are not all equal. what: names them in the error."""
     for rank, value in zip(ranks, values, strict=True):
         if value != values[0]:
             message = f"ranks {ranks[0]} and {rank} are about to save with another {what}"

@@ -1,4 +1,4 @@
-"""Which rank writes what: everything once, as evenly as it goes, and decided alike on every rank without asking again."""
+"""Decides which rank writes what: everything once, as evenly as possible, the same result on every rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sley_core.weight_files.dtypes import BY_NAME, DTYPES
 
 
 class Listed(NamedTuple):
-    """A piece as ranks tell each other of it."""
+    """Describes a piece for other ranks."""
 
     name: str
     dtype: str
@@ -27,12 +27,12 @@ class Listed(NamedTuple):
 
 
 def listed(pieces: Sequence[TensorPiece]) -> list[Listed]:
-    """Returns what a rank tells the others of its pieces."""
+    """Returns the descriptions of a rank's pieces, for the other ranks."""
     return [Listed(one.name, DTYPES[one.tensor.dtype], one.shape, one.rectangle) for one in pieces]
 
 
 def from_lists(found: Sequence[Sequence[Any]]) -> list[Listed]:
-    """Returns the pieces that JSON has made lists of."""
+    """Rebuilds the descriptions from lists, which JSON made of them."""
     return [
         Listed(name, dtype, tuple(shape), Rectangle(tuple(offsets), tuple(sizes)))
         for name, dtype, shape, (offsets, sizes) in found
@@ -40,14 +40,16 @@ def from_lists(found: Sequence[Sequence[Any]]) -> list[Listed]:
 
 
 class Shares(NamedTuple):
-    """of_rank: by rank, the numbers of those of its pieces that it writes, file by file. tensors: the index of them all."""
+    """Says who writes what. of_rank: by rank, the numbers of those of its pieces that it writes, file by file. tensors: the
+    index of all.
+    """
 
     of_rank: list[list[list[int]]]
     tensors: dict[str, TensorFacts]
 
 
 def share_out(everyone: Sequence[Sequence[Listed]]) -> Shares:
-    """Returns who writes what, from the lists of all ranks: the largest first, each piece goes to the one of its holders that
+    """Returns who writes what, from the lists of all ranks: in order of size, each piece goes to the one of its holders that
     has the fewest bytes so far.
 
     A file has each name once, so of several rectangles of one tensor the second goes into the rank's second file, and so on.
@@ -81,7 +83,7 @@ def file_name(rank: int, number: int) -> str:
 
 
 def _files(pieces: Sequence[Listed], numbers: Sequence[int]) -> list[list[int]]:
-    """Deals the numbers to files, wide formats first, so that all are aligned; one file at least."""
+    """Distributes the numbers over files, wide formats first, so that all are aligned; at least one file."""
     files: list[list[int]] = [[]]
     seen: dict[str, int] = {}
     for number in numbers:
@@ -95,7 +97,7 @@ def _files(pieces: Sequence[Listed], numbers: Sequence[int]) -> list[list[int]]:
 
 
 def _check(pieces: dict[Listed, list[tuple[int, int]]]) -> None:
-    """Raises RunError unless the pieces of each name have one format and one shape, and are all of it, without overlap."""
+    """Raises RunError unless the pieces of each name have one format and one shape, and cover all of it without overlap."""
     known: dict[str, Listed] = {}
     numel: dict[str, int] = {}
     for piece, holders in pieces.items():

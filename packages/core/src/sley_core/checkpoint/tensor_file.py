@@ -1,8 +1,8 @@
-"""Files of safetensors: written straight from the memory of tensors, and read by ranges of bytes.
+"""Files of safetensors: written directly from the memory of tensors, and read by byte ranges.
 
     8 bytes: length of the header | header: JSON, name -> dtype, shape, bytes from .. to | data
 
-The header says of each tensor where it begins in the whole one, as torch.distributed.checkpoint reads it
+The header says where each tensor begins in the whole one, as torch.distributed.checkpoint reads it
 (`HuggingFaceStorageReader`), and of which run, step and rank the file is. Nothing in a file can run code.
 """
 
@@ -30,7 +30,7 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A rectangle of the tensor `name`, whose whole `shape` is; the same name in every layout.
+    """Describes a rectangle of the tensor `name` with the full `shape`; the name is the same in every layout.
 
     tensor: of the rectangle's sizes, on the host or the device; often a view of live memory.
     """
@@ -46,7 +46,7 @@ class TensorPiece:
 
 
 class InFile(NamedTuple):
-    """Where a file has a rectangle: bytes from `first` to before `last`, row by row."""
+    """Says where a file has a rectangle: bytes from `first` to before `last`, row by row."""
 
     dtype: torch.dtype
     rectangle: Rectangle
@@ -77,8 +77,8 @@ def header_of(pieces: Sequence[TensorPiece], facts: Mapping[str, Any]) -> bytes:
 
 
 def parsed(start: bytes) -> tuple[dict[str, InFile], dict[str, Any]]:
-    """Returns what a file with this header has, by name, and its facts. start: at least the header. Raises ValueError for what
-    is no header of ours.
+    """Returns a file's tensors by name, and its facts. start: at least the header. Raises ValueError for a header that is not
+    ours.
     """
     if len(start) < _LENGTH.size or len(start) < header_bytes(start):
         raise ValueError("it ends within its header")
@@ -95,14 +95,14 @@ def parsed(start: bytes) -> tuple[dict[str, InFile], dict[str, Any]]:
 
 
 def header_bytes(start: bytes | bytearray) -> int:
-    """Returns how many bytes the header takes, from the first eight or more of a file."""
+    """Returns the size of the header, from the first eight or more bytes of a file."""
     return _LENGTH.size + int(_LENGTH.unpack_from(start)[0])
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor on the host, which keeps the tensor.
+    """Returns the memory of a contiguous tensor on the host, as a view that keeps the tensor alive.
 
-    Not by numpy: memory that numpy has seen cannot leave the device any more (torch marks it as not resizable).
+    Not through numpy: memory that numpy has seen can no longer be offloaded (torch marks it as not resizable).
     """
     if not tensor.numel():
         return memoryview(b"")
@@ -113,7 +113,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
-    """Yields the bytes of `tensor`, row by row, without a copy where it is contiguous and on the host."""
+    """Yields the bytes of `tensor`, row by row, without a copy if it is contiguous and on the host."""
     held = tensor.detach().cpu().contiguous()
     data = bytes_of(held)
     for start in range(0, len(data), CHUNK_BYTES):

@@ -1,7 +1,7 @@
-"""Reads that say so when they do not go on: a disk that stalls on one rank must not keep all ranks waiting for it in silence.
+"""Reads with a time limit: a disk that stalls on one rank must not keep all ranks waiting silently.
 
 main thread    | call ── waits ──────────── limit: StalledError, with the file
-reader thread         └── the system's read, which nothing can break off
+reader thread         └── the system's read, which cannot be interrupted
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _STEP_BYTES = 16 << 20
 
 
 class StalledError(RunError):
-    """A read that did not go on."""
+    """Raised for a read that did not return within its time limit."""
 
 
 class TimedReads(AbstractContextManager["TimedReads"]):
-    """Reads files in a thread of its own while it is entered. limit_s: how long a folder may take for one answer, or 16 MiB.
+    """Reads files in a separate thread while it is entered. limit_s: seconds for a folder to give one answer, or 16 MiB.
 
-    What a read that stalls was to fill stays with that read, which may come to its end at any time.
+    The buffer of a stalled read stays with that read, which may still complete at any time.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -44,8 +44,8 @@ class TimedReads(AbstractContextManager["TimedReads"]):
         self._tasks.put(None)
 
     def call(self, file: str, read: Callable[[], Any]) -> Any:
-        """Returns `read()`. Raises what that raises, and StalledError where it has not returned within the limit, at once from
-        then on.
+        """Returns `read()`. Raises what that raises, and StalledError if it has not returned within the limit; from then on, at
+        once.
         """
         if not self._stalled:
             self._tasks.put(read)
@@ -60,6 +60,7 @@ class TimedReads(AbstractContextManager["TimedReads"]):
         raise StalledError("checkpoint-load", self._stalled, hint="its file system does not answer on this rank")
 
     def _run(self) -> None:
+        """Runs in the thread: calls each task, and puts its result or its error into the queue."""
         while (read := self._tasks.get()) is not None:
             try:
                 self._results.put((read(), None))
@@ -68,7 +69,7 @@ class TimedReads(AbstractContextManager["TimedReads"]):
 
 
 class TimedFolder:
-    """The folder `folder`, read by `reads`."""
+    """Is the folder `folder`, read through `reads`."""
 
     def __init__(self, folder: ReadableFolder, reads: TimedReads) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""The states that an optimizer keeps for a parameter, which may be nested, as a flat list of leaves and back."""
+"""Flattens the states that an optimizer keeps for a parameter, which may be nested, into leaves, and rebuilds them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sley_core.errors import RunError
 
 
 class StateLeaf(NamedTuple):
-    """A value in a state. path: through which containers, each its kind and the key or number in it."""
+    """Holds a value in a state. path: the containers that lead to it, each as its kind and the key or index in it."""
 
     path: tuple[tuple[str, str | int], ...]
     value: Any
@@ -20,7 +20,9 @@ class StateLeaf(NamedTuple):
 
 
 def leaves(state: Any, path: tuple[tuple[str, str | int], ...] = ()) -> Iterator[StateLeaf]:
-    """Yields what is in dicts, lists and tuples. Raises RunError `optimizer-state` for a key that cannot be a name."""
+    """Yields the values in dicts, lists and tuples. Raises RunError `optimizer-state` for a key that cannot be part of a
+    name.
+    """
     if isinstance(state, Mapping):
         for key, value in state.items():
             if not isinstance(key, str) or "/" in key:
@@ -36,7 +38,7 @@ def leaves(state: Any, path: tuple[tuple[str, str | int], ...] = ()) -> Iterator
 
 
 def joined(found: Iterable[StateLeaf]) -> Any:
-    """Returns the state whose leaves these are, in their order."""
+    """Rebuilds the state from its leaves, in their order."""
     root: dict[str | int, Any] = {}
     kinds: dict[tuple[str | int, ...], str] = {}
     for path, value in found:
@@ -51,6 +53,7 @@ def joined(found: Iterable[StateLeaf]) -> Any:
 
 
 def _built(node: Any, place: tuple[str | int, ...], kinds: Mapping[tuple[str | int, ...], str]) -> Any:
+    """Returns `node` with dicts turned back into lists and tuples where `kinds` says so. place: the path of `node`."""
     if place not in kinds:
         return node if place else {}
     inside = {key: _built(value, (*place, key), kinds) for key, value in node.items()}

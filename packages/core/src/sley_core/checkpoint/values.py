@@ -1,6 +1,6 @@
-"""Python values as JSON and back, the same after as before: what a stream, a generator or an optimizer keeps beside tensors.
+"""Python values as JSON and back, unchanged: what a stream, a generator or an optimizer keeps besides tensors.
 
-JSON alone would turn tuples into lists and keys into strings without a word. What is no plain data is refused.
+Plain JSON would silently turn tuples into lists and keys into strings. Values that are not plain data are refused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Returns what `to_json` was given."""
+    """Returns the value that was given to `to_json`."""
     if isinstance(value, list):
         return [from_json(one) for one in value]
     if not isinstance(value, dict):

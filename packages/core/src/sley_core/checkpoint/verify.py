@@ -1,4 +1,4 @@
-"""Finds out whether a checkpoint is as it was written, and the newest one that is."""
+"""Verifies that a checkpoint is as it was written, and finds the newest intact one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
 class Damage(NamedTuple):
-    """A file that is not what was written, and how."""
+    """Names a damaged file, and says how it differs from what was written."""
 
     file: str
     how: str
@@ -28,16 +28,18 @@ class Damage(NamedTuple):
 
 
 class Newest(NamedTuple):
-    """The newest whole checkpoint of a folder, None if there is none; and newer ones that are damaged, each with what is."""
+    """Holds the newest intact checkpoint of a folder, None if there is none; and newer ones that are damaged, each with its
+    damages.
+    """
 
     path: str | None
     passed_over: list[tuple[str, list[Damage]]]
 
 
 def verify(path: str | Path) -> list[Damage]:
-    """Returns which files of the checkpoint in the folder `path` are damaged; none if all is as it was written.
+    """Returns the damaged files of the checkpoint in the folder `path`; [] if it is as it was written.
 
-    Reads all of it. Raises RunError `no-checkpoint` for a folder without anything of one.
+    Reads all of it. Raises RunError `no-checkpoint` for a folder that has nothing of one.
     """
     folder = open_folder(path)
     if not folder.names():
@@ -46,7 +48,7 @@ def verify(path: str | Path) -> list[Damage]:
 
 
 def newest(path: str | Path) -> Newest:
-    """Returns the newest whole checkpoint in the folder `path`, which has several; reads their files."""
+    """Returns the newest intact checkpoint in the folder `path`, which has several; reads their files."""
     folder = open_folder(path)
     passed_over: list[tuple[str, list[Damage]]] = []
     for name in ready(folder):
@@ -58,20 +60,21 @@ def newest(path: str | Path) -> Newest:
 
 
 def ready(folder: ReadableFolder) -> list[str]:
-    """Returns the names of the checkpoints in a folder of several, the newest first; half-written ones are not among them."""
+    """Returns the names of the complete checkpoints in a folder of several, the newest first."""
     names = [name for name in folder.names() if _STEP.fullmatch(name) and not folder.is_unfinished(name, INDEX)]
     return sorted(names, key=_age, reverse=True)
 
 
 def is_ours(name: str) -> bool:
-    """Returns whether a folder with this name is a checkpoint of a run, or was to become one."""
+    """Returns whether a folder with this name is a checkpoint of a run, or the unfinished save of one."""
     return name.startswith(STAGING) or _STEP.fullmatch(name) is not None
 
 
 def step_name(step: int, taken: Iterable[str]) -> str:
-    """Returns a name for the checkpoint after `step`, which no other has, and which is the newest of all.
+    """Returns an unused name for the checkpoint after `step`, which sorts as the newest of all.
 
-    A run that went back, from an older checkpoint or to the same step, gets a number behind its steps from then on.
+    If a run has been resumed from an older checkpoint, or saves the same step again, a number is added after the step from then
+    on.
     """
     ages = [_age(name) for name in taken if _STEP.fullmatch(name)]
     times_back, last = max(ages, default=(0, -1))
@@ -80,13 +83,13 @@ def step_name(step: int, taken: Iterable[str]) -> str:
 
 
 def damages(folder: ReadableFolder) -> list[Damage]:
-    """Returns what is damaged of the checkpoint in `folder`; reads all of it."""
+    """Returns the damages of the checkpoint in `folder`; reads all of it."""
     return examined(folder)[1]
 
 
 def examined(folder: ReadableFolder, rank: int = 0, num_ranks: int = 1) -> tuple[CheckpointIndex | None, list[Damage]]:
-    """Returns the index, None if it cannot be read, and the damages that one of `num_ranks` ranks finds, which look at
-    different files, and all at the index. Raises StalledError.
+    """Returns the index, None if it cannot be read, and the damages that one of `num_ranks` ranks finds. Each rank reads
+    different files, and all read the index. Raises StalledError.
     """
     try:
         if INDEX not in folder.names():
@@ -103,6 +106,7 @@ def examined(folder: ReadableFolder, rank: int = 0, num_ranks: int = 1) -> tuple
 
 
 def _damage(folder: ReadableFolder, name: str, index: CheckpointIndex) -> Damage | None:
+    """Returns what is wrong with a file of a checkpoint, None if nothing is; reads all of it."""
     facts = index.files[name]
     try:
         num_bytes = folder.num_bytes(name)
@@ -118,6 +122,7 @@ def _damage(folder: ReadableFolder, name: str, index: CheckpointIndex) -> Damage
 
 
 def _how(num_bytes: int, facts: FileFacts) -> str:
+    """Returns in words how a file's size or content differs from what was written."""
     if num_bytes < facts.num_bytes:
         return f"is cut short: it has {num_bytes} bytes of {facts.num_bytes}"
     if num_bytes > facts.num_bytes:
@@ -126,7 +131,7 @@ def _how(num_bytes: int, facts: FileFacts) -> str:
 
 
 def _whose(folder: ReadableFolder, name: str, index: CheckpointIndex, facts: FileFacts) -> str:
-    """Returns whose file it is, if it says that it is another's; else nothing."""
+    """Returns a text if the file says that it belongs to another checkpoint or rank; else ""."""
     try:
         _, found = read_header(folder, name)
     except StalledError:
@@ -143,7 +148,7 @@ def _whose(folder: ReadableFolder, name: str, index: CheckpointIndex, facts: Fil
 
 
 def _age(name: str) -> tuple[int, int]:
-    """Returns what grows from each save of a run to the next: how often it went back, and its steps."""
+    """Returns a sort key that grows from each save of a run to the next: how often it went back, and its steps."""
     match = _STEP.fullmatch(name)
     assert match is not None, name
     return int(match[2] or 0), int(match[1])

@@ -1,9 +1,9 @@
-"""One save, as a rank does it: its files, then a note that says what is in them; rank 0 waits for all notes, and publishes.
+"""One save on one rank: its files, then a note that says what is in them; rank 0 waits for all notes, and publishes.
 
     rank 1   | rank-00001.safetensors | note-00001.json |
     rank 0   | rank-00000.safetensors | note-00000.json | waits for all notes | looks at all sizes | checkpoint.json | rename
 
-No rank waits for another by a collective here, so all of it may run in a thread beside training.
+Uses no collective, so that all of it may run in a thread beside training.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _SLOWEST_POLL_S = 0.1
 
 @dataclass
 class Writing:
-    """What one rank has to write. staging: where; target: what that becomes. files: the pieces of each of its files. facts: of
-    all files, in their headers. own: JSON that this rank keeps for itself, and values and paths of the optimizer. index: of all
-    ranks, but for what their notes say. timeout_s: how long rank 0 waits for the others. chunks: yields the bytes of a piece.
-    published: called on rank 0 when the checkpoint is there.
+    """Writes one rank's part of a save. staging: the folder to write in; target: the name that it gets. files: the pieces of
+    each of its files. facts: for the headers of all files. own: JSON that this rank keeps for itself, and values and paths
+    of the optimizer. index: of all ranks, without what their notes say. timeout_s: how long rank 0 waits for the others.
+    chunks: yields the bytes of a piece. published: called on rank 0 when the checkpoint is complete.
 
-    is_cancelled: set it, and the writing ends soon, without a checkpoint. waits_since: since when, by the monotonic clock, rank
-    0 has been waiting without another rank that came to its end.
+    is_cancelled: if set, the writing ends soon, without a checkpoint. waits_since: the monotonic time since which rank 0 has
+    been waiting without another rank having finished.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class Writing:
 
     def run(self) -> None:
         """Writes this rank's files, and on rank 0 waits for the others and publishes. Raises RunError `checkpoint-failed`; then
-        the checkpoint is not there, and what was written of it is removed.
+        there is no checkpoint, and what was written of it is removed.
         """
         try:
             self._write()
@@ -64,6 +64,7 @@ class Writing:
             raise _failed(self.target, self.rank, said(error)) from error
 
     def _write(self) -> None:
+        """Writes this rank's files, reads each back to compare checksums, and leaves a note with their sizes and checksums."""
         written: dict[str, Written] = {}
         for number, pieces in enumerate(self.files):
             name = file_name(self.rank, number)
@@ -74,6 +75,7 @@ class Writing:
         self.staging.write(_note(self.rank), [note])
 
     def _content(self, number: int, pieces: Sequence[TensorPiece]) -> Iterator[bytes | memoryview]:
+        """Yields the bytes of a file: the header, then each piece. Raises if the save is no longer wanted."""
         yield header_of(pieces, {**self.facts, "rank": self.rank, "file": number})
         for piece in pieces:
             self._check_wanted()
@@ -84,7 +86,7 @@ class Writing:
             raise RunError("checkpoint-failed", "the run ended while it was written")
 
     def _publish(self) -> None:
-        """Waits for all notes, looks whether the files are as long as they say, writes the index, and names the folder."""
+        """Waits for all notes, checks the sizes of the files, writes the index, and renames the folder."""
         notes = self._notes()
         files = {
             name: FileFacts(num_bytes, crc, rank)
@@ -108,7 +110,7 @@ class Writing:
         self.published()
 
     def _notes(self) -> list[dict[str, Any]]:
-        """Returns what all ranks have noted. Raises RunError if one failed, or does not come to its end."""
+        """Returns the notes of all ranks. Raises RunError if one failed, or does not finish in time."""
         deadline, pause = time.monotonic() + self.timeout_s, _POLL_S
         missing = set(range(self.num_ranks))
         while True:
@@ -131,7 +133,7 @@ class Writing:
             pause = min(2 * pause, _SLOWEST_POLL_S)
 
     def _fail(self, error: Exception) -> None:
-        """Frees the disk of what was written; on other ranks than 0, tells rank 0."""
+        """Deletes what was written; on ranks other than 0, tells rank 0."""
         with suppress(Exception):
             if self.rank == 0:
                 self.staging.remove()
@@ -143,7 +145,7 @@ class Writing:
 
 
 def said(error: Exception) -> str:
-    """Returns an error in words, on one line."""
+    """Returns an error as one line of text."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     return error.diagnostics[0].message if isinstance(error, RunError) else cause(error)
@@ -162,7 +164,7 @@ def _failed(target: Folder, rank: int, why: str) -> RunError:
 
 
 def _union(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns all of `found` in one. Raises RunError where ranks have other values of one name."""
+    """Returns all of `found` merged. Raises RunError if ranks have different values under one name."""
     union: dict[str, Any] = {}
     for rank, one in enumerate(found):
         for name, value in one.items():

@@ -1,4 +1,4 @@
-"""Before the first step all ranks compare what they are about to do, and the error names the rank that differs."""
+"""Compares, before the first step, what all ranks are about to run; the error names the rank that differs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sley_core.comm.groups import Group
 from sley_core.errors import RunError
 
 MOST_PARTS = 3
-"""How many parts that differ are named."""
+"""How many differing parts an error names."""
 
 Parts = Callable[[], Mapping[str, str]]
 
@@ -19,8 +19,9 @@ Parts = Callable[[], Mapping[str, str]]
 def agree(facts: Mapping[str, str], control: Group, parts: Mapping[str, Parts] = MappingProxyType({})) -> None:
     """Compares `facts` (plan digest, versions, group table) over all ranks; a blocking collective on `control`.
 
-    parts: by name of a fact, the pieces that make it up: gathered only if ranks differ, to name the piece. Raises
-    RunError `ranks-disagree` on every rank alike, with the fact, the ranks in the minority, and both values.
+    parts: by name of a fact, a function that returns the pieces that make it up; called and gathered only if ranks differ, to
+    name the piece. Raises RunError `ranks-disagree` on every rank alike, with the fact, the ranks in the minority, and both
+    values.
     """
     everyone = gather_objects(dict(facts), control, what="the facts that ranks agree on")
     for name in facts:
@@ -33,7 +34,7 @@ def agree(facts: Mapping[str, str], control: Group, parts: Mapping[str, Parts] =
             others = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
             message = f"rank {rank}{others} has {name} {value}, rank {usual} has {most}"
             if name in parts:
-                # All ranks come here: they have compared the same values.
+                # All ranks get here: they have compared the same values.
                 every = gather_objects(dict(parts[name]()), control, what=f"what {name} is made of")
                 of = dict(zip(control.ranks, every, strict=True))
                 if pieces := differing(of[rank], of[usual]):

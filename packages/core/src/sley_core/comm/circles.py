@@ -1,8 +1,9 @@
-"""Finds ranks that wait for each other, after a wait has failed: one that is late is told from ranks that do other things.
+"""Finds ranks that wait for each other after a wait has failed, to tell a late rank from ranks that exchange in different
+orders.
 
 A rank whose wait fails writes into the run's store what it waits in, and how many exchanges of each queue it has started. It
 waits for a peer that has started fewer of that queue than the number of its exchange. Ranks that wait for each other in a
-circle never end, whoever is slow or dead: they have started their exchanges in different orders. The last rank of the circle
+circle never end, however fast they are: they have started their exchanges in different orders. The last rank of the circle
 whose wait fails sees all of it.
 
     rank 0   gather 1, gather 2, reduce 1: waits      rank 1 has started no reduce
@@ -21,20 +22,20 @@ from typing import NamedTuple
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it
 
 MOST_RANKS = 256
-"""Of how many ranks one hears: which of them wait for each other is found by comparing each with each."""
+"""The most ranks that are read: each is compared with each."""
 
 _LOOK_S = 0.02
-"""How often a rank looks for what the others say."""
+"""Seconds between two reads of what the others wrote."""
 
 _ANSWER_S = 2.0
-"""How long the store has to answer, beyond the time that is waited for the others: its host may hang too."""
+"""Seconds for the store to answer, beyond the time for the others: its host may hang too."""
 
 
 class Waiting(NamedTuple):
-    """What a rank waits in.
+    """Describes what a rank waits in.
 
     what: in words. ranks: those that take part in it. queue, number: its place among the exchanges that these start in one
-    order. numbers: how many of each queue the rank has started.
+    order. numbers: how many exchanges of each queue the rank has started.
     """
 
     rank: int
@@ -45,14 +46,15 @@ class Waiting(NamedTuple):
     numbers: Mapping[str, int]
 
     def is_for(self, other: Waiting) -> bool:
-        """Returns whether the rank of `other` has not come to what this rank waits in."""
+        """Returns whether the rank of `other` has not yet started what this rank waits in."""
         return other.rank in self.ranks and other.numbers.get(self.queue, 0) < self.number
 
 
 def circle_in(waiting: Mapping[int, Waiting]) -> list[Waiting]:
-    """Returns ranks of which each waits for the next and the last for the first, the lowest first; [] if there are none.
+    """Returns a circle of ranks, each of which waits for the next and the last for the first, the lowest first; [] if there is
+    none.
 
-    The same on all ranks that know the same. waiting: by rank.
+    The result is the same on all ranks with the same input. waiting: by rank.
     """
     left = dict(waiting)
     while free := [rank for rank, one in left.items() if not any(map(one.is_for, left.values()))]:
@@ -60,7 +62,7 @@ def circle_in(waiting: Mapping[int, Waiting]) -> list[Waiting]:
             del left[rank]
     if not left:
         return []
-    # Each of these waits for another of them, so whoever goes from one to the next comes to one again.
+    # Each of these waits for another of them, so a walk from one to the next must return to one.
     path: list[int] = []
     rank = min(left)
     while rank not in path:
@@ -72,7 +74,7 @@ def circle_in(waiting: Mapping[int, Waiting]) -> list[Waiting]:
 
 
 def told(circle: list[Waiting]) -> str:
-    """Returns in words who waits in what for whom."""
+    """Returns in words which rank waits in what for which rank."""
     after = [*circle[1:], circle[0]]
     waits = [
         f"rank {one.rank} waits in {one.what} for rank {late.rank}" for one, late in zip(circle, after, strict=True)
@@ -81,16 +83,16 @@ def told(circle: list[Waiting]) -> str:
 
 
 def heard(own: Waiting, store: Store, patience_s: float) -> dict[int, Waiting]:
-    """Writes `own` into `store`; returns what the ranks wait in that it waits for, and those that these wait for, and so on.
+    """Writes `own` into `store`; returns what the ranks wait in for which it waits, and those for which these wait, and so on.
 
-    By rank, with `own`; of ranks that have written nothing there is none. Returns as soon as there is a circle, or nobody to
-    hear of; `patience_s` after it was called otherwise, and shortly after that if the store does not answer.
+    The result is by rank, and includes `own`; ranks that have written nothing are missing. Returns as soon as there is a
+    circle, or no rank left to read; otherwise after `patience_s`, and shortly later if the store does not answer.
     """
     found = {own.rank: own}
     deadline = time.monotonic() + patience_s
 
     def listen() -> None:
-        # Without a store, as when its host has ended, there are no words of others.
+        # If the store fails, as when its host has ended, nothing is known of the others.
         with contextlib.suppress(Exception):
             store.set(_key(own.rank), json.dumps(own))
             while _hear(found, store) and not circle_in(dict(found)) and time.monotonic() < deadline:
@@ -103,7 +105,7 @@ def heard(own: Waiting, store: Store, patience_s: float) -> dict[int, Waiting]:
 
 
 def _hear(found: dict[int, Waiting], store: Store) -> bool:
-    """Adds to `found` what can be heard now; returns whether there are ranks that are waited for and have written nothing."""
+    """Adds what can be read now to `found`; returns whether ranks that are waited for have written nothing."""
     silent: set[int] = set()
     while asked := {rank for one in found.values() for rank in one.ranks} - found.keys() - silent:
         for rank in sorted(asked)[: MOST_RANKS - len(found) - len(silent)]:

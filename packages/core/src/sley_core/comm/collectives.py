@@ -1,6 +1,6 @@
-"""The collectives that Sley uses. Each names its group, and a group of one is the identity.
+"""The collectives that Sley uses. Each names its group; over a group of one rank it does nothing.
 
-torch.distributed renames functions between versions; what changed is hidden here.
+torch.distributed renames functions between versions; this module hides the differences.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single")
 
 
 class Pending:
-    """A collective in flight. `wait` returns when the result is there (on CUDA: ordered before later work on this stream).
+    """Is the handle of a collective in flight. After `wait` the result is there (on CUDA: ordered before later work on this
+    stream).
 
-    Without `work` it is over.
+    Without `work` it is complete.
     """
 
     __slots__ = ("_turn", "_work")
@@ -41,7 +42,7 @@ class Pending:
         """Waits for the result; a second call does nothing.
 
         Raises RunError `collective-failed`, naming operation, group and tensor, after a timeout or if a peer died, and
-        `ranks-differ` where ranks wait for each other.
+        `ranks-differ` if ranks wait for each other.
         """
         if self._work is None or self._turn is None:
             return
@@ -54,7 +55,7 @@ class Pending:
 
 
 class SilentPending(Pending):
-    """An exchange with ranks that are not there, which is over; `waits` is called where the rank would wait for it."""
+    """Is the handle of an exchange in a fake world, which is complete; `waits` is called where the rank would wait for it."""
 
     __slots__ = ("_waits",)
 
@@ -67,9 +68,9 @@ class SilentPending(Pending):
 
 
 def all_reduce(tensor: Tensor, group: Group, op: Op = "sum", *, what: str) -> Pending:
-    """Starts the reduction of `tensor` (contiguous, any floating or integer dtype) in place over `group`.
+    """Starts an all-reduce of `tensor` (contiguous, any floating or integer dtype) in place over `group`; returns its handle.
 
-    what: what the tensor is, for the error of a wait that fails.
+    what: describes the tensor, for the error of a wait that fails.
     """
     if group.size == 1:
         return Pending()
@@ -84,12 +85,12 @@ def all_reduce(tensor: Tensor, group: Group, op: Op = "sum", *, what: str) -> Pe
 
 
 def broadcast(tensor: Tensor, group: Group, *, what: str) -> Pending:
-    """Starts a broadcast of `tensor` in place from the first rank of `group`."""
+    """Starts a broadcast of `tensor` in place from the first rank of `group`; returns its handle."""
     if group.size == 1:
         return Pending()
     if group.is_silent:
         return SilentPending(told(group, "gather", DEFAULT_LANE, tensor.nbytes))
-    if group.echo is not None:  # the first rank is this one
+    if group.echo is not None:  # this rank is the first, so it has the value
         return Pending()
     turn = turn_of("broadcast", group, what, num_bytes=tensor.nbytes)
     first = group.ranks[0]
@@ -97,9 +98,9 @@ def broadcast(tensor: Tensor, group: Group, *, what: str) -> Pending:
 
 
 def all_to_all(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane: str = DEFAULT_LANE) -> Pending:
-    """Starts an exchange: slice i of `tensor` goes to the i-th rank of `group`, slice i of `output` comes from it.
+    """Starts an all-to-all: slice i of `tensor` goes to the i-th rank of `group`, slice i of `output` comes from it.
 
-    Both are contiguous, of one size and dtype, and cut along dim 0 into `group.size` even slices.
+    Both are contiguous, of one size and dtype, and divide along dim 0 into `group.size` equal slices. Returns the handle.
     """
     if group.size == 1:
         output.copy_(tensor)
@@ -115,7 +116,7 @@ def all_to_all(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane:
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane: str = DEFAULT_LANE) -> Pending:
-    """Starts gathering the ranks' `tensor`, in the order of `group`, along dim 0 of `output`; both are contiguous."""
+    """Starts an all-gather of the ranks' `tensor` along dim 0 of `output`, in the order of `group`; both are contiguous."""
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
@@ -130,9 +131,9 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane:
 
 
 def send_to(tensor: Tensor, group: Group, lane: str, peer: int, *, what: str) -> Pending:
-    """Starts to send `tensor` (contiguous) to the member of `group` at coordinate `peer`, on `lane`.
+    """Starts to send `tensor` (contiguous) to the member of `group` at coordinate `peer`, on `lane`; returns its handle.
 
-    Asks the communicator itself, which numbers members as `group` does: what `dist.isend` does around that takes a fifth of it.
+    Calls the communicator itself, which numbers members as `group` does: the overhead of `dist.isend` is a fifth of the call.
     """
     if group.is_silent:
         return Pending()
@@ -144,19 +145,22 @@ def send_to(tensor: Tensor, group: Group, lane: str, peer: int, *, what: str) ->
 
 
 def receive_from(tensor: Tensor, group: Group, lane: str, peer: int, *, what: str) -> Pending:
-    """Starts to receive into `tensor` (contiguous) from the member of `group` at coordinate `peer`, on `lane`."""
+    """Starts to receive into `tensor` (contiguous) from the member of `group` at coordinate `peer`, on `lane`; returns its
+    handle.
+    """
     if group.is_silent:
         return Pending()
-    if (echo := group.echo) is not None:  # it may be sent after this
+    if (echo := group.echo) is not None:  # looked up at the wait: the message may be sent after this call
         return SilentPending(lambda: echo.receive(tensor, lane, what))
     turn = message_turn("receive", group, what, lane, peer, group.coord, tensor.nbytes)
     return Pending(guarded(lambda: group.lane(lane).recv([tensor], peer, 0), turn), turn)
 
 
 def gather_objects(value: Any, group: Group, *, what: str) -> list[Any]:
-    """Returns every rank's `value` (small, JSON), in the order of the group's ranks. Blocks. For the group `control` only.
+    """Gathers every rank's `value` (small, serialisable as JSON); returns them in the order of the group's ranks. Blocks. For
+    the group `control` only.
 
-    In a fake world, or an imagined group, all ranks say what this one says.
+    In a fake world, or an imagined group, the values of all ranks are this one's.
     """
     if group.size == 1 or group.is_silent or group.echo is not None:
         return [value] * group.size

@@ -1,7 +1,7 @@
-"""Compares numbers of all ranks by one sum, among them what each rank has exchanged by backends that carry no mark.
+"""Compares numbers of all ranks through one sum, such as what each rank has exchanged through backends without marks.
 
-In each group one rank adds size - 1 times a hash of its number, the others subtract theirs: a sum that costs the same
-for any number of groups, and is 0 if all agree.
+In each group one rank adds size - 1 times a hash of its number, and the others subtract theirs: one sum for any number of
+groups, which is 0 if all agree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sley_core.comm.marks import HINT
 from sley_core.errors import RunError
 
 Exchanges = dict[str, Exchanged]
-"""What a rank has exchanged without marks, by the label of the group."""
+"""A summary of a rank's exchanges without marks, by the label of the group."""
 
 _NOTHING = ((), 0, 0, "")
 
@@ -26,16 +26,16 @@ _NOTHING = ((), 0, 0, "")
 def difference(group: Group, number: int) -> int:
     """Returns this rank's summand of a sum over all ranks that is 0 if the ranks of `group` have the same `number`.
 
-    An integer below 2^32 x the group's size; float64 sums are exact below 2^53. Ranks that differ give 0 once in 2^32.
-    The group is in the hash too, so that differences in two groups do not cancel, as they could with a linear function.
+    An integer below 2^32 x the group's size; float64 sums are exact below 2^53. If ranks differ the sum is 0 with a chance of
+    2^-32. The hash includes the group, so that differences in two groups do not cancel, as they could with a linear function.
     """
     told = blake2b(f"{group.axis} {group.ranks[0]} {number}".encode(), digest_size=4)
     return int.from_bytes(told.digest(), "little") * (group.size - 1 if group.ranks[0] == group.rank else -1)
 
 
 def exchanges_of(groups: Iterable[Group]) -> Exchanges:
-    """Returns this rank's exchanges since the logs of `groups` were cleared."""
-    # A label lists the group's ranks, so it is written only where there is something to say: this is asked in every step.
+    """Returns this rank's exchanges since the logs of `groups` were cleared, by the group's label."""
+    # Runs in every step, so labels, which list the group's ranks, are made only for groups with exchanges.
     return {str(group): exchanged for group in groups if (exchanged := group.log.exchanged(group.ranks)) is not None}
 
 
@@ -46,8 +46,8 @@ def exchanges_differ(groups: Iterable[Group]) -> int:
 
 
 def differing(when: str, own: Exchanges, control: Group) -> RunError:
-    """Returns the error `ranks-differ`, the same on all ranks; a blocking collective on `control`. own: this rank's
-    exchanges.
+    """Gathers all ranks' exchanges, and returns the error `ranks-differ`, the same on all ranks. A blocking collective on
+    `control`. own: this rank's exchanges.
     """
     views = gather_objects(own, control, what="what ranks have exchanged")
     groups: dict[str, Sequence[int]] = {label: one[0] for view in views for label, one in view.items()}

@@ -1,9 +1,9 @@
-"""What an exchange brings in a group of which this rank alone is there: its own part, in the place of each peer's.
+"""Exchanges of a group of which only this rank exists: its own part takes the place of each peer's.
 
     rank 0 gives a0 a1    gather of a0  a0 a0    reduction, sum  a0 + a0    swap  a0 a1    message  the last one sent like it
 
-So shapes are those of a run, no memory is read that nobody wrote, and values are as large as a run's. Everything is over when
-it begins. The copies that this takes are those of an exchange, not of who asks for it: they are timed apart.
+So shapes are those of a run, no uninitialised memory is read, and values are as large as a run's. Every exchange is complete
+when it begins. The copies that it makes are those of an exchange, not of its caller, so they are timed separately.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class NotImaginedError(Exception):
-    """Something was asked of a group whose other members exist nowhere that an echo does not give."""
+    """Raised for what an imagined group cannot do, since its other members do not exist."""
 
 
 class Echo(Transport):
-    """The exchanges of a group of `size` ranks, of which this one is the first, on `device`."""
+    """Imitates the exchanges of a group of `size` ranks, of which this one is the first, on `device`."""
 
     def __init__(self, size: int, device: Device) -> None:
         self._size = size
@@ -35,11 +35,13 @@ class Echo(Transport):
         self._spans: list[Span] = []
 
     def spans(self) -> list[Span]:
-        """Returns when exchanges since the last call began and ended, each with what it copied."""
+        """Returns when each exchange since the last call began and ended, as moments of the device."""
         spans, self._spans = self._spans, []
         return spans
 
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
+        """Copies each shard to every rank's place in its whole."""
+
         def repeat() -> None:
             for whole, shard in zip(wholes, shards, strict=True):
                 for row in whole.detach().view(self._size, *shard.shape):
@@ -60,17 +62,18 @@ class Echo(Transport):
         return self._timed(lambda: tensor.detach().mul_(self._size))
 
     def send(self, tensor: Tensor, lane: str) -> None:
-        """Keeps the last message of its kind on `lane`: who receives one gets it."""
+        """Keeps the last message of its kind (lane, size, dtype), for `receive`."""
         self._sent[_kind(tensor, lane)] = tensor.detach()
 
     def receive(self, tensor: Tensor, lane: str, what: str) -> None:
-        """Fills `tensor` with the last message like it that was sent on `lane`. Raises NotImaginedError if there was none."""
+        """Fills `tensor` with the last message of its kind that was sent. Raises NotImaginedError if there was none."""
         sent = self._sent.get(_kind(tensor, lane))
         if sent is None:
             raise NotImaginedError(f"waits for a message ({what}) like which it has sent none itself")
         self._timed(lambda: put(sent.view(tensor.shape), tensor.detach()))
 
     def _timed(self, copy: Callable[[], object]) -> Work:
+        """Runs `copy` and records its span; returns a completed handle."""
         began = self._device.moment()
         copy()
         self._spans.append((began, self._device.moment()))
@@ -78,14 +81,14 @@ class Echo(Transport):
 
 
 class NoCommunicators(dict[str, dist.ProcessGroup]):
-    """In place of the communicators of a group whose other members exist nowhere."""
+    """Takes the place of the communicators of an imagined group; raises NotImaginedError for each."""
 
     def __missing__(self, lane: str) -> dist.ProcessGroup:
         raise NotImaginedError(f"asks for the communicator of the lane `{lane}` itself")
 
 
 class EchoTransports(dict[str, Transport]):
-    """The transports of such a group."""
+    """Holds the transports of an imagined group; raises NotImaginedError for a lane that it does not have."""
 
     def __missing__(self, lane: str) -> Transport:
         raise NotImaginedError(f"asks for a transport of the lane `{lane}`, which its group does not have")

@@ -1,8 +1,8 @@
-"""Remembers exchanges that carry no mark: a checksum per group, which its ranks compare before anything comes of them.
+"""Logs exchanges that carry no mark: a checksum per group, which its ranks compare before the results are used.
 
-A backend's own collectives have no place for a mark, so ranks that exchange other things there get numbers. Every rank keeps
-the marks of a step in one checksum per lane; the sum that ends the step says whether all have the same, and else no weight
-moves (`compare`).
+A backend's own collectives have no place for a mark, so ranks that exchange different things there get wrong numbers. Every
+rank keeps the marks of a step in one checksum per lane; the sum that ends the step shows whether all have the same, and if not
+no weight is changed (`compare`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sley_core.comm.marks import Mark
 
 
 class Exchanged(NamedTuple):
-    """What a rank has exchanged with `ranks`: how often, the checksum of it all, and in words what came last."""
+    """Summarises a rank's exchanges with `ranks`: how many, the checksum of all, and the last one in words."""
 
     ranks: tuple[int, ...]
     times: int
@@ -23,7 +23,7 @@ class Exchanged(NamedTuple):
 
 
 class ExchangeLog:
-    """The exchanges of one group since the last `clear`, in their order on each lane; lanes run side by side."""
+    """Logs the exchanges of one group since the last `clear`, in their order on each lane; lanes are independent."""
 
     def __init__(self) -> None:
         self._lanes: dict[str, int] = {}
@@ -31,19 +31,19 @@ class ExchangeLog:
         self._last = ""
 
     def add(self, lane: str, mark: Mark) -> None:
-        """Notes that the exchange of `mark` starts on `lane`."""
+        """Records that the exchange of `mark` starts on `lane`."""
         self._lanes[lane] = zlib.crc32(mark.number.to_bytes(4, "little"), self._lanes.get(lane, 0))
         self._count += 1
         self._last = mark.what
 
     def clear(self) -> None:
-        """Discards all notes, when a step or an evaluation begins."""
+        """Discards the log, when a step or an evaluation begins."""
         self._lanes.clear()
         self._count = 0
         self._last = ""
 
     def exchanged(self, ranks: tuple[int, ...]) -> Exchanged | None:
-        """Returns a summary of everything noted; None if there was nothing. ranks: the group's, copied into it."""
+        """Returns a summary of the log; None if it is empty. ranks: the group's, copied into it."""
         if not self._count:
             return None
         number = 0

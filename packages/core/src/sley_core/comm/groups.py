@@ -1,4 +1,4 @@
-"""Communicators, made from the topology's table: all ranks walk it in one order and join the lines that name them.
+"""Makes communicators from the topology's table: all ranks walk it in one order and join the lines that name them.
 
 Nothing runs on the default group after start-up, and `new_group` is called only here.
 """
@@ -29,10 +29,10 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Group(Members):
-    """The ranks of one axis that this rank talks to, with one communicator and one transport per lane.
+    """Holds the ranks of one axis with which this rank communicates, with one communicator and one transport per lane.
 
-    A group of one rank has no communicator, and every collective on it is the identity. log: of the exchanges in which nothing
-    says what they are. echo: what answers where the others exist nowhere (`imagined`).
+    A group of one rank has no communicator, and every collective on it is the identity. log: of the exchanges without marks.
+    echo: imitates the exchanges if the other ranks do not exist (`imagined`).
     """
 
     lanes: dict[str, dist.ProcessGroup]
@@ -41,16 +41,18 @@ class Group(Members):
     echo: Echo | None = field(default=None, compare=False, repr=False)
 
     def lane(self, name: str = DEFAULT_LANE) -> dist.ProcessGroup:
-        """Returns the communicator of lane `name`; only a group of two or more has one."""
+        """Returns the communicator of lane `name`; a group of one rank has none."""
         return self.lanes[name]
 
     def transport(self, lane: str = DEFAULT_LANE) -> Transport:
-        """Returns what carries shards, rows and sums on `lane`. Ask for it where it is used: closed groups have none."""
+        """Returns the transport of `lane`, which exchanges shards, rows and sums. Call it at each use: closed groups have
+        none.
+        """
         return Alone() if self.size == 1 else self.transports[lane]
 
 
 class Groups(Mapping[str, Group]):
-    """`groups["dp"]` is this rank's group on axis `dp`. progress: what this rank has exchanged in all of them."""
+    """Maps each axis to this rank's group: `groups["dp"]`. progress: what this rank has exchanged in all of them."""
 
     def __init__(self, groups: Mapping[str, Group], progress: Progress | None = None) -> None:
         self._groups = dict(groups)
@@ -66,15 +68,15 @@ class Groups(Mapping[str, Group]):
         return len(self._groups)
 
     def close(self) -> None:
-        """Drops every communicator, so that their threads end now and not while the interpreter ends.
+        """Drops every communicator, so that their threads end now and not while the interpreter exits.
 
-        A thread of gloo frees a tensor some time after its result was there. Doing so in an interpreter that is ending
-        aborts the process (exit status -6); it did so in one of five runs that had succeeded.
+        A thread of gloo frees a tensor some time after its result was there. Doing so in an interpreter that is exiting aborts
+        the process (exit status -6); without this it happened in one of five runs that had succeeded.
         """
         for group in self._groups.values():
             group.lanes.clear()
             group.transports.clear()
-        self.progress.store = None  # keeps a communicator's, and the store of the launcher behind it
+        self.progress.store = None  # it would keep a communicator's store, and the launcher's, alive
 
 
 def make_groups(
@@ -87,20 +89,18 @@ def make_groups(
     device: torch.device = _HOST,
     attaches: bool = False,
 ) -> Groups:
-    """Makes and joins every group of the table that names `rank`; every rank of the world calls this once, with equal
-    tables.
+    """Makes and joins every group of the table that names `rank`; every rank of the world calls this once, with equal tables.
 
-    Lines that do not name it are walked too, at 12 us each: torch names a group by how many there were before it. Named
-    by the members alone (`use_local_synchronization`) it still counts, and waits forever if one member has joined more
-    groups than another, as with ties of stages (1, 2) and (2, 3).
+    Lines that do not name it are walked too, at 12 us each: torch names a group by how many there were before it. With
+    `use_local_synchronization`, which names it by its members, torch still counts, and waits forever if one member has joined
+    more groups than another, as with ties of stages (1, 2) and (2, 3).
 
-    device: of the tensors that the transports carry. attaches: whether ranks may use cross-memory attach: those that
-    share weights or sequences, and those that sum gradients; only on the host, with gloo. extra: plugins' groups; a rank
-    that is in none of the lines of such an axis has a group of one there. backend: of the device's lines; lines marked
-    `gloo` keep it. Two lines with the same members and lane share one communicator: all members issue what runs on them in
-    one order anyway.
+    device: of the tensors that the transports exchange. attaches: whether ranks may use cross-memory attach: those that share
+    weights or sequences, and those that sum gradients; only on the host, with gloo. extra: plugins' groups; a rank that is in
+    none of the lines of such an axis has a group of one there. backend: of the device's lines; lines marked `gloo` keep it. Two
+    lines with the same members and lane share one communicator: all members start the exchanges on them in one order anyway.
 
-    Raises RunError `group-failed` if a member does not come within `timeout`.
+    Raises RunError `group-failed` if a member does not join within `timeout`.
     """
     lanes: dict[str, dict[str, dist.ProcessGroup]] = {}
     members: dict[str, tuple[int, ...]] = {}
@@ -109,7 +109,7 @@ def make_groups(
         is_member = rank in entry.ranks
         if is_member:
             members[entry.axis] = entry.ranks
-        elif backend == "fake":  # nobody else is there to count with
+        elif backend == "fake":  # no other ranks, so torch's count of groups need not match theirs
             continue
         if len(entry.ranks) == 1:
             continue
@@ -129,7 +129,7 @@ def make_groups(
         axis: _group(Members(axis, ranks, rank, progress=progress, is_silent=is_silent), lanes.get(axis, {}), device)
         for axis, ranks in members.items()
     }
-    # All ranks come to the same axes in the same order, each with its own group of them: `attached` is a collective.
+    # `attached` is a collective: all ranks take the same axes in the same order, each with its own group.
     asking = dict.fromkeys(entry.axis for entry in extra if entry.attaches)
     for axis in (*_attaching(topology), *asking) if attaches and (is_silent or is_from_host(backend, device)) else ():
         group = groups[axis]
@@ -142,17 +142,17 @@ def make_groups(
 
 
 def imagined(axis: str, echo: Echo, size: int) -> Group:
-    """Returns a group of `size` ranks of which this one is the first and the others exist nowhere: each exchange brings what
-    this rank has, by `echo`, and is over at once, for timing what lies between them.
+    """Returns a group of `size` ranks of which this one is the first and the others do not exist: each exchange is imitated by
+    `echo` and complete at once, for timing what lies between exchanges.
 
-    What an echo does not give, as the communicator itself, raises NotImaginedError.
+    Raises NotImaginedError for what an echo does not imitate, such as the communicator itself.
     """
     transports: dict[str, Transport] = EchoTransports(dict.fromkeys(LANES.get(axis, (DEFAULT_LANE,)), echo))
     return Group(axis, tuple(range(size)), 0, NoCommunicators(), transports, echo=echo)
 
 
 def _store_of(lanes: Mapping[str, Mapping[str, dist.ProcessGroup]]) -> Store | None:
-    """Returns a store that the ranks of this run have in common, and no other run; None where there are no peers."""
+    """Returns a store shared by the ranks of this run, and by no other run; None if there are no peers."""
     control = lanes.get("control", {}).get(DEFAULT_LANE)
     return control.get_group_store() if control is not None and dist.get_backend(control) == "gloo" else None
 
@@ -170,15 +170,15 @@ def _group(members: Members, lanes: dict[str, dist.ProcessGroup], device: torch.
 
 
 def _attaching(topology: Topology) -> tuple[str, ...]:
-    """Returns the axes over which weights are gathered, those over which the sum of an entry's gradient may be partial, and the
-    one that swaps slices of sequences.
+    """Returns the axes whose exchanges may use cross-memory attach: those over which weights are gathered, those over which an
+    entry's gradient may be a partial sum, and the one that exchanges slices of sequences.
     """
     weights = ("wp", "stage", "wdp") if topology.wp > 1 else ("stage",)
     return (*weights, "sp") if topology.sp > 1 else weights
 
 
 def _new_group(entry: GroupEntry, rank: int, backend: str, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Returns the new communicator, or None on a rank outside of it. All ranks of the world call it. RunError
+    """Makes a communicator, and returns it, or None on a rank outside of it. All ranks of the world call it. Raises RunError
     `group-failed`.
     """
     try:

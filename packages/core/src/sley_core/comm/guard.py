@@ -1,4 +1,6 @@
-"""Turns torch's errors of collectives into errors that name operation, group and what was sent, or who waits for whom."""
+"""Turns torch's errors of collectives into errors that name operation, group and content, or which ranks wait for each
+other.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,19 @@ from sley_core.topology import DEFAULT_LANE
 HINT = "another rank of the group stopped, or did not come within [limits] collective_timeout_s"
 
 _RACE_S = 0.1
-"""A peer whose wait has run out of time closes the connections of its lane just before it says what it waits for."""
+"""Seconds to wait for a peer's write if a connection was closed: a peer that times out closes its lane's connections shortly
+before it writes what it waits in.
+"""
 
 _TIMED_OUT = "Timed out"
-"""What gloo says of a wait that ran out of time."""
+"""Text in gloo's error of a wait that timed out."""
 
 
 class Turn(NamedTuple):
-    """An exchange that this rank has started; the `number`-th of `queue`, which `members` all start in one order.
+    """Describes an exchange that this rank has started; the `number`-th of `queue`, whose exchanges `members` start in one
+    order.
 
-    what: what is exchanged. peer: the rank at the other end of a message; None where all members take part. num_bytes: of what
+    what: what is exchanged. peer: the rank at the other end of a message; None if all members take part. num_bytes: of what
     this rank gives or gets.
     """
 
@@ -36,19 +41,21 @@ class Turn(NamedTuple):
     num_bytes: int = 0
 
     def __str__(self) -> str:
-        over = f" over {self.members}"  # which some words end with
+        over = f" over {self.members}"  # some `what`s end with it already
         return f"{self.operation} of {self.what.removesuffix(over)}{over}"
 
     @property
     def waiting(self) -> Waiting:
-        """What this rank tells the others when it waits in vain."""
+        """What this rank tells the others when a wait in this exchange has failed."""
         rank, ranks, numbers = self.members.rank, self.members.ranks, self.members.progress.numbers
         late = tuple(one for one in ranks if one != rank) if self.peer is None else (self.peer,)
         return Waiting(rank, f"the {self}", late, self.queue, self.number, dict(numbers))
 
 
 def turn_of(operation: str, members: Members, what: str, lane: str = DEFAULT_LANE, num_bytes: int = 0) -> Turn:
-    """Counts an exchange of all `members` on `lane`, which starts now. what: what is exchanged, for errors."""
+    """Counts an exchange of all `members` on `lane`, which starts now; returns its turn. what: what is exchanged, for
+    errors.
+    """
     queue, progress = f"{members.axis} {lane}", members.progress
     turn = Turn(operation, members, what, queue, progress.numbers.get(queue, 0) + 1, None, num_bytes)
     progress.started(turn)
@@ -58,7 +65,7 @@ def turn_of(operation: str, members: Members, what: str, lane: str = DEFAULT_LAN
 def message_turn(
     operation: str, members: Members, what: str, lane: str, sender: int, receiver: int, num_bytes: int = 0
 ) -> Turn:
-    """Counts a message on `lane` between two coordinates of `members`, at either end of it."""
+    """Counts a message on `lane` between two coordinates of `members`, at either end; returns its turn."""
     queue, progress = f"{members.axis} {lane} {sender}>{receiver}", members.progress
     peer = members.ranks[receiver if members.rank == members.ranks[sender] else sender]
     turn = Turn(operation, members, what, queue, progress.numbers.get(queue, 0) + 1, peer, num_bytes)
@@ -67,7 +74,7 @@ def message_turn(
 
 
 def guarded(call: Callable[[], Any], turn: Turn) -> Any:
-    """Returns `call()`; torch's RuntimeError becomes the error of `failed`."""
+    """Returns `call()`, recording the wait; torch's RuntimeError becomes the error of `failed`."""
     progress = turn.members.progress
     progress.waits(turn)
     try:
@@ -82,8 +89,9 @@ def guarded(call: Callable[[], Any], turn: Turn) -> Any:
 def failed(turn: Turn, message: str, ran_out_of_time: bool, peer: int | None = None) -> RunError:
     """Returns the error of a wait in `turn` that failed: `collective-failed` with `message`, or `ranks-differ`.
 
-    The latter where ranks wait for each other in a circle, and have said so. ran_out_of_time: whether this rank gave up; else a
-    peer has ended, or its connection was closed. peer: the global rank that did not come, where that is known.
+    The latter if ranks wait for each other in a circle, and have written so into the store. ran_out_of_time: whether this rank
+    timed out; else a peer has ended, or closed its connection. peer: the global rank that did not come, if that is known. May
+    block while it waits for the others' writes.
     """
     progress = turn.members.progress
     progress.failed("late" if ran_out_of_time else "closed", peer)
@@ -98,6 +106,8 @@ def failed(turn: Turn, message: str, ran_out_of_time: bool, peer: int | None = N
 
 
 def first_line(error: BaseException) -> str:
-    """Returns what an error of torch says, without the C++ stack that follows it; its kind where it says nothing."""
+    """Returns the first line of torch's error, without the C++ stack that follows it; the exception's type if it has no
+    text.
+    """
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

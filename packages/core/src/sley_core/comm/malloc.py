@@ -1,8 +1,8 @@
-"""Memory that a step frees stays with the process, for the next step: glibc would give it back and fetch it anew, zeroed.
+"""Keeps memory that a step frees in the process, for the next step; glibc would return it and fetch it again, zeroed.
 
-A backward frees what the forward kept, megabytes at a time. glibc's malloc maps large blocks one by one, or returns the top
-of its heap to the system when enough of it is free, so every step pays for thousands of page faults: up to 7 % of its time
-(docs/measurements.md). A step needs next time what it needed this time, so nothing is lost by keeping it.
+A backward frees what the forward kept, megabytes at a time. glibc's malloc maps large blocks one by one, or returns the top of
+its heap to the system when enough of it is free, so every step costs thousands of page faults: up to 7 % of its time
+(docs/measurements.md). The next step needs the same memory, so nothing is lost by keeping it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _TUNED = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"
 
 _NEVER = -1
 _MOST_BYTES = 32 << 20
-"""The largest block that glibc can be told to take from its heap, on 64 bits; larger ones it maps."""
+"""The largest block that glibc can be told to allocate from its heap, on 64 bits; it maps larger ones."""
 
 
 def keep_freed_memory(environ: Mapping[str, str] | None = None) -> bool:
-    """Tells glibc to keep what is freed; returns whether it did. For the whole process, and what it maps from now on.
+    """Tells glibc to keep freed memory; returns whether it did. For the whole process, and for memory mapped from now on.
 
-    Whoever tunes malloc is left alone: nothing is done where the environment says what to keep, nor with another C library.
+    Does nothing if the environment tunes malloc already, or with another C library.
     """
     environ = os.environ if environ is None else environ
     if any(name in environ for name in _TUNED) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):

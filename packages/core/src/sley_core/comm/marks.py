@@ -1,8 +1,8 @@
-"""A mark says what an exchange is and how long it is. Ranks compare marks before they take any data.
+"""Marks say what an exchange is and how long it is. Ranks compare marks before they read any data.
 
-Two different exchanges have different marks: by operation, words, names, sizes or dtypes of the tensors, or their
-order. With cross-memory attach the mark lies beside the addresses. On sockets it is sent ahead in a message of
-`HEADER_BYTES`, and is in the tags of the messages that follow, so that none is taken for one of another length.
+Two different exchanges have different marks: by operation, words, names, sizes or dtypes of the tensors, or their order. With
+cross-memory attach the mark lies beside the addresses. On sockets it is sent ahead in a message of `HEADER_BYTES`, and is in
+the tags of the messages that follow, so that a message of another length is never accepted.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Mark(NamedTuple):
 
 
 def mark_of(operation: str, what: str, tensors: Iterable[Tensor], contents: int = 0) -> Mark:
-    """Returns the mark of `operation` on `tensors`; all ranks pass the same sizes and dtypes, in this order.
+    """Returns the mark of `operation` on `tensors`; all ranks pass the same sizes and dtypes, in the same order.
 
-    what: words for it, the same on all ranks. contents: a checksum of what the words do not cover (`checksum`).
+    what: describes it, the same on all ranks. contents: a checksum of what the words do not cover (`checksum`).
     """
     sizes = array("q", (contents,))
     num_bytes = 0

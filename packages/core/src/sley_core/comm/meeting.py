@@ -1,12 +1,12 @@
-"""Where the processes of a run meet, before they wait for one another in anything else: the store of their launcher, and a roll
-call in it, by which all ranks start or none does.
+"""The rendezvous of a run: ranks meet in their launcher's store before they wait for one another anywhere else, and a roll call
+in it decides that all ranks start or none does.
 
     rank 0      its facts ──────> first ──┐                                 verdict ──> all ranks
     rank n      reads them, compares, and adds itself to the list ──> rank 0 reads the list as it grows
 
-Whoever could not even begin (no plan there, a broken plugin) adds itself too, with its reason. So a host that differs is named
-within seconds on all hosts, and nobody waits for a rank that has given up, or has died (`presence`). Rank 0 reads one line per
-rank, and each rank the facts of one.
+A rank that could not even begin (no plan there, a broken plugin) adds itself too, with its reason. So a host that differs is
+named within seconds on all hosts, and nobody waits for a rank that has given up, or has died (`presence`). Rank 0 reads one
+line per rank, and each other rank reads the facts of rank 0.
 """
 
 from __future__ import annotations
@@ -29,21 +29,23 @@ from sley_core.comm.roll_call import BUILT, CAME, Board, EarlyVerdict, Occasion,
 from sley_core.errors import RunError, SleyError
 
 STRAGGLERS_S = 10.0
-"""For ranks that may not have come yet to read why nobody starts, before the store ends with this process or its agent."""
+"""Seconds for ranks that may not have come yet to read the verdict, before the store ends with this process or its agent."""
 
 BUILDERS_S = 60.0
-"""For ranks that have come and still build."""
+"""Seconds for ranks that have come and still build to read the verdict."""
 
 _FIRST = "first"
 _REACHABLE_S = 3.0
-"""For a connection to rank 0; a port that is closed to other hosts does not answer at all."""
+"""Seconds for a connection to rank 0; behind a firewall there is no answer at all."""
 
 
 @dataclass
 class Meeting:
-    """One rank at the meeting. timeout_s: for ranks that have not come. address: of rank 0's host; is_local: whether that is
-    this machine's alone. ends_store: whether the store may end soon after this process. job: what tells this run from another
-    that uses the same port, where the launcher has a name for it. num_calls: roll calls that all ranks have answered.
+    """Represents one rank at the rendezvous.
+
+    timeout_s: for ranks that have not come. address: of rank 0's host; is_local: whether only this machine can reach that
+    address. ends_store: whether the store may end soon after this process. job: tells this run from another that uses the same
+    port, if the launcher has a name for it. num_calls: roll calls that all ranks have answered.
     """
 
     rank: int
@@ -61,14 +63,15 @@ class Meeting:
 
     @classmethod
     def at(cls, environ: Mapping[str, str], *, timeout_s: float) -> Meeting:
-        """Returns this rank's place at the meeting that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
-        Blocks until rank 0 is there, and raises RunError "preflight", as `reach` does. All ranks meet there equally often:
-        a program that meets again begins a new list.
+        """Returns this rank's meeting in the store that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+
+        Blocks until rank 0 is there, and raises RunError "preflight", as `reach` does. All ranks call it equally often: a
+        program that meets again begins a new list.
         """
         rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
         found = reach(environ, timeout_s)
         store = occasions.fresh(found.store, environ, "meeting")
-        # An agent of several ends, and its store with it, when one of its ranks has.
+        # One of several torchrun agents ends, with its store, when one of its ranks has ended.
         ends_store = rank == 0 and (found.is_held or not occasions.is_one_host(environ))
         job = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID", "")
         return cls(rank, size, store, found.timeout_s, found.address, found.is_local, ends_store, job)
@@ -76,9 +79,9 @@ class Meeting:
     def agree(self, facts: Mapping[str, str], parts: Mapping[str, Mapping[str, str]]) -> None:
         """Compares `facts` of all ranks with those of rank 0; returns when all ranks have come and agree.
 
-        parts: of a fact, what it is made of, to name the piece that differs. Raises RunError "preflight" on all ranks alike,
-        with the rank, its host, what it has, and a remedy. When it returns, ranks notice each other's end, to the end of the
-        first `all_or_none`.
+        parts: by name of a fact, what it is made of, to name the piece that differs. Raises RunError "preflight" on all ranks
+        alike, with the rank, its host, its value, and a remedy. From its return to the end of the first `all_or_none`, ranks
+        notice when another one ends.
         """
         try:
             self._meet(self._call(CAME), facts, parts)
@@ -87,10 +90,13 @@ class Meeting:
             raise
 
     def _meet(self, call: RollCall, facts: Mapping[str, str], parts: Mapping[str, Mapping[str, str]]) -> None:
+        """Publishes the facts on rank 0, compares with them on others; raises RunError "preflight" unless all ranks have come
+        and agree.
+        """
         if self.rank == 0:
             if call.board.find(_FIRST) is not None:
                 raise used_before()
-            with suppress(OSError):  # without it only time tells who has died
+            with suppress(OSError):  # without a door, dead ranks are noticed only by the time limit
                 self._door = Door(self.address if self.is_local else "")
             door = [self._door.port, self._door.token] if self._door is not None else None
             first = {"host": self.host, "job": self._job, "facts": dict(facts), "parts": {**parts}}
@@ -102,9 +108,11 @@ class Meeting:
 
     @contextmanager
     def all_or_none(self, timeout_s: float) -> Iterator[None]:
-        """Goes on behind the block when all ranks have left it; if it raises on any, raises on all: there its own error, on the
-        others RunError "preflight". So it is where a rank dies in it, in a second such block only after the time limit: nobody
-        keeps a connection behind the first. timeout_s: for ranks that are still in it when this one has left it.
+        """Returns a context manager whose end all ranks pass, or none: if the block raises on any rank, that one raises its own
+        error, and the others RunError "preflight".
+
+        The same if a rank dies in it; in a second such block that is noticed only after the time limit, since ranks keep
+        connections only to the end of the first. timeout_s: for ranks that are still in the block when this one has left it.
         """
         try:
             with self._built(timeout_s):
@@ -114,8 +122,9 @@ class Meeting:
 
     @contextmanager
     def _built(self, timeout_s: float) -> Iterator[None]:
+        """Runs the block of `all_or_none`, reports its result in a roll call, and raises if any rank failed."""
         call = self._call(BUILT)
-        # Rank 0 hears the others while it builds too, so that those who wait need not wait for it to be told.
+        # Rank 0 reads the list while it builds, so that a failure reaches waiting ranks before it is done.
         early = EarlyVerdict(call, self._door) if self.rank == 0 else None
         try:
             yield
@@ -137,7 +146,7 @@ class Meeting:
             self._conclude(call, self._heard(call, timeout_s))
 
     def give_up(self, reason: str, hint: str | None) -> None:
-        """Tells all ranks why this one does not begin; returns when they know, or after a while. reason: a message."""
+        """Tells all ranks why this one does not begin; returns when they know, or after a timeout. reason: a message."""
         told = {"message": f"rank {self.rank} on {self.host} cannot begin: {reason}", "hint": hint}
         call = self._call(BUILT if self.num_calls else CAME)
         try:
@@ -147,13 +156,13 @@ class Meeting:
                 call.conclude(told)
                 self._linger(call)
             elif self.num_calls or call.board.get(_FIRST, "rank 0", self.timeout_s)["job"] == self._job:
-                call.answer(told)  # in no list of another run
+                call.answer(told)  # not if the list is of another run
                 call.heard(reaching.PATIENCE_S)
         except RunError:
             return  # nobody is there to be told
 
     def _part(self) -> None:
-        """Closes what tells of the end of other ranks."""
+        """Closes the connections by which ranks notice each other's end."""
         for one in (self._door, self._tether):
             if one is not None:
                 one.close()
@@ -169,9 +178,11 @@ class Meeting:
     def _difference(
         self, call: RollCall, facts: Mapping[str, str], parts: Mapping[str, Mapping[str, str]]
     ) -> dict[str, Any]:
-        """Returns what is to be told of this rank: nothing, or in what it differs from rank 0; ties it to that one."""
+        """Compares with the facts of rank 0, and connects to its door. Returns what to report: {}, or the message and hint of a
+        difference.
+        """
         first = call.board.get(_FIRST, "rank 0", self.timeout_s)
-        if first["job"] != self._job:  # no line in its list: that run is none of ours
+        if first["job"] != self._job:  # another run: do not add a line to its list
             hint = "give each of the runs that share a host a MASTER_PORT of its own, and all ranks of one run the same"
             raise refused(f"another run meets at this port (job {first['job']}, on {first['host']})", hint)
         if "failed" in first:
@@ -184,7 +195,7 @@ class Meeting:
             }
         if first["door"] is not None:
             port, token = first["door"]
-            with suppress(OSError):  # as behind a firewall, where again only time tells
+            with suppress(OSError):  # e.g. a firewall: then dead ranks are noticed only by the time limit
                 self._tether = Tether(self.address, port, f"{token} {self.rank} {self.host}", _REACHABLE_S)
         theirs = first["facts"]
         name = next((one for one in facts if facts[one] != theirs.get(one)), None)
@@ -198,13 +209,13 @@ class Meeting:
         return {"message": message, "hint": "install the same versions and give the same plan on every host"}
 
     def _heard(self, call: RollCall, timeout_s: float) -> dict[str, Any]:
-        """Returns the verdict, when it is there. rank 0, which may have come a little later, says after its own limit who is
-        missing.
+        """Waits for the verdict and returns it. Rank 0, which may have come a little later, names missing ranks after its own
+        limit.
         """
         return call.heard(timeout_s + reaching.PATIENCE_S, self._tether)
 
     def _conclude(self, call: RollCall, verdict: Mapping[str, Any]) -> None:
-        """Raises what the verdict says, if anything; on rank 0 after all have been told."""
+        """Raises RunError "preflight" for a verdict that is not empty; rank 0 first writes it for all."""
         if self.rank == 0:
             call.conclude(verdict)
             if verdict:
@@ -214,6 +225,6 @@ class Meeting:
         self.num_calls += 1
 
     def _linger(self, call: RollCall) -> None:
-        """Keeps the store, where it would end with this process, until others have read why nobody starts."""
+        """Keeps the store until other ranks have read the verdict, if the store would end with this process."""
         if self.ends_store:
             call.await_readers(BUILDERS_S if self.num_calls else STRAGGLERS_S, self._door)

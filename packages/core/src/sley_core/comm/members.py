@@ -10,10 +10,11 @@ from sley_core.comm.progress import Progress
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks of one axis that this rank talks to.
+    """Names the ranks of one axis with which this rank communicates.
 
-    ranks: global, ascending. rank: this one's, among them. progress: how far this rank is in all of its groups. is_silent:
-    whether the others exist in a fake world only: an exchange with them is over at once, and brings nothing.
+    ranks: global, ascending. rank: this one's, among them. progress: what this rank has exchanged in all of its groups.
+    is_silent: whether the world is fake, so that the others do not exist: an exchange with them is complete at once and
+    transfers nothing.
     """
 
     axis: str
@@ -24,12 +25,12 @@ class Members:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.ranks)
 
     @cached_property
     def coord(self) -> int:
-        """This rank's place among `ranks`."""
+        """This rank's index in `ranks`."""
         return self.ranks.index(self.rank)
 
     @property

@@ -1,5 +1,5 @@
-"""Where in a launcher's store ranks meet. It may have been used before: by ranks that the launcher started first, and by this
-process itself.
+"""Unused parts of a launcher's store, which may have been used before: by ranks that the launcher started earlier, and by this
+process.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ _counts: Counter[tuple[str | None, ...]] = Counter()
 
 
 def fresh(store: Store, environ: Mapping[str, str], what: str) -> PrefixStore:
-    """Returns a part of `store` that nobody has used, the same one on all ranks, if all ask equally often for `what`.
+    """Returns a part of `store` that nobody has used, the same one on all ranks, provided that all call this equally often for
+    `what`.
 
-    environ: the launcher's, where it says by which store they meet.
+    environ: the launcher's, which identifies the store.
     """
     place = (what, *(environ.get(name) for name in _PLACE))
     _counts[place] += 1
@@ -27,17 +28,17 @@ def fresh(store: Store, environ: Mapping[str, str], what: str) -> PrefixStore:
 
 
 def forget() -> None:
-    """Counts from the beginning, as a new process would."""
+    """Resets the counts, as in a new process."""
     _counts.clear()
 
 
 def is_one_host(environ: Mapping[str, str]) -> bool:
-    """Returns whether one agent of torchrun has started all ranks, or none: then its store outlives them."""
+    """Returns whether one torchrun agent has started all ranks, or none has: then its store outlives them."""
     return environ.get("GROUP_WORLD_SIZE", "1") == "1"
 
 
 def _attempt(environ: Mapping[str, str]) -> str:
-    """Returns the number of times that torchrun has started the ranks again, with the store that they had, in which gloo would
-    find addresses of those that have ended. Agents of several hosts count their attempts each for itself.
+    """Returns how often torchrun has restarted the ranks, "0" on several hosts, whose agents count separately. After a restart
+    the store still has the addresses of ranks that have ended, which gloo must not find.
     """
     return environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host(environ) else "0"

@@ -1,12 +1,12 @@
-"""Ranks that die while others wait for them or build: rank 0 and each other rank keep a connection open, which the system
-closes with a process.
+"""Notices ranks that die while others wait for them or build: each other rank keeps a connection to rank 0 open, which the
+system closes when a process ends.
 
     rank 0   Door ── port and token, in the store ──> Tether   rank n
              closed: rank n has ended                 closed: rank 0 has ended
 
-Nothing is sent but who one is, and one byte by which the door says that it knows: a proxy before a closed port also accepts
-connections, and closes them. A host that is gone, or cut off, is told by the system's probes of idle connections. A process
-that a rank has forked holds its connection too, and a rank counts as there until that has ended with it.
+The rank sends its name, and the door answers with one byte, since a proxy before a closed port also accepts connections, and
+closes them. A host that is gone, or cut off, is found by the system's probes of idle connections. A process that a rank has
+forked holds its connection too, and the rank counts as alive until that process has ended as well.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from selectors import EVENT_READ, DefaultSelector
 _BACKLOG = 4096
 _HELLO_BYTES = 300
 _SHARE_OF_FILES = 4
-"""One of so many files that a process may have open is a connection to another rank, at most."""
+"""At most this fraction (1 / 4) of the files that a process may open are connections to other ranks."""
 
 _KNOWN = b"\x06"
-"""What the door answers to a rank of its run."""
+"""The door's answer to a rank of its run."""
 
 _PROBES = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 4}
-"""A host that no longer answers is given up after 12 s; where a system has no such options, after its own time."""
+"""Gives up a host that no longer answers after 12 s; if the system lacks these options, after its own time."""
 
 
 class Door:
-    """Rank 0's end of all connections. Closed by `close`, or when nobody has it any more. address: where others come, a name or
-    a number; "" on all networks.
+    """Is rank 0's end of all connections. Closed by `close`, or when it is garbage-collected. address: where others connect, a
+    name or a number; "" for all networks.
     """
 
     def __init__(self, address: str = "") -> None:
-        """Listens. Raises OSError where the address is not of this machine."""
+        """Opens the port. Raises OSError if the address is not of this machine."""
         self._socket = _listening(address) if address else _listening_to_all()
         self._socket.setblocking(False)
         self.token = secrets.token_hex(16)
@@ -56,7 +56,7 @@ class Door:
         self._finalizer()
 
     def gone(self) -> dict[int, str]:
-        """Returns the ranks that have ended, with their hosts. Does not block. One thread at a time calls it."""
+        """Returns the ranks that have ended, with their hosts. Does not block. Must be called by one thread at a time."""
         for key, _ in self._selector.select(0):
             if key.fileobj is self._socket:
                 self._let_in()
@@ -66,7 +66,7 @@ class Door:
         return self._gone
 
     def _let_in(self) -> None:
-        """Accepts whoever waits at the port while there is room: of the others' end nobody hears, as behind a firewall."""
+        """Accepts waiting connections while there is room. Of ranks for which there is none, the end is not noticed."""
         with suppress(OSError):  # it has left again
             while len(self._heard) < self._most:
                 caller, _ = self._socket.accept()
@@ -74,9 +74,12 @@ class Door:
                 _probe(caller)
                 self._heard[caller] = b""
                 self._selector.register(caller, EVENT_READ)
-                self._hear(caller)  # who has come says so at once
+                self._hear(caller)  # a rank sends its name right after it connects
 
     def _hear(self, caller: socket.socket) -> None:
+        """Reads from a caller: answers a rank that has named itself; drops a connection that is closed or says too much, and
+        records its rank as gone.
+        """
         try:
             text = caller.recv(_HELLO_BYTES)
         except BlockingIOError:
@@ -87,7 +90,7 @@ class Door:
         who = self._named(self._heard[caller])
         if text and len(self._heard[caller]) < _HELLO_BYTES:
             if who is not None:
-                with suppress(OSError):  # it has left again, of which the next look tells
+                with suppress(OSError):  # it has left again, which the next call notices
                     caller.send(_KNOWN)
             return
         self._selector.unregister(caller)
@@ -98,7 +101,7 @@ class Door:
             self._gone[rank] = host
 
     def _named(self, heard: bytes) -> tuple[int, str] | None:
-        """Returns the rank and the host of a caller that has said all; None for one that has not, and for a stranger."""
+        """Returns rank and host of a caller whose name is complete and whose token is right; else None."""
         token, _, who = heard.decode("utf-8", "replace").partition(" ")
         rank, _, host = who.partition(" ")
         is_known = token == self.token and rank.isdecimal() and host.endswith("\n")
@@ -106,10 +109,10 @@ class Door:
 
 
 class Tether:
-    """Another rank's end of its connection to rank 0. Closed by `close`, or when nobody has it any more."""
+    """Is another rank's end of its connection to rank 0. Closed by `close`, or when it is garbage-collected."""
 
     def __init__(self, address: str, port: int, who: str, timeout_s: float) -> None:
-        """Connects. who: the door's token, the rank and its host. Raises OSError, as behind a firewall."""
+        """Connects. who: the door's token, the rank and its host. Raises OSError, for example behind a firewall."""
         self._socket = socket.create_connection((address, port), timeout=timeout_s)
         self._finalizer = weakref.finalize(self, self._socket.close)
         _probe(self._socket)
@@ -118,12 +121,12 @@ class Tether:
         self._is_known = False
 
     def close(self) -> None:
-        """Closes the connection. May be called twice; `is_cut` is not asked after it."""
+        """Closes the connection. May be called twice; `is_cut` must not be read after it."""
         self._finalizer()
 
     @property
     def is_cut(self) -> bool:
-        """Whether rank 0 has ended, as far as this connection tells: nothing before the door has answered. Does not block."""
+        """Whether the connection is closed, i.e. rank 0 has ended; False before the door has answered. Does not block."""
         try:
             while text := self._socket.recv(1):
                 self._is_known = self._is_known or text == _KNOWN
@@ -141,7 +144,9 @@ def _listening_to_all() -> socket.socket:
 
 
 def _listening(address: str) -> socket.socket:
-    """Returns a socket where `address` leads first: callers try all that it leads to, in this order."""
+    """Returns a listening socket at the first address to which `address` resolves and that can be bound: callers try them in
+    the same order.
+    """
     failure: OSError | None = None
     for family, _, _, _, found in socket.getaddrinfo(address, 0, 0, socket.SOCK_STREAM):
         try:
@@ -152,7 +157,7 @@ def _listening(address: str) -> socket.socket:
 
 
 def _probe(connection: socket.socket) -> None:
-    """Lets the system find out whether the other host is still there."""
+    """Turns on the system's keep-alive probes, which find out whether the other host still answers."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _PROBES.items():
         if hasattr(socket, name):
@@ -160,6 +165,7 @@ def _probe(connection: socket.socket) -> None:
 
 
 def _close(selector: DefaultSelector, *every: Iterable[socket.socket]) -> None:
+    """Closes the selector and all sockets."""
     selector.close()
     for sockets in every:
         for one in sockets:

@@ -1,7 +1,7 @@
-"""How a process comes to the store in which all of a run meet, at the address that its launcher names.
+"""Connects a process to the store in which all ranks of a run meet, at the address that its launcher names.
 
-What can be told at once is told at once: a name that nobody knows, a port that another program has. What may yet come is waited
-for: a port that refuses, a host that does not answer, a listener that closes connections.
+What can be known at once is reported at once: a name that cannot be resolved, a port that another program uses. What may still
+come is waited for: a port that refuses, a host that does not answer, a listener that closes connections.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ CODE = "preflight"
 """The code of a start that is refused."""
 
 PATIENCE_S = 8.0
-"""For what is there at once or not at all: a name, a free port, a store that answers, another process of this machine."""
+"""Seconds for what is there at once or not at all: a name, a free port, a store's answer, another process of this machine."""
 
 _PAUSE_S = 0.3
-"""Between two tries."""
+"""Seconds between two tries."""
 
 _STAYS_S = 0.1
-"""How long a connection stays open to what takes part in a conversation, and does not begin it."""
+"""Seconds for which a real listener must keep a connection open."""
 
 
 @dataclass(frozen=True)
 class Reached:
-    """A store. is_held: whether this process holds it. address: of rank 0's host. is_local: whether that is this machine's
-    alone. timeout_s: for other ranks to come.
+    """Holds a store. is_held: whether this process serves it. address: of rank 0's host. is_local: whether only this machine
+    can reach that. timeout_s: for other ranks to come.
     """
 
     store: Store
@@ -48,10 +48,11 @@ class Reached:
 
 
 def reach(environ: Mapping[str, str], timeout_s: float) -> Reached:
-    """Returns the store at MASTER_ADDR and MASTER_PORT, which rank 0 holds where no agent does. Blocks until it is there.
+    """Returns the store at MASTER_ADDR and MASTER_PORT, which rank 0 serves unless a launcher's agent does. Blocks until it is
+    there.
 
-    Raises RunError "preflight", with this host and a remedy, if the name cannot be resolved, the port is taken, or something
-    else answers: within about PATIENCE_S; and if nobody answers in `timeout_s`.
+    Raises RunError "preflight", with this host and a remedy: within about PATIENCE_S if the name cannot be resolved, the port
+    is taken, or something else answers; after `timeout_s` if nobody answers.
     """
     rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
@@ -60,7 +61,7 @@ def reach(environ: Mapping[str, str], timeout_s: float) -> Reached:
         raise refused(f"MASTER_ADDR = {address!r}, MASTER_PORT = {port!r}", hint)
     is_local = _is_loopback(address)
     if is_local and int(environ.get("LOCAL_WORLD_SIZE", size)) < size:
-        timeout_s = min(timeout_s, PATIENCE_S)  # of several hosts each would wait for itself
+        timeout_s = min(timeout_s, PATIENCE_S)  # a loopback address for several hosts: waiting is in vain
     if rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return Reached(_held(address, int(port), size), True, address, is_local, timeout_s)
     return Reached(_joined(address, int(port), size, timeout_s), False, address, is_local, timeout_s)
@@ -72,7 +73,9 @@ def refused(what: str, hint: str) -> RunError:
 
 
 def _is_loopback(address: str) -> bool:
-    """Returns whether `address` is this machine's alone. Raises RunError "preflight" if no such name is found in PATIENCE_S."""
+    """Returns whether only this machine can reach `address`. Raises RunError "preflight" if the name is not resolved within
+    PATIENCE_S.
+    """
     until = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -81,13 +84,13 @@ def _is_loopback(address: str) -> bool:
             if time.monotonic() > until:
                 hint = "MASTER_ADDR must be a name or address of rank 0's host that all hosts know"
                 raise refused(f"the name `{address}` cannot be resolved: {error.strerror or error}", hint) from error
-            time.sleep(_PAUSE_S)  # names of pods come a little after them
+            time.sleep(_PAUSE_S)  # names of pods are known a little after the pods start
         else:
             return all(one == "::1" or one.startswith("127.") for one in found)
 
 
 def _held(address: str, port: int, size: int) -> Store:
-    """Makes the store. Raises RunError "preflight" for a port that another program keeps for PATIENCE_S."""
+    """Starts the store and returns it. Raises RunError "preflight" if another program keeps the port for PATIENCE_S."""
     until = time.monotonic() + PATIENCE_S
     while True:
         store, why = _tried(address, port, size, is_held=True)
@@ -96,11 +99,13 @@ def _held(address: str, port: int, size: int) -> Store:
         if why is None or time.monotonic() > until:
             hint = "choose another MASTER_PORT; `ss -ltnp` on that host tells who has it"
             raise refused(f"port {port} cannot be had: {why or 'it does not answer'}", hint)
-        time.sleep(_PAUSE_S)  # the store of a run that has just ended may still be read
+        time.sleep(_PAUSE_S)  # the store of a run that has just ended may still hold the port
 
 
 def _joined(address: str, port: int, size: int, timeout_s: float) -> Store:
-    """Joins the store, as soon as it is there. Raises RunError "preflight" after `timeout_s`, for a stranger there sooner."""
+    """Connects to the store as soon as it is there. Raises RunError "preflight" after `timeout_s`; sooner if another program
+    answers.
+    """
     until = time.monotonic() + timeout_s
     while True:
         try:
@@ -124,10 +129,10 @@ def _joined(address: str, port: int, size: int, timeout_s: float) -> Store:
 
 
 def _knock(address: str, port: int) -> None:
-    """Returns if something listens there, and lets callers stay. Raises OSError if not.
+    """Returns if something listens there and keeps connections open; raises OSError if not.
 
-    torch's own connecting cannot be broken off by a signal, and prints its stack each time that the connection is closed, as by
-    a proxy whose host is not there yet.
+    torch's own connecting cannot be interrupted by a signal, and prints its stack each time that the connection is closed, as
+    by a proxy whose host is not there yet.
     """
     with socket.create_connection((address, port), timeout=PATIENCE_S) as caller:
         caller.settimeout(_STAYS_S)
@@ -137,7 +142,9 @@ def _knock(address: str, port: int) -> None:
 
 
 def _tried(address: str, port: int, size: int, *, is_held: bool) -> tuple[Store | None, str | None]:
-    """Returns the store there; else why there is none, None if what listens said nothing in PATIENCE_S."""
+    """Tries once to serve or join the store; returns it, or the reason, None if the listener did not answer within
+    PATIENCE_S.
+    """
     made: list[Store] = []
     failed: list[str] = []
 

@@ -1,4 +1,6 @@
-"""One roll call of a meeting: the list in the store on which each rank puts itself, and the verdict that rank 0 makes of it."""
+"""One roll call of a meeting: the list in the store to which each rank adds itself, and the verdict that rank 0 derives from
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from sley_core.comm.reach import refused
 from sley_core.errors import RunError
 
 _POLL_S, _MOST_POLL_S = 0.02, 0.3
-"""Between two looks: at first, and while a host takes long, so that thousands of ranks do not keep the store busy."""
+"""Seconds between two reads: at first, and at most, so that thousands of ranks do not overload the store."""
 
 _OTHERS_HINT = "what rank 0 printed, or its launcher, says why"
 _COUNT, _LINE, _VERDICT = "lines", "line {}", "verdict"
@@ -28,7 +30,7 @@ _READERS, _READER = "readers", "reader {}"
 
 @dataclass(frozen=True)
 class Occasion:
-    """What of a rank that does not answer is to be said, and done."""
+    """Describes what ranks that do not answer have failed to do, and the hint for it."""
 
     lacks: str
     hint: str
@@ -46,7 +48,7 @@ BUILT = Occasion(
 
 @dataclass(frozen=True)
 class Board:
-    """The keys of one roll call in the store, with JSON values."""
+    """Reads and writes the keys of one roll call in the store, with JSON values."""
 
     store: Store
     rank: int
@@ -57,12 +59,12 @@ class Board:
             self.store.set(self._name(key), json.dumps(value))
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter, and returns it."""
+        """Adds `amount` to a counter, and returns its new value."""
         with self._in_store():
             return int(self.store.add(self._name(key), amount))
 
     def find(self, key: str) -> dict[str, Any] | None:
-        """Returns what some rank has set under `key`; None if none has."""
+        """Returns what a rank has set under `key`; None if none has."""
         with self._in_store():
             if not self.store.check([self._name(key)]):
                 return None
@@ -70,11 +72,11 @@ class Board:
         return found
 
     def get(self, key: str, what: str, timeout_s: float, tether: Tether | None = None) -> dict[str, Any]:
-        """Returns what some rank sets under `key`, when it does. Raises RunError if that takes longer than `timeout_s`, or if
-        rank 0 ends meanwhile, as its `tether` tells.
+        """Waits until a rank has set `key`, and returns the value. Raises RunError if that takes longer than `timeout_s`, or if
+        rank 0 ends meanwhile, as its `tether` shows. what: what is awaited, for the error.
         """
         for _ in looks(timeout_s):
-            is_cut = tether is not None and tether.is_cut  # before the look: what it set last counts
+            is_cut = tether is not None and tether.is_cut  # read before the key, so that its last write is seen
             if (found := self.find(key)) is not None:
                 return found
             if is_cut:
@@ -86,7 +88,9 @@ class Board:
 
     @contextmanager
     def _in_store(self) -> Iterator[None]:
-        """Turns torch's error into RunError "preflight": whoever holds the store has ended."""
+        """Returns a context manager that turns torch's error into RunError "preflight": the process that serves the store has
+        ended.
+        """
         try:
             yield
         except RuntimeError as error:
@@ -94,9 +98,9 @@ class Board:
 
 
 def looks(timeout_s: float) -> Iterator[None]:
-    """Yields now, and then at longer and longer intervals until `timeout_s` are over.
+    """Yields now, and then at growing intervals until `timeout_s` are over.
 
-    Not `store.wait`: it blocks in torch, where a signal to end is not heard.
+    Used instead of `store.wait`, which blocks in torch, where a signal to end is not handled.
     """
     until, pause_s = time.monotonic() + timeout_s, _POLL_S
     yield
@@ -107,13 +111,13 @@ def looks(timeout_s: float) -> Iterator[None]:
 
 
 class Patience:
-    """How long somebody waits: without end, until `begin`."""
+    """Holds a time limit that is infinite until `begin` sets it."""
 
     timeout_s = math.inf
     _until = math.inf
 
     def begin(self, timeout_s: float) -> Patience:
-        """Sets the limit, from now on. Returns itself."""
+        """Sets the limit to `timeout_s` from now; returns itself."""
         self.timeout_s, self._until = timeout_s, time.monotonic() + timeout_s
         return self
 
@@ -124,7 +128,7 @@ class Patience:
 
 @dataclass(frozen=True)
 class RollCall:
-    """One roll call as a rank on `host` sees it. size: the number of ranks."""
+    """Represents one roll call for a rank on `host`. size: the number of ranks."""
 
     board: Board
     size: int
@@ -132,9 +136,10 @@ class RollCall:
     occasion: Occasion
 
     def answer(self, told: Mapping[str, Any]) -> None:
-        """Puts this rank on the list. told: nothing, or `message` and `hint` of why it does not begin.
+        """Adds this rank to the list. told: {}, or `message` and `hint` of why it does not begin.
 
-        Raises RunError "preflight" where all ranks have agreed before this one has answered: in another run.
+        Raises RunError "preflight" if there is a verdict that all agree before this rank has answered: that is of an earlier
+        start.
         """
         if self.board.find(_VERDICT) == {}:
             raise used_before()
@@ -142,18 +147,20 @@ class RollCall:
         self.board.set(_LINE.format(number), {"rank": self.board.rank, "host": self.host, **told})
 
     def heard(self, timeout_s: float, tether: Tether | None = None) -> dict[str, Any]:
-        """Returns the verdict, when rank 0 has one. Raises RunError "preflight" after `timeout_s`, or if rank 0 has ended."""
+        """Waits for the verdict of rank 0 and returns it. Raises RunError "preflight" after `timeout_s`, or if rank 0 has
+        ended.
+        """
         verdict = self.board.get(_VERDICT, "rank 0 to hear of all ranks", timeout_s, tether)
         if verdict:
             self.board.set(_READER.format(self.board.add(_READERS, 1)), {"rank": self.board.rank})
         return verdict
 
     def conclude(self, verdict: Mapping[str, Any]) -> None:
-        """Tells all ranks the verdict. Rank 0 calls it."""
+        """Publishes the verdict to all ranks. Rank 0 calls it."""
         self.board.set(_VERDICT, verdict)
 
     def await_readers(self, timeout_s: float, door: Door | None) -> None:
-        """Waits until all ranks that have not died have read the verdict, or `timeout_s` are over. Rank 0 calls it."""
+        """Waits until all living ranks have read the verdict, or `timeout_s` are over. Rank 0 calls it."""
         done = {0}
         number = 1
         for _ in looks(timeout_s):
@@ -165,14 +172,16 @@ class RollCall:
                 return
 
     def verdict(self, patience: Patience, door: Door | None) -> dict[str, Any]:
-        """Reads the list of ranks as it grows and returns the verdict: nothing if all came and agree. Rank 0 calls it.
+        """Reads the list as it grows until all ranks are on it, and returns the verdict: {} if all came and agree, else message
+        and hint. Rank 0 calls it.
 
-        patience: for ranks that are not on the list; none is had for those that have left `door`.
+        patience: limits the wait for ranks that are not on the list; for ranks that have closed their connection to `door` it
+        does not wait.
         """
         hosts = {0: self.host}
         number, pause_s = 1, _POLL_S
         while True:
-            gone = dict(door.gone()) if door is not None else {}  # before the list: what it said last counts
+            gone = dict(door.gone()) if door is not None else {}  # read before the list, so that last lines are seen
             while (line := self.board.find(_LINE.format(number))) is not None:
                 if wrong := _wrong(line, hosts):
                     return wrong
@@ -180,7 +189,7 @@ class RollCall:
                 number, pause_s = number + 1, _POLL_S
             if len(hosts) == self.size:
                 if door is not None:
-                    door.gone()  # answers who came last
+                    door.gone()  # answers ranks that connected since
                 return {}
             if gone:
                 rank = min(gone)
@@ -192,6 +201,7 @@ class RollCall:
             pause_s = min(2 * pause_s, _MOST_POLL_S)
 
     def _missing(self, hosts: Mapping[int, str], timeout_s: float) -> dict[str, Any]:
+        """Returns the verdict that names the ranks which did not answer. hosts: of those that did."""
         absent = [rank for rank in range(self.size) if rank not in hosts]
         named = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
         came = ", ".join(sorted(set(hosts.values())))
@@ -202,7 +212,7 @@ class RollCall:
 
 
 def _wrong(line: Mapping[str, Any], hosts: Mapping[int, str]) -> dict[str, Any]:
-    """Returns what is wrong with a line of the list, nothing if it is right. hosts: of the ranks that are on it already."""
+    """Returns what is wrong with a line of the list, {} if nothing is. hosts: of the ranks that are on it already."""
     if line["rank"] in hosts:
         who = f"{hosts[line['rank']]} and {line['host']}"
         hint = "RANK must be another number in each process; torchrun's --node-rank on each host"
@@ -219,7 +229,7 @@ def used_before() -> RunError:
 
 
 class EarlyVerdict:
-    """Hears the ranks in a thread, on rank 0, and tells all what keeps them from starting as soon as there is something."""
+    """Reads the list in a thread, on rank 0, and publishes a failure to all ranks as soon as there is one."""
 
     def __init__(self, call: RollCall, door: Door | None) -> None:
         self._call = call
@@ -228,21 +238,21 @@ class EarlyVerdict:
         self._is_stopped = False
         self._has_ended = (
             threading.Event()
-        )  # a `join` that a signal breaks off takes the thread for ended, in Python 3.11
+        )  # in Python 3.11 a `join` that a signal interrupts marks the thread as ended
         self._verdict: dict[str, Any] | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._listen, name="sley-roll-call", daemon=True)
         self._thread.start()
 
     def verdict(self, timeout_s: float) -> dict[str, Any]:
-        """Returns the verdict, when there is one. timeout_s: for ranks that are not on the list by now.
+        """Waits for the verdict and returns it. timeout_s: for ranks that are not on the list by now.
 
-        Raises whatever kept the thread from hearing the others.
+        Raises the exception with which the thread ended, if any.
         """
         try:
             self._patience.begin(timeout_s)
             self._has_ended.wait()
-        except BaseException:  # of a signal
+        except BaseException:  # raised by a signal handler
             self.stop()
             raise
         self._thread.join()
@@ -252,13 +262,14 @@ class EarlyVerdict:
         return self._verdict
 
     def stop(self) -> None:
-        """Ends the thread, whoever is on the list."""
+        """Ends the thread, whichever ranks are on the list."""
         self._is_stopped = True
         self._patience.begin(0.0)
         self._has_ended.wait()
         self._thread.join()
 
     def _listen(self) -> None:
+        """Runs in the thread: reads the list until there is a verdict, and publishes it if it is a failure."""
         try:
             self._verdict = self._call.verdict(self._patience, self._door)
             if self._verdict and not self._is_stopped:

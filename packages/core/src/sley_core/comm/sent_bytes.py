@@ -1,4 +1,4 @@
-"""How many bytes a rank sends in a step, counted alike by everything that exchanges, so that plans can be compared."""
+"""Counts the bytes that a rank sends in a step, in one way for everything that exchanges, so that plans can be compared."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from sley_core.comm.members import Members
 
 
 class SentBytes:
-    """Bytes that this rank sends in a step: of a collective, the fewest with which a group of its size can do it.
+    """Counts the bytes that this rank sends in a step: for a collective, the fewest with which a group of its size can do it.
 
-         begin_step ──> add* ──> end_step ──> begin_step ...
-              ^            │
-              └────────────┘  a step that failed
+             begin_step ──> add* ──> end_step ──> begin_step ...
+                  ^            │
+                  └────────────┘  a step that failed
 
-    Which algorithm a backend takes, and what it sends beside the tensors, is not seen here.
+    The backend's actual algorithm, and what it sends besides the tensors, are not counted.
     """
 
     def __init__(self) -> None:
@@ -22,13 +22,13 @@ class SentBytes:
         self._last = 0
 
     def begin_step(self) -> None:
-        """Starts to count a step, and forgets one that did not end."""
+        """Starts to count a step, and discards the count of one that did not end."""
         self._now = 0
 
     def add(self, whole: Tensor, group: Members, *, passes: int) -> None:
-        """Counts an exchange of `whole`, the full tensor, over `group`: in a pass a rank sends all of it but its own part.
+        """Counts an exchange of `whole`, the full tensor, over `group`: in each pass a rank sends all of it but its own part.
 
-        passes: 1 of an all-gather, a reduce-scatter and an all-to-all, 2 of an all-reduce, which is one of each.
+        passes: 1 for an all-gather, a reduce-scatter or an all-to-all, 2 for an all-reduce.
         """
         self._now += whole.nbytes * (group.size - 1) * passes // group.size
 
@@ -37,7 +37,7 @@ class SentBytes:
         self._now += num_bytes
 
     def end_step(self) -> None:
-        """Ends the step that is counted."""
+        """Ends the step, whose count `counts` then returns."""
         self._last = self._now
 
     def counts(self) -> dict[str, float]:

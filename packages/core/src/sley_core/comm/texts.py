@@ -1,6 +1,6 @@
-"""Small values between ranks as JSON: whoever else can reach a communicator's port must not make a rank run code.
+"""Exchanges small values between ranks as JSON: a process that can reach a communicator's port must not make a rank run code.
 
-torch's own collectives of objects unpickle what comes; gloo's ports take connections of any user of the host.
+torch's own collectives of objects unpickle what they receive; gloo's ports accept connections of any user of the host.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 _AT_ONCE = 1016
-"""How many bytes of a text go with its length."""
+"""How many bytes of a text are sent in the same message as its length."""
 
 _LENGTH = 8
 
 
 def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Returns every rank's `value`, in the order of the group's ranks. Blocks. Uses the default group if none is given.
+    """Gathers every rank's `value`; returns them in the order of the group's ranks. Blocks. Uses the default group if none is
+    given.
 
-    value: JSON; tuples come back as lists, and keys of mappings as strings.
+    value: serialisable as JSON; tuples come back as lists, and keys of mappings as strings.
     """
     mine = _encoded(value, group)
     heads = _gather(torch.cat((_bytes_of_length(mine), mine[:_AT_ONCE])), _LENGTH + _AT_ONCE, group)
@@ -34,7 +35,7 @@ def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[An
 
 
 def _gather(mine: Tensor, num_bytes: int, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Returns `mine` of every rank, each filled up to `num_bytes`; over `group`, whose members all call `gather_values`."""
+    """Returns every rank's `mine`, padded to `num_bytes`. A collective over `group`, whose members all call `gather_values`."""
     found = [torch.zeros(num_bytes, dtype=torch.uint8, device=mine.device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, torch.nn.functional.pad(mine, (0, num_bytes - mine.numel())), group=group)
     return found
@@ -45,8 +46,8 @@ def _bytes_of_length(text: Tensor) -> Tensor:
 
 
 def value_of_first(value: Any) -> Any:
-    """Returns the value of rank 0 on all ranks of the default group. Blocks. value: as in `gather_values`, read on rank
-    0 alone.
+    """Broadcasts the value of rank 0 over the default group, and returns it on all ranks. Blocks. value: as in `gather_values`,
+    used on rank 0 only.
     """
     mine = _encoded(value, None)
     length = torch.tensor([mine.numel()], device=mine.device)

@@ -1,9 +1,8 @@
-"""The processes of a run, as one of them sees it: who am I, how many are we, what do I run on.
+"""The processes of a run, as one of them sees it: its rank, their number, and its device.
 
 World.alone()       one process, nothing to join
-World.join(...)     one of several: under `train-cli run`, torchrun, SLURM or Kubernetes, told by the environment
-World.fake(3, 64)   rank 3 of 64 without devices or peers: the same assembly, on meta; the same steps with a device of
-                    fake tensors
+World.join(...)     one of several: under `train-cli run`, torchrun, SLURM or Kubernetes, described by the environment
+World.fake(3, 64)   rank 3 of 64 without devices or peers: assembles a run on meta; takes steps with a device of fake tensors
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass
 class World(AbstractContextManager["World"]):
-    """One rank's view of the world. Use as a context manager: it leaves the default group that it joined."""
+    """Represents one rank's view of the world. Use it as a context manager: it leaves the default group that it joined."""
 
     rank: int
     size: int
@@ -46,7 +45,7 @@ class World(AbstractContextManager["World"]):
 
     @classmethod
     def alone(cls, device: str | Device = "auto") -> World:
-        """Returns the world of one process. device: a name, as of `Device.pick`, or a device of the program's own."""
+        """Returns the world of one process. device: a name, as for `Device.pick`, or a device of the program's own."""
         return cls(0, 1, _picked(device))
 
     @classmethod
@@ -99,25 +98,25 @@ class World(AbstractContextManager["World"]):
 
     @classmethod
     def fake(cls, rank: int, size: int, device: Device | None = None) -> World:
-        """Returns rank `rank` of a world of `size` that exists only here, with torch's fake backend.
+        """Returns rank `rank` of a world of `size` ranks that do not exist, with torch's fake backend.
 
-        device: one whose tensors have no values; left out, meta: a run can be assembled there, and not stepped.
+        device: one whose tensors have no values; left out, meta: a run can be assembled there, but cannot step.
         """
         dist.init_process_group("fake", rank=rank, world_size=size)
         return cls(rank, size, device or Device(torch.device("meta")), owns_default_group=True, is_fake=True)
 
     def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:
-        """Returns a context for what each rank does alone and any may fail in: all go on, or all raise, where they have met
-        (`Meeting.all_or_none`); else nothing more than the block.
+        """Returns a context manager for work that each rank does alone and that may fail on any: all ranks continue, or all
+        raise, if they have met (`Meeting.all_or_none`); without a meeting it does nothing.
         """
         return self.meeting.all_or_none(timeout_s) if self.meeting is not None else nullcontext()
 
     def from_first(self, make: Callable[[], T], what: str) -> T:
-        """Calls `make` on the first rank and returns its result on all ranks; a blocking collective of start-up, over
-        the default group.
+        """Calls `make` on the first rank and returns its result on all ranks; a blocking collective of start-up, over the
+        default group.
 
-        make: returns a JSON value. what: words for what it does, for errors. Raises what `make` raises on the first
-        rank, RunError `start-failed` on the others.
+        make: returns a value serialisable as JSON. what: describes what it does, for errors. Raises what `make` raises on the
+        first rank, RunError `start-failed` on the others.
         """
         if self.size == 1:
             return make()
@@ -129,7 +128,7 @@ class World(AbstractContextManager["World"]):
             except Exception as error:
                 failure = error
                 box = [(None, f"{type(error).__name__}: {first_line(error)}")]
-        # The default group; all ranks assemble one plan, and are told before any of them makes a group.
+        # Over the default group: all ranks assemble one plan, and call this before any of them makes a group.
         try:
             value, fault = value_of_first(box[0])
         except RuntimeError as error:
@@ -143,20 +142,19 @@ class World(AbstractContextManager["World"]):
         return found
 
     def on_all(self, make: Callable[[], T], what: str) -> T:
-        """Calls `make` on every rank and returns each its own result; a blocking collective, over the default group.
+        """Calls `make` on every rank and returns each rank its own result; a blocking collective over the default group.
 
-        what: words for what it does, for errors. Raises what `make` raises where it does, RunError `start-failed` on the
-        others.
+        what: describes what it does, for errors. Raises what `make` raises on that rank, RunError `start-failed` on the others.
         """
         if self.size == 1:
             return make()
         try:
             found = make()
         except Exception as error:
-            with suppress(RuntimeError):  # others that are not there in time, or any more, must not hide it
+            with suppress(RuntimeError):  # ranks that are late, or gone, must not hide this rank's error
                 gather_values(f"{type(error).__name__}: {first_line(error)}")
             raise
-        # The default group; every rank comes here once, or above.
+        # Over the default group: every rank calls it exactly once, here or above.
         try:
             faults = gather_values("")
         except RuntimeError as error:
@@ -215,8 +213,8 @@ def _picked(device: str | Device, local_rank: int = 0, local_size: int = 1) -> D
 
 
 def _whole(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
-    """Returns the integer that a launcher puts into its environment under `name`; RunError `rendezvous-failed` if it is
-    none.
+    """Returns the integer in the environment variable `name`; raises RunError `rendezvous-failed` if it is not set or not a
+    number.
     """
     value = environ.get(name, default)
     if value is None or not value.isdecimal():

@@ -1,4 +1,4 @@
-"""What is wrong with the data that a plan names, found without torch and before any process starts."""
+"""Checks the data that a plan names, without torch and before any process starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _vocabulary(plan: Plan, config: DataConfig) -> Iterator[Problem]:
     try:
         count = _num_ids(config)
     except SleyError:
-        return  # said already
+        return  # reported already
     if count is not None and rows < count:
         message = f"vocab_size = {rows} is less than the {count} token ids of the data"
         yield Problem(("model", "vocab_size"), message, "leave it out, or raise it", "model-vocabulary")
@@ -92,7 +92,7 @@ def _first_lines(config: TextConfig | TokensConfig, files: Iterable[File]) -> It
             yield from _problems_of(error)
             return
         except OSError:
-            return  # said when it is counted
+            return  # reported when its samples are counted
 
 
 def _tokenizer_problems(config: TextConfig | TokensConfig) -> Iterator[Problem]:

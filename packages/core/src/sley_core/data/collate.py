@@ -1,4 +1,4 @@
-"""Samples become a batch as the fields declare it; a sample that differs from the declaration is an error."""
+"""Collates samples into a batch as the fields declare; a sample that differs from the declaration is an error."""
 
 from __future__ import annotations
 

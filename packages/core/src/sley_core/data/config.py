@@ -76,6 +76,7 @@ class TextConfig(DataConfig):
 
     @model_validator(mode="after")
     def _possible(self) -> TextConfig:
+        """Raises ValueError for options that exclude or need each other."""
         if self.source is None and not self.files:
             raise ValueError("one of `source` and `files` is needed")
         if self.source is not None and self.files:
@@ -117,6 +118,7 @@ class TokensConfig(DataConfig):
 
     @model_validator(mode="after")
     def _possible(self) -> TokensConfig:
+        """Raises ValueError for options that exclude or need each other, or a vocabulary that `dtype` cannot hold."""
         if not self.files:
             raise ValueError("`files` names no file")
         if self.documents != "cut" and self.end_of_document is None:

@@ -1,7 +1,7 @@
-"""How many samples documents become; torch-free, so that a plan can be checked and shown without loading anything.
+"""Counts the samples that documents become; torch-free, so that a plan can be checked and shown without loading anything.
 
-A position that predicts the next token is a label. `pack` and `cut` share one stream of N tokens, hence N - 1 labels,
-which windows of `sequence` labels cover; `pad` covers the L - 1 labels of each document of L tokens on their own.
+A position that predicts the next token is a label. `pack` and `cut` share one stream of N tokens, hence N - 1 labels, which
+windows of `sequence` labels cover; `pad` covers the L - 1 labels of each document of L tokens separately.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ def num_windows(num_tokens: int, sequence: int) -> int:
 
 
 def window(index: int, num_tokens: int, sequence: int) -> tuple[int, int]:
-    """Where window `index` starts in the stream, and how many of its labels the window before it has already covered.
+    """Returns where window `index` starts in the stream, and how many of its labels earlier windows have already covered.
 
-    The last window is moved back so that it is full: nothing of the stream is dropped, no token is made up, and each
-    label counts once.
+    The last window is moved back so that it is full: no token is dropped or made up, and each label counts once.
 
         stream   0 1 2 3 4 5 6 7 8 9       N = 10, sequence = 4
         window 0 a b c d .                 labels 1..4

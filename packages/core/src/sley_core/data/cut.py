@@ -1,6 +1,6 @@
-"""Cuts a batch along its samples or its sequence, by what each field declares and nothing else.
+"""Cuts a batch along its samples or its sequence, only by what each field declares.
 
-Cuts are views: no byte is copied, and what is written to a part is written to the batch.
+Parts are views: no byte is copied, and writes to a part are writes to the batch.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def count_micros(batch: Mapping[str, Tensor], fields: Mapping[str, Field], micro
 
 
 def _num_samples(name: str, value: Tensor, field: Field) -> int:
+    """Returns the number of samples in one field; raises RunError "batch-fields" or "batch-size"."""
     if not isinstance(value, Tensor):
         raise RunError("batch-fields", f"field `{name}` is a {type(value).__name__}, not a tensor")
     if field.batch_dim >= value.ndim:

@@ -1,7 +1,7 @@
-"""Which files a `[data]` table names, and which documents are held out; torch-free.
+"""Finds the files that a `[data]` table names, and which documents are held out; torch-free.
 
-A document is named relative to where its pattern starts, so that a corpus may move without its split changing, and to
-which split it belongs depends on names alone: never on a rank, an order or a seed.
+A document is named relative to where its pattern starts, so that a corpus may be moved without changing the split. To which
+split it belongs depends on its name alone: never on a rank, an order or a seed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WILDCARDS = frozenset("*?[")
 
 @dataclass(frozen=True)
 class File:
-    """A file, and its name within the corpus with forward slashes: `sub/one.txt` of `corpus/**/*.txt`."""
+    """Names a file, with its name within the corpus in forward slashes: `sub/one.txt` of `corpus/**/*.txt`."""
 
     name: str
     path: Path
@@ -34,7 +34,7 @@ class File:
 
 
 Found = tuple[list[File], list[Problem]]
-"""Files, and what is wrong with what names them."""
+"""Files, and problems of the paths and patterns that name them."""
 
 
 def as_error(problems: Iterable[Problem]) -> PlanError:
@@ -153,6 +153,7 @@ def token_files(config: TokensConfig, split: Split) -> Found:
 
 
 def _begins_with(path: Path, mark: bytes) -> bool:
+    """Returns whether the file begins with the bytes `mark`; False if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(len(mark)) == mark

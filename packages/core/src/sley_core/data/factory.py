@@ -82,7 +82,7 @@ def declared(dataset: Any, config: FactoryDataConfig, name: str) -> AnyDataset:
 
 
 class _Declared:
-    """The dataset with an `info`; other public attributes are the dataset's own."""
+    """Wraps a dataset and adds an `info`; other public attributes are the dataset's own."""
 
     def __init__(self, dataset: Any, config: FactoryDataConfig, name: str) -> None:
         self._dataset = dataset

@@ -26,7 +26,7 @@ from sley_core.errors import PlanError, RunError, note_origin
 from sley_core.plan.factory import cause
 
 CLOSE_TIMEOUT_S = 30.0
-"""The most that `close` waits: a run that ends must not wait as long as one that continues."""
+"""The most seconds that `close` waits: a run that ends must not wait as long as one that continues."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,7 @@ class Feed:
         self.close()
 
     def _checked(self, items: Iterator[_Item]) -> Iterator[_Item]:
+        """Yields `items`, after calling `check` for each."""
         for item in items:
             if self._check is not None:
                 self._check(item.batch, item.samples)

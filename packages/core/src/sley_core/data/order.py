@@ -1,14 +1,13 @@
-"""The order of an epoch: every sample exactly once, the same for every layout, at the cost of one index.
+"""The order of an epoch: every sample exactly once, in the same order in every layout, computed one index at a time.
 
-The place of a sample is computed, not looked up, so an epoch of any size needs no memory and any place in it can be
-entered at once: a rank asks only for the rows it owns, and restoring a position is setting a number.
+The place of a sample is computed, not looked up, so an epoch of any size needs no memory and can be entered at any place: a
+rank computes only the rows it owns, and restoring a position is setting a number.
 
-The permutation of [0, n) is a Feistel network over pairs (left, right) of [0, a)^2 with a = ceil(sqrt(n)), walked
-again while the result is not below n (J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002: a
-network is bijective whatever its round function is, and so is walking along its cycles until one is inside). As
-(a - 1)^2 < n, a walk has a^2 / n steps on average: 2 at n = 2, and close to 1 for large n. The round function is
-BLAKE2b, and there are ten rounds, as in NIST SP 800-38G, because small domains need more than the four that do for
-large ones.
+The permutation of [0, n) is a Feistel network over pairs (left, right) of [0, a)^2 with a = ceil(sqrt(n)), applied again while
+the result is not below n (J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002: a network is bijective
+whatever its round function is, and so is following its cycles until a value is inside). As (a - 1)^2 < n, it is applied a^2 / n
+times on average: 2 at n = 2, and close to 1 for large n. The round function is BLAKE2b, and there are ten rounds, as in NIST SP
+800-38G, because small domains need more than the four that suffice for large ones.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ NUM_ROUNDS = 10
 
 
 class Order:
-    """`order[place]` is the sample that comes at `place` of the epoch, both in [0, num_samples).
+    """Permutes the samples of an epoch: `order[place]` is the sample at `place`, both in [0, num_samples).
 
-    It depends on (num_samples, seed, epoch) alone. With `shuffle = False` it is the place itself.
+    It depends on (num_samples, seed, epoch) alone. With `shuffle = False` it is the identity.
     """
 
     def __init__(self, num_samples: int, *, seed: int, epoch: int, shuffle: bool = True) -> None:
@@ -47,6 +46,7 @@ class Order:
         return sample
 
     def _network(self, value: int) -> int:
+        """Returns the Feistel network's permutation of `value`, both in [0, side^2)."""
         left, right = divmod(value, self._side)
         for number in range(NUM_ROUNDS):
             left, right = right, (left + self._round(number, right)) % self._side

@@ -1,7 +1,7 @@
-"""Samples of equal length from a stream of tokens and the offsets of its documents: pack, cut, pad.
+"""Makes samples of equal length from a stream of tokens and the offsets of its documents: pack, cut, pad.
 
-Pure functions: tokens and offsets in, tensors of one sample out. Labels are the next tokens, already shifted.
-`offsets` is int64 [num_documents + 1]: document d is [offsets[d], offsets[d + 1]), none of them empty.
+Pure functions: tokens and offsets in, tensors of one sample out. Labels are the next tokens, already shifted. `offsets` is
+int64 [num_documents + 1]: document d is [offsets[d], offsets[d + 1]), none of them empty.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _starts_after(offsets: Tensor, start: int, stop: int) -> Tensor:
 
 
 def max_documents(offsets: Tensor, sequence: int) -> int:
-    """Returns the most documents that any window holds, partial ones included."""
+    """Returns the largest number of documents in any window, partial ones included."""
     num_tokens = int(offsets[-1])
     most = 0
     for first in range(0, num_windows(num_tokens, sequence), WINDOW_BLOCK):
@@ -73,16 +73,18 @@ def max_documents(offsets: Tensor, sequence: int) -> int:
 
 
 def chunk_ends(offsets: Tensor, sequence: int) -> Tensor:
-    """Returns int64 [num_documents]: the samples of the documents up to and including each, when documents are padded."""
+    """Returns int64 [num_documents]: the number of samples of all documents up to and including each, if documents are
+    padded.
+    """
     num_labels = torch.diff(offsets) - 1
     return ((num_labels + sequence - 1) // sequence).cumsum(0)
 
 
 def pad_sample(tokens: TokenArray, offsets: Tensor, ends: Tensor, index: int, sequence: int) -> Sample:
-    """Returns piece `index` of the documents, filled up at its end with token 0 and ignored labels.
+    """Returns piece `index` of the documents, padded at its end with token 0 and ignored labels.
 
-    ends: what `chunk_ends` returns. Token 0 is in every vocabulary, and under causal attention nothing attends to
-    padding at the end.
+    ends: what `chunk_ends` returns. Token 0 is in every vocabulary, and under causal attention nothing attends to padding at
+    the end.
     """
     document = int(torch.searchsorted(ends, index, right=True))
     before = int(ends[document - 1]) if document else 0

@@ -1,4 +1,4 @@
-"""A plan that was resolved for one set of data is not run on another; torch-free."""
+"""Refuses to run a plan that was resolved for other data; torch-free."""
 
 from __future__ import annotations
 

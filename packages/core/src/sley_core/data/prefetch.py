@@ -1,11 +1,11 @@
-"""One background thread that prepares the next item while the current one is used.
+"""Prefetches items: one background thread prepares the next item while the current one is used.
 
          ┌── permit ──┐                   The thread makes one item per permit. A permit is given when it starts and
-    next │            │ get               whenever an item is taken, so exactly one item is ahead of its user.
+    next │            │ get               whenever an item is taken, so exactly one item is prefetched.
          └── queue ───┘
 
-What the thread raises is raised by `get`, with the thread's own traceback. The thread is a daemon: a dataset that never
-returns cannot keep a process from ending.
+What the thread raises is raised by `get`, with the thread's own traceback. The thread is a daemon: a dataset that never returns
+cannot keep a process from ending.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class PrefetchThread(Generic[T]):
-    """Gives the items of `items`, in order, with one prepared ahead. `close` stops and joins the thread."""
+    """Prefetches the items of `items`, in order, one at a time. `close` stops and joins the thread."""
 
     def __init__(self, items: Iterator[T]) -> None:
         """Starts the thread, which prepares the first item at once."""
@@ -34,7 +34,7 @@ class PrefetchThread(Generic[T]):
         self._thread.start()
 
     def _work(self) -> None:
-        """Runs in the thread: puts one item, or the error that ends it, into the queue per permit."""
+        """Runs in the thread: puts one item per permit into the queue, or the error that ends it."""
         try:
             while True:
                 self._permits.acquire()

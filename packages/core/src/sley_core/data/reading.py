@@ -1,4 +1,4 @@
-"""The documents of a text corpus, split by split; torch-free."""
+"""Reads the documents of a text corpus, split by split; torch-free."""
 
 from __future__ import annotations
 
@@ -76,6 +76,6 @@ def _text_of(line: bytes, file: File, number: int, field: str) -> bytes:
     except KeyError:
         why = f"has no `{field}`"
         hint = f"its keys are {', '.join(f'`{key}`' for key in found)}" if found else None
-    except (ValueError, RecursionError) as error:  # a text that is half a character is one too
+    except (ValueError, RecursionError) as error:  # UnicodeEncodeError, for half of a surrogate pair, is a ValueError
         why, hint = f"cannot be read: {str(error) or type(error).__name__}", None
     raise PlanError("data-json", f"line {number} of `{file.path}` {why}", path=("data", "field"), hint=hint)

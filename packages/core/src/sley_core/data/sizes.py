@@ -1,4 +1,6 @@
-"""How many samples a table gives, from file sizes where they tell; torch-free, for checking and showing a plan."""
+"""Estimates how many samples a `[data]` table gives from file sizes, if they suffice; torch-free, for checking and showing a
+plan.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from sley_core.data.reading import documents_inside, of_split, read_documents
 from sley_core.data.tokenizer import Tokenizer
 
 ALWAYS_READ = 1 << 20
-"""Bytes of text that are read, and tokenized, for the sake of an exact count."""
+"""Text of at most this many bytes is read, and tokenized, for an exact count."""
 
 
 def num_samples(config: DataConfig, split: Split = "train") -> int | None:
-    """Returns the samples in an epoch of a split; None if only loading the data would tell, or if its files have problems."""
+    """Returns the samples in an epoch of a split; None if that needs loading the data, or if its files have problems."""
     if not isinstance(config, TextConfig | TokensConfig):
         return None
     files, problems = text_files(config, split) if isinstance(config, TextConfig) else token_files(config, split)
@@ -34,7 +36,9 @@ def count_samples(config: TextConfig | TokensConfig, split: Split, files: Sequen
 
 
 def _total(config: TokensConfig, files: Sequence[File]) -> list[int] | None:
-    """Returns the number of all tokens as one length; None for padded documents, whose lengths are known only from content."""
+    """Returns the number of all tokens as one length; None for padded documents, whose lengths are known only from their
+    content.
+    """
     if config.documents == "pad" and files:
         return None
     return [sum(file.num_bytes for file in files) // TOKEN_BYTES[config.dtype]]

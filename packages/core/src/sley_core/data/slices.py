@@ -1,11 +1,11 @@
-"""Each rank of `sp` gets its slice of every sequence, cut as the batch's fields declare; positions stay global.
+"""Gives each rank of `sp` its slice of every sequence, cut as the batch's fields declare; positions stay global.
 
     samples of one dp coordinate     [b, s]
                                  ┌─────┼─────┐        cut along each field's `sequence_dim`; a field without one is
     slices of sp = 3           [b, s/3] ... [b, s/3]  full in every slice (`cu_seqlens` refers to the full sequence)
 
-A model that counted its positions from the length of its input would count every slice from 0. So with split sequences
-every batch has a field `positions`: the data's own, or the indices in the full sequence.
+A model that counts positions from the length of its input would count every slice from 0. So with split sequences every batch
+has a field `positions`: the data's own, or the indices in the full sequence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 POSITIONS = "positions"
 _ROUNDING = 1e-5
-"""How far the weights of parts may be from the weight of the whole, relative: class weights are sums of fp32."""
+"""Relative tolerance between the sum of the parts' weights and the weight of the whole: class weights are sums in fp32."""
 
 
 def adds_up(parts: Sequence[float], whole: float) -> bool:

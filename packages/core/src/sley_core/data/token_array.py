@@ -1,4 +1,4 @@
-"""Tokens of one or several sources, read as one stream; only the requested range is copied."""
+"""Reads tokens of one or several sources as one stream; copies only the requested range."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 SIGNED = {torch.uint8: torch.uint8, torch.uint16: torch.int16, torch.uint32: torch.int32}
-"""Types of the same size that PyTorch compares with vector instructions and on every device."""
+"""For each dtype one of the same size that PyTorch compares with vector instructions and on every device."""
 
 
 class TokenArray:
-    """A stream of tokens: `array.read(start, stop)` is an int64 copy of that range, whichever parts it lies in.
+    """Represents a stream of tokens: `array.read(start, stop)` is an int64 copy of that range, whichever parts it lies in.
 
     parts: 1-dimensional uint8, uint16 or uint32 tensors, all of one dtype; they may be mapped files.
     """

@@ -1,4 +1,4 @@
-"""What `core.text` and `core.tokens` share: documents become samples of one length, loaded at the first need."""
+"""The common part of `core.text` and `core.tokens`: turns documents into samples of one length, loaded when first needed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sley_core.errors import PlanError
 
 
 class TokenDataset:
-    """Samples of `sequence` tokens with their labels; every label of the data comes exactly once per epoch.
+    """Gives samples of `sequence` tokens with their labels; every label of the data comes exactly once per epoch.
 
-    A subclass gives `vocab_size` and `load() -> (tokens, offsets)`, which is called once, by the first `len` or sample;
+    A subclass defines `vocab_size` and `load() -> (tokens, offsets)`, which is called once, by the first `len` or sample;
     `info` does not call it. `offsets` may be None if documents are cut.
     """
 
@@ -33,11 +33,11 @@ class TokenDataset:
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids; a subclass gives it."""
+        """The number of token ids; defined by a subclass."""
         raise NotImplementedError
 
     def load(self) -> tuple[TokenArray, Tensor | None]:
-        """Returns the tokens and the offsets of the documents, int64 [num_documents + 1] or None; a subclass gives it."""
+        """Returns the tokens and the offsets of the documents, int64 [num_documents + 1] or None; defined by a subclass."""
         raise NotImplementedError
 
     @cached_property

@@ -1,4 +1,4 @@
-"""A Hugging Face `tokenizer.json`, or the folder that has it, read by the optional package `tokenizers`."""
+"""Reads a Hugging Face `tokenizer.json`, or the folder that has it, with the optional package `tokenizers`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Implementation
 
 BATCH = 256
-"""Documents that are encoded in one call, which shares them out over the threads of `tokenizers`."""
+"""Documents that are encoded in one call, which distributes them over the threads of `tokenizers`."""
 
 NAME = "tokenizer.json"
 

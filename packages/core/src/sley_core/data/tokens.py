@@ -36,7 +36,9 @@ class TokensDataset(TokenDataset):
         return self._config.vocab_size
 
     def load(self) -> tuple[TokenArray, Tensor | None]:
-        """Maps the split's files; returns them as one stream, and its documents' offsets or None if they are not needed."""
+        """Maps the split's files; returns them as one stream, and the offsets of its documents, or None if they are not
+        needed.
+        """
         files, problems = token_files(self._config, self._split)
         if problems:
             raise as_error(problems)

@@ -1,4 +1,4 @@
-"""Reading a stream epoch after epoch, from any position, with the stream's own state if it has one."""
+"""Reads a stream epoch after epoch, from any position, with the stream's own state if it has one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sley_core.plan.factory import cause
 
 STATE_NAMES = (("state", "restore"), ("state_dict", "load_state_dict"))
 STREAM = "stream"
-"""Where the state of a feed keeps that of its stream."""
+"""Key of the stream's state in the state of a feed."""
 
 
 def stream_state(stream: Stream) -> dict[str, Any]:

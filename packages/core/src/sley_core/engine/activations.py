@@ -1,10 +1,12 @@
-"""What a layer keeps between its forward and its backward: everything, its inputs only, or these and what costs most.
+"""Activation policies: what a layer keeps between its forward and its backward.
 
-Recomputation is torch's non-reentrant checkpoint. The generators need no saving: the function that calls layers seeds
-them before every layer, in recomputation as in the first forward.
+`core.keep` keeps everything that autograd saves; `core.recompute` keeps a layer's inputs only. Recomputation is torch's
+non-reentrant checkpoint. The generators' states need not be saved: `LayerCaller` seeds them before every layer, in
+recomputation as in the first forward.
 
-torch looks whether a tensor that a layer was called with has been written on since, but not into tuples and dicts, where it
-would go on with other numbers. So it is asked here, of whatever crosses between layers.
+torch's checkpoint detects that a tensor argument was written in place since, but it does not look into tuples and dicts, and
+would recompute from the changed values without an error. So the version counters of all tensors in the arguments are compared
+here.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Keep(ActivationPolicy):
-    """Autograd keeps what it needs."""
+    """Calls layers unchanged: autograd saves what it needs."""
 
     def call(
         self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
@@ -35,10 +37,10 @@ class Keep(ActivationPolicy):
 
 
 class Recompute(ActivationPolicy):
-    """The layers named in `names` keep only their inputs and run again, once, when their backward needs them.
+    """Recomputes the layers named in `names`: they keep only their inputs, and run again once when their backward needs them.
 
-    Raises RunError `recompute-in-place` if the inputs of one are written in place: the second run would start from
-    other values.
+    Raises RunError `recompute-in-place` if the inputs of one are written in place: the second run would start from other
+    values.
     """
 
     def __init__(self, names: frozenset[str]) -> None:
@@ -47,12 +49,16 @@ class Recompute(ActivationPolicy):
     def call(
         self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
     ) -> Any:
+        """Returns the output of `layer`, called through torch's checkpoint if `name` is one of `names`.
+
+        Raises RunError `recompute-in-place` if an input was written in place, now or when the backward recomputes.
+        """
         if name not in self.names:
             return layer(*args, **fields)
         before = _versions(args, fields)
 
         def run(*args: Any, **fields: Any) -> Any:
-            _check_unchanged(name, before, args, fields)  # the second time: a later layer may have written on them
+            _check_unchanged(name, before, args, fields)  # in the backward: a later layer may have written in place
             return layer(*args, **fields)
 
         output = checkpoint(
@@ -62,7 +68,9 @@ class Recompute(ActivationPolicy):
         return output
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Returns what surrounds a layer's first run and its second, asked once per call: here nothing."""
+        """Returns the context managers around a layer's first run and around its recomputation, made once per call: here empty
+        ones.
+        """
         return nullcontext(), nullcontext()
 
 
@@ -94,11 +102,13 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPolicy:
-    """`core.keep`."""
+    """Builds `core.keep`."""
     return Keep()
 
 
 def recompute(config: RecomputeConfig, layer_names: Sequence[str]) -> ActivationPolicy:
-    """`core.recompute`: of `layer_names` (the whole model's, in order) the first round(fraction x blocks) blocks."""
+    """Builds `core.recompute` for the first round(fraction x blocks) blocks. layer_names: the whole model's, in order; the
+    first and the last layer are no blocks.
+    """
     blocks = layer_names[1:-1]
     return Recompute(frozenset(blocks[: int(config.fraction * len(blocks) + 0.5)]))

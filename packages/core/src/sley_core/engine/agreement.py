@@ -1,14 +1,17 @@
-"""What ranks must do alike in a step, compared before the first gradient travels: who did not change cannot know who did.
+"""Checks, before the first gradient is sent, that ranks do alike in a step what they must do alike.
 
     begin ──> first action of the step ──> check ──> everything else
       └── one small sum over all ranks, on the hosts, beside that action; the loss weight of the batch is in it
 
-Frozen parameters decide what is summed with what, micro-batches decide how many messages come, a batch decides how long they
-are; a sum of other things is a wrong number or the end of the process (gloo), and a message that nobody sends is a hang. So
-every rank adds to one sum, for each of its groups, a hash of its view of a fact times -1, and the group's first rank its hash
-times the group's size: that is 0 where all agree, whatever the groups are. Where they do not, it is 0 once in 2^32: a hash is
-of the group too, so that what differs in one is not made up for in another. All ranks see it, gather their views, and raise the
-same error. Where ranks wait for each other in the first action already, the check comes before it.
+Ranks must agree on which parameters are frozen (it decides which gradients are summed with which), on the number of
+micro-batches (it decides how many messages are sent) and on the batch (it decides how long they are). A mismatch would give
+wrong numbers, end the process (gloo), or hang.
+
+The check is one all-reduce over all ranks. Each rank hashes its view of each fact, once for each of its groups, and adds the
+hash times -1; the first rank of the group adds its hash times the group's size as well. The sum is 0 if all agree, whatever the
+groups are; if they do not, it is 0 with a chance of 2^-32. The hash includes the group, so that differences in two groups do
+not cancel. All ranks see the same sum; if it is not 0 they gather their views and raise the same error. If ranks wait for each
+other in the first action already, the check comes before it.
 """
 
 from __future__ import annotations
@@ -36,11 +39,12 @@ NEXT, TRAINED, MICROS, BATCH = range(4)
 _WEIGHT, _REFUSALS = 4, 5
 _DIGITS = 6
 _SIZE = 6
-"""Of the sum, float64, in which facts are whole numbers below 2^53; other exchanges of the same ranks have other lengths. Where
-sums are canonical, the digits of the weight follow."""
+"""Length of the summed tensor, float64, in which facts are whole numbers below 2^53. No other exchange of these ranks has this
+length. If sums are canonical, the digits of the weight follow.
+"""
 
 _SEEN_BYTES = 1 << 12
-"""Of each field of a batch, at its beginning and at its end."""
+"""How many bytes of each batch field are hashed at its beginning, and as many at its end."""
 
 _HINTS = {
     NEXT: "all ranks call the same methods of a run in the same order; was an error caught on some of them?",
@@ -51,13 +55,14 @@ _HINTS = {
 }
 
 View = tuple[Hashable, int]
-"""What a rank thinks of a fact, and a checksum of it."""
+"""A rank's view of a fact, and its checksum."""
 
 
 class Agreement:
-    """Of the ranks of `groups`. store: whose entries are trained; without one, nothing is.
+    """Compares what the ranks of `groups` do in a step, and sums the loss weight of the global batch.
 
-    first: what is to be compared once, before the first step. weight: of the global batch, once `check` has returned.
+    store: the store whose trained entries are compared; None compares none. first: called once, after the first check has
+    passed. weight: the loss weight of the global batch, valid after `check`.
     """
 
     def __init__(
@@ -77,12 +82,14 @@ class Agreement:
         self._pending: Pending | None = None
 
     def begin(self, what: str, batch: StepBatch | None = None, changed: str = "") -> Agreement:
-        """Starts to compare, by one all-reduce over all ranks on the host; every rank calls it, and `check` after it.
-        what: words for what all ranks begin now. changed: a parameter of this rank that was frozen or unfrozen although what
-        steps it is fixed; where a rank names one, all refuse.
+        """Starts the comparison: one asynchronous all-reduce over all ranks on the host. Every rank calls it, and `check` after
+        it.
 
-        batch: the samples of it. Its weights are summed as well: all samples of the global batch lie on the ranks of
-        one stage; on ranks without the loss they weigh 0.
+        what: describes, for the error, what all ranks begin now. changed: the name of a parameter of this rank that was frozen
+        or unfrozen although its optimizer's layout is fixed; if any rank names one, `check` raises on all.
+
+        batch: the samples of this rank. Their weights are summed as well: all samples of the global batch lie on the ranks of
+        one stage, and on ranks without the loss they weigh 0.
         """
         weights = batch.weights if batch else ()
         self._has_digits = self.store is not None and self.store.canonical is not None
@@ -94,7 +101,7 @@ class Agreement:
         self._facts = [
             {"all": (what, checksum([what]))},
             self._entries(),
-            # One tree has all ranks' micro-batches, by their numbers.
+            # A canonical sum's tree has the micro-batches of all `dp` ranks as leaves, so those must have equally many.
             dict.fromkeys(("model", "sp", *(("dp",) if self._has_digits else ())), (num_micros, num_micros)),
             {} if batch is None else self._samples(batch),
         ]
@@ -109,8 +116,8 @@ class Agreement:
         return self
 
     def check(self) -> None:
-        """Waits for the sum, and sets `weight`. Raises RunError `ranks-differ` on all ranks alike, naming what differs
-        and where.
+        """Waits for the sum, and sets `weight`. Raises RunError on all ranks alike: `ranks-differ` names what differs and
+        where, `shards-fixed` the parameter that was frozen or unfrozen.
         """
         if self._pending is None:
             return
@@ -121,17 +128,19 @@ class Agreement:
         if self._sum[_REFUSALS]:
             raise self._fixed()
         self.weight = weight_of(self._sum[_DIGITS:].tolist()) if self._has_digits else float(self._sum[_WEIGHT])
-        if self.first is not None:  # only now: all ranks do the same, and none of them anything else
+        if self.first is not None:  # only now is it known that all ranks do the same
             first, self.first = self.first, None
             first()
 
     @property
     def may_wait(self) -> bool:
-        """Whether `check` may be deferred until after the first action: if that action waits for no other rank, on any rank."""
+        """Whether `check` may be deferred until after the first action, because that action waits for no other rank, on any
+        rank.
+        """
         return all(self.groups[axis].size == 1 for axis in ("model", "sp"))
 
     def _entries(self) -> dict[str, View]:
-        """Returns which entries are trained, in layout order, by the axis whose ranks must agree; computed once per layout."""
+        """Returns, by the axis whose ranks must agree, which entries are trained, in layout order; computed once per layout."""
         if self.store is not None and self._layout != self.store.num_layouts:
             self._layout = self.store.num_layouts
             names = tuple(entry.name for entry in self.store.entries)
@@ -147,7 +156,7 @@ class Agreement:
         return self._trained
 
     def _samples(self, batch: StepBatch) -> dict[str, View]:
-        """Returns shapes and checksums of the batch, for the axes whose ranks must have the same samples."""
+        """Returns shapes and checksums of the batch, by the axis whose ranks must have the same samples."""
         axes = [axis for axis in ("pp", "sp") if self.groups[axis].size > 1]
         if not axes:
             return {}
@@ -159,7 +168,9 @@ class Agreement:
         return dict.fromkeys(axes, (seen, number))
 
     def _differing(self) -> RunError:
-        """Returns the error; a blocking collective on `control`. All ranks call it, since all have seen the same sum."""
+        """Gathers the views of all ranks, and returns the error `ranks-differ`. A blocking collective on `control`: all ranks
+        call it, since all have seen the same sum.
+        """
         views = _hashable(gather_objects(self._views(), self._everyone, what="what ranks do differently"))
         for fact, differ in enumerate(self._sum[:_WEIGHT].tolist()):
             if not differ:
@@ -172,7 +183,9 @@ class Agreement:
         raise AssertionError(f"the sum is {self._sum.tolist()}, and yet all agree: {views}")
 
     def _fixed(self) -> RunError:
-        """Returns the error `shards-fixed`; a blocking collective on `control`. All ranks call it, as for `_differing`."""
+        """Gathers the changed parameters' names, and returns the error `shards-fixed`. A blocking collective on `control`: all
+        ranks call it, as for `_differing`.
+        """
         found = gather_objects(self._changed, self._everyone, what="what was frozen or unfrozen")
         name = next(name for name in found if name)
         return RunError(
@@ -182,12 +195,14 @@ class Agreement:
         )
 
     def _views(self) -> list[dict[str, View]]:
-        """By the label of each of this rank's groups."""
+        """Returns this rank's views, one dict per fact, by the label of the group that must agree."""
         return [{str(self.groups[axis]): view for axis, view in fact.items()} for fact in self._facts]
 
 
 def _hashable(value: Any) -> Any:
-    """`value` as it was before it travelled as JSON, which has lists for tuples; lists of dicts stay lists."""
+    """Returns `value`, which travelled as JSON, with its lists turned back into tuples; lists that contain dicts or lists stay
+    lists.
+    """
     if isinstance(value, dict):
         return {key: _hashable(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -197,7 +212,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _message(fact: int, found: Mapping[int, View]) -> str:
-    """What the odd rank does, and what a rank like the most does."""
+    """Returns the text that says what the first odd rank does, and what a rank of the majority does."""
     usual, _ = Counter(found.values()).most_common(1)[0]
     other = next(rank for rank, view in found.items() if view == usual)
     odd = next(rank for rank, view in found.items() if view != usual)
@@ -216,6 +231,9 @@ def _message(fact: int, found: Mapping[int, View]) -> str:
 
 
 def _of_entries(odd: int, mine: Any, other: int, theirs: Any) -> str:
+    """Returns the text for ranks whose trained parameters, or their order or buffers, differ. mine, theirs: names of trained
+    entries.
+    """
     differing = [name for name in (*mine, *theirs) if (name in mine) != (name in theirs)]
     if not differing:
         return f"rank {odd} reduces its gradients in another order, or in other buffers, than rank {other}"
@@ -225,6 +243,7 @@ def _of_entries(odd: int, mine: Any, other: int, theirs: Any) -> str:
 
 
 def _pairs(mine: Any, theirs: Any) -> Iterator[tuple[str, str]]:
+    """Yields the differing entries of two sequences of texts side by side; "none" where one is shorter."""
     longest = max(len(mine), len(theirs))
     for at in range(longest):
         here, there = (some[at] if at < len(some) else "none" for some in (mine, theirs))

@@ -1,7 +1,7 @@
-"""Every parameter once: its name, its shape, the modules that hold it, the group over which its gradient is reduced.
+"""The parameter book: every parameter once, with its name, its shape, the modules that hold it and its reduce group.
 
-Norm, clip, counts, checkpoints, offload and reports walk the book, never `module.parameters()`: a tied weight counts
-once, names do not depend on the layout, and tensors carry no extra attributes.
+Norm, clip, counts, checkpoints, offload and reports iterate over the book, never over `module.parameters()`: so a tied weight
+counts once, names do not depend on the layout, and tensors carry no extra attributes.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class Holder:
 
 @dataclass(eq=False)
 class Entry:
-    """One logical parameter.
+    """Describes one logical parameter.
 
-    name: its name in the model's first layer that holds it, e.g. `blocks.0.attention.q.weight`, even if that layer
-    belongs to another stage. shape: of the full parameter, in every layout. aliases: its other names on this rank
-    (ties). stages: those that hold it; more than one is a tie across stages.
+    name: its name in the model's first layer that holds it, e.g. `blocks.0.attention.q.weight`, even if that layer belongs to
+    another stage. shape: of the full parameter, in every layout. aliases: its other names on this rank (ties). stages: those
+    that hold it; more than one is a tie across stages.
 
-    decays: whether weight decay applies (matrices do; norms, biases and other vectors do not).
+    decays: whether weight decay applies (to matrices; not to norms, biases and other vectors).
 
-    reduce_group: the axis over which its accumulated gradient is still a partial sum. shard: which part of it this rank
-    holds; None if it holds all. layers: those of this rank that hold it, in the order of the model. num_sums: how many sums
-    there are of its gradient until it is reduced: where sums are canonical, one for each of `layers`.
+    reduce_group: the axis over which its accumulated gradient is still a partial sum. shard: the part of it that this rank
+    holds; None if it holds all. layers: those of this rank that hold it, in the order of the model. num_sums: how many partial
+    sums of its gradient exist until it is reduced; if sums are canonical, one for each of `layers`.
     """
 
     name: str
@@ -69,14 +69,15 @@ class Entry:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The live parameter, or its shard if it is sharded. Looked up each time, since materialising and moving
-        replace the object.
+        """The live parameter, or its shard if it is sharded. Looked up at each access, since materialising and moving replace
+        the object.
 
-        Raises RunError "weight-replaced" if its module has none any more: a program computes it, or removed it.
+        Raises RunError "weight-replaced" if its module no longer has it as a parameter: a program removed it, or computes it
+        instead.
         """
         holder = self.holders[0]
         parameter = holder.module._parameters.get(holder.attribute)
-        if type(parameter) is nn.Parameter:  # asked for many times in a step, and `Module.__getattr__` is slow
+        if type(parameter) is nn.Parameter:  # fast path: read many times in a step, and `Module.__getattr__` is slow
             return parameter
         parameter = getattr(holder.module, holder.attribute, None)
         if type(parameter) is StandIn:
@@ -87,8 +88,8 @@ class Entry:
 
     @property
     def family(self) -> tuple[str, tuple[int, ...], int]:
-        """Key of the buffer that the entry may share: entries with the same reduce group and, if tied across stages,
-        the same stages; and entries with as many sums.
+        """Key of the buffer that the entry may share: same reduce group, same stages if tied across stages, same number of
+        sums.
         """
         return self.reduce_group, self.stages if len(self.stages) > 1 else (), self.num_sums
 
@@ -117,10 +118,10 @@ class Entry:
 
 
 class ParameterBook:
-    """The entries of this rank's layers, in the order in which the model names them.
+    """Lists the entries of this rank's layers, in the order in which the model names them.
 
-    chunks: this rank's layers, per model chunk. stages: all layers of the model, on meta; if left out, this rank has
-    all of them. shards: which parameters are sharded, and how.
+    chunks: this rank's layers, per model chunk. stages: all layers of the model, on meta; if left out, this rank has all of
+    them. shards: which parameters are sharded, and how.
     """
 
     def __init__(
@@ -155,8 +156,8 @@ class ParameterBook:
         self._by_name = {name: entry for entry in self.entries for name in (entry.name, *entry.aliases)}
 
     def check_complete(self, layers: Iterable[Layer]) -> None:
-        """Raises RunError "weight-unknown" if `layers` hold a parameter without an entry, which nothing would train."""
-        known = {id(entry.parameter) for entry in self}  # or raises what says that it is no parameter any more
+        """Raises RunError "weight-unknown" if `layers` hold a parameter without an entry: nothing would train it."""
+        known = {id(entry.parameter) for entry in self}  # raises "weight-replaced" if one is no parameter any more
         known |= {id(getattr(holder.module, holder.attribute)) for entry in self for holder in entry.holders}
         for layer in layers:
             for name, parameter in layer.module.named_parameters(layer.name):
@@ -187,18 +188,18 @@ class ParameterBook:
 
     @property
     def num_parameters(self) -> int:
-        """Elements on this rank, without padding; a tied weight counts once."""
+        """Number of elements on this rank, without padding; a tied weight counts once."""
         return sum(entry.numel - (entry.shard.padding if entry.shard else 0) for entry in self.entries)
 
 
 class TrainedSet:
-    """Which parameters of `book` are trained, as it was when this was made."""
+    """Remembers which parameters of `book` were trained when this was made."""
 
     def __init__(self, book: ParameterBook) -> None:
         self._parameters = [(entry.name, entry.parameter, entry.trainable) for entry in book]
 
     def first_change(self) -> str:
-        """Returns the name of the first parameter that was frozen or unfrozen since; "" if none was."""
+        """Returns the name of the first parameter that was frozen or unfrozen since then; "" if none was."""
         return next((name for name, parameter, then in self._parameters if parameter.requires_grad != then), "")
 
 
@@ -208,7 +209,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def tie_axis(stages: Sequence[int]) -> str:
-    """Returns the axis name of the groups that join the stages of a tie: `tie[0,3]`."""
+    """Returns the axis name of the group of the stages that share a tied parameter, e.g. `tie[0,3]`."""
     return f"tie[{','.join(str(stage) for stage in stages)}]"
 
 
@@ -219,7 +220,7 @@ def ties(stages: Stages) -> list[tuple[int, ...]]:
 
 
 def _gone(name: str, holder: Holder, found: object) -> RunError:
-    """Returns the RunError for a parameter that is gone, or was replaced by something else, after the run was made."""
+    """Returns RunError `weight-replaced` for a parameter that was removed or replaced after the run was made."""
     what = "is gone" if found is None else f"became a {type(found).__name__}, which is no parameter"
     return RunError(
         "weight-replaced",

@@ -1,8 +1,8 @@
 """What crosses from one stage to the next: tensors in containers, with a description on which both ends agree.
 
-A description is plain data: equal for equal shapes, dtypes and structure, and JSON on the wire. Containers are tuples,
-lists and dicts, and types that `containers` supports. A tensor that stands in two places is still one tensor on the
-other side, even if that varies with the data: there is a leaf for each place, and a mark on the later ones.
+A description is plain data: equal for equal shapes, dtypes and structure, and JSON on the wire. Containers are tuples, lists
+and dicts, and types that `containers` supports. A tensor that occurs in two places is still one tensor on the other side, even
+if that varies with the data: each place has a leaf, and the later leaves are marked `same_as`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from sley_core.engine.containers import find, name_of, put_together, take_apart
 from sley_core.errors import RunError
 
 Structure: TypeAlias = Any
-"""None, a leaf's number, a list of structures, {"tuple" | "dict": ...}, or {"type": name, ...}: JSON-able."""
+"""None, a leaf's number, a list of structures, {"tuple" | "dict": ...}, or {"type": name, ...}: serialisable as JSON."""
 
 
 _HAS_GRADIENT = 1
 _OVERLAPS = 2
 _FIRST = 4
-"""Of a leaf's flags: the number of the leaf that it is, plus one, counts in steps of this."""
+"""In a leaf's flags, `same_as` + 1 is multiplied by this; the lower bits are the two flags above."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor: its dtype and shape, and flags that may vary between micro-batches.
+    """Describes one tensor: its dtype and shape, and flags that may vary between micro-batches.
 
-    has_gradient: whether a gradient comes back for it. same_as: the number of an earlier leaf that is the same tensor;
-    a gradient comes back for that one. overlaps: it arrives as a copy, but shared memory with another leaf.
+    has_gradient: whether a gradient comes back for it. same_as: the number of an earlier leaf that is the same tensor; a
+    gradient comes back for that one only. overlaps: it arrives as a copy, but shared memory with another leaf.
     """
 
     dtype: torch.dtype
@@ -54,7 +54,7 @@ class Leaf:
         return _FIRST * first + _OVERLAPS * self.overlaps + _HAS_GRADIENT * self.has_gradient
 
     def flagged(self, flags: int) -> Leaf:
-        """Returns this leaf with the flags encoded in `flags`."""
+        """Returns a copy of this leaf with the flags encoded in `flags`."""
         first = flags // _FIRST
         return replace(
             self,
@@ -69,12 +69,12 @@ class Leaf:
 
 
 FLAG_BYTES = 4
-"""Of each leaf, in a message's head."""
+"""Bytes of a leaf's flags in a message's header."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """The leaves in order, and the structure of the containers around them."""
+    """Describes a value at a boundary: its leaves in order, and the structure of the containers around them."""
 
     leaves: tuple[Leaf, ...]
     structure: Structure
@@ -92,7 +92,7 @@ class Description:
         return all(one.dtype == two.dtype and one.shape == two.shape for one, two in pairs)
 
     def flagged(self, flags: bytes) -> Description:
-        """Returns this description with the flags encoded in `flags`."""
+        """Returns a copy of this description with the flags encoded in `flags`."""
         if flags == self.flags:
             return self
         pairs = zip(self.leaves, struct.unpack(f"<{len(self.leaves)}I", flags), strict=True)
@@ -103,18 +103,19 @@ class Description:
 
 
 def flatten(value: Any, layer: str = "") -> tuple[list[Tensor], Structure]:
-    """Returns the tensors of `value` in order, and its structure. layer: whose output it is, for the error.
+    """Returns the tensors of `value` in order, and its structure. layer: the name of the layer whose output it is, for the
+    error.
 
-    Raises RunError `boundary-type` if it holds anything else than tensors, None and supported containers.
+    Raises RunError `boundary-type` if it holds anything other than tensors, None and supported containers.
     """
     leaves: list[Tensor] = []
     return leaves, _structure(value, leaves, layer)
 
 
 def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
-    """Returns the value that `flatten` took apart, with `leaves` as its tensors.
+    """Rebuilds the value that `flatten` took apart, with `leaves` as its tensors.
 
-    Raises RunError `boundary-type` for a type that no module imported in this process has.
+    Raises RunError `boundary-type` for a type that no module imported in this process defines.
     """
     if structure is None:
         return None
@@ -156,7 +157,7 @@ def with_overlaps(description: Description, tensors: Sequence[Tensor]) -> Descri
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Returns the first address of the tensor's elements, and the address behind the last."""
+    """Returns the address of the tensor's first element, and the address after its last; 0, 0 if it is empty."""
     if not tensor.numel():
         return 0, 0
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -171,8 +172,8 @@ def gradients_of(description: Description) -> Description:
 def _structure(part: Any, leaves: list[Tensor], layer: str) -> Structure:
     """Returns the structure of `part`, and appends its tensors to `leaves`.
 
-    Not a closure within `flatten`: a recursive closure is a reference cycle, which would keep the tensors alive until
-    the next garbage collection.
+    Not a closure within `flatten`: a recursive closure is a reference cycle, which would keep the tensors alive until the next
+    garbage collection.
     """
     if part is None:
         return None

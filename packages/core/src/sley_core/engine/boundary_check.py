@@ -1,7 +1,7 @@
-"""What crosses between stages, looked at before a run: layers are called on meta, and what they return must be sendable.
+"""Checks before a run what crosses between stages: layers are called on meta, and their outputs must be sendable.
 
-Without a pipeline a layer may return anything. So this is told before processes start, with the layer's name, and not by the
-first step of whoever adds a stage.
+Without a pipeline a layer may return anything. This check names the layer before any process starts; otherwise the first step
+of whoever adds a stage would fail.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 def check_boundaries(
     plan: Plan, topology: Topology, model: Model, dataset: AnyDataset, dtype: torch.dtype
 ) -> str | None:
-    """Raises PlanError "boundary-type" for a layer at the end of a stage's part whose output cannot be sent.
+    """Calls the layers on meta, and raises PlanError "boundary-type" for the last layer of a stage whose output cannot be sent.
 
-    model: on meta; its layers are called, with parameters of `dtype`, and it is not to be used again. Returns why it could
-    not be looked at: a layer's forward may need values.
+    model: on meta; its layers are called with parameters of `dtype`, and it must not be used again. Returns None, or the text
+    of why the check was not possible: a layer's forward may need values.
     """
     if topology.pp == 1:
         return None
@@ -53,7 +53,7 @@ def check_boundaries(
         if found.code == "boundary-type":
             raise PlanError(found.code, found.message, path=MODEL, hint=found.hint) from None
         raise
-    except Exception as error:  # a user's code, in a place for which it was not made
+    except Exception as error:  # the user's forward may not work on meta
         first = str(error).strip().partition("\n")[0]
         why = f"{type(error).__name__}: {first}"
     return why and f"what crosses between stages was not looked at: {at}: {why}"

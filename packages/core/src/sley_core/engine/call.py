@@ -3,8 +3,8 @@
     wait for what the layer needs ──> seed its generators ──> activation policy ──> layer
         `Waits`                        (seed, step, micro, layer)
 
-Recomputation passes through it again, with phase `recompute`: that is how scheduler hooks see it. Nothing that must happen
-hangs on what comes after the layer, since recomputation stops as soon as it has what it needs.
+Recomputation passes through it again, with phase `recompute`: that is how scheduler hooks see it. Nothing necessary may depend
+on code that runs after the layer, since recomputation stops as soon as it has what it needs.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ if TYPE_CHECKING:
     from sley_core.protocols import ActivationPolicy, SchedulerHook
 
 GOLDEN = 0x9E3779B97F4A7C15
-"""2^64 divided by the golden ratio: its multiples are far apart, in their low 32 bits too, which is what torch's CPU generator
-takes of a seed (Steele et al., Fast Splittable Pseudorandom Number Generators, 2014)."""
+"""2^64 divided by the golden ratio: its multiples are far apart, also in their low 32 bits, which are all that torch's CPU
+generator uses of a seed (Steele et al., Fast Splittable Pseudorandom Number Generators, 2014).
+"""
 
 
 class LayerCaller:
-    """Calls layers, before each of which, recomputation included, it calls what is due of `waits`.
+    """Calls layers under the activation policy. Before each call, recomputation included, it waits for what the layer needs
+    (`waits`).
 
-    slice_index: which slice of its sequences this rank has; slices of one sample draw differently. standing: is told which
-    layer was called last.
+    slice_index: which slice of its sequences this rank has; slices of one sample draw different random numbers. standing: is
+    told which layer was called last.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class LayerCaller:
         self.hooks = hooks
         self.waits = waits or Waits()
         self.standing = standing or Standing()
-        self._keeps_all = type(policy) is Keep  # a policy derived from it may do more
+        self._keeps_all = type(policy) is Keep  # exactly: a subclass may do more
         self._slice = ("slice", slice_index) if slice_index else ()
         self._step = -1
         self._step_seed = 0
@@ -72,6 +74,9 @@ class LayerCaller:
         return output
 
     def _under_policy(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
+        """Calls the layer through the activation policy; a second run of it, the recomputation, is reported to the scheduler
+        hooks.
+        """
         runs = 0
 
         def run(*args: Any, **fields: Any) -> Any:
@@ -84,8 +89,8 @@ class LayerCaller:
         return self.policy.call(layer.name, run, args, fields, micro)
 
     def _run(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
-        """Waits for the layer's weights, seeds the generators, and calls it; recomputation comes here again with the
-        same seed.
+        """Waits for the layer's weights, seeds the generators, and calls it. Recomputation runs this again with the same
+        seed.
         """
         self.standing.calls(layer.name)
         self.waits.wait_for(layer.name)
@@ -97,7 +102,9 @@ class LayerCaller:
             raise
 
     def _seed(self, layer: str, micro: MicroStep) -> int:
-        """Returns the seed of a layer in a micro-batch; hashes once per layer and per step, as that takes as long as a call."""
+        """Returns the seed of a layer in a micro-batch. Hashes only once per layer and once per step: a hash takes as long as a
+        call.
+        """
         if layer not in self._layer_seeds:
             self._layer_seeds[layer] = derive(self.seed, "layer", layer, *self._slice)
         if micro.step != self._step:
@@ -110,7 +117,7 @@ class LayerCaller:
 
 
 def tell_hooks(hooks: Sequence[SchedulerHook], event: str, *arguments: Any) -> None:
-    """Calls `event` of each scheduler hook. What one raises says whose it is."""
+    """Calls the method `event` of each scheduler hook. An exception gets a note that says which hook raised it."""
     for hook in hooks:
         try:
             getattr(hook, event)(*arguments)
@@ -120,7 +127,7 @@ def tell_hooks(hooks: Sequence[SchedulerHook], event: str, *arguments: Any) -> N
 
 
 def _words(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> str:
-    """Which call of a layer: `layer `2` (Linear) of micro-batch 0, given float32 [2, 16, 64]`."""
+    """Returns a text that identifies a call of a layer: `layer `2` (Linear) of micro-batch 0, given float32 [2, 16, 64]`."""
     given = [_shape(value) for value in args] + [f"{name} {_shape(value)}" for name, value in fields.items()]
     kind = type(layer.module).__name__
     return f"layer `{layer.name}` ({kind}) of micro-batch {micro.micro}, given {', '.join(given) or 'nothing'}"

@@ -1,6 +1,6 @@
-"""When this rank's actions run: from the moment that what an action takes is there to the end of what it computes.
+"""Times this rank's actions: each from the moment that its inputs have arrived to the end of what it computes.
 
-On CUDA a moment is an event on the stream, read when the step is over; the host waits for nothing in between.
+On CUDA a moment is an event on the stream, read when the step is over; the host does not wait in between.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class ActionClock:
-    """Notes the actions of one step: `begin`, then `start` and `stop(action)` around each."""
+    """Records when the actions of one step run: call `begin`, then `start` and `stop(action)` around each."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._noted: list[tuple[Action, Moment, Moment]] = []
         self.zero_s = time.perf_counter()
-        """When it began, on the host's clock."""
+        """When it began: `time.perf_counter()` of the host."""
         self._zero = self._started = device.moment()
 
     def begin(self) -> None:
@@ -31,15 +31,15 @@ class ActionClock:
         self._zero = self._device.moment()
 
     def start(self) -> None:
-        """Notes that the next action's inputs have arrived."""
+        """Records that the next action's inputs have arrived."""
         self._started = self._device.moment()
 
     def stop(self, action: Action) -> None:
-        """Notes that `action` is over; on CUDA it does not wait."""
+        """Records that `action` is over; on CUDA it does not wait."""
         self._noted.append((action, self._started, self._device.moment()))
 
     def spans(self, stage: int) -> list[TimedAction]:
-        """Returns the noted actions in order; waits until the device has done them."""
+        """Returns the recorded actions in order, in seconds since `begin`; waits until the device has finished them."""
         seconds = self._device.seconds_between
         return [
             TimedAction(stage, action, seconds(self._zero, start), seconds(self._zero, stop))

@@ -1,4 +1,4 @@
-"""Has layers compiled while a run is open."""
+"""Compiles layers for as long as a run is open."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from sley_core.model.layers import Layer
 
 _KEPT = "_compiled_call_impl"
-"""Where `nn.Module.compile` keeps what it makes."""
+"""The attribute in which `nn.Module.compile` stores the compiled call."""
 
 
 def compile_layers(layers: Iterable[Layer], undo: ExitStack) -> None:
-    """Makes calls of `layers` go through torch.compile, until `undo` closes: then modules are called as before."""
-    varlen()  # what is compiled cannot import it
+    """Makes calls of `layers` go through torch.compile until `undo` closes, which restores each module's former call."""
+    varlen()  # imported now: compiled code cannot import it
     for layer in layers:
         before = vars(layer.module).get(_KEPT)
         layer.module.compile()

@@ -1,7 +1,7 @@
-"""Tuples with names, dataclasses and registered types (transformers' ModelOutput) taken apart and put together again.
+"""Takes apart named tuples, dataclasses and registered types (transformers' ModelOutput), and puts them together again.
 
-A type travels by its name: `module:Class` is looked up among the modules that this process has imported, and nothing else
-runs than what puts the parts back. Ranks run one program, so what one has made another one can find.
+A type is sent by its name: `module:Class` is looked up among the modules that this process has imported, and no other code runs
+than what rebuilds the value. Ranks run one program, so the receiver finds the type that the sender used.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Context = Any
 
 
 def name_of(kind: type) -> str | None:
-    """The name by which `find` finds `kind`; None where it does not, as for a class made in a function."""
+    """Returns the name by which `find` finds `kind`; None if it does not, as for a class defined in a function."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     return name if find(name) is kind else None
 
 
 def find(name: str) -> Any:
-    """Returns the class of that name; None if no module imported here has it."""
+    """Returns the class named `name`, `module:qualname`; None if no imported module has it."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for attribute in path.split("."):
@@ -34,7 +34,9 @@ def find(name: str) -> Any:
 
 
 def take_apart(value: Any) -> tuple[Context, list[Any]] | None:
-    """The context and the parts of `value`, of which `put_together` makes an equal one; None for a type that it cannot."""
+    """Returns the context and the parts of `value`, from which `put_together` makes an equal one; None if its type is not
+    supported.
+    """
     kind = type(value)
     if isinstance(value, tuple) and (hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields")):
         return None, list(value)
@@ -50,8 +52,8 @@ def take_apart(value: Any) -> tuple[Context, list[Any]] | None:
 
 
 def put_together(kind: Any, context: Context, parts: Sequence[Any]) -> Any:
-    """Returns a `kind` made of `parts`. Does not run initialisers of dataclasses or named tuples: they ran where the
-    value was made.
+    """Rebuilds a `kind` from its `parts`. Does not run initialisers of dataclasses or named tuples: they ran where the value
+    was made.
     """
     if issubclass(kind, tuple) and hasattr(kind, "n_sequence_fields"):
         return kind(parts)

@@ -1,9 +1,9 @@
-"""How values get into a chunk and out of it: over the stage link, directly within a stage, or not at all.
+"""Moves values into a chunk and out of it: over the stage link, or directly between chunks of one stage.
 
     previous chunk ──give──> [ link | this rank's memory ] ──bring──> this chunk
 
-Outputs travel in the flow `forward`, gradients in `backward`. Received tensors may lie in the link's memory, which the
-link reuses once nothing refers to them.
+Outputs travel in the flow `forward`, gradients in `backward`. Received tensors may lie in the link's memory, which the link
+reuses once nothing refers to them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 Payload = tuple[Description, list[Tensor]]
 Spot = tuple[Flow, int, int]
-"""Lane, chunk of this stage, micro-batch."""
+"""Flow, chunk of this stage, micro-batch."""
 
 
 class Crossing:
-    """The boundaries of one stage's chunks. link: None if there is only one stage."""
+    """Moves values over the boundaries of one stage's chunks. link: None if there is only one stage."""
 
     def __init__(self, placement: Placement, stage: int, link: StageLink | None) -> None:
         self.placement = placement
@@ -38,8 +38,9 @@ class Crossing:
         self._handed: dict[Spot, Payload] = {}
 
     def begin(self, keys: Sequence[Hashable]) -> None:
-        """Starts a new list; discards the values of one that failed. keys: per micro-batch, everything its boundaries'
-        shapes depend on.
+        """Starts a new list of actions; discards the values of one that failed.
+
+        keys: per micro-batch, everything that determines the shapes at its boundaries.
         """
         if self._outgoing or self._handed:
             self.abort("the step before did not end")
@@ -48,7 +49,7 @@ class Crossing:
             self.link.begin(keys, self._neighbours)
 
     def transfer(self, step: Transfer) -> None:
-        """Posts the receive, or sends the output, that `step` names. Does not block."""
+        """Posts the receive, or starts the send, that the list's entry `step` names. Does not block."""
         assert self.link is not None, f"{step} without a link"
         if step.op == "post":
             self.link.post(step, self._keys[step.micro])
@@ -57,8 +58,8 @@ class Crossing:
             self.link.send(step, description, tensors, self._keys[step.micro])
 
     def bring(self, flow: Flow, chunk: int, micro: int) -> Payload:
-        """Returns what enters `chunk`: the previous chunk's output, or the gradients of its own output. Waits if it
-        comes over the link.
+        """Returns what enters `chunk`: the previous chunk's output, or the gradients of its own output. Waits if it comes over
+        the link.
         """
         spot = (flow, chunk, micro)
         if spot in self._handed:
@@ -67,7 +68,7 @@ class Crossing:
         return self.link.take(self._post(flow, chunk, micro))
 
     def give(self, flow: Flow, chunk: int, micro: int, payload: Payload) -> None:
-        """Takes what leaves `chunk`. If the neighbour is on another stage, the list's next entry, a send, sends it."""
+        """Keeps what leaves `chunk` for the neighbour. If that is on another stage, the list's next entry, a send, sends it."""
         peer = self._peer("backward" if flow == "forward" else "forward", chunk)
         if peer.stage == self.stage:
             self._handed[flow, peer.chunk, micro] = payload
@@ -81,7 +82,7 @@ class Crossing:
             self.link.drain()
 
     def abort(self, why: str) -> None:
-        """Discards all values in flight, after a failure, without waiting for peers."""
+        """Discards all values in flight after a failure, without waiting for peers. why: for the peers' error messages."""
         self._outgoing.clear()
         self._handed.clear()
         if self.link is not None:
@@ -92,7 +93,7 @@ class Crossing:
         return Transfer("post", flow, chunk, micro, peer.stage, peer.chunk)
 
     def _peer(self, flow: Flow, chunk: int) -> StageChunk:
-        """Returns the chunk from which values of `flow` come into `chunk`."""
+        """Returns the chunk, and its stage, from which values of `flow` come into `chunk`."""
         source = self.placement.previous if flow == "forward" else self.placement.next
         peer = source(self.stage, chunk)
         assert peer is not None, f"chunk {chunk} of stage {self.stage} is at the model's end"

@@ -1,8 +1,8 @@
-"""Weight gradients of linears, multiplied straight into the gradient store.
+"""Weight gradients of linears, accumulated by the matrix product itself into the gradient store.
 
-Autograd makes the product x^T g in fresh memory and the store then copies or adds it: one write and one more pass than
-needed. Here the product's own write is the accumulation (`addmm` into the slot), as Megatron's fused weight gradients do.
-The sums are the same; their order within the product is the kernel's, so fp32 results may differ in the last bits.
+Autograd allocates a result for the product g^T x, and the store then copies or adds it: one more write and one more pass than
+needed. Here the product accumulates into the slot (`addmm`), as Megatron's fused weight gradients do. The sums are the same;
+their order within the product is the kernel's, so fp32 results may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ BiasSink = Callable[[Tensor], None]
 
 
 class DirectLinear(torch.autograd.Function):
-    """`F.linear` whose backward gives the weight's gradient to `sink` instead of to autograd.
+    """Computes `F.linear` with a backward that gives the weight's gradient to `sink` instead of to autograd.
 
     Only if the backward would add it to the weight's `grad`; `autograd.grad` of the weight gets it from autograd. bias_sink:
-    the same for the bias; without one, autograd gets that.
+    the same for the bias; if None, autograd gets the bias's gradient.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Sink, bias_sink: BiasSink | None
     ) -> Tensor:
+        """Computes the linear, and saves its input and weight for the backward."""
         ctx.save_for_backward(x, weight)
         ctx.sink = sink
         ctx.bias_sink = bias_sink
@@ -54,6 +55,9 @@ class DirectLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        """Gives the weight's gradient to `sink` if it is to be accumulated; returns it if `autograd.grad` or `create_graph`
+        wants it.
+        """
         x, weight = ctx.saved_tensors
         rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         of_input = gradient @ weight if ctx.needs_input_grad[0] else None
@@ -68,7 +72,7 @@ class DirectLinear(torch.autograd.Function):
 
 
 def _of_bias(ctx: Any, rows: Tensor) -> Tensor | None:
-    """Returns the gradient of a bias for autograd; None once its sink has it."""
+    """Returns the gradient of the bias for autograd; None once `bias_sink` has it."""
     if ctx.bias_sink is not None and not torch.is_grad_enabled() and asked_of(ctx, 2) is Asked.SUM:
         ctx.bias_sink(rows)
         return None
@@ -76,7 +80,7 @@ def _of_bias(ctx: Any, rows: Tensor) -> Tensor | None:
 
 
 def no_view(result: Tensor) -> Tensor:
-    """Returns `result` as a tensor that may be written in place: autograd forbids that on a view returned by a custom
+    """Returns `result` as a tensor that may be written in place, which autograd forbids for a view returned by a custom
     function. A linear with a bias returns a view if there are more than two dims.
     """
     found: Tensor = torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
@@ -84,7 +88,7 @@ def no_view(result: Tensor) -> Tensor:
 
 
 class Asked(Enum):
-    """What the running backward does with the gradient of a weight."""
+    """Says what the running backward does with the gradient of a weight."""
 
     NOTHING = "autograd.grad of something else"
     SUM = "backward: added to what is there"
@@ -92,8 +96,8 @@ class Asked(Enum):
 
 
 def asked_of(ctx: Any, place: int = 1) -> Asked:
-    """Returns what the running backward wants of a weight's gradient. Asked in every backward: a forward may call
-    `autograd.grad` for purposes of its own.
+    """Returns what the running backward wants of a weight's gradient. Called in every backward: a forward may itself call
+    `autograd.grad`.
 
     place: index of the weight, a leaf, among the inputs of the function whose backward this is.
     """
@@ -109,13 +113,14 @@ def asked_of(ctx: Any, place: int = 1) -> Asked:
 def direct_forward(
     linear: nn.Linear, weight: Tensor, sink: Sink, bias: Tensor | None, bias_sink: BiasSink | None, input: Tensor
 ) -> Tensor:
-    """The forward of `linear` while a run is open, called as `nn.Linear.forward` is: a model may name `input`.
+    """Runs the forward of `linear` while a run is open. The last parameter is named as that of `nn.Linear.forward`, for models
+    that pass `input` by name.
 
-    weight, bias: those that the store knows.
+    weight, bias: the parameters that the store knows; if the module now has others, autograd handles those.
     """
     held = linear.weight
-    # A frozen weight needs no input kept; one that a program put in place of its own is none of the store's, and a
-    # hook on a weight is called with the gradient that autograd makes.
+    # Left to autograd: a frozen weight, whose input need not be kept; a weight that a program put in place of the store's;
+    # and one with hooks, which are called with the gradient that autograd computes.
     is_own = held is weight and held.requires_grad and not held._backward_hooks
     if not is_own or not torch.is_grad_enabled() or _is_special(input):
         return F.linear(input, held, linear.bias)
@@ -126,7 +131,9 @@ def direct_forward(
 
 
 def _is_special(input: Tensor) -> bool:
-    """Whether torch does more with a linear of `input` than this module knows: cast, map, differentiate forwards, nest."""
+    """Returns whether torch treats a linear of `input` specially: autocast, functorch transforms, forward-mode AD, tensor
+    subclasses.
+    """
     return (
         not is_plain(input)
         or torch.is_autocast_enabled(input.device.type)
@@ -136,7 +143,7 @@ def _is_special(input: Tensor) -> bool:
 
 
 def accumulates_directly(wanted: str, device: Device) -> bool:
-    """Returns whether `wanted`, `[precision] accumulation` of a plan, lets products be added directly on `device`."""
+    """Returns whether products are accumulated directly on `device`. wanted: `[precision] accumulation` of the plan."""
     return wanted == "direct" or (wanted == "auto" and device.gains_from_direct_gradients)
 
 
@@ -148,14 +155,14 @@ def accumulate_directly(
     *,
     all_types: bool = False,
 ) -> Callable[[], None]:
-    """Makes every plain `nn.Linear` of `layers` add its weight gradient to `store` directly; returns a function that
-    undoes it. Where the store's sums are canonical, its bias's gradient too.
+    """Patches every plain `nn.Linear` of `layers` to add its weight gradient to `store` directly; if the store's sums are
+    canonical, its bias's gradient too. Returns a function that undoes it.
 
-    Left out are linears with a sharded parameter (its communicator handles them), and those whose weight is no
-    parameter (`weight_norm`) or whose forward was replaced (autograd handles them).
+    Skips linears with a sharded parameter (its communicator handles them), and those whose weight is not a parameter
+    (`weight_norm`) or whose forward was replaced (autograd handles them).
 
-    queue: takes the products instead while a D runs. Only if weight and store have the same dtype, unless `all_types`:
-    one call cannot accumulate a bf16 product into fp32 everywhere.
+    queue: takes the products instead while a D runs. Patches only if weight and store have the same dtype, unless `all_types`:
+    one call cannot accumulate a bf16 product into fp32 on every device.
     """
     patches = ExitStack()
     queue.on_last = store.passed
@@ -177,8 +184,10 @@ def accumulate_directly(
 
 @contextmanager
 def queued_products(module: nn.Module, queue: WeightQueue, dtype: torch.dtype) -> Iterator[None]:
-    """Returns a context manager within which a D leaves the weight gradients of `module`'s plain linears in `queue`, where no
-    run is open: to time the halves of a backward, or to count them. dtype: of the memory, made here, to which W adds.
+    """Returns a context manager in which a D queues the weight gradients of `module`'s plain linears in `queue`, outside a run:
+    to time or to count the halves of a backward.
+
+    dtype: of the memory, allocated here, to which W adds.
     """
     with ExitStack() as patches:
         for one in module.modules():
@@ -194,7 +203,7 @@ def _queueing_forward(linear: nn.Linear, sink: Sink, input: Tensor) -> Tensor:
 
 
 def _multiply_into(slot: Tensor, rows: Tensor, inputs: Tensor) -> None:
-    """Adds a product to an accumulated gradient, in one kernel where all have one dtype, as the store does."""
+    """Adds rows^T inputs to `slot`, in one kernel if the dtypes are equal, as the store does."""
     if rows.dtype == slot.dtype:
         slot.addmm_(rows.t(), inputs)
     else:
@@ -202,17 +211,19 @@ def _multiply_into(slot: Tensor, rows: Tensor, inputs: Tensor) -> None:
 
 
 def _bias_sink(store: GradientStore, entry: Entry, layer: str) -> BiasSink:
-    """Returns what sums rows in the store's dtype, as communicators of sharded biases do."""
+    """Returns a function that sums rows in the store's dtype and adds them to the bias's gradient, as communicators of sharded
+    biases do.
+    """
     store.expect_products(entry)
     return lambda rows: store.put(entry, rows.sum(0, dtype=store.dtype), layer)
 
 
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Returns whether `module` is torch's linear, with a weight of its own and its own forward."""
+    """Returns whether `module` is exactly torch's linear, with a weight that is its own parameter and an unpatched forward."""
     is_own = type(module) is nn.Linear and "forward" not in module.__dict__
     return is_own and module._parameters.get("weight") is not None
 
 
 def has_shards(book: ParameterBook, name: str, module: nn.Module) -> bool:
-    """Returns whether a parameter of `module`, which `book` knows by `name`, is sharded."""
+    """Returns whether a parameter of `module`, named `name` in `book`, is sharded."""
     return any(book[f"{name}.{one}"].shard is not None for one, held in module._parameters.items() if held is not None)

@@ -1,6 +1,6 @@
-"""Gradients of embedding tables, row by row into the gradient store: the table that autograd makes of them never exists.
+"""Gradients of embedding tables, added row by row to the gradient store: the dense table of autograd is never allocated.
 
-Each row is added in the store's dtype, in the order of the tokens, as communicators of sharded tables do it.
+Each row is added in the store's dtype, in the order of the tokens, as communicators of sharded tables do.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from sley_core.model.layers import Layer
 
 RowSink = Callable[[Tensor, Tensor], None]
-"""Takes (g [n, width], tokens [n]) and adds each of g at its token of a table's gradient."""
+"""Takes (g [n, width], tokens [n]) and adds each row of g to its token's row of a table's gradient."""
 
 
 class DirectEmbedding(torch.autograd.Function):
-    """`F.embedding` whose backward gives the table's gradient to `sink` instead of to autograd, where it would be summed."""
+    """Computes `F.embedding` with a backward that gives the gradient's rows to `sink`, if the backward would accumulate
+    them.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding_idx: int | None, sink: RowSink) -> Tensor:
@@ -39,6 +41,9 @@ class DirectEmbedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
+        """Gives the rows to `sink` if they are to be accumulated; returns the dense gradient if `autograd.grad` or
+        `create_graph` wants it.
+        """
         (tokens,) = ctx.saved_tensors
         asked = asked_of(ctx)
         if asked is Asked.SUM and not torch.is_grad_enabled():
@@ -53,14 +58,14 @@ class DirectEmbedding(torch.autograd.Function):
 
 
 def without_padding(rows: Tensor, tokens: Tensor, padding_idx: int | None) -> Tensor:
-    """Returns `rows` [n, width] with zeros where `tokens` [n] are padding, which an embedding does not train."""
+    """Returns `rows` [n, width] with zeros where `tokens` [n] are padding, whose row is not trained."""
     return rows if padding_idx is None else rows.masked_fill((tokens == padding_idx).unsqueeze(1), 0.0)
 
 
 def embedding_forward(embedding: nn.Embedding, weight: Tensor, sink: RowSink, input: Tensor) -> Tensor:
-    """The forward of `embedding` while a run is open, called as `nn.Embedding.forward` is.
+    """Runs the forward of `embedding` while a run is open. The last parameter is named as that of `nn.Embedding.forward`.
 
-    weight: the one that the store knows; another that a program put in its place is none of the store's.
+    weight: the parameter that the store knows; if the module now has another, autograd handles that.
     """
     held = embedding.weight
     is_own = held is weight and held.requires_grad and not held._backward_hooks
@@ -71,7 +76,7 @@ def embedding_forward(embedding: nn.Embedding, weight: Tensor, sink: RowSink, in
 
 
 def is_plain_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
-    """Returns whether `module` is an embedding whose gradient is the sum of its rows, and nothing more."""
+    """Returns whether `module` is exactly torch's embedding, without `max_norm`, `sparse` or `scale_grad_by_freq`."""
     if type(module) is not nn.Embedding or "forward" in module.__dict__ or module._parameters.get("weight") is None:
         return False
     return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
@@ -80,9 +85,10 @@ def is_plain_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
 def add_rows_directly(
     layers: Iterable[Layer], book: ParameterBook, store: GradientStore, queue: WeightQueue
 ) -> Callable[[], None]:
-    """Makes every plain `nn.Embedding` of `layers` add its gradient to `store` directly; returns a function that undoes it.
+    """Patches every plain, unsharded `nn.Embedding` of `layers` to add its gradient's rows to `store` directly. Returns a
+    function that undoes it.
 
-    Left out are sharded ones. queue: takes the rows instead while a D runs.
+    queue: takes the rows instead while a D runs.
     """
     patches = ExitStack()
     for layer in layers:

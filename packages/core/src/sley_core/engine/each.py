@@ -1,4 +1,4 @@
-"""`core.each`: one sum over ranks per parameter. Slow, plain, and the oracle of every faster reducer."""
+"""`core.each`: one all-reduce per parameter. Slow and simple; faster reducers are tested against it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class Each(GradientHandler):
-    """Sums each entry over its reduce group, in the store's order; entries of a group of one are left alone.
+    """Sums each entry over its reduce group, in the store's order; entries whose group has one rank are left alone.
 
-    By an all-reduce; where sums are canonical, each has a buffer of its own, and `TreeSums` sums that.
+    Uses an all-reduce; if sums are canonical, each entry has a buffer of its own, which `TreeSums` sums.
     """
 
     def __init__(self, config: EachConfig) -> None:
@@ -29,6 +29,7 @@ class Each(GradientHandler):
         self._sent = SentBytes()
 
     def attach(self, parts: Parts) -> None:
+        """Takes store, book and groups; if sums are canonical, lays the store out with one buffer per reduced entry."""
         self._store = parts.store
         self._book = parts.book
         self._groups = parts.groups
@@ -38,12 +39,14 @@ class Each(GradientHandler):
             parts.store.lay_out(self._one_by_one)
 
     def begin_step(self, step: StepState) -> None:
+        """Waits for reductions of a failed step, which could still write into the slots."""
         if self._trees is not None:
             self._trees.forget()
         self._wait()  # reductions of a failed step may still be in flight, and write into the slots
         self._sent.begin_step()
 
     def gradient_ready(self, entry: Entry, step: StepState) -> None:
+        """Starts the sum of the entry's gradient over its reduce group, if that has several ranks."""
         if entry.reduce_group in self._alone:
             return
         group = self._groups[entry.reduce_group]
@@ -51,11 +54,12 @@ class Each(GradientHandler):
             self._trees.start(next(one for one in self._store.buffers if one.entries == [entry]), group)
             return
         gradient = self._store.gradient(entry)
-        # The entry's reduce group; the store reports entries in one order on all of its ranks.
+        # Over the entry's reduce group; the store reports entries in the same order on all of its ranks.
         self._pending.append(all_reduce(gradient, group, what=entry.name))
         self._sent.add(gradient, group, passes=2)
 
     def finish_step(self, step: StepState) -> None:
+        """Blocks until all sums of the step are complete."""
         if self._trees is not None:
             self._trees.finish()
         self._wait()
@@ -66,7 +70,7 @@ class Each(GradientHandler):
         return self._sent.counts()
 
     def exchanges(self) -> list[HandlerExchange] | None:
-        """Returns one sum for each entry, the last in the book first; None where sums are canonical."""
+        """Returns one sum for each entry, the last in the book first; None if sums are canonical."""
         if self._trees is not None:
             return None
         size = self._store.dtype.itemsize
@@ -74,7 +78,7 @@ class Each(GradientHandler):
         return [HandlerExchange("sum", one.reduce_group, one.numel * size, (one,)) for one in reversed(summed)]
 
     def _one_by_one(self, entries: list[Entry]) -> Layout:
-        """The store's `Planner` for canonical sums: a buffer for each entry that is reduced."""
+        """Lays out canonical sums, as the store's `Planner`: a buffer for each entry that is reduced."""
         loose = [entry for entry in entries if entry.reduce_group in self._alone]
         return Layout([[entry] for entry in entries if entry.reduce_group not in self._alone], entries, loose)
 

@@ -1,4 +1,4 @@
-"""The loss on held-out samples: forward only, in the same process, with no gradient allocated and nothing changed."""
+"""Measures the loss on held-out samples: forward only, in the same process; allocates no gradient and changes no state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 class Evaluation:
-    """Measures `executor`'s model on the first `num_batches` global batches of `feed`, the same ones each time."""
+    """Measures the mean loss of `executor`'s model on the first `num_batches` global batches of `feed`, the same ones each
+    time.
+    """
 
     def __init__(
         self,
@@ -69,12 +71,12 @@ class Evaluation:
             with self.device.random_state_kept():
                 return self._measure()
         finally:
-            # Each part as it was: a program may hold single ones in evaluation mode.
+            # Each module gets its own former mode: a program may keep some in evaluation mode.
             for part, was in zip(every, training, strict=True):
                 part.training = was
 
     def _measure(self) -> float:
-        """Runs the batches in evaluation mode, and sums losses, weights and exchange checks over all ranks at the end."""
+        """Runs the batches, and sums losses, weights and exchange checks over all ranks at the end; returns the mean loss."""
         self.feed.restore({"samples": 0})
         standing = self.groups.progress.standing
         state = StepState(within=standing)
@@ -92,7 +94,7 @@ class Evaluation:
             loss = self.executor.evaluate(self.steps, batch.micros, state)
             if loss.ndim:
                 terms.append(spread(loss, first_micro, self.groups["dp"].size * self.num_micros))
-                # What all ranks know already, added once.
+                # All ranks know the weight of the global batch already, so one rank adds it.
                 totals[1] += self.agreement.weight if self.groups["all"].coord == 0 else 0.0
             else:
                 totals += torch.tensor([float(loss), batch.weight], dtype=torch.float64)

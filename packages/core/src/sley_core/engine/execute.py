@@ -1,8 +1,8 @@
-"""Executes a rank's lowered list: moves micro-batches to the device, calls chunks, fires scheduler hooks, frees memory.
+"""Executes a rank's lowered list of actions: moves micro-batches to the device, calls chunks, fires scheduler hooks, frees
+memory.
 
-The batch stays on the host. A micro-batch is moved when its first action starts, only the fields that this rank reads,
-and is dropped after its last action. Between forward and backward a chunk holds its inputs and the edges of its
-outputs.
+The batch stays on the host. A micro-batch is moved when its first action starts, only the fields that this rank reads, and is
+dropped after its last action. Between forward and backward a chunk holds its inputs and the graph edges of its outputs.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 
 class Executor:
-    """Executes lists over `chunks`, this rank's layers per model chunk.
+    """Executes lists of actions over `chunks`, this rank's layers per model chunk.
 
-    crossing: brings values into chunks and out of them. fields: what the dataset declares of each batch field.
-    over_positions: checks the loss where ranks have slices of sequences. keeps_apart: whether losses are returned one by one,
-    [micro-batches], in place of their sum. left_in_flight: whether a list is under way, or has failed, so that its messages and
-    gathers may be at work until the next one.
+    crossing: moves values into chunks and out of them. fields: what the dataset declares of each batch field. over_positions:
+    checks the loss if ranks have slices of sequences. keeps_apart: whether losses are returned one per micro-batch,
+    [micro-batches], in place of their sum. left_in_flight: whether a list is running or has failed, so that its messages and
+    gathers may still be in flight until the next list begins.
     """
 
     def __init__(
@@ -92,10 +92,11 @@ class Executor:
     ) -> Tensor:
         """Runs a training list, with the exchanges in it; gradients go to `store`.
 
-        batch: this rank's micro-batches, on the host. weight: the loss weight of the global batch, by which every
-        gradient is divided once; None on ranks without the loss. clock: notes when actions run.
+        batch: this rank's micro-batches, on the host. weight: the loss weight of the global batch, by which every gradient is
+        divided once; None on ranks without the loss. clock: records when actions run.
 
-        Returns the sum of the loss over this rank's samples, or its terms: float64 on the device.
+        Returns the sum of the loss over this rank's samples, or one loss per micro-batch (`keeps_apart`): float64 on the
+        device.
         """
         actions = actions_of(steps)
         total = self._begin(batch, Phase.TRAIN, actions, clock)
@@ -124,8 +125,8 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, steps: Lowered, batch: Sequence[Batch], state: StepState) -> Tensor:
-        """Runs a forward-only list without saving activations; touches no gradient. Returns the sum of the loss as
-        `train` does.
+        """Runs a forward-only list without saving activations; touches no gradient. Returns the sum of the loss as `train`
+        does.
         """
         total = self._begin(batch, Phase.EVALUATE, actions_of(steps))
         for step in steps:
@@ -147,8 +148,8 @@ class Executor:
     def _begin(
         self, batch: Sequence[Batch], phase: Phase, actions: Sequence[Action], clock: ActionClock | None = None
     ) -> Tensor:
-        """Discards what a failed list left behind, and announces `actions` to the weights and the link. Returns the
-        zero to which losses are added.
+        """Discards what a failed list left behind, and announces `actions` to the weights, the policy and the link. Returns the
+        zero tensor to which losses are added.
         """
         self.left_in_flight = True
         self._clock = clock
@@ -163,7 +164,9 @@ class Executor:
         return torch.zeros(shape, dtype=torch.float64, device=self.device.torch_device)
 
     def _keys(self, batch: Sequence[Batch], phase: Phase) -> list[tuple[Any, ...]]:
-        """Returns, per micro-batch, everything on which the shapes at the boundaries depend; empty without a pipeline."""
+        """Returns, per micro-batch, everything that determines the shapes at the boundaries; an empty list without a
+        pipeline.
+        """
         if self.crossing.link is None:
             return []
         return [(phase, *(tuple(value.shape) for value in micro.values())) for micro in batch]
@@ -194,13 +197,15 @@ class Executor:
             self._clock.stop(action)
 
     def _ready(self) -> None:
-        """Restarts the clock: the inputs of the running action have arrived, so time spent waiting for them is not counted."""
+        """Restarts the clock: the inputs of the running action have arrived, so the time spent waiting for them is not
+        counted.
+        """
         if self._clock is not None:
             self._clock.start()
 
     def _forward(self, micro: MicroStep, held: InFlight, batch: Sequence[Batch], total: Tensor) -> None:
-        """Runs the chunk's forward, and the loss after the last chunk. Keeps the edges for the backward and hands the
-        output on.
+        """Runs the chunk's forward, and the loss after the last chunk. Keeps the graph edges for the backward, and gives the
+        output to the next chunk.
         """
         fields = self._fields(batch, micro.micro)
         args: tuple[Any, ...] = ()
@@ -226,7 +231,7 @@ class Executor:
             self.crossing.give("forward", micro.chunk, micro.micro, (description, sent))
 
     def _loss(self, micro: MicroStep, output: Any, fields: Mapping[str, Tensor]) -> Tensor:
-        """Returns the loss of one micro-batch; calls the loss hooks around it."""
+        """Returns the loss of one micro-batch; calls the hooks `before_loss` and `after_loss`."""
         tell_hooks(self.hooks, "before_loss", micro, output)
         try:
             loss = self.loss.loss(output, fields)
@@ -239,7 +244,9 @@ class Executor:
         return loss
 
     def _backward(self, micro: MicroStep, held: InFlight, weight: BatchWeight | None) -> None:
-        """Runs the chunk's backward from the loss, or from the gradients that the next chunk made; hands input gradients on."""
+        """Runs the chunk's backward from the loss, or from the gradients of the next chunk; gives the input gradients to the
+        previous chunk.
+        """
         if held.loss is not None:
             assert weight is not None, "the loss without its weight"
             gradients = [weight.inverse(held.loss)]
@@ -261,7 +268,7 @@ class Executor:
         return self._micros[micro]
 
     def _weight_gradients(self, micro: MicroStep) -> None:
-        """Runs the weight gradients that D of this micro-batch deferred; no tensor crosses a boundary."""
+        """Runs the weight gradients that the D of this micro-batch deferred; no tensor crosses a boundary."""
         tell_hooks(self.hooks, "before_backward", micro, None)
         self.queue.run((micro.chunk, micro.micro))
         tell_hooks(self.hooks, "after_backward", micro, None)

@@ -1,8 +1,8 @@
-"""Copies of a weight or buffer start equal, or the run says which do not: replicas that differ are trained apart for ever.
+"""Checks that copies of a weight or buffer start equal, and names those that do not: replicas that start apart stay apart.
 
 Compared once, before the first step, by every rank that holds a copy, whatever reduces its gradients: parameters over their
-reduce group and, where several stages hold one, over its tie group; buffers over the stage. A model draws alike on all ranks if
-it draws from torch's generator; numpy's, or one of its own, has another state on each.
+reduce group and, if several stages hold one, over its tie group; buffers over the stage. A model draws the same values on all
+ranks if it draws from torch's generator; numpy's, or one of its own, has another state on each rank.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ _ODD = 2654435761
 
 
 def check_first_values(parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
-    """Raises RunError `ranks-differ` on all ranks of the run alike, naming the values that are not equal, and where.
+    """Compares the first values of copies by fingerprint. Blocking collectives: all ranks call it. Raises RunError
+    `ranks-differ` on all ranks of the run alike, naming the values that differ, and where.
 
-    per_rank_buffers: patterns of the buffers that each rank may have for itself.
+    per_rank_buffers: patterns of the buffers that may differ between ranks.
     """
     by_axis: dict[str, list[tuple[str, Tensor]]] = {}
     for name, value, axis in _copies(parts, per_rank_buffers):
         by_axis.setdefault(axis, []).append((name, value))
     faults = []
-    # The stage's ranks hold the same entries, and so do a tie's; groups are taken in one order, which no two of them cross.
+    # The ranks of a stage hold the same entries, and so do those of a tie. All ranks take the axes in one order: no deadlock.
     for axis in sorted(by_axis):
         names = [name for name, _ in by_axis[axis]]
         prints = torch.stack([fingerprint(value) for _, value in by_axis[axis]])
         faults.append(_differing(names, prints, parts.groups[axis]))
-    # Ranks of other groups would wait for those that stop.
+    # All ranks must raise: those of other groups would wait for the ones that stop.
     everyone = gather_objects(faults, parts.groups["control"], what="first values that differ")
     if fault := next((fault for found in everyone for fault in found if fault), ""):
         hint = (
@@ -53,7 +54,9 @@ def check_first_values(parts: Parts, per_rank_buffers: Sequence[str] = ()) -> No
 
 
 def fingerprint(value: Tensor) -> Tensor:
-    """An int64 scalar from the bytes and their places: equal for equal values, different for almost all others."""
+    """Returns an int64 scalar computed from the bytes and their positions: equal for equal values, different for almost all
+    others.
+    """
     data = value.contiguous().reshape(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8
     words = data[:whole].clone().view(torch.int64) if data.data_ptr() % 8 else data[:whole].view(torch.int64)
@@ -67,7 +70,7 @@ def fingerprint(value: Tensor) -> Tensor:
 
 
 def _copies(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str, Tensor, str]]:
-    """Yields the values of which other ranks have copies: name, value and the axis of those ranks, in the order of the book."""
+    """Yields name, value and axis of each value of which the ranks of that axis hold copies, in the same order on all ranks."""
     for entry in sorted(parts.book, key=lambda entry: entry.name):
         for axis in (entry.reduce_group, entry.tie_group):
             if axis is not None and parts.groups[axis].size > 1 and entry.numel:
@@ -79,8 +82,10 @@ def _copies(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str
 
 
 def _differing(names: list[str], prints: Tensor, group: Group) -> str:
-    """Returns in words what differs over `group`, whose ranks pass the same names; "" if nothing does. Communicates."""
-    extremes = torch.stack([prints, ~prints])
+    """Compares fingerprints over `group`, whose ranks pass the same names, by blocking collectives. Returns the text of what
+    differs, or "".
+    """
+    extremes = torch.stack([prints, ~prints])  # the maximum of ~x is ~(the minimum of x)
     all_reduce(extremes, group, "max", what="the fingerprints of first values").wait()
     is_odd = extremes[0] != ~extremes[1]
     if not is_odd.any():

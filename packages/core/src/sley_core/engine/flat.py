@@ -1,9 +1,9 @@
-"""One aligned buffer, many views: buckets, fused gathers, masters and offload stand on it.
+"""Flat buffers: one aligned tensor with many views, used by buckets, coalesced gathers, masters and offload.
 
     | a a a a a . . . | b b . . . . . . | c c c c c c c . |      . padding, always zero
     0                 offset of b       offset of c
 
-A pass over the buffer costs one call instead of one per tensor, and no step allocates memory for it.
+An operation over the buffer is one call instead of one per tensor, and no step allocates memory for it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 ALIGNMENT_BYTES = 256
-"""Where every view starts: what vector loads and NCCL's copy paths like, and what CUDA's allocator gives."""
+"""Every view starts at a multiple of this: suits vector loads and NCCL's copy paths, and equals the CUDA allocator's."""
 
 
 class FlatBuffer:
-    """`len(shapes)` contiguous views into one zeroed tensor `data` of `dtype` on `device`, each view aligned.
+    """Holds `len(shapes)` contiguous, aligned views into one zeroed tensor `data` of `dtype` on `device`.
 
     data: shape [numel], padding included. views: in the order of `shapes`. Padding stays zero as long as only views are
-    written, so a sum or a norm over `data` is one over the views. memory: `data` itself, zeroed; left out, it is made.
-    alignment: of each view, in elements; left out, ALIGNMENT_BYTES. multiple: `numel` divides into that many aligned parts.
+    written, so a sum or a norm over `data` is one over the views. memory: becomes `data`, and must be zeroed; left out, it is
+    allocated. alignment: of each view, in elements; left out, ALIGNMENT_BYTES. multiple: `numel` divides into that many aligned
+    parts.
     """
 
     def __init__(
@@ -51,9 +52,9 @@ class FlatBuffer:
 
 
 def offsets(shapes: Sequence[Sequence[int]], alignment: int, multiple: int = 1) -> tuple[list[int], int]:
-    """Returns where each shape starts, in elements and a multiple of `alignment`, and how many elements all take.
+    """Returns the offset of each shape, in elements and a multiple of `alignment`, and the number of elements of the buffer.
 
-    multiple: above 1, all take what divides into as many aligned parts, of one `alignment` each at least.
+    multiple: above 1, that number divides into as many aligned parts, each of at least one `alignment`.
     """
     starts: list[int] = []
     end = 0

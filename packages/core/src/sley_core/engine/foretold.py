@@ -1,4 +1,4 @@
-"""What the stages of a fake world would announce to each other: nobody is there to say it, so layers are called on meta."""
+"""What other stages would announce in a fake world, where nobody is there to send it: found by calling the layers on meta."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 class Foretold:
-    """`foretold(stage, chunk)` describes what that chunk hands on. outputs: of each position of the model but the last."""
+    """Describes, when called with (stage, chunk), the output of that chunk. outputs: of each position of the model but the
+    last.
+    """
 
     def __init__(self, placement: Placement, outputs: Sequence[Description]) -> None:
         self._placement = placement
@@ -35,9 +37,10 @@ class Foretold:
 
 
 def foretold(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) -> Foretold:
-    """Returns what all chunks but the last hand on. stage: with all layers of the model, on meta and as they were built.
+    """Calls the layers on meta, and returns the descriptions of the outputs of all chunks but the last.
 
-    dtype: of the parameters. Raises RunError `estimate-layer` for a layer that cannot be called on meta.
+    stage: has all layers of the model, on meta and as they were built. dtype: of the parameters. Raises RunError
+    `estimate-layer` for a layer that cannot be called on meta.
     """
     fields = meta_micro_batch(plan, dataset)
     known: dict[str, Any] = {}
@@ -55,7 +58,7 @@ def foretold(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) 
 
 
 def _output_of_kind(layer: Layer, args: tuple[Any, ...], fields: Any, dtype: torch.dtype, known: dict[str, Any]) -> Any:
-    """Returns what the layer makes of `args`; layers of one kind that are given the same are called once. known: outputs."""
+    """Returns the layer's output for `args`. known: outputs by kind of layer and arguments; each kind is called once."""
     description, tensors = describe(args[0], layer.name) if args else (None, [])
     given = [(tensor.shape, tensor.stride(), tensor.requires_grad) for tensor in tensors]
     kind = repr((kind_of(layer.module, layer.name), layer.fields, description, given))
@@ -65,9 +68,10 @@ def _output_of_kind(layer: Layer, args: tuple[Any, ...], fields: Any, dtype: tor
 
 
 def _output(layer: Layer, args: tuple[Any, ...], fields: Any, dtype: torch.dtype) -> Any:
+    """Returns the layer's output on meta; raises RunError `estimate-layer` if its forward raises."""
     try:
         return meta_output(layer, args, fields, dtype)
-    except Exception as error:  # a user's code, in a place for which it was not made
+    except Exception as error:  # the user's forward may not work on meta
         first = str(error).strip().partition("\n")[0]
         raise RunError(
             "estimate-layer",

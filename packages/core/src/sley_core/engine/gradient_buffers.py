@@ -1,4 +1,4 @@
-"""The flat buffers in which gradients lie side by side, and the memory that one layout takes over from another."""
+"""Flat buffers of gradients, and the memory that one layout of buffers takes over from the previous one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from sley_core.errors import RunError
 
 
 class GradientBuffer(FlatBuffer):
-    """The gradients of some entries of one family, side by side in `memory`; `num_holders` stages hold a copy of each.
+    """Holds the gradients of some entries of one family, side by side in `memory`; `num_holders` stages hold a copy of each.
 
-    cut: the part of which this rank gets the sum; None for all of it. is_whole: whether `data` holds this rank's own
-    contributions or the whole sum; false once a reducer has begun to sum a buffer that is cut.
+    cut: the part whose sum this rank gets; None for all of it. is_whole: whether `data` holds this rank's own contributions or
+    the whole sum; false once a reducer has begun to sum a buffer that is cut.
     """
 
     def __init__(self, entries: Sequence[Entry], memory: Tensor, cut: Cut | None = None) -> None:
@@ -40,12 +40,12 @@ class GradientBuffer(FlatBuffer):
 
     @cached_property
     def contents(self) -> int:
-        """A checksum of whose gradients these are, in their order: two ranks that sum a buffer have the same."""
+        """Checksum of the entries' names in order; equal on all ranks that sum the buffer."""
         return checksum(entry.name for entry in self.entries)
 
     @cached_property
     def own(self) -> Tensor:
-        """The part of `data` of which this rank gets the sum, [numel / count]; `data` itself where nothing is cut."""
+        """The part of `data` whose sum this rank gets, [numel / count]; `data` itself if nothing is cut."""
         if self.cut is None:
             return self.data
         first, last = self.cut.bounds(self.data.numel())
@@ -53,18 +53,18 @@ class GradientBuffer(FlatBuffer):
 
     @cached_property
     def spans(self) -> dict[Entry, Span]:
-        """What this rank's part has of each entry, maybe nothing."""
+        """The elements of each entry that lie in this rank's part; may be none."""
         places = zip(self.entries, self.offsets, strict=True)
         cut = self.cut or WHOLE
         return {entry: cut.span(start, entry.numel, self.data.numel()) for entry, start in places}
 
     @cached_property
     def parts(self) -> dict[Entry, Tensor]:
-        """What this rank's part has of each entry's gradient: flat views [elements of its span]."""
+        """Each entry's gradient in this rank's part: flat views [elements of its span]."""
         return self.views_in(self.own)
 
     def views_in(self, memory: Tensor) -> dict[Entry, Tensor]:
-        """Returns views of `memory` [as long as `own`]: flat, where this rank's part has each entry's elements."""
+        """Returns flat views of `memory` [as long as `own`], one per entry, at the entry's place in this rank's part."""
         begin, _ = (self.cut or WHOLE).bounds(self.data.numel())
         found = {}
         for entry, start in zip(self.entries, self.offsets, strict=True):
@@ -83,7 +83,7 @@ class GradientBuffer(FlatBuffer):
             )
 
     def zero_padding(self) -> None:
-        """Zeroes what lies in this rank's part between the views: a reduction may leave there what it likes."""
+        """Zeroes the padding in this rank's part: a reduction may leave any values there."""
         if self._gaps:
             torch._foreach_zero_(self._gaps)
 
@@ -101,7 +101,7 @@ class GradientBuffer(FlatBuffer):
 def pieces_of(buffers: Iterable[GradientBuffer], loose: Iterable[LooseSlot]) -> Iterator[Piece]:
     """Yields all gradients in as few tensors as possible: one per buffer, then lists of the unbuffered ones.
 
-    Of a buffer that is cut, this rank's part.
+    Of a buffer that is cut, yields this rank's part.
     """
     for buffer in buffers:
         yield Piece([buffer.own], buffer.reduce_group, buffer.num_holders, buffer.num_shards, buffer.stages)
@@ -119,10 +119,10 @@ def _spacing(cut: Cut | None) -> dict[str, Any]:
 
 
 class GradientMemory:
-    """What the buffers of a layout lie in: one piece for all, which the next layout takes over if it is as large.
+    """Holds the memory of all buffers of a layout in one tensor, which the next layout takes over if it has the same size.
 
-    Buffers in another order take as much as before. Memory that is freed and asked for anew would be written to for the
-    first time once more, and malloc would leave a gap where it was.
+    Buffers in another order take as many bytes. If memory were freed and allocated anew, it would be page-faulted in again, and
+    malloc would leave a gap where it was.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -130,20 +130,20 @@ class GradientMemory:
         self._num_freed = 0
 
     def forget(self) -> None:
-        """Drops the memory, so that the next layout gets new one: a collective in flight may still write into this."""
+        """Drops the memory, so that the next layout allocates new one: a collective in flight may still write into this."""
         self._data = self._data.new_empty(0)
 
     def free(self) -> None:
-        """Gives the memory back to the device; buffers stay valid objects, without any."""
+        """Frees the memory on the device; buffers stay valid objects without memory."""
         self._num_freed = free(self._data)
 
     def build(self) -> None:
-        """Gives all buffers memory again, zeroed: padding too, since norms run over it."""
+        """Allocates the memory of all buffers again, zeroed: padding too, since norms run over it."""
         grow(self._data, self._num_freed)
         self._data.zero_()
 
     def buffers(self, lists: Sequence[tuple[Sequence[Entry], Cut | None]]) -> list[GradientBuffer]:
-        """Returns one zeroed buffer for each list of entries. Buffers of the layout before must not be used any more."""
+        """Returns one zeroed buffer for each list of entries. Buffers of the previous layout must not be used any more."""
         plain = {"alignment": ALIGNMENT_BYTES // self._data.dtype.itemsize}
         sizes = [
             offsets([entry.parameter.shape for entry in entries], **(_spacing(cut) or plain))[1]

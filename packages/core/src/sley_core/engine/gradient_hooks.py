@@ -1,7 +1,7 @@
-"""Hooks that a model set on parameters (`parameter.register_hook`) are called as in a plain loop, or refused by name.
+"""Checks that hooks on parameters (`parameter.register_hook`) can be called as in a plain loop, or refuses them by name.
 
-Autograd calls them once per micro-batch, with the gradient of all of it. Where only a part of that gradient ever exists in one
-place, a hook that clips or masks by values would make other numbers.
+Autograd calls them once per micro-batch, with the full gradient. If only parts of that gradient exist on any one rank, a hook
+that clips or masks by values would give other numbers.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
 
 def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:
-    """Raises PlanError "model-hook", with one diagnostic per parameter with hooks of which no rank makes a full
-    gradient.
+    """Raises PlanError "model-hook", with one diagnostic per hooked parameter of which no rank computes a full gradient.
 
-    stages: all parts of the model, on meta. num_slices: of a sequence. The same on all ranks.
+    stages: all parts of the model, on meta. num_slices: slices of a sequence, i.e. `sp`. The result is the same on all ranks.
     """
     names: dict[int, str] = {}
     parts: dict[int, set[int]] = {}

@@ -16,26 +16,31 @@ if TYPE_CHECKING:
 
 
 class GradientNorms(GradientHandler):
-    """Adds `gradient_norm/NAME` for each parameter that is trained when the run starts; 0 while it is frozen.
+    """Adds `gradient_norm/NAME` to each row, for each parameter that is trained when the run starts; 0 while it is frozen.
 
-    The 2-norm of the whole parameter's gradient, the same in every layout: unscaled, not yet clipped, fp64.
+    The 2-norm of the whole parameter's gradient, the same in every layout: unscaled, before clipping, fp64.
     """
 
     def __init__(self, config: GradientNormsConfig) -> None:
         self.config = config
 
     def exchanges(self) -> tuple[()]:
-        """Returns nothing: its numbers are part of the sum that ends a step anyway."""
+        """Returns nothing: its numbers travel in the sum that ends a step anyway."""
         return ()
 
     def attach(self, parts: Parts) -> None:
+        """Adds one number to the row for each trained parameter: the square root of the sum of all ranks' `_squares`."""
         self._store = parts.store
         for entry in parts.book.trainable:
             share = partial(self._squares, entry, parts.numbers.fraction(entry))
             parts.numbers.add(f"gradient_norm/{entry.name}", share, of="root")
 
     def _squares(self, entry: Entry, fraction: float) -> Tensor | float:
+        """Returns this rank's share of the squared norm; the shares of all ranks add up to it. fraction: 1 over the number of
+        copies.
+        """
         if entry not in self._store:
             return 0.0
-        # Where ranks have a part each, as many as share a copy, no element is counted on all of them.
+        # `fraction` assumes that each rank of the reduce group has all elements. If they share one copy, each element is on
+        # one rank in `num_shards`, so the share is multiplied by that.
         return self._store.part(entry).double().square().sum() * fraction * self._store.num_shards(entry)

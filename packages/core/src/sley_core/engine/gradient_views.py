@@ -1,4 +1,4 @@
-"""What can be read of this rank's gradients: of each entry, of all together, and of which entries this rank gets a part."""
+"""Read access to this rank's gradients: of one entry, of all together, and which part of an entry this rank gets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sley_core.engine.slot_faults import frozen, without_gradients
 
 
 class GradientViews:
-    """The gradients as their readers see them; `GradientStore` lays them out and fills them."""
+    """Gives readers access to the gradients; the subclass `GradientStore` lays them out and fills them."""
 
     def __init__(self) -> None:
         self.buffers: list[GradientBuffer] = []
@@ -34,8 +34,8 @@ class GradientViews:
     def gradient(self, entry: Entry) -> Tensor:
         """Returns the gradient of `entry`, a view: its parameter's shape, the store's dtype.
 
-        Raises RunError if it is frozen, or was discarded by an offload, and `gradient-sharded` once a reducer leaves only a
-        part of it to this rank.
+        Raises RunError if it is frozen or was discarded by an offload, and `gradient-sharded` once a reducer leaves only a part
+        of it to this rank.
         """
         if entry not in self._slots:
             raise frozen(entry)
@@ -46,13 +46,15 @@ class GradientViews:
         return self._slots[entry].view
 
     def part(self, entry: Entry) -> Tensor:
-        """Returns what this rank gets of the gradient of `entry`, a view: all of it, or, flat, the elements of `span`."""
+        """Returns the part of the gradient of `entry` that this rank gets, a view: all of it, or, flat, the elements of
+        `span`.
+        """
         if self._are_freed:
             raise without_gradients()
         return self._cut[entry].parts[entry] if entry in self._cut else self.gradient(entry)
 
     def parts(self, entries: Sequence[Entry]) -> list[Tensor | None]:
-        """Returns what `part` does for each of `entries`, in one call, since every step asks for all; None for a frozen one."""
+        """Returns `part` of each of `entries`, None for a frozen one; one call, since every step reads all of them."""
         if self._are_freed:
             raise without_gradients()
         cut, slots = self._cut, self._slots
@@ -62,16 +64,20 @@ class GradientViews:
         ]
 
     def span(self, entry: Entry) -> Span | None:
-        """Returns which elements of its gradient this rank gets, maybe none, where the reducer leaves shards; else None."""
+        """Returns which elements of its gradient this rank gets, maybe none; None if the reducer leaves the whole gradient to
+        each rank.
+        """
         return self._cut[entry].spans[entry] if entry in self._cut else None
 
     def num_shards(self, entry: Entry) -> int:
-        """Returns how many ranks of the entry's reduce group share one copy of its reduced gradient; 1 where each has all."""
+        """Returns how many ranks of the entry's reduce group share one copy of its reduced gradient; 1 if each has all of
+        it.
+        """
         return self._cut[entry].num_shards if entry in self._cut else 1
 
     def partial(self, entry: Entry) -> list[Tensor]:
-        """Returns what a reducer joins with that of other ranks, where sums are canonical: the sums of each use of the
-        parameter, of each of `canonical.nodes`, in this order; the first is the gradient's view.
+        """Returns the partial sums that a reducer combines with other ranks', if sums are canonical: one per node of each use
+        of the parameter, in the order of `canonical.nodes`; the first is the gradient's view.
         """
         slot = self._slots[entry]
         assert isinstance(slot, CanonicalSlot), f"{entry.name} is summed in any order"
@@ -98,5 +104,7 @@ class GradientViews:
         return ((slot.entry.name, slot.view) for slot in self._order)
 
     def pieces(self) -> Iterator[Piece]:
-        """Yields all gradients in as few tensors as possible: one per buffer, of which this rank's part, then lists."""
+        """Yields all gradients in as few tensors as possible: this rank's part of each buffer, then lists of the unbuffered
+        ones.
+        """
         return pieces_of([*self.buffers, *self._apart], (slot for slot in self._order if isinstance(slot, LooseSlot)))

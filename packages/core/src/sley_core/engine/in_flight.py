@@ -1,10 +1,10 @@
-"""What a chunk holds of one micro-batch between its forward and its backward: edges of the graph, no outputs.
+"""What a chunk holds of one micro-batch between its forward and its backward: graph edges, no outputs.
 
-    received ──enters──> inputs ──> chunk ──> output ──> sent away; its storage is free as soon as nobody else needs it
+    received ──enters──> inputs ──> chunk ──> output ──> sent; its storage is freed once nothing else needs it
                  └ its gradient              └ edges: where the backward will start
 
-Keeping `GradientEdge`s instead of outputs frees the storage of a sent output, views included. Inputs are kept alive
-only by those who need them (autograd, a layer that stores them), not from here.
+Keeping `GradientEdge`s instead of outputs frees the storage of a sent output, views included. Inputs are kept alive only by
+what needs them (autograd, a layer that stores them), not from here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sley_core.errors import RunError
 
 
 class Input:
-    """One input tensor until the chunk takes it, and then its gradient, once the backward has reached it."""
+    """Holds one input tensor until the chunk takes it, and then its gradient, once the backward has reached it."""
 
     __slots__ = ("device", "gradient", "leaf", "tensor")
 
@@ -33,7 +33,9 @@ class Input:
         self.gradient: Tensor | None = None
 
     def enter(self) -> Tensor:
-        """Returns the tensor, and drops it here; call once. If it needs a gradient, its history ends in `gradient`."""
+        """Returns the tensor, and drops the reference; call once. If it needs a gradient, the graph ends here, in
+        `gradient`.
+        """
         assert self.tensor is not None, "entered twice"
         if self.leaf.has_gradient and torch.is_grad_enabled():
             entered: Tensor = _Enter.apply(_ROOT, self)  # type: ignore[no-untyped-call]  # torch's
@@ -43,7 +45,7 @@ class Input:
         return entered
 
     def take_gradient(self) -> Tensor:
-        """Returns the gradient, and drops it here; zeros if the backward did not reach the input."""
+        """Returns the gradient, and drops the reference; zeros if the backward did not reach the input."""
         gradient, self.gradient = self.gradient, None
         if gradient is None:
             return torch.zeros(self.leaf.shape, dtype=self.leaf.dtype, device=self.device)
@@ -51,11 +53,11 @@ class Input:
 
 
 class _Enter(torch.autograd.Function):
-    """The root of a chunk's graph: gives the input tensor a history that ends here.
+    """Is the root of a chunk's graph: gives the input tensor a history that ends here.
 
-    A leaf would do, if layers did not write to their inputs (`ReLU(inplace=True)`), which autograd forbids on a leaf
-    and on a view of one. This tensor is neither, as in one process, and shares its version counter with the input: if a
-    layer overwrites an output of the same stage that an earlier graph has saved, autograd raises an error.
+    A leaf would do if layers did not write to their inputs (`ReLU(inplace=True)`), which autograd forbids on a leaf and on a
+    view of one. This tensor is neither, and it shares its version counter with the input: if a layer overwrites an output of
+    the same stage that an earlier graph has saved, autograd raises an error, as it does in one process.
     """
 
     @staticmethod
@@ -67,6 +69,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        """Adds the gradient to that of the input."""
         came: Input = ctx.came
         (gradient,) = gradients
         came.gradient = gradient if came.gradient is None else came.gradient + gradient
@@ -78,10 +81,10 @@ _ROOT = torch.empty(0, requires_grad=True)
 
 @dataclass
 class InFlight:
-    """One chunk and one micro-batch in flight.
+    """Holds one chunk and one micro-batch in flight.
 
-    inputs: the tensors that came in. description: of them; None on the first chunk. loss: the sum over the micro-batch,
-    on the last chunk. edges: on other chunks, of the outputs that have a gradient.
+    inputs: the received tensors. description: of them; None on the first chunk. loss: the sum over the micro-batch, on the last
+    chunk. edges: on other chunks, of the outputs that have a gradient.
     """
 
     inputs: list[Input] = field(default_factory=list)
@@ -103,7 +106,7 @@ class InFlight:
         return unflatten(entered, description.structure)
 
     def check_unwritten(self, layer: str) -> None:
-        """Raises RunError `boundary-overlap` if the chunk wrote in place to an input that shared memory with another
+        """Raises RunError `boundary-overlap` if the chunk wrote in place to an input that shared memory with another input
         before it was sent. layer: the chunk's first, for the error.
         """
         watched, self._watched = self._watched, []
@@ -131,15 +134,15 @@ class InFlight:
             _backward_of_loss(self.loss, gradients[0])
         elif self.edges:
             torch.autograd.backward(self.edges, list(gradients))
-        # The edges own the graph; with them go what autograd saved and the weights' stand-ins.
+        # The edges own the graph: dropping them frees what autograd saved, and the weights' stand-ins.
         self.loss, self.edges = None, []
         return [came.take_gradient() for came in self.inputs if came.leaf.has_gradient]
 
 
 def _backward_of_loss(loss: Tensor, gradient: Tensor) -> None:
-    """Does as `torch.autograd.backward`, which compares shapes as symbols, and imports sympy for it: a third of a second."""
+    """Runs `torch.autograd.backward` on a scalar loss, without its shape check, which imports sympy: a third of a second."""
     if loss.ndim:
-        torch.autograd.backward(loss, gradient)  # says what is wrong
+        torch.autograd.backward(loss, gradient)  # no scalar: raises torch's error
     _engine_run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
@@ -160,8 +163,6 @@ def describe(value: Any, layer: str = "") -> tuple[Description, list[Tensor]]:
 
 
 def edges_of(description: Description, tensors: Sequence[Tensor]) -> list[GradientEdge]:
-    """Returns where the backward of an output starts: the gradient edge of each of its `tensors` that will receive a
-    gradient.
-    """
+    """Returns where the backward of an output starts: the gradient edge of each of `tensors` that will receive a gradient."""
     pairs = zip(description.leaves, tensors, strict=True)
     return [get_gradient_edge(tensor) for leaf, tensor in pairs if leaf.has_gradient]

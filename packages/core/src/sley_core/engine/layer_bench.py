@@ -1,8 +1,8 @@
-"""Times layers one at a time, alone on the device: a model that does not fit there is timed too.
+"""Times layers one at a time, alone on the device, so that a model that does not fit there can be timed too.
 
 A layer is materialised, called a few times forward and backward as the engine does it (recomputation included, and the loss
-behind the last), and is on meta again before the next one. The layers are a second copy of the model, so nothing that they do
-when called reaches the run.
+after the last), and put back on meta before the next one. The layers are a second copy of the model, so nothing that they do
+when called affects the run.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ if TYPE_CHECKING:
     from sley_core.protocols import Loss
 
 REPETITIONS = 5
-"""Timed calls of a layer, if not said otherwise, behind one that warms up. Medians count: what disturbs a call disturbs those
-of a run, too."""
+"""Default number of timed calls of a layer, after one to warm up. Their median is used, not the minimum: what disturbs a call
+here disturbs those of a run, too.
+"""
 
 EVICTED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
-"""Written before each timed half: in a run, too, other layers have taken the caches before a layer's turn comes (again)."""
+"""Bytes written before each timed half, to evict the caches: in a run, other layers have filled them before a layer's turn."""
 
 PLACE = (0, 0)
-"""Chunk and micro-batch of the queue of W."""
+"""Chunk and micro-batch under which the weight gradients are queued."""
 
 Handed = tuple[Description, list[Tensor]]
-"""What a layer hands to the next one."""
+"""A layer's output, as it is passed to the next layer."""
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """What a layer takes, in seconds: medians. backward, input_gradient: recomputation included."""
+    """Holds the seconds of a layer: medians. backward, input_gradient: recomputation included."""
 
     forward: float
     backward: float
@@ -60,11 +61,11 @@ class LayerTimes:
 
 
 class LayerBench:
-    """Times the layers of `model`, on meta as it was drafted, on one micro-batch of the plan's data.
+    """Times the layers of `model`, which is on meta as it was drafted, on one micro-batch of the plan's data.
 
-    dtype: of the working weights. gradients: of their accumulated gradients, to which a backward adds its own; None leaves that
-    out. repetitions: timed calls of a layer. apart: gives the parts of the device's work since it was last asked that are no
-    layer's.
+    dtype: of the working weights. gradients: dtype of the accumulated gradients, to which a backward adds its own; None omits
+    the accumulation. repetitions: timed calls of a layer. apart: returns the spans of device work since its last call that are
+    not the layer's own; they are subtracted.
     """
 
     def __init__(
@@ -96,11 +97,12 @@ class LayerBench:
         self._remembered = [(layer, layer.written, layer.held) for layer in model.layers]
 
     def time(self, layer: Layer, value: Handed | None, *, split: bool = False) -> tuple[LayerTimes, Handed]:
-        """Returns the times of `layer`, and what it hands on. value: what the layer before it handed on; None for the first.
+        """Returns the times of `layer`, and its output for the next one. value: the output of the layer before it; None for the
+        first.
 
-        split: whether the two halves of a split backward are timed too; else they are 0.
+        split: whether the two halves of a split backward are timed too; else their times are 0.
         """
-        for each, written, held in self._remembered:  # `materialize` forgets what other ranks need
+        for each, written, held in self._remembered:  # `materialize` clears these for layers that it does not own
             each.written, each.held = written, held
         as_it_was = _Tensors(layer.module)
         materialize(
@@ -131,8 +133,8 @@ class LayerBench:
 
     @contextmanager
     def _accumulating(self, layer: Layer) -> Iterator[None]:
-        """Returns a context manager within which gradients are added to memory of the layer's own, as in the store of a run: by
-        autograd, or by a hook if that has another dtype. Where accumulation is left out, nothing is.
+        """Returns a context manager in which gradients are added to memory allocated for the layer, as in the store of a run:
+        by autograd, or by a hook if the dtypes differ. If accumulation is omitted, it does nothing.
         """
         trained = [parameter for parameter in layer.module.parameters() if parameter.requires_grad]
         with ExitStack() as hooks:
@@ -150,7 +152,7 @@ class LayerBench:
         return queued_products(layer.module, queue, self.gradients or self.dtype)
 
     def _whole(self, layer: Layer, value: Handed | None) -> tuple[Any, float, float]:
-        """Returns the layer's output, after its backward, and the seconds of forward and backward."""
+        """Runs the layer forward and backward; returns its output, and the seconds of forward and backward."""
         self._evict()
         self.apart()
         began = self.device.moment()
@@ -165,7 +167,7 @@ class LayerBench:
         return output, self._seconds((began, ready), there), self._seconds((turned, ended), back)
 
     def _split(self, layer: Layer, value: Handed | None, queue: WeightQueue) -> tuple[float, float]:
-        """Returns the seconds of the two halves of a split backward."""
+        """Runs the layer with a split backward; returns the seconds of its two halves."""
         held, _, gradients = self._forward(layer, value)
         self._evict()
         self.apart()
@@ -182,8 +184,8 @@ class LayerBench:
         return self._seconds((began, done), first), self._seconds((turned, ended), second)
 
     def _seconds(self, span: Span, apart: Sequence[Span]) -> float:
-        """Returns the seconds of a part of the device's work without those of `apart` within. Waits for the device: so it is
-        asked when all is queued, and nothing that is timed waits.
+        """Returns the seconds of `span` on the device, without those of `apart`. Waits for the device: called once all work is
+        queued, so that no timed work waits.
         """
         whole, *others = (self.device.seconds_between(*one) for one in (span, *apart))
         return max(0.0, whole - sum(others))
@@ -193,11 +195,13 @@ class LayerBench:
             layer.module.zero_grad(set_to_none=True)
 
     def _evict(self) -> None:
-        """Leaves nothing of the layer in the device's caches."""
+        """Evicts the layer's data from the device's caches, by writing to other memory."""
         self._evicting.zero_()
 
     def _forward(self, layer: Layer, value: Handed | None) -> tuple[InFlight, Any, list[Tensor]]:
-        """Returns what is in flight after the layer's forward, its output, and the gradients to begin the backward with."""
+        """Runs the layer's forward; returns what is in flight, its output, and the gradients (ones) to start the backward
+        with.
+        """
         held = InFlight()
         args: tuple[Any, ...] = () if value is None else (held.enter(*value),)
         named = {name: self.fields[name] for name in layer.fields}
@@ -211,7 +215,7 @@ class LayerBench:
         return held, output, [torch.ones_like(tensor) for leaf, tensor in pairs if leaf.has_gradient]
 
     def _micro_batch(self, dataset: AnyDataset) -> Mapping[str, Tensor]:
-        """The first micro-batch of the run, as the first rank of `sp` gets it, on the device."""
+        """Returns the first micro-batch of the run, as the first rank of `sp` gets it, on the device."""
         plan, size = self.plan, self.plan.batch.global_size
         rows = range(plan.batch.micro_size)
         data: Any = plan.data.config
@@ -223,14 +227,14 @@ class LayerBench:
 
 
 def _add_to(slot: Tensor, parameter: Tensor) -> None:
-    """Adds a gradient that autograd has made, and frees it."""
+    """Adds the gradient that autograd has made to `slot`, and frees it."""
     assert parameter.grad is not None
     slot.add_(parameter.grad)
     parameter.grad = None
 
 
 class _Tensors:
-    """The parameters and buffers of a module as they are now, to be put back."""
+    """Remembers the parameters and buffers of a module, to put them back."""
 
     def __init__(self, module: nn.Module) -> None:
         self._found: Sequence[tuple[nn.Module, str, Tensor]] = [

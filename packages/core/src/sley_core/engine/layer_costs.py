@@ -1,7 +1,7 @@
-"""What each layer costs, so that a pipeline's parts can be cut evenly: its parameters, or the seconds that it takes.
+"""What each layer costs, for cutting a pipeline into even parts: its number of parameters, or its seconds.
 
-Seconds are those of the first rank, which tells the others: one cut, on every rank. A layer is timed alone (`layer_bench.py`),
-on one micro-batch of the plan's data and on the run's device.
+Seconds are measured by the first rank, which sends them to the others, so that all ranks cut alike. A layer is timed alone
+(`layer_bench.py`), on one micro-batch of the plan's data and on the run's device.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 DIGITS = 6
-"""Decimals of the seconds: what the plan of the run's folder holds is exactly what the layers were cut by."""
+"""Decimals to which seconds are rounded, so that the resolved plan holds exactly the numbers by which the layers were cut."""
 
 
 def by_parameters(model: Model) -> list[float]:
-    """Returns the number of parameters of each layer; one that several layers hold counts in each of them."""
+    """Returns the number of parameters of each layer; a tied parameter counts in each layer that holds it."""
     return [float(sum(p.numel() for p in layer.module.parameters())) for layer in model.layers]
 
 
 def are_timed(plan: Plan) -> bool:
-    """Whether the plan's partition wants seconds and has none yet."""
+    """Returns whether the plan's partition needs the layers' seconds and the plan does not have them yet."""
     if plan.partition is None or not isinstance(plan.partition.record, PartitionerRecord):
         return False
     return plan.partition.record.costs == "seconds" and plan.partition.config.layer_costs is None
@@ -54,7 +54,7 @@ def timed(plan: Plan, world: World, draft: Callable[[DataInfo], Model], dtype: t
 
 
 def _seconds(bench: LayerBench) -> list[float]:
-    """Returns the medians of each layer's forward and backward together, in order; each gets the output of the one before."""
+    """Times each layer in order, on the output of the one before; returns the seconds of forward and backward together."""
     found = []
     value: Handed | None = None
     for layer in bench.model.layers:

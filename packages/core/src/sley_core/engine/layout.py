@@ -1,4 +1,6 @@
-"""Where gradients lie, and in which order they are reported: what a reducer plans and the store follows."""
+"""The layout of gradients: their buffers, and the order in which they are reported; planned by a reducer, followed by the
+store.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ from sley_core.engine.cuts import Cut
 
 
 class Layout(NamedTuple):
-    """How a reducer wants the gradients: which lie side by side, and in which order they are reported ready.
+    """Says how a reducer wants the gradients: which lie side by side, and in which order they are reported ready.
 
-    buffers: lists of entries of one family. order: the same entries; where buffers of several reduce groups
-    fill up side by side it is not their concatenation. Equal on all ranks of every reduce group.
-    loose: entries of `order` that lie in no buffer, because nobody reduces them.
-    cuts: of each buffer, the part that this rank gets the sum of; None, or nothing at all, where that is the whole.
-    is_fixed: whether it must stay, since masters and optimizer states lie by it: what is trained may not change then.
+    buffers: lists of entries of one family. order: the same entries; not their concatenation if buffers of several reduce
+    groups are filled side by side. Equal on all ranks of every reduce group. loose: entries of `order` that lie in no buffer,
+    because nobody reduces them. cuts: for each buffer, the part whose sum this rank gets; None, or no list at all, for the
+    whole. is_fixed: whether it must not change, since masters and optimizer states follow it: then no parameter may be frozen
+    or unfrozen.
     """
 
     buffers: list[list[Entry]]
@@ -34,17 +36,20 @@ class Layout(NamedTuple):
         return [(entries, cut) for entries, cut in zip(self.buffers, cuts, strict=True) if entries]
 
     def check(self, trainable: Sequence[Entry]) -> None:
-        """Asserts that `order`, and buffers with `loose`, name each of `trainable`, in the order of the book, once."""
+        """Asserts that `order`, and `buffers` with `loose`, name each of `trainable` (in the order of the book) exactly
+        once.
+        """
         for entries in (self.order, [entry for buffer in (*self.buffers, self.loose) for entry in buffer]):
             named = sorted(entry.index for entry in entries)
             assert named == [entry.index for entry in trainable], "a layout names every trainable entry once"
 
 
 class Piece(NamedTuple):
-    """Gradients that count alike: tensors of one dtype, their reduce group, and how many stages hold a copy.
+    """Groups gradients that enter a norm with the same factor: tensors of one dtype, their reduce group, and how many stages
+    hold a copy.
 
-    num_shards: how many ranks of the reduce group share one copy, each with other elements. stages: those that hold a copy,
-    where the tensors are of a buffer.
+    num_shards: how many ranks of the reduce group share one copy, each with other elements. stages: those that hold a copy, if
+    the tensors are of a buffer.
     """
 
     tensors: list[Tensor]
@@ -59,7 +64,7 @@ Planner = Callable[[list[Entry]], Layout]
 
 
 def loose(entries: list[Entry]) -> Layout:
-    """Returns a layout without buffers: for a run without a reduction."""
+    """Returns a layout without buffers, for a run without a reduction."""
     return Layout([], entries, entries)
 
 

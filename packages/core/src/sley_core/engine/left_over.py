@@ -1,7 +1,8 @@
-"""What is still on meta when a run begins refuses to be read: torch itself multiplies with it, and gives any numbers at all.
+"""Makes tensors that are still on meta when a run begins raise an error when they are read: torch would compute arbitrary
+numbers.
 
-A module that a layer hides from its own (in a list, in a function) may hold parameters of layers of other ranks, and of none.
-That cannot be told from one that no forward calls, so it is told when it is used, as of stand-ins (`stand_in`).
+A module that a layer holds without registering it (in a list, in a function) may hold parameters of other ranks' layers, or of
+no layer. Whether a forward uses it cannot be known before, so the error is raised at the use, as for stand-ins (`stand_in`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ _ANSWERED = FACE | OF_SHARD | GRADIENT | {Tensor.__repr__}
 
 
 class _Refusing:
+    """Raises RunError "weight-unregistered" in any torch function on it, apart from those that read no values. left_over:
+    message and hint.
+    """
+
     left_over: tuple[str, str]
 
     @classmethod
@@ -38,15 +43,16 @@ class _Refusing:
 
 
 class LeftParameter(_Refusing, nn.Parameter):
-    """A parameter that no layer of this rank registers."""
+    """Stands for a parameter that no layer of this rank registers."""
 
 
 class LeftResult(_Refusing, Tensor):
-    """What autograd made of parameters while the factory ran."""
+    """Stands for a tensor that autograd computed from parameters while the factory ran."""
 
 
 def refuse_left_over(model: Model, own: Iterable[Layer]) -> None:
-    """From now on, what the factory of `model` made and nobody put values into raises RunError "weight-unregistered".
+    """Makes every tensor that the factory of `model` made, and that got no values, raise RunError "weight-unregistered" when it
+    is used.
 
     own: the layers of this rank, which are materialised.
     """
@@ -69,5 +75,6 @@ def refuse_left_over(model: Model, own: Iterable[Layer]) -> None:
 
 
 def _refuse(tensor: Tensor, kind: type[_Refusing], message: str, hint: str) -> None:
+    """Changes the class of `tensor` to `kind`, whose uses raise with this message and hint."""
     tensor.__class__ = kind  # type: ignore[assignment]
     tensor.left_over = message, hint  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The lowered lists of this stage, for every number of micro-batches that comes along."""
+"""The lowered lists of actions of this stage, for any number of micro-batches."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Generate = Callable[[int], Sequence[Sequence[Action]]]
 
 
 class Lists:
-    """Generates and lowers lists, and caches them. Every stage lowers the lists of all, so that each finds a wrong
-    schedule itself.
+    """Generates, lowers and caches the lists. Every stage lowers the lists of all stages, so that each detects a wrong schedule
+    itself.
     """
 
     def __init__(self, generate: Generate, placement: Placement, stage: int) -> None:
@@ -27,17 +27,17 @@ class Lists:
 
     @classmethod
     def alone(cls) -> Lists:
-        """Without a pipeline: forward and backward of one micro-batch after the other."""
+        """Returns the lists of a run without a pipeline: forward and backward of one micro-batch after the other."""
         return cls(lambda micros: [sequential(micros)], loop(1), 0)
 
     def at(self, stage: int) -> Lists:
-        """Returns the lists of another stage, which needs no generating again."""
+        """Returns the lists of another stage, sharing this one's cache."""
         found = Lists(self._generate, self.placement, stage)
         found.of_all_stages = self.of_all_stages
         return found
 
     def splits_backward(self, micros: int) -> bool:
-        """Returns whether this stage's list has split backwards (D and W)."""
+        """Returns whether this stage's training list has split backwards (D and W)."""
         return any(isinstance(s, Action) and s.kind is Kind.WEIGHT_GRADIENT for s in self.training(micros))
 
     def training(self, micros: int) -> Lowered:

@@ -1,8 +1,8 @@
 """Loads weights into a run: whole tensors by names that no layout changes, of which each rank takes what it holds.
 
-Names are known of the whole model on every rank, so that a misspelt one is told from one that another stage holds. Nothing
-is sent but what ranks say about their part: what was wrong, and a checksum of each value, since replicas that were given other
-values would go on being others.
+Every rank knows the names of the whole model, so that it can tell a misspelt name from one that another stage holds. Ranks
+exchange no values, only their faults and a checksum of each value: replicas that were given different values would stay
+different.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SHOWN = 4
 
 
 class LoadedWeights(NamedTuple):
-    """What was not loaded: parameters of the model that the state does not have, and names that the model does not have."""
+    """Lists what was not loaded: parameters of the model that the state lacks, and names that the model lacks."""
 
     missing: list[str]
     unknown: list[str]
@@ -41,7 +41,7 @@ class LoadedWeights(NamedTuple):
 
 @dataclass
 class _Report:
-    """What one rank found. sums: a checksum by name of each value that it holds."""
+    """Holds what one rank found. sums: the checksum of each value that it holds, by name."""
 
     wrong: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -49,20 +49,24 @@ class _Report:
 
 
 class Names(NamedTuple):
-    """Those of a whole model. first: of each name of a parameter, the one in the book. buffers: those that a state may have."""
+    """Holds the names of a whole model. first: the book's name for each name of a parameter. buffers: those that a state may
+    have.
+    """
 
     first: Mapping[str, str]
     buffers: set[str]
 
 
 def names_of(layers: Sequence[Layer]) -> Names:
-    """The names of the model of `layers`, which are on meta and whole."""
+    """Returns the names of the model with these `layers`, all of them, on meta."""
     first = {name: entry.name for entry in ParameterBook([layers]) for name in (entry.name, *entry.aliases)}
     return Names(first, {name for layer in layers for name, _ in layer.module.named_buffers(layer.name, True, False)})
 
 
 class WeightLoader:
-    """Loads into this rank's `parts` of a model with these `names`, and into their `masters`; called by `Run.load_weights`."""
+    """Loads weights into this rank's `parts` of a model with these `names`, and into their `masters`; called by
+    `Run.load_weights`.
+    """
 
     def __init__(self, names: Names, parts: Parts, masters: Masters) -> None:
         self._names = names
@@ -70,7 +74,7 @@ class WeightLoader:
         self._masters = masters
 
     def __call__(self, state: Mapping[str, Tensor] | Pairs, *, strict: bool) -> LoadedWeights:
-        """Loads `state` as `Run.load_weights` says. Every rank calls it: two blocking collectives over `control`."""
+        """Loads `state` as `Run.load_weights` describes. Every rank calls it: two blocking collectives over `control`."""
         Agreement(self._parts.groups).begin("loading weights").check()
         loading = _Loading(self._names, self._parts, self._masters)
         if isinstance(state, Mapping):
@@ -85,7 +89,7 @@ class WeightLoader:
 
 
 class _Loading:
-    """The state of one call on this rank."""
+    """Holds the state of one call of `WeightLoader` on this rank."""
 
     def __init__(self, names: Names, parts: Parts, masters: Masters) -> None:
         self.first = names.first
@@ -102,8 +106,8 @@ class _Loading:
         self.given: set[str] = set()
 
     def look(self, pairs: Pairs, *, writes: bool = False) -> None:
-        """Checks every pair; with `writes`, also writes it if nothing was wrong so far. Errors are kept for `agreed`,
-        not raised.
+        """Checks every pair; with `writes`, also writes it if no fault was found so far. Faults, and errors of the iterable,
+        are kept for `agreed`, not raised.
         """
         try:
             for name, value in pairs:
@@ -115,7 +119,9 @@ class _Loading:
 
     @torch.no_grad()
     def write(self, name: str, value: Tensor) -> None:
-        """Copies `value` into the weight or buffer that this rank holds under `name`, if there is one; cuts it for a shard."""
+        """Copies `value` into the weight (its shard, if sharded) or buffer that this rank holds under `name`, if there is
+        one.
+        """
         entry, buffer = self._held(name)
         if entry is not None:
             own = value.detach() if entry.shard is None else entry.shard.cut(value.detach())
@@ -124,15 +130,15 @@ class _Loading:
             buffer.copy_(value)
 
     def agreed(self, strict: bool) -> LoadedWeights:
-        """Returns what all ranks miss or do not know; a blocking collective. Raises RunError on all ranks alike if any
-        rank found a fault.
+        """Exchanges reports over all ranks, a blocking collective, and returns what is missing or unknown. If any rank found a
+        fault, raises RunError `weights-mismatch`, or `weights-differ` if values differ, on all ranks alike.
         """
         control = self.control
         missing = [name for name in self.entries if name not in self.given]
         if strict:
             self.report.wrong += [f"{name!r} is missing" for name in missing]
             self.report.wrong += [f"{name!r} is unknown" for name in self.report.unknown]
-        # over all ranks: every one comes here, whatever it found
+        # over all ranks: each of them gets here, whatever faults it found
         said = gather_objects([asdict(self.report), missing], control, what="what ranks say of the weights")
         everyone = [(_Report(**report), names) for report, names in said]
         wrong = list(dict.fromkeys(line for report, _ in everyone for line in report.wrong))
@@ -155,7 +161,9 @@ class _Loading:
         return self.entries.get(self.first.get(name, name)), self.buffers.get(name)
 
     def _look(self, name: str, value: Tensor) -> None:
-        """Checks name, shape and dtype, and adds a checksum of the values to the report; ranks compare these in `agreed`."""
+        """Checks name, shape and dtype, and adds a checksum of the values to the report; `agreed` compares those of all
+        ranks.
+        """
         first = self.first.get(name, name)
         self.given.add(first)
         if name not in self.first and name not in self.all_buffers:
@@ -166,7 +174,7 @@ class _Loading:
         elif buffer is not None:
             shape = tuple(buffer.shape)
         else:
-            return  # another stage's
+            return  # another stage holds it
         if not self._fits(name, value, shape, is_weight=entry is not None):
             return
         found = crc32(value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)

@@ -1,11 +1,11 @@
-"""The loss scale of fp16: lifts gradients above fp16's smallest numbers, and gives way where they leave its largest.
+"""The loss scale of fp16: it lifts gradients above fp16's smallest numbers, and is lowered when they exceed its largest.
 
     `growth_interval` steps in a row without overflow ──> scale x growth_factor
     an overflow on any rank of the world              ──> nobody steps; scale x backoff_factor, but not below min_scale
-    an overflow at min_scale                          ──> RunError: it is not the scale
+    an overflow at min_scale                          ──> RunError: the scale is not the cause
 
-The rule is that of torch.amp.GradScaler, which knows no minimum and would skip for ever (Micikevicius et al., 2018, Mixed
-Precision Training, section 3.2). All ranks hear the same votes, so all have the same scale without sending it.
+The rule is that of torch.amp.GradScaler, which has no minimum and would skip for ever (Micikevicius et al., 2018, Mixed
+Precision Training, section 3.2). All ranks see the same votes, so all have the same scale without sending it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LARGEST = 3.4028234663852886e38
 
 
 class LossScale:
-    """The loss scale of the next step. value: the factor of its loss. num_skipped: steps skipped so far."""
+    """Holds the loss scale of the next step. value: the factor of its loss. num_skipped: steps skipped so far."""
 
     def __init__(self, config: LossScaleTable) -> None:
         self.config = config
@@ -32,7 +32,7 @@ class LossScale:
         self._num_good = 0
 
     def update(self, step: int, *, overflowed: bool) -> None:
-        """Adjusts the scale after the vote on `step`, which counts from 0.
+        """Adjusts the scale after the vote on step number `step`, counted from 0.
 
         Raises RunError `loss-scale-exhausted`, on all ranks alike, for an overflow at the smallest scale.
         """
@@ -60,7 +60,7 @@ class LossScale:
         return {"value": self.value, "num_good": self._num_good, "num_skipped": self.num_skipped}
 
     def restore(self, state: Mapping[str, float | int]) -> None:
-        """Restores what `state` returned."""
+        """Restores the state that `state` returned."""
         self.value = float(state["value"])
         self._num_good = int(state["num_good"])
         self.num_skipped = int(state["num_skipped"])

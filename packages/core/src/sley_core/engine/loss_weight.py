@@ -1,6 +1,6 @@
 """The loss weight of the global batch: known from the data alone, before the first backward.
 
-Dividing once by it is what makes gradients independent of micro-batches, dp, sp and padding; a mean of means is not.
+Dividing once by it makes gradients independent of micro-batches, dp, sp and padding; a mean of means does not.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from sley_core.protocols import Loss
 
 MOST_SHAPES = 16
-"""For how many shapes of batch a loss is asked for the weights of its parts too."""
+"""How many shapes of batch are checked."""
 
 
 class BatchWeight:
-    """The divisor of every gradient.
+    """Holds the divisor of every gradient.
 
-    total: returns the sum of all ranks' weights; called in the first backward, since the sum travels beside the first
+    total: returns the sum of all ranks' weights; called in the first backward, since the sum is exchanged during the first
     forward. scale: the factor of every gradient until the step ends (fp16).
     """
 
@@ -35,8 +35,8 @@ class BatchWeight:
         self._inverse: Tensor | None = None
 
     def inverse(self, like: Tensor) -> Tensor:
-        """Returns scale / weight as a scalar of the dtype of the loss `like`; 0 if the batch has weight 0. The first
-        call may wait.
+        """Returns scale / weight as a scalar of the dtype of the loss `like`; 0 if the batch has weight 0. The first call may
+        wait.
         """
         if self._inverse is None:
             total = self._total()
@@ -55,7 +55,7 @@ class Additive:
     def check(self, batch: Mapping[str, Tensor], num_micros: int) -> None:
         """Raises RunError "loss-not-additive" for a loss that counts something once per micro-batch, as a mean does.
 
-        On every rank of a replica alike, whether or not the model ends there.
+        Called on every rank of a replica alike, whether or not the model's last chunk is there.
         """
         if num_micros == 1 or len(self._shown) >= MOST_SHAPES:
             return

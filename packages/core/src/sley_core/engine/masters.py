@@ -1,12 +1,13 @@
 """The weights that the optimizer steps: the parameters themselves, fp32 masters of narrower ones, or a rank's part of either.
 
-A bf16 weight of 1.0 cannot take an update of 0.001; its master can, and the working weight follows when enough have come
-together. What a gradient is accumulated in is the store's business and does not depend on the weights' type. Where a reducer
-leaves only a part of a gradient to this rank, only that part is stepped, and only that part has a master.
+A bf16 weight of 1.0 cannot take an update of 0.001; its master can, and the working weight changes once updates have added up.
+The dtype in which gradients are accumulated is the store's, and does not depend on that of the weights. If a reducer leaves
+only a part of a gradient to this rank, only that part is stepped, and only that part has a master.
 
-Between two steps a working weight is the user's: what is written to it then (`load_state_dict` on a layer, `p.copy_` under
-no_grad, `p.data = `) its master takes over before the next step. A weight that nobody wrote keeps its master's digits. Writes
-through `p.data` itself (`p.data.copy_`) count up no version, so nobody can see them: use `p.copy_` or `Run.load_weights`.
+Between two steps a program may write to working weights (`load_state_dict` on a layer, `p.copy_` under no_grad, `p.data = `):
+the master takes those values over before the next step. If nobody wrote a weight, its master keeps its digits. Writes through
+`p.data` itself (`p.data.copy_`) do not increment the version counter and cannot be detected: use `p.copy_` or
+`Run.load_weights`.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Stepped:
-    """The parameter that the optimizer steps for one entry; its gradient is what the store's `part` returns.
+    """Holds the parameter that the optimizer steps for one entry; its gradient is what the store's `part` returns.
 
-    original: the working weight that the entry's modules hold; the same object if there is no master and no span.
-    span: which elements of it, where other ranks step the others; `parameter` is flat then.
+    original: the working weight that the entry's modules hold; the same object if there is no master and no span. span: which
+    elements of it are stepped here, if other ranks step the others; `parameter` is flat then.
     """
 
     entry: Entry
@@ -46,7 +47,7 @@ class Stepped:
 
     @property
     def working(self) -> Tensor:
-        """The elements of the working weight that it stands for, a view of the parameter's shape; flat if it has a span."""
+        """The elements of the working weight that `parameter` stands for, a view of the same shape; flat if it has a span."""
         return _elements(self.original.detach(), self.span)
 
     @property
@@ -55,8 +56,8 @@ class Stepped:
 
 
 class _Master:
-    """Of the elements `span` of `parameter`. working: these elements. seen: the parameter's version and address when they were
-    the master's rounding.
+    """Holds the master of the elements `span` of `parameter`. working: these elements. seen: the parameter's state when these
+    were last known to be the master, rounded.
     """
 
     def __init__(self, master: Tensor, parameter: nn.Parameter, span: Span | None) -> None:
@@ -66,25 +67,28 @@ class _Master:
         self.look()
 
     def look(self) -> None:
-        """Takes note of the working weight as it is."""
+        """Records the working weight and its present state."""
         self.working = _elements(self.parameter.detach(), self.span)
         self.seen = self.state
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """Also the storage: memory that left may come back at an address that another tensor had."""
+        """Version, address and storage; the storage because offloaded memory may come back at an address that another tensor
+        had.
+        """
         return self.parameter._version, self.parameter.data_ptr(), self.parameter.untyped_storage()._cdata
 
 
 class Masters:
-    """What the optimizer steps for each entry, in the order in which entries were added.
+    """Holds what the optimizer steps for each entry, in the order in which entries were added.
 
-    weights: places of the working weights, and their type. store: says which elements this rank steps. wide: type of what is
-    stepped; where it is that of the weights, it is the parameters themselves, or views of them. Else parameters are narrowed,
-    and what they were stays: in one flat buffer for each call of `add`, and one for this rank's part of each cut buffer.
+    weights: the store of the working weights, with their dtype. store: says which elements this rank steps. wide: dtype of what
+    is stepped. If it is that of the weights, the parameters themselves, or views of them, are stepped. Else parameters are
+    narrowed to that of the weights, and their former values kept as masters: in one flat buffer for each call of `add`, and one
+    for this rank's part of each cut buffer.
 
-    home: the device on which masters lie, and are stepped; None for that of the parameters. With a home there are always
-    masters, and whoever steps them brings gradients there, weights back.
+    home: the device on which masters lie and are stepped; None for that of the parameters. With a home there are always
+    masters, and whoever steps them copies gradients there and weights back.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class Masters:
     def add(self, entries: Sequence[Entry]) -> list[Stepped]:
         """Takes charge of `entries`, narrowing their parameters if needed; returns what the optimizer steps for them.
 
-        Of an entry of which this rank steps no element, nothing.
+        Leaves out entries of which this rank steps no element.
         """
         masters = self._wide_copies(entries) if self.wide != self.dtype or self.home is not None else {}
         added = []
@@ -124,25 +128,24 @@ class Masters:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the masters; 0 where the parameters are stepped directly."""
+        """Bytes of the masters; 0 if the parameters are stepped directly."""
         return sum(flat.num_bytes for flat in self._flats)
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and value of each master; none where the parameters are stepped directly."""
+        """Yields name and value of each master; none if the parameters are stepped directly."""
         for stepped in self.stepped:
             if self.has_master(stepped):
                 yield stepped.name, stepped.parameter
 
     def has_master(self, stepped: Stepped) -> bool:
-        """Returns whether what is stepped is a copy, and not the working weight or a view of it."""
+        """Returns whether the stepped parameter is a copy, not the working weight or a view of it."""
         return id(stepped.original) in self._masters
 
     def take_gradients(self, store: GradientStore) -> None:
-        """Sets `grad` of each stepped parameter to what `store` has for it, a view and no copy; None while the entry is
-        frozen. With a `home`, whoever steps sets it.
+        """Sets `grad` of each stepped parameter to its gradient in `store`, a view; None while the entry is frozen. With a
+        `home`, whoever steps sets it.
 
-        First copies into the masters what a program wrote to weights since the last step. Raises RunError
-        `weight-replaced`.
+        Calls `follow` first. Raises RunError `weight-replaced`.
         """
         self.follow()
         if self.home is not None:
@@ -170,7 +173,7 @@ class Masters:
         """Sets the entry's weight and its master to `value`, of its parameter's shape, at the master's full precision."""
         self.weights.hold()
         parameter = entry.parameter
-        value = value.to(self.wide)  # rounded twice wherever it is, so that all ranks get the same bits
+        value = value.to(self.wide)  # first to `wide` on every rank, with a master or not: the same bits everywhere
         parameter.copy_(value)
         known = self._masters.get(id(parameter))
         if known is not None:
@@ -179,12 +182,14 @@ class Masters:
 
     @property
     def were_written(self) -> bool:
-        """Whether a program wrote to weights since the last step, as far as their versions tell while their memory is away."""
+        """Whether a program wrote to weights since the last step, judged by version counters only, so that it works while
+        memory is offloaded.
+        """
         return any(one.seen[0] != one.parameter._version for one in self._masters.values())
 
     def follow(self) -> None:
-        """Copies values that a program wrote to working weights into their masters; found by version and address,
-        without a device sync. Weights and masters must be here. Raises RunError `weight-replaced`.
+        """Copies values that a program wrote to working weights into their masters; detected by version and address, without a
+        device sync. Weights and masters must be on the device. Raises RunError `weight-replaced`.
         """
         for entry, original in self._originals:
             now = entry.parameter
@@ -199,12 +204,12 @@ class Masters:
             if one.seen != one.state:
                 one.look()
                 master, working = one.master, one.working.to(one.master.device)
-                # only where it is another number: the digits that the working weight cannot hold stay
+                # only elements whose rounded value differs: the others keep the digits that the working weight cannot hold
                 master.copy_(torch.where(working != master.to(working.dtype), working.to(master.dtype), master))
 
     def _wide_copies(self, entries: Sequence[Entry]) -> dict[Entry, Tensor]:
-        """Copies the values of `entries` into new flat buffers of the wide type: whole ones into one, parts of those that are
-        cut into one per gradient buffer, as long as this rank's part of that. Returns the copies, of the shape to be stepped.
+        """Copies the values of `entries` into new flat buffers of the wide dtype: whole ones into one, and for each cut
+        gradient buffer one as long as this rank's part of it. Returns the copies, in the shape in which they are stepped.
         """
         if not entries:
             return {}
@@ -225,5 +230,5 @@ class Masters:
 
 
 def _elements(value: Tensor, span: Span | None) -> Tensor:
-    """Returns the elements `span` of `value`, flat; all of it as it is without one."""
+    """Returns the elements `span` of `value`, flat; `value` itself if there is no span."""
     return value if span is None else value.reshape(-1)[span.first : span.last]

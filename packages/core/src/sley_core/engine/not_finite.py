@@ -1,4 +1,4 @@
-"""Why a step was not taken: what all ranks can tell together once its totals are no numbers, or nothing counted."""
+"""Explains why a step was not taken: finds, over all ranks, what is not finite, or that no label counts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SHOWN = 16
 
 
 class RankReport(NamedTuple):
-    """What one rank knows. loss: its part of the sum. bad: place in the backward's order, and name, of the first parameter in
-    whose gradient this rank has what is no number, if there is any.
+    """Holds what one rank knows. loss: its part of the sum. bad: place in the backward's order, and name, of the first
+    parameter whose gradient is not finite on this rank, if there is any. samples: their numbers.
     """
 
     loss: float
@@ -32,14 +32,17 @@ class RankReport(NamedTuple):
 
 
 def is_refused(result: StepResult) -> bool:
-    """Returns whether the step with this `result` was not taken because of an error; a skip by fp16's loss scale is none."""
+    """Returns whether the step with this `result` was not taken because of an error; a skip by fp16's loss scale is no
+    error.
+    """
     return result.ranks_differ or (not result.skipped and not (result.is_finite and result.weight > 0))
 
 
 def is_no_number(result: StepResult) -> bool:
-    """Returns whether the step was not taken because its loss or gradient norm is not finite, which `on_nan = "skip"` allows.
+    """Returns whether the step was not taken only because its loss or gradient norm is not finite, which `on_nan = "skip"`
+    allows.
 
-    Not where a loss scale gives way, which skips by itself, and not where another error stands behind it.
+    False for a step that fp16's loss scale skips, and for one with another error.
     """
     return not result.is_finite and not (result.ranks_differ or result.skipped) and result.weight > 0
 
@@ -54,12 +57,12 @@ def refusal(
     is_latest: bool,
     num_skipped: int = 0,
 ) -> RunError:
-    """Returns the error of the refused step `number`: the same on all ranks, which all call it; a blocking collective
-    on `control`.
+    """Returns the error of the refused step `number`, the same on all ranks. A blocking collective on `control`: all ranks call
+    it.
 
-    "not-finite": the loss or the norm is not finite. "nothing-counts": the loss weight of the global batch is 0, so
-    there is no mean (torch's own cross-entropy gives NaN if all labels are ignored). "ranks-differ": some ranks
-    exchanged other weights or gradients than the others.
+    "not-finite": the loss or the norm is not finite. "nothing-counts": the loss weight of the global batch is 0, so there is no
+    mean (torch's own cross-entropy gives NaN if all labels are ignored). "ranks-differ": some ranks exchanged other weights or
+    gradients than the others.
 
     samples: this rank's in that step, empty if a program brought them. is_latest: whether the store has its gradients.
     num_skipped: how many steps just before it were skipped.
@@ -91,7 +94,9 @@ def refusal(
 
 
 def _first_bad(store: GradientStore) -> tuple[int, str] | None:
-    """Returns the first parameter with a gradient that is not finite, in backward order: the one nearest to the cause."""
+    """Returns place and name of the first parameter, in backward order, whose gradient is not finite: the one nearest to the
+    cause.
+    """
     for place, entry in enumerate(store.entries):
         if not bool(torch.isfinite(store.part(entry)).all()):
             return place, entry.name
@@ -99,7 +104,7 @@ def _first_bad(store: GradientStore) -> tuple[int, str] | None:
 
 
 def _where(parts: Parts, seen: Sequence[RankReport]) -> str:
-    """Returns in words the ranks whose loss is not finite, and the first bad parameter, of the last stage that has one."""
+    """Returns in words the ranks whose loss is not finite, and the first bad parameter of the last stage that has one."""
     bad = [rank for rank, one in enumerate(seen) if not math.isfinite(one.loss)]
     text = ""
     if bad:
@@ -116,6 +121,7 @@ def _where(parts: Parts, seen: Sequence[RankReport]) -> str:
 
 
 def _samples(ranks: Sequence[int], seen: Sequence[RankReport]) -> str:
+    """Returns in words the first samples that `ranks` had in the step; "" if none is known."""
     numbers = list(dict.fromkeys(number for rank in ranks for number in seen[rank].samples))
     if not numbers:
         return ""

@@ -1,4 +1,4 @@
-"""Calls layers on a micro-batch without values, before a run: their shapes and types come out, and nothing is computed."""
+"""Calls layers on a micro-batch without values, before a run, to find shapes and dtypes; nothing is computed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
     """Returns a micro-batch of the plan's data as the first rank of `sp` gets it, on meta: {field: [micro_size, ...]}.
 
-    A dataset by `use` whose sequences have one length says what its fields look like, and is not read: `cu_seqlens` is that of
-    one document, and other fields without a sequence dim are left out. Of others the first sample is read. Raises ValueError
-    for a stream of the latter kind, and whatever a user's data raises.
+    A dataset given by `use` whose sequences have one length declares its fields, and is not read: `cu_seqlens` is that of one
+    document, and other fields without a sequence dim are left out. Of others the first sample is read. Raises ValueError for a
+    stream of the latter kind, and whatever the user's dataset raises.
     """
     whole = micro_batch(plan, dataset)
     declared = {name: field for name, field in dataset.info.fields.items() if name in whole}
@@ -32,9 +32,9 @@ def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
 
 
 def meta_output(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
-    """Returns what `layer` makes of `args` and `fields`, on meta, and its own `fields` out of these.
+    """Returns the output of `layer` on meta, called with `args` and its own `fields` out of these.
 
-    dtype: of the parameters; a buffer has the type that a run gives it. Raises what the layer's forward raises.
+    dtype: of the parameters, and of buffers that are narrower, as in a run. Raises what the layer's forward raises.
     """
     state: dict[str, Tensor] = {}
     for name, buffer in layer.module.named_buffers():
@@ -42,13 +42,13 @@ def meta_output(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Tensor
         state[name] = buffer.to("meta", dtype if is_wider else buffer.dtype)
     state |= {name: parameter.to(dtype) for name, parameter in layer.module.named_parameters()}
     named = {name: fields[name] for name in layer.fields}
-    with torch.device("meta"):  # what the forward makes is there too
+    with torch.device("meta"):  # tensors that the forward creates are on meta too
         return torch.func.functional_call(layer.module, state, args, named)
 
 
 def micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
-    """Returns a micro-batch with whole sequences on the host, {field: [micro_size, ...]}, as `meta_micro_batch` says: tokens of
-    one document.
+    """Returns a micro-batch of whole sequences on the host, {field: [micro_size, ...]}, as `meta_micro_batch` describes: tokens
+    of one document, or copies of the first sample.
     """
     info, size = dataset.info, plan.batch.micro_size
     if plan.data.record is not None and info.sequence is not None:
@@ -57,7 +57,7 @@ def micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
         found = {}
         for name, length in lengths.items():
             found[name] = torch.zeros(size, length, dtype=getattr(torch, info.fields[name].dtype))
-            if name in BOUNDARIES:  # places count up, and the document ends behind the last
+            if name in BOUNDARIES:  # positions count up; the boundaries of one document are 0 and its length
                 found[name] += torch.arange(length) if length != 2 else torch.tensor([0, info.sequence])
         return found
     if is_stream(dataset):

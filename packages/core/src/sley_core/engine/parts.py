@@ -1,4 +1,4 @@
-"""What a plugin is given to work with: one rank's part of the run, complete and not to be changed."""
+"""One rank's part of a run, complete and immutable, as plugins get it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parts:
-    """What gradient handlers, scheduler hooks, stage links and weight communicators are attached to.
+    """Holds what gradient handlers, scheduler hooks, stage links and weight communicators are attached to.
 
     run, batch, precision, limits: the plan's own tables. world: this process and its device. topology: the ranks along each
     axis. groups: this rank's, by axis. layers: this rank's. book: their parameters. store: the accumulated gradients. weights:
-    where the working weights lie. waits: what must have come before a layer's weights are used. queue: weight gradients that
-    a split backward defers. numbers: takes what plugins add to each step's row. pool: `pool(name)` is the run's memory pool
-    of that name. events: moments of a step, for those that are no gradient handlers. foretold: in a fake world that takes
-    steps, what a chunk of another stage (stage, chunk) would announce to this one; None elsewhere.
+    the store of the working weights. waits: what must be complete before a layer's weights are used. queue: weight gradients
+    that a split backward defers. numbers: takes what plugins add to each step's row. pool: `pool(name)` is the run's memory
+    pool of that name. events: moments of a step, for plugins that are no gradient handlers. foretold: in a fake world that
+    takes steps, what a chunk of another stage (stage, chunk) would announce to this one; None elsewhere.
     """
 
     run: RunTable

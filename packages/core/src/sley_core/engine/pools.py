@@ -1,4 +1,4 @@
-"""The memory pools of a run, by name: all who name one share it."""
+"""The memory pools of a run, by name: all users of a name share one pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Pools:
     """Makes each pool when it is first asked for: that of a table `[pools.NAME]`, or of a record with its defaults.
 
-    made: those that somebody has asked for, by name.
+    made: the pools made so far, by name.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -35,7 +35,7 @@ class Pools:
         return self.made[name]
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors of all pools that can tell, named `pool.what`."""
+        """Yields the tensors that the pools report, named `pool.what`."""
         for name, pool in self.made.items():
             yield from ((f"{name}.{what}", tensor) for what, tensor in pool.held())
 
@@ -44,6 +44,9 @@ class Pools:
         return {name if "." in name else f"pools.{name}": pool for name, pool in self.made.items()}
 
     def _make(self, name: str) -> MemoryPool:
+        """Builds the pool of the table `[pools.name]`, or of the record `name`. Raises PlanError `unknown-name` if there is
+        neither.
+        """
         own = self._plan.pools
         if name not in own and "." not in name:
             hint = suggestion(name, own, 'add it to the plan, or name a record, "plugin.record"')

@@ -1,10 +1,10 @@
-"""Whether a loss is a sum over positions, where every rank of `sp` has some of them.
+"""Checks that a loss is a sum over positions, which it must be if the ranks of `sp` have slices of the sequence.
 
     right    loss(positions 0 to 15) = loss(0 to 7) + loss(8 to 15)
     wrong    labels that the loss shifts itself, a term that compares neighbours, a mean over the sequence
 
-What lies between two slices belongs to neither, and the weight of a batch does not tell. So the loss is asked, in the first
-forward that can show it, about a few positions of this rank's own output. No rank needs another one's for that.
+A term between two slices would be lost, and the weight of a batch does not show it. So the loss is evaluated, in the first
+forward that can show it, on a few positions of this rank's own output. No communication is needed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from sley_core.protocols import Loss
 
 _OF_HALF = 2**-6
-"""How far halves may be from the whole, relative, where the loss computes in a narrower type: bf16 has 8 digits."""
+"""Relative tolerance between the whole and the sum of its halves if the loss computes in a narrower type: bf16 has 8 bits."""
 
 WINDOW = 16
-"""Positions that are asked about at once, at the beginning, the middle and the end of a slice."""
+"""Positions per check; checked at the beginning, the middle and the end of a slice."""
 
 
 class OverPositions:
-    """Asks `loss` until an output could show it. fields: what the data declares."""
+    """Checks `loss` at each forward until one has shown that it is a sum. fields: what the dataset declares."""
 
     def __init__(self, loss: Loss, fields: Mapping[str, Field]) -> None:
         self.loss = loss
@@ -41,8 +41,8 @@ class OverPositions:
     def check(self, output: object, batch: Mapping[str, Tensor]) -> None:
         """Raises RunError "loss-not-additive" for a loss that relates one position to another.
 
-        output: the model's output for `batch`, whose fields are this rank's slice. Not checked are losses that draw
-        random numbers, and those that cannot be evaluated on a part: their output has no dim of positions.
+        output: the model's output for `batch`, whose fields are this rank's slice. Not checked are losses that draw random
+        numbers, and those that cannot be evaluated on a part: their output has no dim of positions.
         """
         if self._is_shown or type(output) is not Tensor:
             return
@@ -67,16 +67,16 @@ class OverPositions:
         devices = [output.device] if output.device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices):
-                # One that counts its calls must not count these.
+                # Called on a copy: a loss may have state, such as a count of its calls.
                 loss = deepcopy(self.loss) if isinstance(self.loss, nn.Module) else copy(self.loss)
                 found = [_of(loss, self._window(output, batch, dim, *span)) for span in (*spans, spans[0])]
         except Exception:  # a loss need not take a part of an output, nor another type, nor be copied
-            return True  # it is let alone from now on, not asked again in every forward
+            return True  # it cannot be checked, and is not tried again in every forward
         whole, left, right, again = (float(one) for one in found)
         scale = max(abs(whole), abs(left), abs(right))
         limit = 1e-6 if all(one.dtype == torch.float64 for one in found) else _OF_HALF
         if not 0 < scale < float("inf"):
-            return False  # nothing counts there
+            return False  # no label counts in this window
         if abs(left + right - whole) <= limit * scale or whole != again:
             return True
         raise RunError(
@@ -91,7 +91,7 @@ class OverPositions:
     def _window(
         self, output: Tensor, batch: Mapping[str, Tensor], dim: int, start: int, size: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`size` positions of both, from `start` on."""
+        """Returns `size` positions of output and batch, from `start` on."""
         part = {}
         for name, value in batch.items():
             along = self.fields[name].sequence_dim
@@ -100,7 +100,7 @@ class OverPositions:
 
 
 def _of(loss: Loss, window: tuple[Tensor, dict[str, Tensor]]) -> Tensor:
-    """The loss of a window, with all digits that its type has."""
+    """Returns the loss of a window, computed in fp64 if the loss can be."""
     output, part = window
     try:
         return loss.loss(output.double(), part)

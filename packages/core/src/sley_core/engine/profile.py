@@ -1,4 +1,4 @@
-"""`[profile] steps = [10, 12]`: a Chrome trace of those steps from every rank, for chrome://tracing or Perfetto."""
+"""`[profile] steps = [10, 12]`: records a Chrome trace of those steps on every rank, for chrome://tracing or Perfetto."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class StepProfiler:
         self._profile: torch.profiler.profile | None = None
 
     def before_step(self, number: int) -> None:
+        """Starts the recording if `number` is the first step to record."""
         if number == self.first:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
-            # Of one cycle: without `acc_events` torch 2.11 warns that the cycles before are dropped.
+            # There is only one cycle; without `acc_events` torch 2.11 warns that events of former cycles are dropped.
             self._profile = profile(activities=activities, acc_events=True)
             self._profile.start()
 
@@ -32,7 +33,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Writes what was recorded; a run that ends inside the range keeps its part."""
+        """Stops the recording and writes the file; a run that ends within the range writes its part."""
         if self._profile is not None:
             recorded, self._profile = self._profile, None
             recorded.stop()

@@ -1,10 +1,10 @@
-"""Saves a run's weights: safetensors files by names that no layout changes, of which each stage writes its own.
+"""Saves a run's weights as safetensors files, by names that no layout changes; each stage writes its own.
 
     every rank of a stage    a part of a master  ──> sum over the ranks that share it          (`precision = "full"`)
     its first replica        shards of one weight ──> gather over `wp` ──> the first rank's file
-    rank 0                   all files are there ──> index ──> the folder takes its name
+    rank 0                   all files are there ──> index ──> the folder gets its name
 
-One weight is whole at a time, and no rank holds a file in memory.
+Only one weight is whole at a time, and no rank holds a file in memory.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from sley_core.model.layers import Layer
 
 Precision = Literal["working", "full"]
-"""working: the weights as they compute. full: as the optimizer steps them, in fp32 at least."""
+"""working: the weights in the dtype of the forward. full: as the optimizer steps them, at least fp32."""
 
 _BITS = {4: torch.int32, 8: torch.int64}
-"""Whole numbers of as many bytes, whose sums with zeros keep every bit."""
+"""The integer dtype of as many bytes: adding zeros to its values keeps every bit."""
 
 
 class _Source(NamedTuple):
-    """A tensor that this rank's stage writes: an entry of the book, or a buffer."""
+    """Names a tensor that this rank's stage writes: an entry of the book, or a buffer."""
 
     spec: Spec
     entry: Entry | None
@@ -63,14 +63,13 @@ class WeightSaver:
         self._is_first_copy = parts.groups[REDUCE_GROUP].coord == 0
         self._writes = self._is_first_copy and parts.groups[AXIS].coord == 0
         self._stepped = {one.entry: one for one in masters.stepped}
-        # by what is cut, and not by what this rank steps, which may be nothing: all ranks take the same way
+        # All ranks must take the same branch, so it depends on which buffers are cut, not on what this rank steps.
         self._cuts = {entry: buffer.cut for buffer in parts.store.buffers if buffer.cut for entry in buffer.entries}
 
     def __call__(self, folder: Path, precision: Precision, max_file_bytes: int, require: Callable[[], None]) -> None:
-        """Saves as `Run.save_weights` says. require: raises if memory that is read here is away.
+        """Saves as `Run.save_weights` describes. require: raises if memory that is read here is offloaded.
 
-        Every rank calls it: an exchange over `control` before each part, in which all hear of what failed on any of them, so
-        that all raise and none waits.
+        Every rank calls it. Ranks exchange their failures over `control` after each part, so that all raise and none waits.
         """
         Agreement(self._parts.groups).begin(f"saving weights ({precision}) in {folder}").check()
         sources: list[_Source] = []
@@ -94,10 +93,10 @@ class WeightSaver:
         self._shared([], failed, folder)
 
     def _shared(self, files: list[list[Spec]], failed: str, folder: Path) -> list[tuple[str, int, list[Spec]]]:
-        """Returns name, rank and tensors of every rank's files. Raises RunError "weights-unsaved" on all ranks alike if one
-        failed; then nothing is left but what was there before.
+        """Exchanges this rank's files and failure; returns name, rank and tensors of every rank's files. If any rank failed,
+        raises RunError "weights-unsaved" on all ranks alike, after discarding the unfinished folder.
         """
-        # over all ranks: every one comes here three times, whatever failed
+        # Over all ranks: each of them gets here three times, whatever failed.
         everyone = gather_objects([failed, files], self._control, what="what ranks save")
         wrong = [f"rank {rank}: {said}" for rank, (said, _) in zip(self._control.ranks, everyone, strict=True) if said]
         if wrong:
@@ -125,7 +124,9 @@ class WeightSaver:
 
     @torch.no_grad()
     def _write(self, sources: list[_Source], mine: dict[str, str], precision: Precision, folder: Path) -> str:
-        """Writes this rank's files; returns what failed, in words. After a failure it still takes part in every exchange."""
+        """Writes this rank's files; returns the failure in words, or "". After a failure it still takes part in every
+        exchange.
+        """
         files: dict[str, list[Spec]] = {}
         for source in sources if self._writes else ():
             files.setdefault(mine[source.spec.name], []).append(source.spec)
@@ -155,12 +156,14 @@ class WeightSaver:
         value = self._full(source.entry) if precision == "full" else source.entry.parameter.detach()
         if not self._is_first_copy:
             return None
-        # over `wp` of the first copy, whose ranks are all here
+        # Over `wp` of the first replica, all of whose ranks get here.
         found = value if source.entry.shard is None else wholes({source.entry: value}, self._parts.groups)[source.entry]
         return found if self._writes else None
 
     def _full(self, entry: Entry) -> Tensor:
-        """Returns what is stepped of this rank's shard of `entry`; where ranks step parts of it, after a sum over them."""
+        """Returns the master of this rank's shard of `entry`; if ranks step parts of it, the parts are summed over the reduce
+        group.
+        """
         parameter, wide = entry.parameter, self._masters.wide
         stepped, cut = self._stepped.get(entry), self._cuts.get(entry)
         if cut is None:
@@ -168,17 +171,17 @@ class WeightSaver:
             return value.to(device=parameter.device, dtype=wide)
         flat = torch.zeros(parameter.numel(), dtype=wide, device=parameter.device)
         group = self._parts.groups[entry.reduce_group]
-        # copies of the parts lie on other ranks of the reduce group: the first one is taken
+        # Other ranks of the reduce group may have copies of the parts: only the first copy is added.
         if stepped is not None and stepped.span is not None and group.ranks[0] in self._parts.groups[cut.axis].ranks:
             flat[stepped.span.first : stepped.span.last] = stepped.parameter.detach()
-        # over the reduce group, all of whose ranks save the same entries in the order of the book
+        # Over the reduce group, all of whose ranks save the same entries in the order of the book.
         bits = flat.view(_BITS[flat.element_size()])
         all_reduce(bits, group, what=f"the master of {entry.name}").wait()
         return flat.reshape(parameter.shape)
 
 
 def _kept_buffers(layer: Layer) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and value of the buffers that the state of `layer` has."""
+    """Yields name and value of the persistent buffers of `layer`."""
     for prefix, module in layer.module.named_modules(prefix=layer.name):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -186,7 +189,7 @@ def _kept_buffers(layer: Layer) -> Iterator[tuple[str, Tensor]]:
 
 
 def _complete(folder: Path, files: dict[str, list[Spec]]) -> str:
-    """Gives the folder its name when all files are there; returns what failed, in words."""
+    """Renames the unfinished folder if all files are there; returns the failure in words, or ""."""
     if missing := [name for name in files if not (unfinished(folder) / name).is_file()]:
         return f"`{missing[0]}` was written to a folder that rank 0 does not see"
     try:

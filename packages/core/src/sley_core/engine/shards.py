@@ -2,9 +2,9 @@
 
     5 rows over 2 ranks     | 0 1 2 | 3 4 . |      . a row of zeros, which no gradient ever changes
 
-Rows (dim 0) or columns (dim 1), as the communicator says. Every rank holds the same size, so that buffers, buckets and
-messages have the same shape everywhere. Initial values are drawn for the full weight and then cut, so they do not
-depend on the layout.
+Rows (dim 0) or columns (dim 1), as the communicator decides. Every rank holds the same size, so that buffers, buckets and
+messages have the same shape everywhere. Initial values are drawn for the full weight and then cut, so they do not depend on the
+layout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REDUCE_GROUP = "wdp"
 """The axis over which the gradient of a shard is still partial, once a communicator has reduced it over `wp`."""
 
 FEW = 0.01
-"""The share of a model's parameters that may stay unsharded without a note: norms and biases are no more."""
+"""The share of a model's parameters that may stay unsharded without a note; norms and biases are less."""
 
 NAMED = 3
 """How many of the unsharded kinds are named in that note."""
@@ -43,7 +43,7 @@ Place = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class Shard:
-    """Part `index` of `count` of a tensor of the global `shape`, along `dim`."""
+    """Names part `index` of `count` of a tensor with the full `shape`, along `dim`."""
 
     shape: tuple[int, ...]
     count: int
@@ -79,8 +79,8 @@ class Shard:
         return own
 
     def joined(self, parts: Tensor) -> Tensor:
-        """Returns the full tensor as a contiguous copy, from all ranks' shards in `parts` [count, *own_shape]; drops
-        the padding.
+        """Returns the full tensor, a contiguous copy, from all ranks' shards in `parts` [count, *own_shape]; drops the
+        padding.
         """
         padded = parts.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
         return padded.narrow(self.dim, 0, self.shape[self.dim]).clone(memory_format=torch.contiguous_format)
@@ -91,11 +91,10 @@ Shards = dict[int, Shard]
 
 
 def shards_of(layers: Iterable[Layer], cuts: Callable[[Sequence[Place]], int | None], group: Group) -> Shards:
-    """Returns the shards of all parameters of the full model that can be sharded; the same on all ranks but for their
-    index.
+    """Returns the shards of all parameters of the full model that can be sharded; the same on all ranks but for their index.
 
-    cuts: returns the dim along which to shard a parameter held at all of these places; None: it stays unsharded. Empty
-    if `group` has one rank.
+    cuts: returns the dim along which to shard a parameter held at all of these places; None leaves it unsharded. The result is
+    empty if `group` has one rank.
     """
     places: dict[int, list[Place]] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -115,7 +114,7 @@ def shards_of(layers: Iterable[Layer], cuts: Callable[[Sequence[Place]], int | N
 
 
 def left_whole(layers: Iterable[Layer], shards: Shards) -> list[str]:
-    """Returns a one-line note that names the unsharded parameters, the largest first; no line if they are few.
+    """Returns one line of text that names the unsharded parameters, the largest first; no line if they are few.
 
     layers: of the full model, on meta. Layers of one kind are named together, as `blocks.*.experts.up`.
     """
@@ -140,7 +139,7 @@ def left_whole(layers: Iterable[Layer], shards: Shards) -> list[str]:
 
 
 def cut_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
-    """Replaces the parameters of `layers` by shards on meta, as `materialize` does with values: for a world on meta."""
+    """Replaces the parameters of `layers` by shards on meta, as `materialize` does with values; for a fake world."""
     cut: dict[int, nn.Parameter] = {}
     for layer in layers:
         for module in layer.module.modules():
@@ -152,11 +151,10 @@ def cut_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
 
 
 def wholes(parts: Mapping[Entry, Tensor], groups: Groups) -> dict[Entry, Tensor]:
-    """Returns full copies of sharded tensors: `parts` holds this rank's shard of each, of the shape of its entry's
-    parameter.
+    """Returns full copies of sharded tensors: `parts` holds this rank's shard of each, of the shape of its entry's parameter.
 
-    Communicates: one all-gather over `wp` per dtype that is sharded, so its ranks must ask for the same entries in the
-    same order. An unsharded part is cloned.
+    Communicates: one all-gather over `wp` per sharded dtype, so its ranks must pass the same entries in the same order. An
+    unsharded tensor is cloned.
     """
     found = {entry: own.detach().clone() for entry, own in parts.items() if entry.shard is None}
     sharded = {entry: own.detach() for entry, own in parts.items() if entry.shard is not None}

@@ -1,11 +1,11 @@
-"""Steps that are skipped because their loss or gradient norm is no number, where the plan says `on_nan = "skip"`.
+"""Counts steps that are skipped because their loss or gradient norm is not finite, if the plan says `on_nan = "skip"`.
 
     step n: update, totals ──> copy to the host ──┐
     step n + 1: forward, backward ────────────────┴─> settle: was n skipped? ──> its learning rate, update
 
-Such a step changes neither weights nor masters nor states, as any that is not taken, and the learning rate does not count it.
-On CUDA the optimizer's kernels leave it out, and the host learns of it before it sets the next learning rate: the device has a
-whole forward and backward to do meanwhile, so it does not wait for the host. All ranks have the same totals: all skip alike.
+Such a step changes neither weights nor masters nor optimizer states, and the learning-rate schedule does not count it. On CUDA
+the optimizer's kernels skip it, and the host learns of it before it sets the next learning rate: meanwhile the device has a
+whole forward and backward to do, so it does not wait for the host. All ranks have the same totals, so all skip alike.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class Skips:
-    """Counts skipped steps. most: how many in a row. num_skipped: all so far. num_in_a_row: up to the last one settled."""
+    """Counts skipped steps. most: how many in a row are allowed. num_skipped: all so far. num_in_a_row: up to the last one
+    settled.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -29,14 +31,14 @@ class Skips:
         self._unread: PendingTotals | None = None
 
     def follow(self, totals: PendingTotals) -> None:
-        """Notes the step that was launched last; the one before must be settled."""
+        """Remembers the totals of the step that was launched last; the previous one must be settled."""
         assert self._unread is None, "a step was launched before the one before it was counted"
         self._unread = totals
 
     def settle(self, totals: PendingTotals | None = None) -> None:
         """Counts the step that was launched last, once; waits for its totals, and for nothing later on the device.
 
-        totals: of the step to count; does nothing if that has been counted.
+        totals: counts only if that step's totals are these.
         """
         if self._unread is None or (totals is not None and totals is not self._unread):
             return
@@ -58,6 +60,6 @@ class Skips:
         return {"num_skipped": self.num_skipped, "num_in_a_row": self.num_in_a_row}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Restores what `state` returned."""
+        """Restores the state that `state` returned."""
         self.num_skipped, self.num_in_a_row = int(state["num_skipped"]), int(state["num_in_a_row"])
         self._unread = None

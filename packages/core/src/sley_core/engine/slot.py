@@ -1,4 +1,4 @@
-"""The gradient of one entry: where it lies, and which contributions it got in this step."""
+"""The gradient of one entry: its memory, and which contributions it got in this step."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Habit:
-    """How a gradient came in earlier steps; the entry's slot in the next layout begins with a copy.
+    """Remembers how a gradient came in earlier steps; the entry's slot in the next layout begins with a copy.
 
-    expected: what `Slot.final` was in the first step. is_irregular: that number varies, so the gradient is complete
-    only at the end of the chunk.
+    expected: `Slot.final` of the first step. is_irregular: whether that number varies, so that the gradient is complete only at
+    the end of the chunk.
     """
 
     expected: int = 0
     is_irregular: bool = False
 
     def is_met(self, final: int) -> bool:
-        """Whether `final` passes are all that is expected."""
+        """Returns whether `final` passes are all that are expected."""
         return not self.is_irregular and final >= self.expected > 0
 
     def learn(self, final: int) -> None:
-        """Records, at the end of a chunk, that the gradient came in `final` passes; marks it irregular if that differs
-        from before.
+        """Records, at the end of a chunk, that the gradient came in `final` passes; marks it irregular if that differs from
+        before.
         """
         if self.expected and final and final != self.expected:
             self.is_irregular = True
@@ -44,11 +44,12 @@ class Habit:
 
 
 def mark_irregular(tasks: Mapping[Slot, tuple[object, int]]) -> None:
-    """Marks the habit of each gradient that came in a backward within the backward, and may come more often the next time.
+    """Marks as irregular each gradient that came in a nested backward (a backward within the backward): it may come more often
+    next time.
 
     tasks: the action in which each gradient came in the first step, and the number of autograd's graph task.
     """
-    outermost: dict[object, int] = {}  # of an action, the backward itself began first
+    outermost: dict[object, int] = {}  # the action's own backward has the lowest task number: it began first
     for action, task in tasks.values():
         outermost[action] = min(task, outermost.get(action, task))
     for slot, (action, task) in tasks.items():
@@ -56,7 +57,7 @@ def mark_irregular(tasks: Mapping[Slot, tuple[object, int]]) -> None:
 
 
 class State(Enum):
-    """How far a gradient has come in this step; drawn in `Slot`."""
+    """Says how far a gradient has come in this step; see the diagram of `Slot`."""
 
     OPEN = "contributions may come"
     COMPLETE = "nothing more is expected; it waits for those before it in the order"
@@ -64,7 +65,7 @@ class State(Enum):
 
 
 class Autograd(Enum):
-    """What autograd does with its gradient of the parameter."""
+    """Says what autograd does with its gradient of the parameter."""
 
     COPIED = "a hook adds it to the view"
     IN_VIEW = "after the first, which a hook copies, autograd adds into the view, which is `parameter.grad`, by itself"
@@ -72,18 +73,18 @@ class Autograd(Enum):
 
 
 class Slot:
-    """The gradient of `entry` as `view`, a part of a buffer.
+    """Holds the gradient of `entry` as `view`, a part of a buffer.
 
-         reset ──> OPEN ── complete ──> COMPLETE ── report, in the store's order ──> REPORTED ──> reset of the next step
-                    ^                      │                                             │
-                    └──── check_open ──────┘                                             └── check_open: `gradient-late`
-                     a backward within the backward came once more
+             reset ──> OPEN ── complete ──> COMPLETE ── report, in the store's order ──> REPORTED ──> reset of the next step
+                        ^                      │                                             │
+                        └──── check_open ──────┘                                             └── check_open: `gradient-late`
+                         a backward within the backward came once more
 
-    contributions: their number in this step. final: how many passes there were in the action that completes the
-    gradient. Autograd makes one per backward, however often it uses the parameter; the queue of a W makes one after the
-    entry's last product; a communicator makes one with every contribution.
+    contributions: their number in this step. final: the number of passes in the action that completes the gradient. Autograd
+    makes one pass per backward, however often it uses the parameter; the queue of a W makes one after the entry's last product;
+    a communicator makes one with every contribution.
 
-    autograd: IN_VIEW only if parameter and view have the same dtype, which is settled after the first layout.
+    autograd: IN_VIEW only if parameter and view have the same dtype, which is not known before the first layout.
     """
 
     __slots__ = (
@@ -121,7 +122,8 @@ class Slot:
 
     def passed(self, *, learning: bool) -> None:
         """Counts one pass in the action that completes the gradient, and completes it if no more are expected.
-        learning: in the first step the number is not known yet, so the end of the chunk completes it.
+
+        learning: whether this is the first step, in which the number is not known yet; then the end of the chunk completes it.
         """
         self.final += 1
         if self.is_open and not learning and self.habit.is_met(self.final):
@@ -130,8 +132,8 @@ class Slot:
     def check_open(self, state: StepState) -> None:
         """Checks that a contribution may come now; a COMPLETE gradient that was not yet reported is opened again.
 
-        Raises RunError `gradient-complete` if the gradient is complete and no step runs: a user's own backward. Raises
-        `gradient-late` if the gradient was already reported: its reduction would sum a part of it.
+        Raises RunError `gradient-complete` if the gradient is complete and no step runs: a backward called by the user. Raises
+        `gradient-late` if the gradient was already reported: its reduction would sum only a part of it.
         """
         if self.state is State.OPEN:
             return
@@ -156,13 +158,13 @@ class Slot:
         )
 
     def enter(self, leaf: Arrival) -> None:
-        """Says of which micro-batch the next contribution is; for slots to which that matters."""
+        """Announces the micro-batch of the next contribution; only canonical slots need it."""
 
     def leave(self) -> None:
-        """Says that the running action adds nothing more to it."""
+        """Announces that the running action adds nothing more to this gradient."""
 
     def settle(self) -> None:
-        """Called once per step, when the gradient is complete for good and before anybody is told."""
+        """Completes the sum; called once per step, when no more contribution can come and before the entry is reported."""
 
     def take(self, gradient: Tensor) -> None:
         """Adds `gradient`, of any floating dtype, to the view; the first of a step is copied."""
@@ -172,7 +174,7 @@ class Slot:
             self.view.copy_(gradient)
 
     def adopt(self, gradient: Tensor) -> None:
-        """Adds `gradient` as `take` does, and may keep the tensor itself: the caller must not use it again."""
+        """Adds `gradient` as `take` does, but may keep the tensor itself: the caller must not use it again."""
         self.take(gradient)
 
     def take_product(self, left: Tensor, right: Tensor) -> None:
@@ -185,7 +187,7 @@ class Slot:
             torch.mm(left.t(), right, out=self.view)
 
     def take_rows(self, indices: Tensor, rows: Tensor) -> None:
-        """Adds each of `rows` at its index of dim 0; the first call of a step zeroes the rest."""
+        """Adds each of `rows` at its index along dim 0; the first call of a step zeroes the view before."""
         if not self.contributions:
             self.view.zero_()
         add_at(self.view, indices, rows.to(self.view.dtype))
@@ -198,10 +200,9 @@ class Slot:
 
 
 class LooseSlot(Slot):
-    """An unbuffered gradient: it stays in the tensor that autograd made, if that has the store's dtype.
+    """Holds an unbuffered gradient: it stays in the tensor that autograd made, if that has the store's dtype.
 
-    For entries that no handler reduces. Saves the buffer and one pass over memory. `view` is a new tensor in every
-    step.
+    For entries that no handler reduces. Saves the buffer and one pass over memory. `view` is a new tensor in every step.
     """
 
     __slots__ = ("dtype", "nothing")
@@ -216,7 +217,7 @@ class LooseSlot(Slot):
         self.view = self.nothing
 
     def take(self, gradient: Tensor) -> None:
-        # contiguous as the parameter is: what has other strides, a fused optimizer would mistake for another gradient
+        # Contiguous, as the parameter is: a fused optimizer ignores strides, and would use elements in the wrong order.
         self.adopt(gradient if self.contributions else gradient.clone(memory_format=torch.contiguous_format))
 
     def adopt(self, gradient: Tensor) -> None:
@@ -237,14 +238,14 @@ class LooseSlot(Slot):
         add_at(self.view, indices, rows.to(self.dtype))
 
     def check_nothing_came_late(self) -> None:
-        """Asserts that no contribution followed `complete`; without a hook this is the only place that can see it."""
+        """Asserts that no contribution followed `complete`; without a hook nothing else would notice one."""
         gradient = self.parameter.grad
         is_watched = self.autograd is not Autograd.UNWATCHED
         is_late = not is_watched and not self.is_open and gradient is not None and gradient is not self.view
         assert not is_late, f"{self.entry.name}: a contribution after its gradient was reported ready"
 
     def complete(self) -> None:
-        """Takes over what autograd summed in `parameter.grad` without a hook; then as `Slot.complete`."""
+        """Takes over what autograd summed in `parameter.grad` without a hook; then does as `Slot.complete`."""
         summed = self.parameter.grad if self.autograd is Autograd.UNWATCHED else None
         if summed is not None:
             self.adopt(dense(summed, self.entry))
@@ -256,7 +257,7 @@ class LooseSlot(Slot):
 
 
 def add_at(table: Tensor, indices: Tensor, rows: Tensor) -> None:
-    """Adds `rows` [n, ...], of the table's dtype, at `indices` [n] of dim 0. Deterministic: a run repeats bit for bit."""
+    """Adds `rows` [n, ...], of the table's dtype, at `indices` [n] along dim 0, deterministically."""
     if table.is_cuda:
         table.index_put_((indices,), rows, accumulate=True)  # sorted first; `index_add_` would be atomic here
     else:

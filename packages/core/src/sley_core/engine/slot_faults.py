@@ -1,4 +1,4 @@
-"""The errors of gradients that cannot be taken, or read, and the checks that raise them."""
+"""The errors for gradients that cannot be taken or read, and the checks that raise them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def dense(gradient: Tensor, entry: Entry) -> Tensor:
 
 
 def frozen(entry: Entry) -> RunError:
-    """The error `gradient-frozen`: `entry` has no slot."""
+    """Returns the error `gradient-frozen`: `entry` has no slot."""
     return RunError(
         "gradient-frozen",
         f"the parameter {entry.name!r} is frozen, so it has no gradient in this step",
@@ -30,7 +30,7 @@ def frozen(entry: Entry) -> RunError:
 
 
 def by_autograd(entry: Entry) -> RunError:
-    """The error `canonical-autograd`: `entry` belongs to a linear or an embedding, but autograd made its gradient."""
+    """Returns the error `canonical-autograd`: `entry` belongs to a linear or an embedding, but autograd made its gradient."""
     return RunError(
         "canonical-autograd",
         f"the parameter {entry.name!r} of a linear or an embedding is used in another way too, or has a hook, is used under "
@@ -40,7 +40,7 @@ def by_autograd(entry: Entry) -> RunError:
 
 
 def without_gradients() -> RunError:
-    """The error `gradients-freed`: an offload discarded all gradients, and no step has begun since."""
+    """Returns the error `gradients-freed`: an offload discarded all gradients, and no step has begun since."""
     return RunError(
         "gradients-freed",
         "gradients were freed by an offload, and no step has made new ones",
@@ -50,8 +50,8 @@ def without_gradients() -> RunError:
 
 
 def check_not_sharded(entry: Entry) -> None:
-    """Raises RunError `sharded-weight-read` if `entry` is sharded: autograd reached a shard, which only its
-    communicator may use.
+    """Raises RunError `sharded-weight-read` if `entry` is sharded: autograd reached a shard, which only its communicator may
+    use.
     """
     if entry.shard is not None:
         raise sharded_read(entry, "the forward reads")

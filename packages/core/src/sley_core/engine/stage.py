@@ -1,5 +1,4 @@
-"""Which layers this rank holds, in which chunks, and with which stages it shares parameters: the plan's partition,
-applied.
+"""Applies the plan's partition: which layers this rank holds, in which chunks, and with which stages it shares parameters.
 
 layers of the model ──partition──> positions ──placement──> chunks of each stage
 """
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stage:
-    """One rank's part of the model.
+    """Holds one rank's part of the model.
 
     stages: all layers in model order, each part with the stage that holds it. chunks: this stage's layers, per chunk.
     """
@@ -35,7 +34,7 @@ class Stage:
     chunks: Sequence[Sequence[Layer]]
 
     def at(self, number: int) -> Stage:
-        """Returns stage `number` of the same model."""
+        """Returns the part of stage `number` of the same model."""
         lists, placement = self.lists.at(number), self.lists.placement
         chunks = [self.stages[placement.position(number, chunk)][1] for chunk in range(placement.chunks)]
         return Stage(lists, self.stages, chunks)
@@ -51,10 +50,10 @@ class Stage:
 
 
 def stage_of(plan: Plan, topology: Topology, rank: int, model: Model, costs: Sequence[float]) -> Stage:
-    """Returns the part of `model` (on meta) that `rank` holds; `costs` has one entry per layer. Does not communicate.
+    """Returns the part of `model` (on meta) that `rank` holds. costs: one per layer, for the partition. Does not communicate.
 
-    Raises PlanError: what the partitioner finds, and "handler-missing" if stages share a parameter and no handler of
-    the plan sums its gradients.
+    Raises PlanError: what the partitioner finds, and "handler-missing" if stages share a parameter and no handler of the plan
+    sums its gradients.
     """
     if plan.pipeline is None:
         return Stage(Lists.alone(), [(0, model.layers)], [model.layers])
@@ -76,8 +75,8 @@ def stage_of(plan: Plan, topology: Topology, rank: int, model: Model, costs: Seq
 
 
 def tie_groups(stage: Stage, topology: Topology) -> list[GroupEntry]:
-    """Returns the groups that join the holders of each tie: for each place within a stage, one rank of every stage that
-    has it.
+    """Returns the groups over which ties are summed: for each tie and each place within a stage, the rank there of every stage
+    with a copy.
     """
     size = topology.ranks_per_stage
     return [

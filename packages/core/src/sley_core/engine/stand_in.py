@@ -1,10 +1,10 @@
-"""Placeholder that a module holds for a sharded weight: it has the shape of the full weight, without its values.
+"""A placeholder that a module holds for a sharded weight: it has the shape of the full weight, without its values.
 
     module.weight ──> StandIn   shape, size, numel, len: of the full weight;  dtype, device: of the shard
                          │      values: refused with the parameter's name, whenever code reads them
                          └────> shard   what the book, the optimizer and the communicator work with
 
-It costs nothing until code touches it, in the first forward or in the last.
+It costs nothing until code uses it, in whichever forward that is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FACE = {
     *(T.size, T.numel, T.nelement, T.dim, T.ndimension, T.__len__, T.stride, T.is_contiguous, T.element_size),
     torch.numel,
 }
-"""Functions of a tensor that know its shape and type alone; they are answered for the whole."""
+"""Functions that depend on a tensor's shape and dtype only; they are answered for the full weight."""
 
 OF_SHARD = {
     *(T.dtype.__get__, T.device.__get__, T.requires_grad.__get__, T.requires_grad.__set__, T.requires_grad_),
@@ -35,7 +35,7 @@ OF_SHARD = {
     *(T.is_floating_point, T.is_complex, T.is_signed, torch.is_floating_point, torch.is_complex, torch.is_signed),
     *(torch.get_device, T.is_inference, torch.is_inference, T.is_quantized.__get__, T._version.__get__),
 }
-"""Functions that the shard answers as the whole would, or that switch what is trained."""
+"""Functions whose result is the same for shard and full weight, or that set whether it is trained; called on the shard."""
 
 LIKE = {
     *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
@@ -45,24 +45,24 @@ LIKE = {
 """Functions that make another tensor of the first one's shape, type or device."""
 
 AS_SECOND = {T.to, T.type_as, T.expand_as, T.view_as, T.reshape_as}
-"""Functions that look at the shape, type or device of any tensor but the first, if at all."""
+"""Functions that use only the shape, dtype or device of tensors other than the first."""
 
 
 GRADIENT = {T.grad.__get__, T.grad.__set__}
-"""A shard has none: they are the store's."""
+"""The accessors of `grad`. A shard has no gradient of its own: gradients are in the store."""
 
 
 class StandIn(nn.Parameter):
-    """A parameter of the shape of `entry`, of which this rank holds `shard`; without memory of its own.
+    """Stands for a parameter of the full shape of `entry`, of which this rank holds `shard`; has no memory of its own.
 
-    Raises RunError `sharded-weight-read`, with the name, for any operation that needs values, in training and
-    evaluation. After the run: RunError `weights-sharded`.
+    Raises RunError `sharded-weight-read`, with the name, for any operation that needs values, in training and evaluation; after
+    the run, RunError `weights-sharded`.
     """
 
     entry: Entry
     shard: nn.Parameter
     is_closed: bool
-    """Whether the run is over: nobody gathers the whole any more."""
+    """Whether the run is over, so that the full weight is no longer gathered."""
 
     @staticmethod
     def __new__(cls, entry: Entry) -> StandIn:
@@ -89,8 +89,8 @@ class StandIn(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answers functions of shape from the full weight, those of dtype and device from the shard; refuses all that
-        need values.
+        """Answers functions of shape for the full weight, those of dtype and device for the shard; refuses all that need
+        values.
         """
         kwargs = kwargs or {}
         if function in OF_SHARD:
@@ -134,7 +134,7 @@ def close_stand_ins(entries: Iterable[Entry]) -> None:
 
 
 def _shape_of(value: Any) -> Any:
-    """A tensor like a stand-in's whole, without its memory; anything else as it is."""
+    """Returns a tensor of the full shape, dtype and device of a stand-in, backed by one element; any other value unchanged."""
     if not isinstance(value, StandIn):
         return value
     shard = value.shard
@@ -142,12 +142,13 @@ def _shape_of(value: Any) -> Any:
 
 
 def _name(function: Any) -> str:
-    """As a user writes it; an attribute's getter is called by the attribute."""
+    """Returns the function's name as a user writes it; for an attribute's getter, the attribute's name."""
     name: str = getattr(function, "__name__", str(function))
     return getattr(function.__self__, "__name__", name) if name in ("__get__", "__set__") else name
 
 
 def _stand_ins(value: Any) -> Iterator[StandIn]:
+    """Yields the stand-ins in `value` and in the lists, tuples and dicts within it."""
     if isinstance(value, StandIn):
         yield value
     elif isinstance(value, list | tuple | dict):
@@ -156,7 +157,7 @@ def _stand_ins(value: Any) -> Iterator[StandIn]:
 
 
 def sharded_read(entry: Entry, what: str) -> RunError:
-    """Returns the error `sharded-weight-read`: `what` wants the values of `entry`, of which no rank has all."""
+    """Returns the error `sharded-weight-read`: `what` reads the values of `entry`, of which no rank has all."""
     return RunError(
         "sharded-weight-read",
         f"{what} the parameter {entry.name!r}, of which this rank holds {_part(entry)}, without its module",

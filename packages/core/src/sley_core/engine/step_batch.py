@@ -1,11 +1,11 @@
-"""What a step is given becomes micro-batches here, once; nothing behind it asks in which form samples came.
+"""Turns what a step is given into micro-batches, once; no later code depends on the form in which samples came.
 
     a batch of n micro-batches ──┐  fields, sizes    ┌──────────┐  this rank's slice   ┌──────────┐
                                  ├─────────────────> │  whole   │ ───────────────────> │  micros  │
     a list of n micro-batches ───┘  token ids        └──────────┘  of each sequence    └──────────┘
 
-What adds up over samples (loss weight, tokens) is summed over the pieces that were given, not over micro-batches: a loss is
-asked once about a batch that came in one piece. Where sums are canonical, it is asked about each micro-batch.
+What adds up over samples (loss weight, tokens) is summed over the given pieces, not over micro-batches: the loss's `weight` is
+called once for a batch that came in one piece. If sums are canonical, it is called for each micro-batch.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ GivenBatch: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class StepBatch:
-    """This rank's samples of one step or one evaluation, on the host.
+    """Holds this rank's samples of one step or one evaluation, on the host.
 
-    micros: {field: tensor} of each micro-batch, fields in the declared order, of each sequence this rank's slice.
-    whole: the same samples with whole sequences, in the pieces in which they were given.
-    weights: of the pieces, this rank's share of the loss weight of the global batch, none where the model does not end; where
-    sums are canonical, of the micro-batches.
+    micros: {field: tensor} of each micro-batch, fields in the declared order, with this rank's slice of each sequence. whole:
+    the same samples with whole sequences, in the pieces in which they were given. weights: of the pieces (of the micro-batches,
+    if sums are canonical), this rank's share of the loss weight of the global batch; empty on ranks without the model's last
+    chunk.
     """
 
     micros: Sequence[Batch]
@@ -52,15 +52,15 @@ class StepBatch:
 
     @property
     def num_micros(self) -> int:
-        """How many micro-batches the step takes."""
+        """Number of micro-batches of the step."""
         return len(self.micros)
 
 
 class BatchSplitter:
     """Makes a `StepBatch` of what a step is given.
 
-    info: what the data declares of whole samples. slices: takes this rank's part of each sequence. weighs: whether the model
-    ends on this rank, so that `loss` tells the weight here. weighs_micros: whether of each micro-batch apart.
+    info: what the data declares of whole samples. slices: takes this rank's part of each sequence. weighs: whether this rank
+    has the model's last chunk, so that it calls the loss's `weight`. weighs_micros: whether for each micro-batch separately.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class BatchSplitter:
     def given(self, batch: GivenBatch) -> StepBatch:
         """Checks and cuts the samples that a program gives a step.
 
-        Raises RunError "batch-fields" for what is neither a batch nor a list of them, and for other fields than the declared
-        ones, "batch-size" where samples are not whole micro-batches, "token-out-of-range", and as `fed` does.
+        Raises RunError "batch-fields" for what is neither a batch nor a list of them, and for fields other than the declared
+        ones, "batch-size" if samples are not whole micro-batches, "token-out-of-range", and what `fed` raises.
         """
         whole = [batch] if isinstance(batch, Mapping) else _listed(batch)
         counts = [self._count(piece) for piece in whole]
@@ -98,7 +98,7 @@ class BatchSplitter:
         return self._split(whole, counts)
 
     def fed(self, batch: Batch) -> StepBatch:
-        """Cuts the samples that a feed gives; it has checked their tokens.
+        """Cuts the samples of a feed, which has checked their tokens.
 
         Raises RunError "batch-fields" and "batch-size" as `given` does, and "loss-not-additive" for a loss whose weight is not
         the sum of its slices' or micro-batches' weights.
@@ -109,8 +109,8 @@ class BatchSplitter:
         return count_micros(piece, self.info.fields, self.micro_size)
 
     def _split(self, whole: Sequence[Mapping[str, Tensor]], counts: Sequence[int]) -> StepBatch:
-        """Takes this rank's slices, checks the weights, and cuts micro-batches. counts: of micro-batches in each piece
-        of `whole`.
+        """Takes this rank's slices, checks the weights, and cuts micro-batches. counts: the number of micro-batches in each
+        piece of `whole`.
         """
         own = [self.slices(piece) for piece in whole]
         for piece, count in zip(own, counts, strict=True):

@@ -1,4 +1,4 @@
-"""Moments of a step at which plugins that are no gradient handlers are called, and the order in which weights are stepped."""
+"""Moments of a step at which plugins that are no gradient handlers are called, and stepping the weights in buckets."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 Event: TypeAlias = Callable[[], None]
 Buckets: TypeAlias = Callable[[Sequence["Stepped"]], Iterator[Sequence["Stepped"]]]
-"""Given all that is stepped, yields it in buckets. A bucket is stepped between the moment in which it is yielded and the one in
-which the next is asked for; the iterator is closed if that fails."""
+"""Given all that is stepped, yields it in buckets. Each bucket is stepped after it is yielded and before the next one is
+requested; the iterator is closed if that fails.
+"""
 
 
 class StepEvents:
-    """Lists of what a step calls, in the order of registration, on this rank alone: nothing here may communicate.
+    """Lists what a step calls, in the order of registration, on this rank alone: none of it may communicate.
 
     began: before the first forward. gradients_done: all gradients are reduced, and nothing is updated yet. after_update: after
     the update of any step that did not raise, taken or not.
@@ -46,8 +47,9 @@ def step_buckets(
 ) -> None:
     """Calls `step`, which steps `optimizer`, once for each bucket, with only the bucket's parameters in the groups.
 
-    The same update as one call, where each parameter's depends on no other's. Raises RunError `optimizer-counts-steps` if the
-    optimizer keeps something in its groups that a step changes, such as a number of steps: it would count buckets.
+    Gives the same update as one call if each parameter's update depends on no other parameter. Raises RunError
+    `optimizer-counts-steps` if a step changes an option in the optimizer's groups, such as a step counter: it would count
+    buckets.
     """
     groups = optimizer.param_groups
     whole = [group["params"] for group in groups]
@@ -70,7 +72,7 @@ def step_buckets(
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """The plain values of a group; tensors, such as a learning rate on the device, are not asked."""
+    """Returns the plain values of a group; leaves out tensors, such as a learning rate on the device."""
     return {key: value for key, value in group.items() if isinstance(value, bool | int | float | str | tuple)}
 
 

@@ -1,4 +1,4 @@
-"""Numbers that plugins add to a step's row: every rank gives its share of each, and one sum over all ranks makes it.
+"""Numbers that plugins add to a step's row: every rank gives its share, and one sum over all ranks makes the number.
 
 attach: add("norms/embedding", ...) ──> agree: names of all ranks ──> step: own shares ──> summed with loss and norm ──> row
 """
@@ -24,9 +24,9 @@ Of = Literal["sum", "root"]
 
 
 class StepNumbers:
-    """Collects what plugins add to the rows of a run.
+    """Collects the numbers that plugins add to the rows of a run.
 
-    names: what the ranks have added, in one order on all of them, once they have agreed.
+    names: the numbers of all ranks, in one order on all of them, once they have agreed.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -39,9 +39,10 @@ class StepNumbers:
     def add(self, name: str, share: Share, of: Of = "sum") -> None:
         """Adds a number to every row from the first step on; called while plugins are attached, on any of the ranks.
 
-        name: with a slash, `plugin/number`, so that it is none of core's. share: this rank's part of the number, a float or a
-        scalar on the device; called once per step, when gradients are reduced, unscaled and not yet clipped. Ranks that have
-        not added the name give 0. of: what the row has, the "sum" over all ranks or the square "root" of it.
+        name: with a slash, `plugin/number`, so that it differs from core's. share: returns this rank's part of the number, a
+        float or a scalar on the device; called once per step, when gradients are reduced, unscaled and not yet clipped. Ranks
+        that have not added the name contribute 0. of: the row gets the "sum" over all ranks or the square "root" of it.
+
         Raises RunError `number-name` for a name that is taken or has no slash, and `number-late` once ranks have agreed.
         """
         if self._is_agreed:
@@ -55,16 +56,15 @@ class StepNumbers:
         self._kinds[name] = of
 
     def fraction(self, entry: Entry) -> float:
-        """Returns the factor for a share summed over `entry`'s elements, so that the sum over all ranks counts each
-        element once.
+        """Returns the factor for a share summed over `entry`'s elements, so that the sum over all ranks counts each element
+        once.
 
         Ranks of its reduce group hold the same gradient, and so do the stages of a tie.
         """
         return 1.0 / (self._groups[entry.reduce_group].size * len(entry.stages))
 
     def agree(self) -> None:
-        """Merges the numbers of all ranks into one list, the same on all; a blocking collective over all ranks of the
-        world.
+        """Merges the numbers of all ranks into one list, the same on all; a blocking collective over all ranks of the world.
 
         Raises RunError `number-name` on all ranks if one name is a sum on one rank and a root on another.
         """

@@ -1,4 +1,4 @@
-"""The one place that knows the step, the micro-batch, and which gradient is the last.
+"""The one place that knows the running step and micro-batch, and which gradient action is a chunk's last.
 
 Store, handlers, communicators and offload read it instead of counting themselves.
 """
@@ -14,7 +14,7 @@ from sley_core.comm.progress import Standing
 
 
 class Phase(StrEnum):
-    """Why something runs: in training, again inside a backward, for deferred weight gradients, or without gradients."""
+    """Says why something runs: in training, recomputed in a backward, for deferred weight gradients, or in an evaluation."""
 
     TRAIN = "train"
     RECOMPUTE = "recompute"
@@ -24,9 +24,9 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class MicroStep:
-    """What is running: `chunk` and `micro` count per rank, `global_micro` over the whole batch in every layout.
+    """Names what is running: `chunk` and `micro` count per rank, `global_micro` over the whole batch in every layout.
 
-    layer: the layer's name where the function that calls layers reports a recomputation, else empty.
+    layer: the layer's name if `LayerCaller` reports its recomputation, else empty.
     """
 
     chunk: int
@@ -38,17 +38,16 @@ class MicroStep:
 
 
 class StepState:
-    """Where this rank stands in its list of actions.
+    """Tracks where this rank is in its list of actions.
 
-         begin ──> enter(action) ──> leave(action) ──> enter ... ──> begin of the next step
+             begin ──> enter(action) ──> leave(action) ──> enter ... ──> begin of the next step
 
-    step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step. first_micro: the number of
-    its first one among those of all ranks. after_first: called once, after the first
-    action. standing: what a report of a failure says of all this.
+    step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step. first_micro: the global number of its
+    first one. after_first: called once, after the first action. standing: the same, for failure reports.
     """
 
     def __init__(self, within: Standing | None = None) -> None:
-        """within: of the training behind whose step an evaluation runs; that begins no step of it."""
+        """within: the standing of the training during which an evaluation runs, which begins no step of it."""
         self._is_within = within is not None
         self.standing = within or Standing()
         self.step = -1
@@ -63,7 +62,7 @@ class StepState:
         self._settled: frozenset[int] | None = None
 
     def begin(self, step: int, actions: Sequence[Action], num_micros: int, first_micro: int) -> None:
-        """Starts a new optimizer step, even if the one before failed."""
+        """Starts a new optimizer step, even if the previous one failed."""
         self.step = step
         if not self._is_within:
             self.standing.begin(step + 1)
@@ -77,8 +76,8 @@ class StepState:
 
     @property
     def was_taken(self) -> bool:
-        """Whether the last step changed weights; not if its loss or a gradient was not finite, so that anything a handler kept
-        from these gradients is useless.
+        """Whether the last step changed weights. It did not if its loss or a gradient was not finite: then whatever a handler
+        kept from these gradients is useless.
         """
         if self._ask_taken is not None:
             self.was_taken = self._ask_taken()
@@ -89,8 +88,8 @@ class StepState:
         self._was_taken, self._ask_taken = taken, None
 
     def taken_if(self, ask: Callable[[], bool]) -> None:
-        """Makes `was_taken` what `ask` returns; called once, and only if somebody wants to know, since it may wait for the
-        device.
+        """Makes `was_taken` the result of `ask`, which is called once and only when `was_taken` is read, since it may wait for
+        the device.
         """
         self._ask_taken = ask
 

@@ -37,16 +37,19 @@ if TYPE_CHECKING:
 NO_VOTES = Votes()
 
 STARTING_STEPS = 2
-"""Before these, handlers may agree on something of their own as they begin, such as an order that the first step showed."""
+"""In the first steps the agreement is not deferred: handlers may communicate in `begin_step`, to agree on an order that the
+first step showed.
+"""
 
 
 class Stepper:
-    """Takes steps. `handlers` are called in the plan's order, so their collectives have the same order on all ranks.
+    """Takes steps. `handlers` are called in the plan's order, so that their collectives have the same order on all ranks.
 
-    undo: closed with the stepper; detaches handlers and all else from the model, the last first. compare_first:
+    undo: closed with the stepper; detaches handlers and everything else from the model, in reverse order. compare_first:
     compares all ranks' first values before the first step. events: what else is called in a step.
 
-    left_in_flight: whether a step failed before handlers were done, so that their exchanges may be at work until the next one.
+    left_in_flight: whether a step failed before handlers were done, so that their exchanges may still be in flight until the
+    next one.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Stepper:
     ) -> PendingTotals:
         """Trains on `batch`: forward, backward, reduction, update. All ranks call it, and it communicates.
 
-        step: counts from 0. votes: this rank's, of what comes after the step. clock: notes when actions run. On CUDA it
+        step: counts from 0. votes: this rank's, for what comes after the step. clock: records when actions run. On CUDA it
         returns before the device is done; `read` of the result waits. After an exception the next call starts clean.
         """
         if self.is_closed:
@@ -94,6 +97,9 @@ class Stepper:
             return self._step(step, batch, votes, clock)
 
     def _step(self, step: int, batch: StepBatch, votes: Votes, clock: ActionClock | None) -> PendingTotals:
+        """Takes the step, as `step` describes: begins it in state, store and handlers, executes the list, finishes the
+        reductions, and updates.
+        """
         num_micros = batch.num_micros
         steps = self.lists.training(num_micros)
         self.state.begin(step, actions_of(steps), num_micros, first_micro=self.groups["dp"].coord * num_micros)
@@ -121,7 +127,7 @@ class Stepper:
         if (skips := self.update.skips) is not None:
             skips.settle()
         weight_here = batch.weight
-        if self.store.canonical is not None:  # what all ranks know already, added once
+        if self.store.canonical is not None:  # all ranks know the global weight already, so one rank adds it
             weight_here = self.agreement.weight if self.groups["all"].coord == 0 else 0.0
         totals = self.update.step(step, loss, weight_here, votes)
         pending = PendingTotals(totals, self.device)
@@ -137,19 +143,19 @@ class Stepper:
         return pending
 
     def _weight(self, batch: StepBatch) -> BatchWeight | None:
-        """Returns the loss weight of the global batch, on ranks with the loss; others do not need it."""
+        """Returns the loss weight of the global batch on ranks with the loss; None on others, which do not need it."""
         if not self.executor.has_loss:
             return None
         scale = self.update.scale.value if self.update.scale else 1.0
         return BatchWeight(self._global_weight, scale)
 
     def _global_weight(self) -> float:
-        """Waits for the sum of all ranks' weights, which travels with the agreement, and returns it."""
+        """Waits for the sum of all ranks' weights, which is part of the agreement's exchange, and returns it."""
         self.agreement.check()
         return self.agreement.weight
 
     def close(self) -> None:
-        """Detaches everything from the model, once; continues if one part fails to. No step may follow."""
+        """Detaches everything from the model, once; continues if one part fails to detach. No step may follow."""
         self.is_closed = True
         self._undo.close()
 

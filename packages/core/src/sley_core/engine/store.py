@@ -1,8 +1,8 @@
-"""The only owner of accumulated gradients, and the only place that knows when a gradient is complete.
+"""The gradient store: the only owner of accumulated gradients, and the only place that knows when a gradient is complete.
 
 Each trainable entry of the book has a slot: a view into a flat buffer in `precision.gradients`. Contributions come from
 autograd (through the store's post-accumulate hook on each parameter) or from code that computes weight gradients itself
-(`add`). With StepState the store reports each entry ready once per step:
+(`add`). With `StepState` the store reports each entry ready once per step:
 
     begin_step ──> contribution* ──> ready, in the order of `order` ──> finish_step
                                        ^ in the chunk's last gradient action: as soon as autograd (which counts the uses of
@@ -10,8 +10,9 @@ autograd (through the store's post-accumulate hook on each parameter) or from co
                                          An entry without a contribution is then completed as zeros
 
 Other code does not say when it is done: the store expects as many contributions as in the first step or, if their number
-varies, waits for the end of the action. One after `ready` is refused: ours within a step, a user's backward between two.
-All ranks of a reduce group report in one order: collectives started in different orders would sum the wrong tensors silently.
+varies, waits for the end of the action. A contribution after `ready` is refused: within a step, and in a user's own backward
+between two steps. All ranks of a reduce group report in the same order: collectives started in different orders would sum the
+wrong tensors without an error.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ Ready = Callable[[Entry], None]
 
 
 class GradientStore(Contributions):
-    """Slots for all trainable entries of `book`, in `dtype` on `device`.
+    """Holds slots for all trainable entries of `book`, in `dtype` on `device`.
 
-    A reducer calls `lay_out` with its own planner when it attaches; until then `planner` is used. `on_ready` is called once
-    per entry and step, `on_chunk_done` once per chunk. `begin_step` follows parameters frozen or unfrozen between steps; with
-    a layout that is fixed it cannot, and `changed` is the name of the first of them. canonical: where gradients are summed in
-    one order whatever the layout: the numbers of micro-batches.
+    A reducer calls `lay_out` with its own planner when it attaches; until then `planner` is used. `on_ready` is called once per
+    entry and step, `on_chunk_done` once per chunk. `begin_step` makes a new layout if parameters were frozen or unfrozen
+    between steps; with a fixed layout it cannot, and sets `changed` to the name of the first of them. canonical: the numbering
+    of micro-batches if gradients are summed in one order whatever the layout; else None.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class GradientStore(Contributions):
         self._is_fixed = layout.is_fixed
         known = {entry: replace(slot.habit) for entry, slot in self._slots.items()}
         self._forget()
-        # The tree's sums need a place of their own, also where nobody reduces them.
+        # Canonical sums need a buffer's view to end in, even if nobody reduces the entry.
         apart = by_reduce_group(list(layout.loose)).cut_lists if self.canonical else []
         buffers = self._memory.buffers([*layout.cut_lists, *apart])
         self.buffers, self._apart = buffers[: len(buffers) - len(apart)], buffers[len(buffers) - len(apart) :]
@@ -113,9 +114,10 @@ class GradientStore(Contributions):
             self.watch()
 
     def watch(self) -> None:
-        """Installs the autograd hooks, now and in later layouts; the first `begin_step` does it if nobody did.
+        """Installs the autograd hooks, now and in later layouts; the first `begin_step` calls it if nobody did.
 
-        Gradients that no handler reduces, of the store's dtype, get none: autograd sums them itself, without a Python call.
+        Gradients that no handler reduces, and that have the store's dtype, get no hook: autograd sums them itself, without a
+        Python call.
         """
         self._is_watching = True
         for slot in self._order:
@@ -129,7 +131,7 @@ class GradientStore(Contributions):
             self._hooks.append(hook)
 
     def free(self) -> None:
-        """Discards all gradients, between two steps, and gives their memory back; `build` must come before the next step."""
+        """Discards all gradients, between two steps, and frees their memory; `build` must be called before the next step."""
         self._are_freed, self._is_built = True, False
         for slot in self._order:
             slot.reset()
@@ -137,12 +139,12 @@ class GradientStore(Contributions):
         self._memory.free()
 
     def build(self) -> None:
-        """Gives gradients memory again after `free`, zeroed; `gradient` has nothing to show until a step has begun."""
+        """Allocates the gradients' memory again after `free`, zeroed; `gradient` raises until a step has begun."""
         self._memory.build()
         self._is_built = True
 
     def begin_step(self) -> None:
-        """Starts a step: discards the gradients of the one before, complete or not. The first contribution overwrites."""
+        """Starts a step: discards the previous step's gradients, complete or not. The first contribution overwrites them."""
         if self._is_closed:
             raise closed("gradient store")
         if not self._is_built:
@@ -189,7 +191,7 @@ class GradientStore(Contributions):
         self._memory.forget()
 
     def _learn(self) -> None:
-        """Remembers, when all gradients are complete, how often and in which backward each one came."""
+        """Records, once all gradients are complete, how often and in which backward each one came."""
         for slot in self._order:
             slot.habit.learn(slot.final)
         if not self._learned and self._tasks:
@@ -198,15 +200,16 @@ class GradientStore(Contributions):
         self._learned = True
 
     def _accumulated(self, slot: Slot, parameter: Tensor) -> None:
-        """Autograd's hook: called once per backward, after every use of the parameter in it.
+        """Takes autograd's gradient into the slot; the post-accumulate hook, called once per backward after every use of the
+        parameter in it.
 
-        Copies the first contribution; autograd adds later ones into the view itself. Finds no `grad` if all was added
+        Copies the first contribution; autograd adds later ones into the view itself. Finds no `grad` if everything was added
         elsewhere. Raises RunError `sparse-gradient`, and `sharded-weight-read` if code used a shard as if it were the full
         weight.
         """
         gradient = parameter.grad
         if slot.entry.shard is not None and (gradient is None or gradient is slot.view):
-            return  # the optimizer's, after a step; a communicator gives autograd nothing
+            return  # a communicator gives autograd no gradient; a `grad` here was set for the optimizer's step
         if gradient is not None:
             check_not_sharded(slot.entry)
             slot.check_open(self.state)
@@ -222,9 +225,11 @@ class GradientStore(Contributions):
         self._passed(slot)
 
     def _passed(self, slot: Slot) -> None:
-        """Ends what the action adds; counts one final pass if that was the last for this gradient; reports it if it is next."""
+        """Counts one pass if the running action is the last that can add to the gradient; reports the entry if it is complete
+        and next.
+        """
         if self.canonical is not None and self.state.action is not None:
-            slot.leave()  # as soon as that is known, so that sums are joined and their memory is used again
+            slot.leave()  # as early as possible, so that sums are combined and their memory is reused
         if slot.autograd is Autograd.UNWATCHED or not self.state.gradients_final(slot.chunks):
             return
         slot.passed(learning=not self._learned)
@@ -234,7 +239,7 @@ class GradientStore(Contributions):
             self._report()
 
     def _report(self) -> None:
-        """Reports complete entries up to the first open one: in one order, whatever order autograd had."""
+        """Reports complete entries up to the first open one, in the store's order, whatever order autograd had."""
         while self._next < len(self._order) and not self._order[self._next].is_open:
             slot = self._order[self._next]
             slot.settle()

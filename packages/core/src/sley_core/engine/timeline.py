@@ -1,14 +1,14 @@
 """`timeline.svg` and `timeline.json` in the run's folder: a measured step of all ranks, and the same lists in simulated time.
 
-before_step ──> the step ──> write
- all ranks meet,              gathers all ranks' spans to rank 0,
- clocks start                 which simulates and draws
+    before_step ──> the step ──> write
+     all ranks meet,              gathers all ranks' spans to rank 0,
+     clocks start                 which simulates and draws
 
-The prediction takes for each action the median of what its kind took at its place in the measured step, and links that take
-nothing: what the schedule would give if no message took time and no action more than usual.
+The prediction uses for each action the median of what its kind took at its place in the measured step, and links that take no
+time: what the schedule would give if no message took time and no action longer than usual.
 
-Ranks of one machine read one clock. Those of another start theirs when they leave a gathering over `control`; as far apart as
-they leave it are their rows shifted, a fraction of a millisecond on a network that is not busy.
+Ranks of one machine read one clock. On other machines clocks start when the rank leaves a gathering over `control`, so their
+rows are shifted by as much as ranks leave it apart: a fraction of a millisecond on an idle network.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ PICTURE = "timeline.svg"
 TRACE = "timeline.json"
 
 NUM_DRAWN = 4
-"""Replicas of the model that the picture shows; the trace has all."""
+"""How many replicas of the model the picture shows; the trace has all."""
 
 
 class StepTimeline:
-    """Draws step `number` (counted from 1) into `folder`. Every rank has one and calls it alike."""
+    """Draws step `number` (counted from 1) into `folder`. Every rank makes one and calls it alike."""
 
     def __init__(self, number: int, folder: Path, stepper: Stepper, topology: Topology, groups: Groups) -> None:
         self.number = number
@@ -54,9 +54,10 @@ class StepTimeline:
         self._num_micros = 0
 
     def go_on(self, num_done: int, num_steps: int) -> None:
-        """Draws the second step from here if the run goes on behind the one to draw: the first one makes things ready.
+        """Chooses the second step from here if the run resumes after the step to draw: the first step after a resume includes
+        start-up work.
 
-        num_done: steps; num_steps: of the plan. All ranks call it alike.
+        num_done: steps done; num_steps: of the plan. All ranks call it alike.
         """
         if num_done >= self.number:
             self.number = min(num_done + 2, num_steps)
@@ -68,7 +69,7 @@ class StepTimeline:
         device = self.stepper.device
         clock = ActionClock(device)
         device.wait_until(device.moment())
-        # The group `control` holds all ranks, and all take the same steps.
+        # Over `control`, i.e. all ranks, which all take the same steps.
         gather_objects(None, self.groups["control"], what="the start of the step that is drawn")
         clock.begin()
         self._clock = clock
@@ -81,7 +82,7 @@ class StepTimeline:
             return
         clock, self._clock = self._clock, None
         noted = platform.node(), clock.zero_s, [_plain(span) for span in clock.spans(self.stepper.lists.stage)]
-        # As above: every rank reads the rows of the same steps in the same order.
+        # As above: all ranks write the same step, in the same order.
         everyone = gather_objects(noted, self.groups["control"], what="the spans of the step that is drawn")
         if self.groups["control"].coord == 0:
             spans = [(name, began_s, [_span(one) for one in found]) for name, began_s, found in everyone]
@@ -92,7 +93,7 @@ class StepTimeline:
             write_whole(self.folder / TRACE, chrome_trace({**measured, **predicted}))
 
     def _replicas(self, everyone: list[list[TimedAction]]) -> dict[str, Timeline]:
-        """One timeline per copy of the model, made of one rank of each stage; spans are given by rank."""
+        """Returns one timeline per copy of the model, with one rank of each stage, by title. everyone: spans by rank."""
         size = self.topology.ranks_per_stage
         found = {}
         for place in range(size):
@@ -104,6 +105,7 @@ class StepTimeline:
         return found
 
     def _predicted(self, measured: dict[str, Timeline]) -> dict[str, Timeline]:
+        """Returns the simulated timeline, by title, with the measured median costs and links that take no time."""
         lists = self.stepper.lists
         costs = Costs.measured(measured.values(), lists.placement)
         predicted = simulate(lists.of_all_stages(self._num_micros), lists.placement, costs).timeline
@@ -111,7 +113,7 @@ class StepTimeline:
 
 
 def _plain(span: TimedAction) -> list[Any]:
-    """A span as JSON has it; `_span` is its inverse."""
+    """Returns a span as JSON data; `_span` is its inverse."""
     action = span.action
     return [span.stage, action.kind.name, action.chunk, action.micro, span.start_s, span.end_s]
 
@@ -122,9 +124,10 @@ def _span(plain: Sequence[Any]) -> TimedAction:
 
 
 def _on_one_clock(everyone: list[tuple[str, float, list[TimedAction]]]) -> list[list[TimedAction]]:
-    """Every rank's spans, counted from the beginning of the first rank's clock where that can be told.
+    """Returns every rank's spans in seconds since the first rank's clock began, for ranks on its machine; others keep their own
+    zero.
 
-    everyone: of every rank the machine, when its clock began, and its spans.
+    everyone: for every rank its machine, when its clock began, and its spans.
     """
     machine, zero_s, _ = everyone[0]
     found = []

@@ -1,4 +1,4 @@
-"""A step's totals, equal on all ranks, and how they reach the host: at once on CPU, a step later on CUDA."""
+"""A step's totals, equal on all ranks, and their way to the host: read at once on CPU, a step later on CUDA."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from sley_core.comm.device import Device
 
 
 class Votes(NamedTuple):
-    """What this rank asks all for. stop: after the step. save: a checkpoint after it."""
+    """Holds what this rank asks of all ranks. stop: to stop after the step. save: to save a checkpoint after it."""
 
     stop: bool = False
     save: bool = False
 
 
 LOSS, NORM, WEIGHT, STOPS, SAVES, DIFFERS = range(6)
-"""Where each of a step's totals stands. In fp16 the number of ranks with an overflow follows, then plugins' numbers."""
+"""The index of each of a step's totals. In fp16 the number of ranks with an overflow follows, then plugins' numbers."""
 
 USUAL = [1.0, 1e9, 1.0, 0.0, 0.0, 0.0]
-"""Totals of a step that goes well, and whose gradients are clipped: for a device whose tensors have no values."""
+"""Totals of a normal step whose gradients are clipped, for a device whose tensors have no values."""
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What ranks sum at the end of a step.
+    """Holds what ranks sum at the end of a step.
 
     values: float64 [6 or more] on the device, the same on all ranks: the sum of the loss over the global batch, the gradient
-    norm, the batch's weight, how many ranks ask to stop, and for a checkpoint, and 0 if all ranks' unmarked exchanges were the
-    same; then, in fp16, how many ranks found a gradient that is not finite, and the sums of the numbers that plugins add.
-    own_loss, own_exchanges: this rank's share of the sum, a scalar, and its exchanges, to explain a failure. loss_scale: of
+    norm, the batch's weight, how many ranks ask to stop, how many for a checkpoint, and 0 if all ranks' unmarked exchanges were
+    the same; then, in fp16, how many ranks found a gradient that is not finite, and the sums of the numbers that plugins add.
+    own_loss, own_exchanges: this rank's share of the loss, a scalar, and its exchanges, to explain a failure. loss_scale: of
     this step, only in fp16.
     """
 
@@ -50,7 +50,7 @@ class StepTotals:
 
     @property
     def allow_a_step(self) -> Tensor:
-        """Bool tensor on the device, what `allow_a_step` is on the host; nothing waits for it."""
+        """Bool tensor on the device: the function `allow_a_step`, without waiting for the device."""
         is_number = torch.isfinite(self.values[:WEIGHT]).all()
         return is_number & (self.values[WEIGHT] > 0) & (self.values[DIFFERS] == 0)
 
@@ -63,10 +63,10 @@ def allow_a_step(values: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step's totals on the host. loss: the mean over the global batch. weight: of the global batch.
+    """Holds a step's totals on the host. loss: the mean over the global batch. weight: of the global batch.
 
-    ranks_differ: some have exchanged other things. numbers: the sums of what plugins add to the row. skipped: nobody's weights
-    moved, because some rank's gradients overflowed in fp16.
+    ranks_differ: whether some ranks exchanged other things than the others. numbers: the sums of what plugins add to the row.
+    skipped: no rank's weights changed, because some rank's gradients overflowed in fp16.
     """
 
     loss: float
@@ -85,7 +85,9 @@ class StepResult:
 
 
 class PendingTotals:
-    """Totals on their way to the host. own_loss: this rank's, on the device. own_exchanges: this rank's, without marks."""
+    """Holds totals that are being copied to the host. own_loss: this rank's, on the device. own_exchanges: this rank's unmarked
+    exchanges.
+    """
 
     def __init__(self, totals: StepTotals, device: Device) -> None:
         self._device = device

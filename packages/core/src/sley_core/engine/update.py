@@ -1,12 +1,11 @@
 """The end of a step, after every gradient is reduced: unscale and vote, norm, clip, learning rate, optimizer step.
 
-The norm counts every gradient once: one that `copies` ranks hold adds 1/copies on each of them, so one sum over all
-ranks is the norm of the full model in every layout. On CUDA nothing here waits for the device, with two exceptions: the
-overflow vote of fp16, and optimizers that cannot skip a step on the device. There the host must know whether a step is
-taken.
+The norm counts every gradient once: one that `copies` ranks hold adds 1/copies on each of them, so one sum over all ranks is
+the norm of the full model in every layout. On CUDA nothing here waits for the device, with two exceptions: the overflow vote of
+fp16, and optimizers that cannot skip a step on the device. There the host must know whether a step is taken.
 
-If the loss or the norm is not finite, or the batch has weight 0, no rank steps: weights, masters and optimizer states
-stay as they were, and the code that reads the totals raises, or counts a skipped step (`skips`).
+If the loss or the norm is not finite, or the batch has weight 0, no rank steps: weights, masters and optimizer states stay as
+they were, and the code that reads the totals raises, or counts a skipped step (`skips`).
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ CLIP_EPSILON = 1e-6
 class Update:
     """Steps `optimizer`, which was built over `masters`, with the gradients of `store`.
 
-    parameter_groups: makes torch.optim's groups, for entries that are unfrozen later. factor: the learning rate's
-    factor at a step. clip_norm: None leaves every gradient bit as it is. norm_kind: the p of the p-norm, math.inf for
-    the largest element. scale: the loss scale of the gradients, in fp16. events: what else is called. skips: counts the steps
-    that are skipped for want of numbers, where the plan allows that. was_taken: whether the last step was taken, as far as the
+    parameter_groups: makes torch.optim's groups, for entries that are unfrozen later. factor: returns the learning rate's
+    factor at a step. clip_norm: None leaves the gradients' bits unchanged. norm_kind: the p of the p-norm, math.inf for the
+    largest element. scale: the loss scale of the gradients, in fp16. events: what else is called. skips: counts the steps that
+    are skipped because they are not finite, if the plan allows that. was_taken: whether the last step was taken, as far as the
     host knows.
     """
 
@@ -90,17 +89,18 @@ class Update:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the last step, of parameters to which the plan gives no rate of their own; their group's, if
-        a program changed it.
+        """Learning rate of the last step for parameters without a rate of their own in the plan; the group's rate, if a program
+        changed it.
         """
         return float(self._plain.get("initial_lr", self.optimizer.defaults["lr"])) * self._factor
 
     def step(self, step: int, loss: Tensor, weight: float, votes: Votes) -> StepTotals:
-        """Clips and takes the optimizer step, or leaves weights and states as they are, on all ranks alike. All ranks
-        call it: it all-reduces the totals.
+        """Clips and takes the optimizer step, or leaves weights and states as they are, on all ranks alike. All ranks call it:
+        it all-reduces the totals.
 
-        loss: this rank's sum, a float64 scalar on the device; where sums are canonical, its terms. weight: this rank's share of
-        the batch's; both are 0 on ranks without the loss. The learning rate counts only the steps that were taken.
+        loss: this rank's sum, a float64 scalar on the device; if sums are canonical, one number per micro-batch. weight: this
+        rank's share of the batch's; both are 0 on ranks without the loss. The learning rate counts only the steps that were
+        taken.
         """
         num_skipped = sum(one.num_skipped for one in (self.scale, self.skips) if one is not None)
         self.was_taken = False
@@ -133,19 +133,23 @@ class Update:
         return totals
 
     def _follow(self) -> None:
-        """Adds entries that were unfrozen since the last step to the optimizer, with the options for their names."""
+        """Adds entries that were unfrozen since the last step to the optimizer, with the options that the plan has for their
+        names.
+        """
         if self._layout == self.store.num_layouts:
             return
         self._layout = self.store.num_layouts
         known = {stepped.entry for stepped in self.masters.stepped}
         new = [entry for entry in self.store.entries if entry not in known]
-        # Fused optimizers make a parameter's state in the first step that has its gradient.
+        # The next step cannot be skipped on the device: fused optimizers create a parameter's state in its first step.
         self._has_stepped = False
         for group in self.parameter_groups(self.masters.add(new)) if new else ():
             self.optimizer.add_param_group(group)
 
     def _totals(self, pieces: list[Piece], loss: Tensor, weight: float, votes: Votes) -> StepTotals:
-        """Returns norm, loss, votes and plugins' numbers, from one all-reduce over all ranks (two for the inf-norm)."""
+        """Returns norm, loss, votes and plugins' numbers, from one all-reduce over all ranks (two for the inf-norm and for
+        canonical sums).
+        """
         everyone = self.groups["all"]
         overflow = [self._unscale(pieces, 1 / self.scale.value)] if self.scale else []
         order = self.store.canonical
@@ -155,12 +159,12 @@ class Update:
         norm = self._local_norm(pieces) if exact is None else torch.zeros_like(own_loss)
         differs = exchanges_differ(self._exchanging)
         host = torch.tensor([weight, *map(float, votes), differs], dtype=torch.float64)
-        # One message for all of it: on a small model the latency of a second would be seen in every step.
+        # One message for everything: on a small model the latency of a second one would be noticeable in every step.
         every = [torch.stack([own_loss, norm]), self.device.move(host), *overflow, *self._numbers()]
         num_scalars = sum(some.numel() for some in every)
         scalars = torch.cat(every if exact is None else [*every, exact.terms()])
         if math.isinf(self.norm_kind) and exact is None:
-            # The largest of two numbers, of which one is none, may be the other: backends differ, and may lose it.
+            # NaN becomes inf: backends differ in max(x, NaN), and some return x.
             norm = norm.nan_to_num(nan=math.inf, posinf=math.inf)
             all_reduce(norm, everyone, "max", what="the gradient norm").wait()
         # All ranks of the world; every rank ends every step here, after its own reductions.
@@ -191,7 +195,7 @@ class Update:
         return found.double()
 
     def _overflowed(self, step: int, totals: StepTotals, scale: LossScale) -> bool:
-        """Returns whether any rank's gradients overflowed, and adjusts the scale; the same on every rank. Waits for the
+        """Adjusts the scale, and returns whether any rank's gradients overflowed; the same on every rank. Waits for the
         device.
         """
         overflowed = totals.read(self.device)[len(USUAL)] > 0
@@ -199,8 +203,8 @@ class Update:
         return overflowed
 
     def _local_norm(self, pieces: list[Piece]) -> Tensor:
-        """Returns this rank's share: the sum of |g|^p over its gradients, or the largest |g|; a float64 scalar, 0
-        without any.
+        """Returns this rank's share of the norm: the sum of |g|^p over its gradients, or the largest |g|; a float64 scalar, 0
+        if it has none.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
         for tensors, reduce_group, num_holders, num_shards, _ in pieces:
@@ -213,10 +217,12 @@ class Update:
         return total
 
     def _clip(self, pieces: list[Piece], norm: Tensor | float, clip_norm: float) -> None:
-        """Scales all gradients in place so that their norm is `clip_norm` at most. norm: a number where the host knows it."""
+        """Scales all gradients in place so that their norm is at most `clip_norm`. norm: a float if the host knows it, else on
+        the device.
+        """
         if isinstance(norm, Tensor):
-            # Without a number for a norm nobody steps: the gradients stay as they are, so that the error can say which is none.
-            # Divided, as the host does it: torch makes `number / tensor` a product with the reciprocal, of other last bits.
+            # If the norm is NaN nobody steps; factor 1 leaves the gradients as they are, so that the error can name the bad one
+            # `full_like / norm` divides as the host does; torch computes `number / tensor` with the reciprocal: other last bits
             factor = torch.clamp(torch.full_like(norm, clip_norm) / (norm + CLIP_EPSILON), max=1.0).nan_to_num(nan=1.0)
         elif norm + CLIP_EPSILON > clip_norm:
             factor = torch.full(

@@ -9,18 +9,17 @@ IsDue = Callable[[], bool]
 
 
 class Waits:
-    """Waits by the name of a layer, in the order in which they were registered."""
+    """Holds callbacks by the name of a layer, in the order in which they were registered."""
 
     def __init__(self) -> None:
         self._waits: dict[str, list[tuple[Wait, IsDue | None]]] = {}
 
     def before_layer(self, name: str, wait: Wait, is_due: IsDue | None = None) -> None:
-        """Registers `wait`, to be called before every use of the weights of layer `name`; with `is_due`, only if that
-        returns True.
+        """Registers `wait`, to be called before every use of the weights of layer `name`; with `is_due`, only if that returns
+        True.
 
-        is_due: whether some of the weights are missing; must be cheap, change nothing, and return the same on all ranks
-        that hold shards of the layer: between a step's begin and end these read each other's shards only while nothing
-        is due.
+        is_due: returns whether some of the weights are missing; must be cheap, change nothing, and return the same on all ranks
+        that hold shards of the layer: between a step's begin and end these read each other's shards only while nothing is due.
         """
         self._waits.setdefault(name, []).append((wait, is_due))
 

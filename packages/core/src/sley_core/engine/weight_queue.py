@@ -1,7 +1,7 @@
 """Deferred weight gradients: D queues them per chunk and micro-batch, W multiplies them into the store.
 
-A split backward is one traversal: while D runs, linears hand (output gradient, input) to this queue instead of
-multiplying; other parameters get their gradient in D. Recomputation therefore runs once.
+A split backward is one traversal: while D runs, linears give (output gradient, input) to this queue instead of multiplying;
+other parameters get their gradient in D. Recomputation therefore runs once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class WeightQueue:
 
     @contextmanager
     def collecting(self, place: Place) -> Iterator[None]:
-        """Returns a context manager within which `put` queues for `place`."""
+        """Returns a context manager in which `put` queues for `place`."""
         assert self._open is None, f"D of {place} within that of {self._open}"
         self._queued[place] = []
         self._open = place
@@ -51,22 +51,22 @@ class WeightQueue:
             self._open = None
 
     def put(self, work: Work, entry: Entry | None = None) -> None:
-        """Queues `work`, which holds a linear's input and output gradient. entry: the parameter that it contributes to,
-        for `on_last`.
+        """Queues `work`, a closure that holds a linear's input and output gradient. entry: the parameter to which it
+        contributes, for `on_last`.
         """
         assert self._open is not None, "no D is running"
         self._queued[self._open].append((work, entry))
 
     @torch.no_grad()
     def run(self, place: Place) -> None:
-        """Runs the work that D of `place` queued, and frees the tensors of each piece before the next."""
+        """Runs the work that D of `place` queued, and frees each piece's tensors before the next piece."""
         queued = self._queued.pop(place)
         left = Counter(entry for _, entry in queued)
         queued.reverse()
         while queued:
             work, entry = queued.pop()
             work()
-            del work  # what it holds is free before the next one multiplies
+            del work  # frees its tensors before the next one multiplies
             left[entry] -= 1
             if entry is not None and not left[entry] and self.on_last is not None:
                 self.on_last(entry)
@@ -78,7 +78,7 @@ class WeightQueue:
 
 
 class Handover:
-    """The sink of one linear: multiplies at once, or queues while a D is collecting.
+    """Is the sink of one linear: multiplies at once, or queues while a D is collecting.
 
     entry: the weight's entry, for the queue's `on_last`.
     """

@@ -1,11 +1,11 @@
-"""Working weights as views of flat buffers, and those of them that are still on their way from other ranks.
+"""Working weights as views of flat buffers, and the completion of those that other ranks have stepped.
 
     lay_out ──> adopt: values move in, masters are made ──> updated: ranks have stepped their parts ──> settle ─┐
                                                                ^                                               │
                                                                └───────────────────────────────────────────────┘
 
-Weights lie so only where a part of the run asks for it: what a program saves of one parameter with `torch.save` is then all of
-its buffer, unless it is cloned. `.data` of a parameter is set here alone, when masters are made; tied modules keep one object.
+Weights lie in buffers only if a part of the run asks for it: `torch.save` of one such parameter saves its whole buffer, unless
+it is cloned. Only this module sets a parameter's `.data`, when masters are made; tied modules keep one object.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from sley_core.errors import RunError
 
 
 class WeightBuffer(FlatBuffer):
-    """The working weights of `entries`, side by side; the buffer divides into `num_parts` equal parts.
+    """Holds the working weights of `entries`, side by side; the buffer divides into `num_parts` equal parts.
 
-    Each entry lies where its gradient lies in a gradient buffer of the same entries that is cut into as many parts.
+    Each entry has the same offset as its gradient in a gradient buffer of the same entries that is cut into as many parts.
     """
 
     def __init__(self, entries: Sequence[Entry], dtype: torch.dtype, num_parts: int) -> None:
@@ -37,25 +37,27 @@ class WeightBuffer(FlatBuffer):
 
 
 class Completion(Protocol):
-    """Brings the parts of weights that other ranks step.
+    """Fetches the parts of weights that other ranks step.
 
     start ──> wait (by layer, or for all) ──> finish
     """
 
     def start(self) -> None:
-        """Called when this rank has stepped its own parts; all ranks call it."""
+        """Starts the exchange; called when this rank has stepped its own parts. All ranks call it."""
 
     def wait(self) -> None:
-        """Blocks until all weights are those of the last step. Waits for nothing that another rank does after its `start`."""
+        """Blocks until all weights are those of the last step. Depends on nothing that another rank does after its `start`."""
 
     def finish(self) -> None:
-        """Does as `wait`, and returns when no other rank reads this rank's weights any more: they may be written."""
+        """Does as `wait`, and also waits until no other rank reads this rank's weights any more, so that they may be
+        written.
+        """
 
 
 class WeightStore:
-    """Places of working weights, all of type `dtype`.
+    """Holds the places of working weights, all of dtype `dtype`.
 
-    is_eager: whether `updated` also waits; else weights come while the next step runs, each before its layer is called.
+    is_eager: whether `updated` also waits; else weights arrive while the next step runs, each before its layer is called.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -68,7 +70,7 @@ class WeightStore:
         self._is_laid_out = False
 
     def lay_out(self, lists: Iterable[tuple[Sequence[Entry], int]]) -> list[WeightBuffer]:
-        """Makes a buffer for each list of entries, with the number of parts into which it divides; returns these buffers.
+        """Makes a buffer for each list of entries, which divides into the given number of parts; returns these buffers.
 
         Called by what is attached before masters are made, as gradient handlers are. An entry has one place at most.
         """
@@ -88,7 +90,7 @@ class WeightStore:
     def adopt(self, entry: Entry) -> None:
         """Moves the entry's value, rounded to `dtype`, to its place; without a place it is rounded where it is.
 
-        The weight is contiguous then: fused optimizers go through weight, gradient and states in the order of memory, whatever
+        The weight is contiguous afterwards: fused optimizers read weight, gradient and states in the order of memory, whatever
         their strides, and buffers of gradients are contiguous.
         """
         self._is_laid_out = True
@@ -104,24 +106,24 @@ class WeightStore:
 
     @torch.no_grad()
     def hold(self) -> None:
-        """Moves back to their places the values of parameters that a program pointed elsewhere (`parameter.data = `)."""
+        """Moves the values of parameters that a program pointed elsewhere (`parameter.data = `) back to their places."""
         for parameter, place in self._held:
             if parameter.data_ptr() != place.data_ptr():
                 value = parameter.detach()
                 parameter.data = place
-                parameter.copy_(value)  # counts up its version, by which masters see it
+                parameter.copy_(value)  # increments its version counter, by which masters notice the write
 
     def completed_by(self, completion: Completion) -> None:
-        """Registers what brings the parts that other ranks step; called by what is attached before masters are made."""
+        """Registers what fetches the parts that other ranks step; called by what is attached before masters are made."""
         self._completions.append(completion)
 
     @property
     def come_late(self) -> bool:
-        """Whether weights may still be on their way when a step returns; the same on all ranks."""
+        """Whether weights may still be in flight when a step returns; the same on all ranks."""
         return bool(self._completions) and not self.is_eager
 
     def updated(self) -> None:
-        """Called when this rank has stepped its parts. All ranks call it."""
+        """Starts the completions; called when this rank has stepped its parts. All ranks call it."""
         for one in self._completions:
             one.start()
         if self.is_eager:
@@ -130,14 +132,16 @@ class WeightStore:
     def settle(self) -> None:
         """Blocks until all weights of this rank are those of the last step, and may be written. All ranks call it.
 
-        Called before control returns to a program; between two steps of one there is nothing to wait for.
+        Called before control returns to a program; between two steps of one call it is not needed.
         """
         for one in self._completions:
             one.finish()
 
     @contextmanager
     def settled_on_error(self) -> Iterator[None]:
-        """Lets a program that catches an error of the block find whole weights, as far as the other ranks still answer."""
+        """Returns a context manager that waits for complete weights if its block raises, as far as the other ranks still
+        answer.
+        """
         try:
             yield
         except BaseException:

@@ -46,6 +46,7 @@ class WandbWriter(MetricsWriter):
             run.finish()
 
     def _begun(self) -> Any:
+        """Starts a run of Weights & Biases and returns it; raises RunError "metrics-wandb" if that fails."""
         wandb: Any = import_module("wandb")  # an extra, which only a plan that names this writer needs
         plan = self._folder / PLAN
         try:

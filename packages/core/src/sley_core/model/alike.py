@@ -1,4 +1,4 @@
-"""Repetitions that take the same memory again and again, of which few are enough while bytes are estimated."""
+"""Shortens repetitions that use the same memory each time, while bytes are estimated: a few of them are enough."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _counters: list[Callable[[], int]] = []
 
 
 def alike(pieces: Iterable[T]) -> Iterator[T]:
-    """Yields `pieces`, each of which takes the same operations on the same shapes; the last may be smaller.
+    """Yields `pieces`, each of which runs the same operations on the same shapes; the last may be smaller.
 
-    While bytes are estimated, only until one leaves the memory as the one before it did: from then on nothing new is seen.
+    While bytes are estimated (`counted`), stops once a piece leaves as many bytes in use as the one before: later ones add
+    nothing.
     """
     before = None
     for piece in pieces:
@@ -28,7 +29,9 @@ def alike(pieces: Iterable[T]) -> Iterator[T]:
 
 @contextmanager
 def counted(in_use: Callable[[], int]) -> Iterator[None]:
-    """Within the block bytes are estimated, and nothing else. in_use: returns the bytes that are there."""
+    """Returns a context manager in which bytes are estimated, and nothing else is. in_use: returns the number of bytes in
+    use.
+    """
     _counters.append(in_use)
     try:
         yield

@@ -1,7 +1,7 @@
-"""Refuses tensors that share a parameter's memory otherwise than as a tie: training would silently separate them.
+"""Refuses tensors that share a parameter's memory other than as a tie: training would separate them without an error.
 
-A parameter's values are made anew on the rank that owns it, in new memory. One `nn.Parameter` in several modules stays
-one. A view of it, or a list or function that holds it, would silently keep other values.
+A parameter's values are created anew on the rank that owns it, in new memory. One `nn.Parameter` in several modules stays one.
+But a view of it, or one held by a list or a function, would keep its old values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sley_core.model.steps import Cell, Ref, is_blank
 
 
 class Registered(NamedTuple):
-    """A parameter or buffer of a module, as a view of its memory; a tie by the first of its names."""
+    """Names a parameter or buffer of a module, as a view of its memory; a tie by the first of its names."""
 
     name: str
     tensor: Tensor
@@ -36,7 +36,7 @@ class Registered(NamedTuple):
 
 
 class RegisteredMemory:
-    """Which parameters and buffers lie in which cell."""
+    """Finds which parameters and buffers lie in which cell."""
 
     def __init__(self, registered: Iterable[Registered]) -> None:
         self.by_id = {id(one.tensor): one for one in reversed(list(registered))}
@@ -90,7 +90,7 @@ def check_held(
 def _held(
     found: Iterable[HeldTensor], memory: RegisteredMemory, journal: Journal, stand_in: Callable[[Tensor], Tensor | None]
 ) -> Iterator[Leftover]:
-    """Yields the held tensors that a run must give values; raises PlanError for parameters and their views.
+    """Yields the held tensors to which a run must give values; raises PlanError for parameters and their views.
 
     A real tensor is brought up to date instead; a meta tensor that was never written is left alone.
     """
@@ -100,7 +100,7 @@ def _held(
         known = memory.by_id.get(id(stand_in(tensor)), memory.by_id.get(id(tensor)))
         if known is not None and isinstance(known.tensor, nn.Parameter):
             if tensor is known.tensor and in_module:
-                continue  # which may stand there to be looked at alone
+                continue  # a module of no layer may hold it without using it in a forward
             raise _kept(where, known.name)
         ref = journal.ref(tensor)
         shared = memory.shared_with(ref)

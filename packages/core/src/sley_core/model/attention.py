@@ -1,7 +1,7 @@
-"""Causal attention that keeps packed documents apart; the one place where tokens of a sequence meet.
+"""Causal attention within packed documents; the only place where the tokens of a sequence interact.
 
-A sequence-parallel attention replaces this module and wraps it: it turns sequence shards into head shards, calls it
-with the full sequence of a few heads, and turns the context back.
+A sequence-parallel attention replaces this module and wraps it: it exchanges sequence shards for head shards, calls it with the
+full sequence of a few heads, and exchanges the context back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Attention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v over the earlier positions of the same document."""
+    """Computes softmax(q k^T / sqrt(d)) v over the earlier and equal positions of the same document."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Returns the context [b, s, h, d], in the dtype of q.
@@ -33,7 +33,7 @@ class Attention(nn.Module):
         mask = None if cu_seqlens is None else document_mask(cu_seqlens, q.shape[1])
         grouped = q.shape[2] != k.shape[2]
         if grouped and q.is_cuda and (mask is not None or q.dtype not in _HALF):
-            # here only torch's plain kernel knows groups; the memory-efficient one wants as many heads
+            # here only torch's math kernel supports groups; the memory-efficient one needs as many key heads as query heads
             k, v = (shared.repeat_interleave(q.shape[2] // shared.shape[2], dim=2) for shared in (k, v))
             grouped = False
         context = F.scaled_dot_product_attention(
@@ -69,15 +69,16 @@ _known: list[Any] = []
 
 
 def varlen() -> Any:
-    """Returns torch's attention over sequences of various lengths, None in a build without it; imported at the first call,
-    since torch's compiler, and with it sympy, comes along: a second of every start.
+    """Returns torch's attention over sequences of various lengths, None in a build without it. Imported at the first call: the
+    import loads torch's compiler and sympy, which takes a second.
     """
-    if not _known:  # no `functools.cache`, of which torch's compiler warns where it comes by
+    if not _known:  # not `functools.cache`: torch's compiler warns about it
         _known.append(_found())
     return _known[0]
 
 
 def _found() -> Any:
+    """Imports torch's `varlen_attn`; returns None if torch does not have it, or not with windows and grouped queries."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -98,7 +99,7 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
         bounds,
         bounds,
         num_positions,
-        num_positions,  # upper bounds: the true maximum would have to travel to the host
+        num_positions,  # upper bounds: to know the true maximum, the host would have to wait for the device
         window_size=(-1, 0),
         enable_gqa=q.shape[2] != k.shape[2],
     )

@@ -1,4 +1,4 @@
-"""Refuses what autocast would have done to parameters while a factory runs: it passes over tensors on meta."""
+"""Refuses factories that compute with parameters under autocast, which does not act on tensors on meta."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _NARROWED |= {
 _NARROWED |= {"scaled_dot_product_attention"} | {
     f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3)
 }
-"""Functions that autocast calls with the narrower type, or that call one."""
+"""Functions whose arguments autocast narrows, or that call such a function."""
 
 
 def check_autocast(name: str, args: Any, kwargs: Any) -> None:
-    """Raises PlanError "model-init" for a function of parameters that autocast would have narrowed, had they memory.
+    """Raises PlanError "model-init" for a function of parameters that autocast would have narrowed if they had memory.
 
-    It looks at fp32 tensors on meta; without autocast it does nothing.
+    Only fp32 tensors on meta are affected; without autocast it does nothing.
     """
     if name not in _NARROWED or not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
         return

@@ -1,7 +1,7 @@
-"""Buffers stay as they were built: what training writes would differ from rank to rank and be lost in recomputation.
+"""Checks that training does not write buffers: they would differ from rank to rank, and be written twice in recomputation.
 
-A running mean is the mean of this rank's samples, written twice where the layer is recomputed. Nothing reduces it, so a
-model that has one says so (`Model(per_rank_buffers=("*.running_mean", ...))`), or does without.
+A running mean, for example, is the mean of this rank's samples, and nothing reduces it. A model with such buffers declares them
+(`Model(per_rank_buffers=("*.running_mean", ...))`), or does without.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from sley_core.model.layers import MODEL, Layer
 class BufferWatch:
     """Remembers the values of layers' buffers; `written` names the buffers that have changed since.
 
-    It keeps a copy of every buffer, so watch the first steps and drop it. Tensor versions would be cheaper, but torch's
-    own batch norm writes its running statistics without incrementing them.
+    Keeps a copy of every buffer, so use it in the first steps and drop it. Tensor versions would be cheaper, but torch's own
+    batch norm writes its running statistics without incrementing them.
     """
 
     def __init__(self, layers: Iterable[Layer], per_rank: Sequence[str] = ()) -> None:
-        """per_rank: patterns of names (`Model.per_rank_buffers`) that may be written."""
+        """per_rank: patterns of names (`Model.per_rank_buffers`) of buffers that may be written."""
         self._layers = list(layers)
         self._per_rank = tuple(per_rank)
         self.look()
@@ -63,6 +63,7 @@ class BufferWatch:
         return not bool(same.all())
 
     def _buffers(self) -> Iterator[tuple[str, nn.Module, Tensor]]:
+        """Yields qualified name, module and value of each buffer."""
         for layer in self._layers:
             for name, module in layer.module.named_modules(prefix=layer.name):
                 for attribute, buffer in module.named_buffers(recurse=False):

@@ -1,8 +1,8 @@
 """Builds a model on every rank without memory for its parameters: names, shapes, ties, and buffers with values.
 
-A parameter is moved to the meta device at the moment a module registers it, through torch's public hook; ties keep
-their identity. What the factory writes to it is recorded (`record`), and `materialize` replays it where a rank needs
-it. `with torch.device("meta")` would lose all of that, and the values of buffers.
+A parameter is moved to the meta device when a module registers it, through torch's public hook; ties keep their identity. What
+the factory writes to it is recorded (`record`), and `materialize` replays it on the rank that needs it. `with
+torch.device("meta")` would lose all of that, and the values of buffers.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ if TYPE_CHECKING:
 
 
 def build_on_meta(component: Component, data: DataInfo, seed: int) -> Model:
-    """Builds the model of a plan: parameters on meta, buffers on the host, each layer with its fields and recorded
-    values.
+    """Builds the model of a plan: parameters on meta, buffers on the host, each layer with its fields and recorded values.
 
-    Equal on all ranks if the model's code draws from torch's default generator alone, which is seeded by `seed` and
-    restored afterwards. Does not communicate. Raises PlanError: what a factory's call raises, and "model-factory",
-    "model-field", "model-init", "model-buffer", "model-hook"; PluginError "plugin-failed" if a record's code fails.
+    Equal on all ranks if the model's code draws from torch's default generator alone, which is seeded by `seed` and restored
+    afterwards. Does not communicate. Raises PlanError: what a factory's call raises, and "model-factory", "model-field",
+    "model-init", "model-buffer", "model-hook"; PluginError "plugin-failed" if a record's code fails.
     """
     with torch.random.fork_rng(devices=[]), recorded() as building:
         torch.default_generator.manual_seed(derive(seed, "build"))
@@ -57,11 +56,11 @@ def build_on_meta(component: Component, data: DataInfo, seed: int) -> Model:
 
 
 _stand_ins = WeakIdKeyDictionary()
-"""The build to which each parameter on meta belongs: a model may not use those of an earlier build."""
+"""The token of the build that made each parameter on meta: a model must not use those of an earlier build."""
 
 
 class Building:
-    """The parameters that a factory registered, and the record of what was written to them."""
+    """Holds the parameters that a factory registered, and the record of what was written to them."""
 
     def __init__(self) -> None:
         self.journal = Journal()
@@ -79,11 +78,9 @@ class Building:
         return meta
 
     def finish(self, model: Model) -> None:
-        """Completes `model`: all parameters on meta, all buffers with values, and each layer's `written` and `held`
-        filled.
+        """Completes `model`: all parameters on meta, all buffers with values, and each layer's `written` and `held` set.
 
-        Raises PlanError for memory that a parameter shares otherwise than as a tie, and for values that cannot be
-        replayed.
+        Raises PlanError for memory that a parameter shares other than as a tie, and for values that cannot be replayed.
         """
         registered = [
             Registered(name, tensor, self.journal.ref(tensor))
@@ -105,7 +102,9 @@ class Building:
         model.built = self.made
 
     def _settled(self, layer: Layer) -> Iterator[tuple[str, Tensor]]:
-        """Yields the layer's parameters, now on meta, and buffers by name; fills `layer.written`."""
+        """Moves the layer's remaining parameters to meta, and fills `layer.written`; yields its parameters and buffers by
+        name.
+        """
         layer.written = {}
         for prefix, module in layer.module.named_modules(prefix=layer.name):
             for name, parameter in list(module._parameters.items()):
@@ -186,10 +185,10 @@ class Building:
 
 @contextmanager
 def recorded() -> Iterator[Building]:
-    """Inside the context, as `parameters_on_meta`, and records what is written to parameters."""
+    """Returns a context manager that acts as `parameters_on_meta`, and also records what is written to parameters."""
     building = Building()
     with parameters_on_meta(building.to_meta), warnings.catch_warnings():
-        # load_state_dict, of parameters on meta
+        # raised by load_state_dict for parameters on meta, whose values are recorded
         warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter in the checkpoint to a meta")
         with watched(building.journal, building.meta_of.get):
             yield building
@@ -197,7 +196,7 @@ def recorded() -> Iterator[Building]:
 
 @contextmanager
 def parameters_on_meta(to_meta: Callable[[nn.Parameter], nn.Parameter] | None = None) -> Iterator[None]:
-    """Inside the context, moves every parameter that this thread registers to meta; a tie stays one meta parameter.
+    """Returns a context manager that moves every parameter that this thread registers to meta; a tie stays one meta parameter.
 
     to_meta: makes the meta parameter, called once for each. torch's hook is global, so other threads are filtered out.
     """

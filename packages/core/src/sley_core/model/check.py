@@ -1,4 +1,4 @@
-"""Checks, without torch, that the files of `[model] weights` are there and are those of the model that the plan describes."""
+"""Checks, without torch, that the files of `[model] weights` exist and fit the model that the plan describes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 PATH: KeyPath = ("model", "weights")
 
 _IGNORED = ".rotary_emb.inv_freq"
-"""Old files have it, as a buffer of each block; transformers computes it too."""
+"""Suffix of a buffer that old files have for each block; transformers computes it instead, too."""
 
 _SHOWN = 4
 
 
 def check_model(plan: Plan) -> Iterable[Problem]:
-    """Yields a problem if `[model] weights` has no files, or not those of this model. Reads headers, no values."""
+    """Yields a problem if `[model] weights` has no files, or files of another model. Reads headers, no values."""
     config = plan.model.config
     if not isinstance(config, LlamaConfig) or config.weights is None:
         return
@@ -43,8 +43,9 @@ def check_model(plan: Plan) -> Iterable[Problem]:
 
 
 def check_files(files: WeightFiles, config: LlamaConfig) -> list[str]:
-    """Returns, as one message at most, what of the tensors is missing, unknown, of another shape, or of a type that no run
-    starts from."""
+    """Returns at most one message: which tensors are missing, unknown, of another shape, or of a dtype from which no run can
+    start.
+    """
     from sley_core.weight_files.read import FLOATS
 
     assert config.vocab_size is not None, "`weights` says the size of the vocabulary"

@@ -15,7 +15,9 @@ FFN_MULTIPLE = 64
 
 
 def default_ffn_hidden(hidden: int) -> int:
-    """8/3 of `hidden`, so that SwiGLU's three matrices weigh what two of 4 x hidden do (Shazeer 2020), in whole 64s."""
+    """Returns 8/3 of `hidden`, rounded up to a multiple of 64: SwiGLU's three matrices then have the size of two of 4 x hidden
+    (Shazeer 2020).
+    """
     return -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
 
 
@@ -24,7 +26,7 @@ def _default_kv_heads(chosen: dict[str, Any]) -> int:
 
 
 def _default_head_dim(chosen: dict[str, Any]) -> float:
-    """Returns `hidden / heads`; where that is no whole number, `_head_dim_is_whole` says so."""
+    """Returns `hidden / heads`; a float if that is not a whole number, which `_head_dim_is_whole` refuses."""
     hidden, heads = chosen["hidden"], chosen["heads"]
     return float(hidden / heads) if hidden % heads else int(hidden // heads)
 
@@ -51,6 +53,7 @@ class RopeScaling(Table):
     @field_validator("high_freq_factor")
     @classmethod
     def _high_is_above_low(cls, high: float, info: ValidationInfo) -> float:
+        """Raises ValueError unless `high_freq_factor` is above `low_freq_factor`."""
         low = info.data.get("low_freq_factor")
         if low is not None and high <= low:
             raise ValueError(f"it is not above low_freq_factor = {low:g}")
@@ -58,7 +61,7 @@ class RopeScaling(Table):
 
 
 def _sizes_or_weights(schema: dict[str, Any]) -> None:
-    """Says in the JSON Schema that sizes may be left out beside `weights`."""
+    """Declares in the JSON Schema that sizes may be left out if there is `weights`."""
     schema["anyOf"] = [{"required": ["weights"]}, {"required": schema.pop("required")}]
 
 
@@ -116,10 +119,10 @@ class LlamaConfig(ModelConfig, json_schema_extra=_sizes_or_weights):
     @model_validator(mode="before")
     @classmethod
     def _filled_from_weights(cls, given: Any, info: ValidationInfo) -> Any:
-        """Takes keys that are left out from the `config.json` of `weights`.
+        """Fills in keys that are left out from the `config.json` of `weights`.
 
-        Where the folder has none but all sizes are given, as in the resolved plan of a run that has ended, they stand: only
-        a run needs the files, and its check says that they are missing.
+        If the folder has no such file but all sizes are given, as in the resolved plan of a finished run, those are used: only
+        a run needs the files, and its check reports that they are missing.
         """
         if not isinstance(given, dict) or not isinstance(given.get("weights"), str | Path):
             return given
@@ -130,7 +133,7 @@ class LlamaConfig(ModelConfig, json_schema_extra=_sizes_or_weights):
         return {**{key: value for key, value in found.items() if value is not None}, **given}
 
     def decided_by(self, key: str) -> str | None:
-        """Returns the `config.json` of `weights` for a key that it decides."""
+        """Returns the path of the `config.json` of `weights` if it decides `key`, else None."""
         file = None if self.weights is None else self.weights / CONFIG
         if file is None or not file.exists() or key not in read_config(file.parent).keys:
             return None
@@ -139,6 +142,7 @@ class LlamaConfig(ModelConfig, json_schema_extra=_sizes_or_weights):
     @field_validator("*")
     @classmethod
     def _agrees_with_weights(cls, value: Any, info: ValidationInfo) -> Any:
+        """Raises ValueError for a value that differs from what the `config.json` of `weights` says."""
         folder, key = info.data.get("weights"), info.field_name or ""
         if folder is None or not (folder / CONFIG).exists():
             return value
@@ -153,6 +157,7 @@ class LlamaConfig(ModelConfig, json_schema_extra=_sizes_or_weights):
     @field_validator("kv_heads")
     @classmethod
     def _kv_heads_divide_heads(cls, kv_heads: int, info: ValidationInfo) -> int:
+        """Raises ValueError unless `kv_heads` divides `heads`."""
         heads = info.data.get("heads")
         if heads is not None and heads % kv_heads:
             raise ValueError(f"heads / kv_heads = {heads} / {kv_heads} is not a whole number")
@@ -161,6 +166,7 @@ class LlamaConfig(ModelConfig, json_schema_extra=_sizes_or_weights):
     @field_validator("head_dim", mode="before")
     @classmethod
     def _head_dim_is_whole(cls, head_dim: Any, info: ValidationInfo) -> Any:
+        """Raises ValueError if the default, `hidden / heads`, is not a whole number."""
         hidden, heads = info.data.get("hidden"), info.data.get("heads")
         if isinstance(head_dim, float) and hidden is not None and heads and head_dim == hidden / heads:
             raise ValueError(f"hidden / heads = {hidden} / {heads} is not a whole number")
@@ -169,6 +175,7 @@ class LlamaConfig(ModelConfig, json_schema_extra=_sizes_or_weights):
     @field_validator("head_dim")
     @classmethod
     def _head_dim_is_even(cls, head_dim: int, info: ValidationInfo) -> int:
+        """Raises ValueError for an odd `head_dim`: rotary positions rotate pairs of channels."""
         if head_dim % 2:
             hidden, heads = info.data.get("hidden"), info.data.get("heads")
             origin = f" = hidden / heads = {hidden} / {heads}" if head_dim * (heads or 0) == hidden else ""

@@ -1,7 +1,7 @@
-"""Conversions and constructors with the results of plain PyTorch, whose parameters are not on meta.
+"""Replaces conversions and constructors, for parameters that are on meta, by what plain PyTorch would return.
 
-torch's C++ code, which is not recorded, checks a tensor's real device. In plain PyTorch `.cpu()` of a host parameter is
-that parameter, not a copy, and a write to it writes the parameter; `w.new_tensor([1.0])` has values.
+torch's C++ code, which is not recorded, checks a tensor's real device. In plain PyTorch `.cpu()` of a host parameter is that
+parameter, not a copy, and a write to it writes the parameter; `w.new_tensor([1.0])` has values.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _PARTS = (slice, type(...), type(None), Tensor, Sequence)  # a list with one of 
 
 
 class Conversions:
-    """Replaces torch functions for the tensors of a journal, with the results of plain PyTorch."""
+    """Replaces torch functions on the tensors of a journal, with the results of plain PyTorch."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
 
     def convert(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Does `tensor.to(...)` and the like; returns `tensor` itself if plain PyTorch would."""
+        """Runs `tensor.to(...)` and the like; returns `tensor` itself if plain PyTorch would."""
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         if all(self._shown(one) == one.device for one in given):
             return func(*args, **kwargs)
@@ -38,7 +38,7 @@ class Conversions:
         return self._to(args[0], **self._asked(func.__name__, args[0], list(args[1:]), dict(kwargs)))
 
     def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Does `torch.tensor(data, ...)`, `as_tensor` and `asarray`, also for data with tensors on meta."""
+        """Runs `torch.tensor(data, ...)`, `as_tensor` and `asarray`, also for data with tensors on meta."""
         kwargs = dict(kwargs)
         data = args[0] if args else kwargs.pop("obj" if func is torch.asarray else "data", _UNSAID)
         if isinstance(data, Tensor) and self._shown(data) != data.device:
@@ -59,7 +59,7 @@ class Conversions:
         return func(tree_map_only(Tensor, self._value, data), *args[1:], **kwargs)
 
     def new(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Does `tensor.new_tensor(data)` and `tensor.new(data)`: with the dtype and shown device of `tensor`."""
+        """Runs `tensor.new_tensor(data)` and `tensor.new(data)`, with the dtype and shown device of `tensor`."""
         kwargs, like, rest = dict(kwargs), args[0], args[1:]
         data = rest[0] if rest else kwargs.pop("data", _UNSAID)
         has_data = func.__name__ == "new_tensor" or (
@@ -81,6 +81,7 @@ class Conversions:
         return self._index_of_one_dim(given)
 
     def _index_of_one_dim(self, given: Any) -> Any:
+        """Returns a list or array as a host tensor, bool, uint8 or int64; any other index unchanged."""
         is_array = hasattr(given, "__array_interface__") and given.ndim > 0
         if isinstance(given, Tensor | str) or not (is_array or isinstance(given, Sequence)):
             return given
@@ -135,12 +136,14 @@ class Conversions:
         return tensor.to(place, dtype, non_blocking=non_blocking, copy=copy, memory_format=layout)
 
     def _value(self, tensor: Tensor) -> Tensor:
+        """Returns the tensor with values: a recorded copy if it is on meta for the run alone, else the tensor itself."""
         if self._shown(tensor) == tensor.device:
             return tensor
         with self.journal.lock, unwatched():
             return self.journal.realised(tensor.detach())
 
     def _shown(self, tensor: Tensor) -> torch.device:
+        """Returns the device on which plain PyTorch would have the tensor."""
         if not tensor.is_meta:
             return tensor.device
         with self.journal.lock, unwatched():

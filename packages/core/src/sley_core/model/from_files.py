@@ -1,7 +1,7 @@
-"""First values of `core.llama` from safetensors files: read when a rank needs them, one tensor at a time.
+"""First values of `core.llama` from safetensors files, read one tensor at a time when a rank needs them.
 
-`sley_core::read_` is an operation like `copy_`, so that a factory's record has it (`record`): what a constructor drew before is
-not drawn at all, and only the ranks that own a layer read its tensors.
+`sley_core::read_` is an operation like `copy_`, so that a factory's record contains it (`record`): what a constructor drew
+before is not drawn at all, and only the ranks that own a layer read its tensors.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def take_from_files(modules: Mapping[str, nn.Module], config: LlamaConfig) -> No
 
 
 def _check_tied(files: WeightFiles, config: LlamaConfig) -> None:
-    """Raises PlanError "model-weights" if files of a tied model have a head of their own that is not the embedding."""
+    """Raises PlanError "model-weights" if files of a tied model have a separate head that differs from the embedding."""
     if not config.tie_embeddings or hf.THEIR_HEAD not in files.stored:
         return
     embedding = dict(hf.names(config))["embed.tokens.weight"]

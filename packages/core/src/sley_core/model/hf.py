@@ -1,7 +1,7 @@
-"""The weights of `core.llama` under the names that Hugging Face's Llama, Qwen2 and Qwen3 give them, in and out.
+"""Maps the weights of `core.llama` to the names of Hugging Face's Llama, Qwen2 and Qwen3, and back.
 
-Only names differ: rotary pairs, head order and matrices are laid out alike. A tied head has no tensor of its own there,
-as in the files that `save_pretrained` writes. Imports no torch.
+Only names differ: rotary pairs, head order and matrices are laid out alike. A tied head has no tensor of its own there, as in
+the files that `save_pretrained` writes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ def _is_tied(name: str, config: LlamaConfig) -> bool:
 
 
 def check_names(state: Collection[str], known: Mapping[str, str], optional: set[str]) -> None:
-    """Raises RunError "weights-mismatch" if names of `known` are missing from `state` or it has others."""
+    """Raises RunError "weights-mismatch" if names of `known` are missing from `state`, apart from `optional`, or if it has
+    others.
+    """
     missing = [name for name in known if name not in state and name not in optional]
     unknown = [name for name in state if name not in known]
     if missing or unknown:

@@ -1,6 +1,6 @@
-"""Hugging Face's `config.json` of a Llama, Qwen2 or Qwen3, and the keys of `core.llama` that say the same. Imports no torch.
+"""Translates Hugging Face's `config.json` of a Llama, Qwen2 or Qwen3 into the keys of `core.llama`, and back. Imports no torch.
 
-What `core.llama` cannot compute is refused by its name, so that no model trains as another than it was.
+Refuses by name what `core.llama` cannot compute, so that no model is trained as a different one.
 """
 
 from __future__ import annotations
@@ -32,19 +32,23 @@ _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_posit
 
 @dataclass(frozen=True)
 class HFConfig:
-    """What a `config.json` says. keys: those of `core.llama`. names: of each, Hugging Face's. rest: all of it, as read."""
+    """Holds the content of a `config.json`. keys: those of `core.llama`. names: Hugging Face's name of each. rest: everything,
+    as read.
+    """
 
     keys: Mapping[str, Any]
     names: Mapping[str, str]
     rest: Mapping[str, Any] = field(repr=False)
 
     def said(self, key: str) -> Any:
-        """Returns what the file has where it decides `key`."""
+        """Returns the file's value that decides `key`."""
         return self.rest.get("model_type") if self.names[key] == "model_type" else self.keys[key]
 
 
 def read_config(folder: Path) -> HFConfig:
-    """Returns what the `config.json` in `folder` says. Raises ValueError if it cannot be read, or `core.llama` cannot be it."""
+    """Reads the `config.json` in `folder`. Raises ValueError if it cannot be read, or describes what `core.llama` cannot
+    compute.
+    """
     path = folder / CONFIG
     try:
         state = path.stat()
@@ -56,6 +60,7 @@ def read_config(folder: Path) -> HFConfig:
 
 @lru_cache(maxsize=8)
 def _read(path: Path, _changed: int, size: int) -> HFConfig:
+    """Reads and parses the file; cached by path, time of change (ns) and size (bytes). Raises ValueError."""
     if size > _MOST_BYTES:
         raise ValueError(f"`{path}` has more than {_MOST_BYTES >> 20} MB")
     try:
@@ -71,14 +76,16 @@ def _read(path: Path, _changed: int, size: int) -> HFConfig:
 
 
 def from_hf_config(given: Mapping[str, Any]) -> HFConfig:
-    """Returns the keys of `core.llama` for the content of a `config.json`. Raises ValueError for what cannot be kept."""
+    """Returns the keys of `core.llama` for the content of a `config.json`. Raises ValueError for what `core.llama` cannot
+    compute.
+    """
     kind = given.get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(f"model_type = {kind!r} is not one of {', '.join(ARCHITECTURES)}")
     _check_kept(given, str(kind))
     names = {**_SIZES, "tie_embeddings": "tie_word_embeddings", "norm_eps": "rms_norm_eps"}
     missing = [theirs for theirs in _SIZES.values() if given.get(theirs) is None]
-    # transformers' own defaults of these differ from one model to the next, and are not in the file
+    # transformers' defaults for these differ between models, and are not in the file
     needed = {"llama": (), "qwen2": ("num_key_value_heads",), "qwen3": ("num_key_value_heads", "head_dim")}
     missing += [name for name in needed[str(kind)] if given.get(name) is None]
     if missing:
@@ -93,7 +100,9 @@ def from_hf_config(given: Mapping[str, Any]) -> HFConfig:
     names |= {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "qkv_bias": "model_type"}
     names |= {"qk_norm": "model_type", "rope_theta": "rope_theta", "rope_scaling": "rope_scaling"}
     if 0 < (std := given.get("initializer_range") or 0) <= 1:
-        keys["init_std"] = std  # for `show` alone: nothing is drawn, and no name, since nothing has to agree
+        keys["init_std"] = (
+            std  # shown only, since nothing is drawn; not in `names`, since the plan need not agree with it
+        )
     return HFConfig(keys, names, given)
 
 
@@ -144,7 +153,7 @@ def _rope(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
 
 
 def model_type(config: LlamaConfig) -> str:
-    """Returns "llama", "qwen2" or "qwen3". Raises ValueError for options that none of them has together."""
+    """Returns "llama", "qwen2" or "qwen3". Raises ValueError for a combination of options that none of them has."""
     if config.qkv_bias and config.qk_norm:
         raise ValueError(
             "no model of transformers has both biases (`qkv_bias`) and norms (`qk_norm`) of queries and keys"
@@ -153,7 +162,8 @@ def model_type(config: LlamaConfig) -> str:
 
 
 def to_hf_config(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
-    """Returns the `config.json` of `config`, in a form that transformers 4 and 5 both read. Raises ValueError as `model_type`.
+    """Returns the content of a `config.json` for `config`, in a form that transformers 4 and 5 both read. Raises ValueError as
+    `model_type`.
 
     The caller adds what only the run knows: the dtype, the longest sequence, ids of special tokens.
     """

@@ -1,4 +1,4 @@
-"""Gives layers tensors without values, for a fake world whose tensors have shapes and types alone."""
+"""Gives layers tensors without values, for a fake world whose tensors have only shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def imagine(layers: Iterable[Layer], *, dtype: torch.dtype, device: torch.device) -> None:
-    """Replaces the parameters of `layers`, on meta, and their buffers by new tensors on `device`, of the types that
-    `materialize` gives them; what is shared stays shared. Called where new tensors have no values.
+    """Replaces the parameters of `layers`, on meta, and their buffers by new tensors on `device`, of the dtypes that
+    `materialize` gives them; shared tensors stay shared. Called in a fake world, where new tensors have no values.
 
     Of other tensors that layers hold, those on meta move to `device` in place.
     """
-    # The old ones too, so that their ids are not taken again.
+    # By id of the old tensor, which is kept too, so that its id is not reused.
     parameters: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     buffers: dict[int, tuple[Tensor, Tensor]] = {}
     for layer in layers:

@@ -1,8 +1,8 @@
-"""Records for every tensor that a factory touches to which memory it belongs, and what was written there.
+"""Records, for every tensor that a factory touches, which memory it uses, and what was written there.
 
-A meta parameter and the real tensor that it was made from are one `Cell`: a write to either counts as a write to both,
-as in plain PyTorch. Real memory is brought up to date when it is read. Memory that unseen code may write to, because it
-made it (numpy, a file) or was given it (`.numpy()`), is compared again whenever it is used.
+A meta parameter and the real tensor from which it was made are one `Cell`: a write to either counts as a write to both, as in
+plain PyTorch. Real memory is brought up to date when it is read. Memory that unseen code may write to, because it made it
+(numpy, a file) or was given it (`.numpy()`), is compared again whenever it is used.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ HOST = torch.device("cpu")
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Inside the context, operations run unrecorded, whatever torch modes are on."""
+    """Returns a context manager in which operations run unrecorded, whatever torch modes are on."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 
 
 class Journal:
-    """The cells of all tensors that were seen, by the address of their storage.
+    """Holds the cells of all tensors that were seen, by the address of their storage.
 
-    lock: hold it for a lookup and the note that depends on it; threads of the factory work at the same time.
-    is_closed: the factory has returned, and nothing is recorded any more.
+    lock: hold it for a lookup and the record that depends on it; threads of the factory run at the same time. is_closed: the
+    factory has returned, and nothing is recorded any more.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Journal:
             self._keeper.close()
 
     def cell(self, tensor: Tensor) -> Cell:
-        """Returns the cell of a tensor's memory; memory seen for the first time is taken as given from outside."""
+        """Returns the cell of a tensor's memory; memory seen for the first time is recorded as given from outside."""
         storage = tensor.untyped_storage()
         cell = self._cells.get(storage._cdata)
         if cell is None:
@@ -82,7 +82,7 @@ class Journal:
         return Ref.of(tensor, self.cell(tensor))
 
     def twin(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor on meta that is the same memory for this journal; a meta tensor is returned itself."""
+        """Returns a tensor on meta that stands for the same memory in this journal; a meta tensor is returned itself."""
         if tensor.is_meta:
             return tensor
         self.look(tensor, writes=False)
@@ -93,7 +93,7 @@ class Journal:
         return Ref.of(tensor, cell).over(cell.twin)
 
     def realised(self, tensor: Tensor) -> Tensor:
-        """Returns a copy of a meta tensor's current values, recorded as its clone."""
+        """Returns a copy of a meta tensor with its current values, recorded as its clone."""
         ref = self.ref(tensor)
         value = self._keeper.value(ref)
         made = self.made(value)
@@ -134,7 +134,7 @@ class Journal:
 
     def refresh(self, tensor: Tensor) -> None:
         """Copies into the real memory what was written to it on meta, if anything."""
-        with torch._C.DisableTorchFunction():  # lazy ones, which have a type of their own, refuse to be asked
+        with torch._C.DisableTorchFunction():  # lazy tensors are a subclass that refuses these calls
             cell, storage = self.cell(tensor), tensor.untyped_storage()
         if not cell.is_stale:
             return
@@ -181,7 +181,7 @@ class Journal:
                 cell.is_stale = True
 
     def settle(self, tensor: Tensor) -> None:
-        """Compares the real memory behind a meta tensor a last time, if it is watched, and lets go of it."""
+        """Compares the real memory behind a meta tensor a last time, if it is watched, and drops the reference to it."""
         cell = self.cell(tensor)
         if cell.held is not None:
             self.look(bytes_of(cell.held), writes=False)
@@ -197,7 +197,7 @@ class Journal:
         return cell
 
     def _know(self, cell: Cell, storage: torch.UntypedStorage) -> None:
-        """Maps a storage's address to `cell`, and now and then drops the cells of which all memory is freed."""
+        """Maps a storage's address to `cell`; from time to time drops the cells whose memory is all freed."""
         cell.keys.append(_weak(storage))
         self._cells[storage._cdata] = cell
         if len(self._cells) > self._sweep_at:

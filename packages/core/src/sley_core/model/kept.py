@@ -1,4 +1,4 @@
-"""Keeps values that a factory has read while it runs, so that reading again does not replay everything before.
+"""Caches values that a factory reads while it runs, so that the next read does not replay all steps before it.
 
 Without it, `for i in range(1000): weight[i].mul_(x); weight.norm().item()` would run 1000 * 1000 / 2 steps.
 """
@@ -14,12 +14,12 @@ from sley_core.model.memory import ReplayMemory
 from sley_core.model.steps import Blank, Cell, Given, Ref, Step, needed
 
 KEPT_BYTES = 2**25
-"""What is kept at most, besides the largest of it, which a replay needs at once anyway."""
+"""The most bytes that are kept, apart from the largest value, which a replay needs anyway."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Kept(Step):
-    """The value of a cell at the end of a replay, which replaces all its earlier steps."""
+    """Holds the value of a cell at the end of a replay, which replaces all its earlier steps."""
 
     cell: Cell
     storage: torch.UntypedStorage
@@ -38,7 +38,7 @@ class Keeper:
 
     @torch.no_grad()
     def value(self, ref: Ref) -> Tensor:
-        """Returns the current value of `ref`, as `replay([ref])`, from kept values where possible."""
+        """Returns the current value of `ref` as `replay([ref])` does, from kept values where possible."""
         steps = needed([ref], from_kept=True)
         memory = ReplayMemory()
         for step in sorted(steps, key=lambda step: step.number):

@@ -1,8 +1,8 @@
-"""What of a module decides its shapes and its cost: equal for those of one class, with parameters of the same shapes and the
-same settings.
+"""Compares modules by what determines their shapes and cost: equal for modules of one class, with parameters of the same shapes
+and the same settings.
 
-Whatever of a module is not known to be plain (a number, a text, a tensor's shape) makes it differ from all others: it is
-counted for itself, which takes longer and is never wrong.
+An attribute that is not known to be plain (a number, a text, a tensor's shape) makes its module differ from all others: it is
+then counted on its own, which takes longer and is never wrong.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 PLAIN = (str, int, float, bool, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)
 OWN = frozenset(vars(nn.Module()))
-"""Attributes that every module has; hooks and modes of them are looked at apart."""
+"""Attributes that every module has; of these, hooks and the training mode are compared separately."""
 
 
 def kind_of(module: nn.Module, place: str) -> Any:
-    """Returns what the module is, as plain values whose text says all about it.
+    """Returns what determines the module's cost, as nested plain values; equal `repr`s mean equal modules.
 
-    place: its name in the model, which stands for what is not plain.
+    place: its name in the model, used for what is not plain, so that it differs from other modules.
     """
     own = [
         (name, plain(value, f"{place}.{name}"))
@@ -40,12 +40,12 @@ def kind_of(module: nn.Module, place: str) -> Any:
     inner = [(name, one and kind_of(one, f"{place}.{name}")) for name, one in module._modules.items()]
     made = (
         place if "<" in type(module).__qualname__ else ""
-    )  # a class of a function's own has what the function was given
+    )  # a class defined in a function may depend on the function's arguments
     return type(module).__module__, type(module).__qualname__, made, own, tensors, hooks, inner
 
 
 def plain(value: Any, place: str) -> Any:
-    """Returns the value as something whose text says all about it; else its place, which no other layer has."""
+    """Returns `value` as nested plain values whose `repr` determines it; else its place, which no other layer has."""
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, Tensor):
@@ -59,7 +59,7 @@ def plain(value: Any, place: str) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return type(value).__qualname__, plain(asdict(value), place)
     name = getattr(value, "__qualname__", "<")
-    # A function of a module, or a class: what is made within another function, or bound to an object, has more than its name.
+    # A module-level function or a class; one defined in a function, or bound to an object, is not determined by its name.
     if callable(value) and "<" not in name and not hasattr(value, "__self__"):
         return getattr(value, "__module__", ""), name
     return place

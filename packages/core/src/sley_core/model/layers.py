@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sley_core.model.steps import Ref
 
 InitWeights: TypeAlias = Callable[[nn.Module, str], None]
-"""`init_weights(module, name)` gives `module`, and nothing outside it, its first values."""
+"""`init_weights(module, name)` sets the first values of `module`, and of nothing outside it."""
 
 Layers: TypeAlias = "nn.Sequential | Mapping[str, nn.Module] | Iterable[nn.Module | tuple[str, nn.Module]]"
 
@@ -35,10 +35,10 @@ MODEL: KeyPath = ("model",)
 
 @dataclass(frozen=True, eq=False)
 class Leftover:
-    """A tensor on meta that a layer holds at `where` other than as a parameter or buffer, for instance as a plain
+    """Names a tensor on meta that a layer holds at `where` other than as a parameter or buffer, for instance as a plain
     attribute.
 
-    ref: what the factory wrote to it; None for a tensor with a `grad_fn`, computed from parameters: no replay makes it
+    ref: what the factory wrote to it; None for a tensor with a `grad_fn`, computed from parameters, which a replay cannot make
     again.
     """
 
@@ -49,11 +49,10 @@ class Leftover:
 
 @dataclass(eq=False)
 class Layer:
-    """One named layer of the model. A communicator or `torch.compile` may replace `module`; `name` never changes.
+    """Holds one named layer of the model. A communicator or `torch.compile` may replace `module`; `name` never changes.
 
-    fields: the batch fields that the module is called with, set by `with_fields`. written: until the parameters are
-    materialized, what the factory gave them, by id of the meta parameter. held: other tensors on meta that the layer
-    holds.
+    fields: the batch fields with which the module is called, set by `with_fields`. written: until the parameters are
+    materialized, what the factory wrote to them, by id of the meta parameter. held: other tensors on meta that the layer holds.
     """
 
     name: str
@@ -64,14 +63,13 @@ class Layer:
 
 
 class Model:
-    """The layers of a model in order, with the initialiser and the buffer rules that a factory may add.
+    """Holds the layers of a model in order, with the initialiser and the buffer rules that a factory may add.
 
     layers: modules, (name, module) pairs, an `nn.Sequential` or a mapping; an unnamed layer is named by its index.
-    init_weights: called with every module; its values win. Without it a parameter keeps what the factory wrote, and a
-    module's own `reset_parameters` fills the parameters to which the factory wrote nothing.
-    per_rank_buffers: patterns (`"*.running_mean"`) of buffers that training may write, which then differ from rank to
-    rank. All other buffers must stay as they were built.
-    Raises PlanError "model-factory".
+    init_weights: called with every module; its values win. Without it a parameter keeps what the factory wrote, and a module's
+    own `reset_parameters` fills the parameters to which the factory wrote nothing. per_rank_buffers: patterns
+    (`"*.running_mean"`) of buffers that training may write, which then differ from rank to rank. All other buffers must stay as
+    they were built. Raises PlanError "model-factory".
     """
 
     def __init__(
@@ -118,7 +116,7 @@ def _named(layers: Any) -> Iterator[Layer]:
 def _items(layers: Any) -> Iterable[Any]:
     """Returns the modules or (name, module) pairs of any container that a factory may return."""
     if isinstance(layers, nn.Sequential | nn.ModuleList | nn.ModuleDict):
-        # named_children would leave out the second of two equal modules without a word
+        # named_children would silently leave out the second occurrence of a module
         named = layers.named_modules(remove_duplicate=False)
         return [(name, module) for name, module in named if name and "." not in name]
     if isinstance(layers, Mapping):
@@ -129,7 +127,9 @@ def _items(layers: Any) -> Iterable[Any]:
 
 
 def _check_unique(layers: Sequence[Layer]) -> None:
-    """Raises PlanError "model-factory" for no layers, one module as two layers, and repeated layer or parameter names."""
+    """Raises PlanError "model-factory" if there are no layers, if one module is two layers, or if a layer or parameter name is
+    repeated.
+    """
     if not layers:
         raise _unusable("the model's factory returned no layers")
     modules: dict[int, str] = {}
@@ -169,12 +169,10 @@ def _unusable(message: str) -> PlanError:
 
 
 def with_fields(model: Model, data: DataInfo) -> Model:
-    """Sets the batch fields that each layer is called with, from the signature of its `forward`; returns the same
-    model.
+    """Sets the batch fields with which each layer is called, from the signature of its `forward`; returns the same model.
 
     A parameter without a default must be a field of the data; one with a default is passed if the data has that field;
-    `**kwargs` takes every field. No layer is called. Raises one PlanError with a "model-field" diagnostic for each
-    mismatch.
+    `**kwargs` takes every field. No layer is called. Raises one PlanError with a "model-field" diagnostic for each mismatch.
     """
     problems: list[Diagnostic] = []
     for at, layer in enumerate(model.layers):
@@ -190,7 +188,7 @@ def _fields(layer: Layer, is_first: bool, data: DataInfo, problems: list[Diagnos
     The first parameter of every layer but the first is the previous layer's output, not a field.
     """
     try:
-        # what torch.compile wraps takes anything, and hands it on
+        # torch.compile's wrapper takes any arguments; the wrapped module has the signature
         module = getattr(layer.module, "_orig_mod", layer.module)
         parameters = list(inspect.signature(module.forward).parameters.values())
     except (TypeError, ValueError):

@@ -66,9 +66,9 @@ def _vocab_size(config: LlamaConfig, data: DataInfo) -> int:
 
 
 class _Normal:
-    """First weights: normal, with smaller projections into the residual stream (GPT-2, Radford et al. 2019, 2.3).
+    """Initialises weights: normal, with smaller projections into the residual stream (GPT-2, Radford et al. 2019, 2.3).
 
-    Each block adds two of them to the stream; at std / sqrt(2 x blocks) its variance does not grow with the depth.
+    Each block adds two projections to the stream; at std / sqrt(2 x blocks) its variance does not grow with the depth.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -114,7 +114,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm and the scores of every token id: [b, s, hidden] -> [b, s, v]."""
+    """Applies the last norm and computes the score of every token id: [b, s, hidden] -> [b, s, v]."""
 
     def __init__(self, config: LlamaConfig, vocab_size: int) -> None:
         super().__init__()

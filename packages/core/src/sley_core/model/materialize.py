@@ -1,19 +1,18 @@
 """Gives the parameters of the layers that a rank owns their first values, which are the same in every layout.
 
-A parameter's first value is the last thing that the model's factory wrote to it: by constructors, `nn.init`,
-`load_state_dict` or from files. It was recorded when the model was built (`record`) and is replayed here, one layer
-after another, on the host in the dtype that the factory gave it, then cut, cast and moved. So the values do not depend
-on the device or on which layers this rank owns, and no rank holds the full model.
+A parameter's first value is the last thing that the model's factory wrote to it: by constructors, `nn.init`, `load_state_dict`
+or from files. It was recorded when the model was built (`record`) and is replayed here, one layer after another, on the host in
+the dtype that the factory gave it, then cut, cast and moved. So the values do not depend on the device or on which layers this
+rank owns, and no rank holds the full model.
 
-Two things follow, module by module from the innermost outwards, under a seed made of the run's seed and the module's
-name:
+Two things follow, module by module from the innermost outwards, under a seed derived from the run's seed and the module's name:
 
 1. a module with a parameter without a value (`torch.empty`, `torch.device("meta")`), its own or a submodule's, runs its
 `reset_parameters()` (or `_reset_parameters()`, as torch's attention calls it), which changes only such parameters;
 2. the model's `init_weights(module, name)`, if there is one, is called for every module; its values win.
 
-A parameter that is NaN or without a value after that is an error that names it. A parameter that several modules hold
-(a tie) has the values of the first of them; a submodule that several layers hold belongs to the first of them.
+A parameter that is NaN or has no value after that is an error that names it. A parameter that several modules hold (a tie) has
+the values of the first of them; a submodule that several layers hold belongs to the first of them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _Moved: TypeAlias = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class _Slot:
-    """A module attribute that holds a parameter, and the meta parameter that was built there."""
+    """Names a module attribute that holds a parameter, and the meta parameter that was built there."""
 
     module: nn.Module
     attribute: str
@@ -57,15 +56,14 @@ def materialize(
 ) -> None:
     """Makes every parameter of the owned layers real: `dtype`, on `device`, initialised, cut, and tied as it was built.
 
-    layers: all layers of the model, as `build_on_meta` gave them, owned or not, since any of them may share a
-    parameter.
-    owned: names of the layers to materialize, None for all; the others stay on meta.
-    cut: by id of a meta parameter, a function from its full value on the host to the shard that this rank keeps.
-    Replaces parameters in the modules in place and frees what was recorded for all layers; does not communicate.
-    Buffers of owned layers are moved to `device`; a floating-point buffer is widened to `dtype` but never narrowed. A
-    rank that does not own the first holder of a tied parameter initialises that layer too, for a moment, and discards
-    it.
-    Raises PlanError "model-init" with the name of a parameter that nothing initialises.
+    layers: all layers of the model, as `build_on_meta` made them, owned or not, since any of them may share a parameter. owned:
+    names of the layers to materialize, None for all; the others stay on meta. cut: by id of a meta parameter, a function from
+    its full value on the host to the shard that this rank keeps.
+
+    Replaces parameters in the modules in place and frees what was recorded for all layers; does not communicate. Buffers of
+    owned layers are moved to `device`; a floating-point buffer is widened to `dtype` but never narrowed. A rank that does not
+    own the first holder of a tied parameter initialises that layer too, temporarily. Raises PlanError "model-init" with the
+    name of a parameter that nothing initialises.
     """
     owned = {layer.name for layer in layers} if owned is None else set(owned)
     drawing = _Drawing(layers, seed, init_weights)
@@ -110,7 +108,7 @@ class _Drawing:
             for slot in self.slots[layer.name]:
                 self._belongs(slot.meta, layer.name, matters=True)
             for module in layer.module.modules():
-                # what a method may write besides parameters, which count for themselves
+                # an initialiser may also write buffers, so a shared module with buffers matters too
                 writable = _reset(module) is not None or init_weights is not None
                 self._belongs(module, layer.name, matters=writable and any(True for _ in module.buffers(recurse=False)))
         self.blank: set[int] = set()  # ids of the layer's parameters without a value
@@ -127,7 +125,9 @@ class _Drawing:
         return any(sharer in owned or self.is_needed_by(sharer, owned) for sharer in self.sharers[name])
 
     def draw(self, layer: Layer) -> dict[int, Tensor]:
-        """Returns the full host values of the layer's parameters by id of the meta parameter; its slots then hold real ones."""
+        """Computes the first values of one layer; returns the full host values by id of the meta parameter. Its slots then hold
+        real ones.
+        """
         slots = self.slots[layer.name]
         own: dict[int, nn.Parameter] = {}
         self.blank.clear()
@@ -146,7 +146,7 @@ class _Drawing:
             key = id(slot.meta)
             if self.home[key] == layer.name:
                 values[key] = own[key].data
-                # What nothing wrote is still NaN, and would be trained as such.
+                # A value that nothing wrote is still NaN.
                 _check_written(slot, values[key], is_blank=id(own[key]) in self.blank)
             else:
                 values[key] = self.shared[key]  # a tie has the value of the first layer that holds it

@@ -1,4 +1,4 @@
-"""The memory that a replay has written so far, by cell."""
+"""Memory of a replay: what its steps have written so far, by cell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ReplayMemory:
-    """The memory that a replay has written so far, by cell. Shared memory is never written, but copied first."""
+    """Holds the memory that a replay has written so far, by cell. Shared memory is copied before it is written."""
 
     def __init__(self) -> None:
         self._storages: dict[Cell, torch.UntypedStorage] = {}
@@ -51,7 +51,9 @@ class ReplayMemory:
         """
         storage = tensor.untyped_storage()
         as_before = (tensor.storage_offset(), tensor.stride()) == (ref.offset, ref.stride)
-        if tuple(tensor.shape) != ref.size:  # another kernel's (empty statistics of an evaluation): nothing to read
+        if (
+            tuple(tensor.shape) != ref.size
+        ):  # another kernel's result (empty statistics in evaluation) that nobody reads
             blank(self.allocate(ref.cell), ref.dtype)
         elif as_before and tensor.dtype == ref.dtype and storage.nbytes() == ref.cell.nbytes:
             self._storages[ref.cell] = storage
@@ -68,7 +70,7 @@ class ReplayMemory:
         return ref.over(storage)
 
     def value(self, ref: Ref) -> Tensor:
-        """Returns the tensor in memory that nothing else uses, copied if necessary."""
+        """Returns the values of `ref` in memory that nothing else uses, copied if necessary."""
         found = self.view(ref)
         if not ref.is_plain:
             return found.resolve_conj().resolve_neg()  # a copy

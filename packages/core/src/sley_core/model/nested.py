@@ -1,7 +1,6 @@
-"""Looks through arguments and results of operations as the dispatcher passes them: in tuples, lists and dictionaries alone.
+"""Iterates over arguments and results of operations as the dispatcher passes them: nested tuples, lists and dicts only.
 
-torch's pytree knows every container that somebody registered, and takes a third of the time in which a small model is made
-without memory.
+torch's pytree supports every registered container, and would take a third of the time of building a small model on meta.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Any
 
 
 def leaves(nested: Any) -> Iterator[Any]:
-    """Yields what is not a tuple, list or dictionary, in order."""
+    """Yields the values that are not tuples, lists or dicts, in order."""
     kind = type(nested)
     if kind is tuple or kind is list:
         for one in nested:
@@ -24,7 +23,9 @@ def leaves(nested: Any) -> Iterator[Any]:
 
 
 def map_only(wanted: type, change: Callable[[Any], Any], nested: Any) -> Any:
-    """Returns a copy of the containers in which `change` was called on each `wanted`; everything else is the same object."""
+    """Returns a copy of the nested containers in which each value of type `wanted` is replaced by `change(value)`; other values
+    are the same objects.
+    """
     kind = type(nested)
     if kind is tuple or kind is list:
         return kind([map_only(wanted, change, one) for one in nested])

@@ -1,9 +1,9 @@
-"""Replaces a module's forward for a while.
+"""Replaces a module's forward temporarily.
 
     module(x) ──> the latest patch ──> ... ──> the first patch ──> the module's own forward
 
-Several runs may patch one module and close in any order; so a patch can be undone whether or not another lies over it,
-and leaves no trace.
+Several runs may patch one module and close in any order, so a patch can be undone whether or not another was made after it, and
+leaves no trace.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import nn
 class ForwardPatch:
     """Makes `module(...)` call `forward`, from its construction until `undo`.
 
-    The latest patch of a module is called; `module.forward`, read before patching, is what lies below it and may be
-    called from it. Patches are undone in any order, and after the last the module's `__dict__` is what it was before
-    the first. A forward that a program has assigned over a patch stays, and then finds below it the module without the
-    patch. A copy or pickle of the module has the forward of the module without patches.
+    The latest patch of a module is called; the forward below it is `module.forward` as read before patching, and may be called
+    from the patch. Patches are undone in any order, and after the last the module's `__dict__` is what it was before the first.
+    A forward that a program has assigned over a patch stays, and then has the module without the patch below it. A copy or
+    pickle of the module has the forward of the module without patches.
     """
 
     __slots__ = ("_below", "_forward", "module")
@@ -44,10 +44,10 @@ class ForwardPatch:
         return own
 
     def undo(self) -> None:
-        """Removes the patch, also from below others; does nothing the second time."""
+        """Removes the patch, also from below later ones; does nothing the second time."""
         if self._forward is None:
             return
-        self._forward = None  # code that kept the patch object and calls it reaches what lies below
+        self._forward = None  # code that kept a reference to the patch now calls the forward below it
         held = vars(self.module)
         above = held.get("forward")
         if above is not self:

@@ -1,13 +1,13 @@
-"""Which tensors are torch's own, with nothing around them."""
+"""Tells which tensors are plain torch tensors, not of a subclass."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 PLAIN: set[type] = {Tensor}
-"""While bytes are estimated, tensors without values too: they stand for plain ones."""
+"""The types of plain tensors. While bytes are estimated it includes fake tensors, which stand for plain ones."""
 
 
 def is_plain(tensor: object) -> bool:
-    """Returns whether `tensor` is a plain tensor: no parameter, and of no subclass that does something of its own."""
+    """Returns whether `tensor` is a plain tensor: neither a parameter nor of a subclass with behaviour of its own."""
     return type(tensor) in PLAIN

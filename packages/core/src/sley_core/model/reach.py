@@ -1,8 +1,7 @@
-"""Finds the tensors that a layer holds besides its parameters and buffers: in attributes, lists, functions, classes,
-hooks.
+"""Finds the tensors that a layer holds besides its parameters and buffers: in attributes, lists, functions, classes, hooks.
 
-A run replaces the parameters that a module registered. No module lists the other places that hold them, or tensors made
-from them, so these are searched, and named by the attribute through which they were found.
+A run replaces the parameters that a module registered. No module lists the other places that hold them, or tensors made from
+them, so these are searched, and named by the attribute through which they were found.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from sley_core.model.layers import Layer
 
 MOST = 100_000
-"""How many objects are looked at behind one attribute: a tokenizer or a data set that hangs there has no end."""
+"""How many objects are searched behind one attribute; the limit is for attributes such as a tokenizer or a dataset."""
 
 _REGISTERED = {"_parameters", "_buffers", "_modules"}
 _ENDS: tuple[type, ...] = (str, bytes, int, float, complex, type, ModuleType, BuiltinFunctionType, CodeType, FrameType)
@@ -29,7 +28,9 @@ _EMPTY = (dict, OrderedDict)
 
 
 class HeldTensor(NamedTuple):
-    """where: the attribute through which it was found. in_module: as a parameter of a module of no layer."""
+    """Holds a tensor that was found. where: the attribute through which it was found. in_module: whether it is a parameter of a
+    module that belongs to no layer.
+    """
 
     where: str
     tensor: Tensor
@@ -41,7 +42,7 @@ def held_tensors(layer: Layer, registered: set[int]) -> Iterator[HeldTensor]:
     seen: set[int] = set()
     for where, root in _roots(layer):
         if issubclass(type(root), _ENDS) or (type(root) in _EMPTY and not root):
-            continue  # as most are: flags, names, and dictionaries of hooks of which there are none
+            continue  # fast path for most attributes: flags, names, and empty dicts of hooks
         for tensor, in_module in _behind(root, seen, registered):
             yield HeldTensor(where, tensor, in_module)
 
@@ -62,7 +63,7 @@ def _roots(layer: Layer) -> Iterator[tuple[str, Any]]:
         if not _is_torchs(kind):
             for name, value in list(vars(kind).items()):
                 if name == "__init__":
-                    continue  # what it knows, such as a register that it writes itself into, no forward needs
+                    continue  # its globals, such as a registry of instances, are not needed by any forward
                 yield f"{kind.__name__}.{name}", value
 
 

@@ -1,8 +1,8 @@
-"""Records what a factory writes to parameters without memory, so that it can be replayed later where a rank needs it.
+"""Records what a factory writes to parameters without memory, so that it can be replayed later on the rank that needs it.
 
-Inside `Recorder`, operations on real tensors run as usual and are recorded as the origin of their results. Operations
-on meta tensors are recorded, and only their shapes are computed. If code needs actual numbers (`.item()`, a mask as an
-index), they are computed for it.
+Inside `Recorder`, operations on real tensors run as usual and are recorded as the origin of their results. Operations on meta
+tensors are recorded, and only their shapes are computed. If code needs actual numbers (`.item()`, a mask as an index), they are
+computed for it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WRITES_UNSAID = {
     "batch_norm_gather_stats": ("running_mean", "running_var"),
     "batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
 }
-"""What operations write to though their schemas do not say so, unless an argument says that they are not training."""
+"""Arguments that operations write although their schemas do not say so; not if they are called with `training=False`."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Returns no: nothing compiled runs under it, and to be skipped it would import torch's compiler (`uncompiled.py`)."""
+        """Returns False: nothing compiled runs in this mode, and True would import torch's compiler (`uncompiled.py`)."""
         return False
 
     def __torch_dispatch__(
@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Operation:
-    """One operation with the arguments that the dispatcher gives it."""
+    """Runs and records one operation, with the arguments that the dispatcher passes."""
 
     def __init__(self, journal: Journal, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Collects the tensors that the operation reads and writes, and whether it draws random numbers."""
@@ -93,7 +93,7 @@ class _Operation:
         if all(tensor.is_meta for tensor in self.written):
             try:
                 return self._run_on_meta()
-            except Exception:  # it needs numbers; if that is not why, it will raise the same on real ones
+            except Exception:  # it probably needs values; any other error will be raised again on real tensors
                 pass
         return self._run_with_values()
 
@@ -130,7 +130,7 @@ class _Operation:
             kwargs["device"] = META
         kwargs.pop("generator", None)
         if self.is_random and self.name.endswith("_") and len(self.inputs) == 1:
-            # `normal_` and the like, which torch does on meta in Python, with its compiler around: one element tells mistakes.
+            # `normal_` and the like: on meta torch runs them in Python, with its compiler. One element checks the arguments.
             self.func(torch.empty(1, dtype=args[0].dtype), *args[1:], **kwargs, generator=torch.Generator())
             found = args[0]
         else:
@@ -187,7 +187,7 @@ class _Operation:
                     ref.cell.steps.append(Blank(cell=ref.cell, dtype=ref.dtype, overwrites=[ref.cell]))
             return
         if self.is_random and any(tensor.device.type not in ("cpu", "meta") for tensor in outputs):
-            for tensor in outputs:  # a device's generator is not ours to put back
+            for tensor in outputs:  # the state of a device's generator is not recorded, so the values are kept
                 journal.take_as_it_is(tensor)
             return
         args, kwargs = refs

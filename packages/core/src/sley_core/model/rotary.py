@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021) in Hugging Face's pairing, with the frequencies of Llama 3's longer contexts."""
+"""Rotary positions (Su et al. 2021) in Hugging Face's pairing, optionally with Llama 3's frequencies for longer contexts."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Rotary(nn.Module):
 
 
 def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Returns the frequencies of Llama 3.1: slow ones divided by `factor`, fast ones as they are, those between in part.
+    """Returns the frequencies of Llama 3.1: slow ones divided by `factor`, fast ones unchanged, those between interpolated.
 
-    Slow and fast is told by how often a channel turns within the context that the model was first trained on.
+    Slow and fast refers to how often a channel turns within the context on which the model was first trained.
     """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

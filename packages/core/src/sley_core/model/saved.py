@@ -1,7 +1,7 @@
-"""Pickling, saving to files and copying inside a factory: tensors on meta are given their values for it.
+"""Gives tensors on meta their values when a factory pickles, saves or copies them.
 
-torch's `__reduce_ex__` hands out a tensor's memory as it is. A meta tensor has none: the file would have no numbers, or
-the process would crash.
+torch's `__reduce_ex__` hands out a tensor's memory as it is. A meta tensor has none: the file would have no numbers, or the
+process would crash.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _READ_BY_ADDRESS = {("safetensors.torch", "_to_ndarray"), ("safetensors.torch", 
 
 @contextmanager
 def saved_with_values(journal: Journal) -> Iterator[None]:
-    """Inside the context, a tensor on meta is pickled with its values at that time, and `copy.copy` shares its memory.
+    """Returns a context manager in which a tensor on meta is pickled with its present values, and `copy.copy` shares its
+    memory.
 
     Patches `torch.Tensor` for the whole process until the context ends.
     """
@@ -79,7 +80,9 @@ def deep_copied(journal: Journal, tensor: Tensor, memo: dict[Any, Any]) -> Tenso
 
 
 def reads_by_address() -> bool:
-    """Returns whether a caller reads memory at the address that `data_ptr` gives it, as safetensors does to write a file."""
+    """Returns whether one of the callers reads memory through the address from `data_ptr`, as safetensors does to write a
+    file.
+    """
     frame: Any = sys._getframe(1)
     for _ in range(8):
         if frame is None:

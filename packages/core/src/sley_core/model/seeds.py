@@ -1,4 +1,4 @@
-"""Seeds for everything random in a run: each use has a name, and equal names give equal seeds in every process."""
+"""Derives seeds for everything random in a run: each use has a name, and equal names give equal seeds in every process."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from hashlib import sha256
 
 
 def derive(seed: int, *parts: int | str) -> int:
-    """Returns a seed in [0, 2**63) from `seed` and every part, its type and its position; the same in every version.
+    """Returns a seed in [0, 2**63) that depends on `seed` and on every part, its type and position; the same in every version.
 
-    SHA-256 of the parts, each with its type and length, so that ("ab", "c") and ("a", "bc"), and 1 and "1", differ.
-    Python's own `hash` is salted per process.
+    SHA-256 of the parts, each with its type and length, so that ("ab", "c") and ("a", "bc"), and 1 and "1", differ. Python's
+    own `hash` is salted per process.
     """
     digest = sha256()
     for part in (seed, *parts):

@@ -1,14 +1,14 @@
-"""How memory came to hold what it holds, so that it can be written again later: layer by layer, on the rank that needs it.
+"""Records how memory got its content, so that it can be written again later, layer by layer, on the rank that needs it.
 
-A `Cell` is one piece of memory (a storage). Its steps are the operations that wrote to it, and each step knows which cells
-it read, so the value of a cell is a graph of steps that ends at what came from outside (a file, numpy), at numbers that are
-drawn again under the seed or the generator's state of the first time, and at constants.
+A `Cell` is one piece of memory (a storage). Its steps are the operations that wrote to it, and each step knows which cells it
+read. So the value of a cell is a graph of steps; its leaves are data from outside (a file, numpy), random numbers that are
+drawn again with the recorded seed or generator state, and constants.
 
     weight ── copy_ ── mul ──┬── given (a view of a file, by reference)
                              └── full(0.5)
 
 `replay` runs the steps that a value needs, in the order in which they were recorded, on memory of its own. A step that
-overwrites a cell as a whole ends the search: what a constructor drew and a checkpoint replaced is not drawn at all.
+overwrites a whole cell ends the search: what a constructor drew and a checkpoint replaced is not drawn at all.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from sley_core.model.storage import SMALL_BYTES, blank, bytes_of, looks
 
 
 class ChangedError(Exception):
-    """Memory that the factory gave by reference was written by unseen code (numpy, another thread) after it was read."""
+    """Raised if memory that the factory gave by reference was written by unseen code (numpy, a thread) after it was read."""
 
 
 class UnseenError(Exception):
-    """Numbers are needed of a tensor that was made on meta while nothing was recorded; it has none."""
+    """Raised if values are needed of a tensor that was made on meta while nothing was recorded."""
 
 
 @dataclass(eq=False)
 class Cell:
-    """One piece of memory (a storage) of `nbytes` on `device`, with the steps that wrote to it, in order.
+    """Describes one piece of memory (a storage) of `nbytes` on `device`, with the steps that wrote to it, in order.
 
-    shown: the device that code sees: where plain PyTorch would have it. keys: weak references that keep its addresses
-    from being reused. twin: the same memory on meta, for a real one. real: the real memory. is_stale: the real memory
-    lacks what was written through the twin. is_watched: unseen code may write to it; `held` keeps it alive to be
-    compared again. kept: a saved value that replaces all `steps` before it. lent: a step's number and real memory that
-    code was given with the values after it.
+    shown: the device that code sees, where plain PyTorch would have it. keys: weak references that keep its addresses from
+    being reused. twin: the same memory on meta, for real memory. real: the real memory. is_stale: the real memory lacks what
+    was written through the twin. is_watched: unseen code may write to it; `held` keeps it alive to be compared again. kept: a
+    saved value that replaces all `steps` before it. lent: the number of a step, and real memory with the values after it, lent
+    to code.
     """
 
     nbytes: int
@@ -70,7 +70,7 @@ class Cell:
         return last if isinstance(last, Given) else None
 
     def history(self, before: int, *, from_kept: bool = False) -> Iterator[Step]:
-        """Yields the steps before number `before` that its value needs, latest first; from_kept: none older than `kept`."""
+        """Yields the steps before number `before` that its value needs, latest first. from_kept: stop at the `kept` value."""
         for at in range(bisect_left(self.steps, before, key=lambda step: step.number) - 1, -1, -1):
             if from_kept and self.kept is not None and self.steps[at].number < self.kept.number < before:
                 yield self.kept
@@ -82,7 +82,7 @@ class Cell:
 
 @dataclass(frozen=True, eq=False)
 class Ref:
-    """A tensor as a view of a cell."""
+    """Describes a tensor as a view of a cell."""
 
     cell: Cell
     dtype: torch.dtype
@@ -94,7 +94,7 @@ class Ref:
 
     @classmethod
     def of(cls, tensor: Tensor, cell: Cell) -> Ref:
-        """Returns the view of `cell` that `tensor` is."""
+        """Returns the description of `tensor` as a view of `cell`."""
         bits = (tensor.is_conj(), tensor.is_neg())
         return cls(cell, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride(), *bits)
 
@@ -104,7 +104,7 @@ class Ref:
         return not (self.is_conj or self.is_neg)
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
-        """Returns the same view of `storage`."""
+        """Returns the tensor that is the same view of `storage`."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.size, self.stride)
         torch._C._set_conj(tensor, self.is_conj)
@@ -129,23 +129,23 @@ _numbers = count()
 
 @dataclass(eq=False, kw_only=True)
 class Step:
-    """An operation that wrote to cells. overwrites: cells whose older steps no longer matter. reads: other cells it needs."""
+    """Describes an operation that wrote to cells. overwrites: cells whose older steps are obsolete. reads: others it needs."""
 
     number: int = field(default_factory=lambda: next(_numbers))
     reads: Sequence[Cell] = ()
     overwrites: Sequence[Cell] = ()
-    is_copy: bool = False  # makes no values, only hands them on
+    is_copy: bool = False  # makes no new values, only copies them
 
     def run(self, memory: ReplayMemory) -> None:
-        """Does the operation again in `memory`."""
+        """Runs the operation again in `memory`."""
         raise NotImplementedError
 
 
 @dataclass(eq=False, kw_only=True)
 class Blank(Step):
-    """Memory without values: NaN if its dtype has NaN, so that a parameter that is never written is noticed.
+    """Records memory without values: NaN if its dtype has NaN, so that a parameter that is never written is noticed.
 
-    is_unseen: it was made on meta while nothing was recorded, so its origin is not known.
+    is_unseen: whether it was made on meta while nothing was recorded, so that its origin is not known.
     """
 
     cell: Cell
@@ -164,7 +164,7 @@ class Blank(Step):
 
 @dataclass(eq=False, kw_only=True)
 class Given(Step):
-    """Memory that came from outside: copied if it is small, else held by reference; a mapped file stays on disk."""
+    """Records memory from outside: copied if it is small, else held by reference; a mapped file stays on disk."""
 
     cell: Cell
     storage: torch.UntypedStorage
@@ -197,7 +197,7 @@ class Given(Step):
 
 @dataclass(eq=False, kw_only=True)
 class Call(Step):
-    """A torch operation. results: per output tensor a view of the memory it made, None if it made none.
+    """Records a torch operation. results: for each output tensor a view of the memory it made, None if it made none.
 
     seed: of its random numbers, or the generator's state before it drew them; None if it draws none.
     """
@@ -243,7 +243,7 @@ def replay(refs: Iterable[Ref]) -> list[Tensor]:
 
 
 def needed(refs: Iterable[Ref], *, from_kept: bool = False) -> set[Step]:
-    """Returns the steps that the values of `refs` depend on. from_kept: a cell's `kept` value replaces its older steps."""
+    """Returns the steps on which the values of `refs` depend. from_kept: a cell's `kept` value replaces its older steps."""
     found: set[Step] = set()
     ahead: list[tuple[int, Step]] = []
 
@@ -276,7 +276,7 @@ def tensors_of(found: Any) -> list[Tensor]:
 
 
 class seeded:  # noqa: N801  # a context, in lower case as torch.no_grad
-    """Inside, torch's default generator starts at `seed` (a seed or a state; None: unchanged); then it is restored."""
+    """Is a context with torch's default generator at `seed` (a seed or a state; None: unchanged); restores it at the end."""
 
     def __init__(self, seed: int | Tensor | None) -> None:
         self.seed = seed

@@ -1,4 +1,4 @@
-"""Memory as bytes, and a cheap check for whether it was written."""
+"""Accesses memory as bytes, and detects cheaply whether it was written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 SMALL_BYTES = 2**16
-"""What comes from outside is copied up to this size, and above it held by reference and looked at again when it is used."""
+"""Memory from outside is copied up to this size; larger memory is held by reference and compared again when it is used."""
 
 _SAMPLES = 16
 

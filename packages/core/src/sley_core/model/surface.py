@@ -1,7 +1,7 @@
-"""Handles what a factory does to parameters without torch's dispatcher, which is all that `Recorder` sees.
+"""Handles what a factory does to parameters without torch's dispatcher, the only thing that `Recorder` sees.
 
-Assigning `.data`, exposing or reading memory, Python loops over elements, and asking for a parameter's device: code
-that is told "meta", as torch's own `nn.init`, does nothing there.
+That is: assigning `.data`, exposing or reading memory, Python loops over elements, and asking for a parameter's device (code
+that is told "meta", such as torch's own `nn.init`, would do nothing).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PLACES: dict[Any, Callable[[torch.device], Any]] = {
     _TENSOR.is_cpu.__get__: lambda device: device.type == "cpu",
     _TENSOR.is_cuda.__get__: lambda device: device.type == "cuda",
 }
-"""Where a parameter is, torch's own `nn.init` asks too, and does nothing on meta."""
+"""Attributes that depend on a parameter's device. torch's own `nn.init` reads them too, and does nothing on meta."""
 
 
 class Surface(TorchFunctionMode):
@@ -49,10 +49,9 @@ class Surface(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs one torch function as plain PyTorch would on a tensor with memory, though the parameter is on meta.
+        """Runs one torch function as plain PyTorch would on a tensor with memory, although the parameter is on meta.
 
-        For a real tensor that was registered, hooks go to the meta parameter that replaces it, and `requires_grad_` to
-        both.
+        For a real tensor that was registered, hooks go to the meta parameter that replaces it, and `requires_grad_` to both.
         """
         kwargs = kwargs or {}
         if self.journal.is_closed:
@@ -86,7 +85,7 @@ class Surface(TorchFunctionMode):
         if name == "__deepcopy__" and type(args[0]) is Tensor and args[0].is_leaf and args[0].is_meta:
             return deep_copied(self.journal, *args)
         if name == "data_ptr" and args[0].is_meta:
-            with self.journal.lock, unwatched():  # who compares addresses asks whether it is the same memory
+            with self.journal.lock, unwatched():  # code that compares addresses wants to know whether memory is shared
                 if reads_by_address():
                     return self.journal.lend(args[0].detach(), keep=True).data_ptr()
                 return (id(self.journal.cell(args[0])) << 40) + args[0].storage_offset() * args[0].element_size()
@@ -116,7 +115,7 @@ class Surface(TorchFunctionMode):
         with self.journal.lock, unwatched():
             found = func(self.journal.realised(args[0].detach()), *args[1:], **kwargs)
         if hasattr(found, "setflags"):
-            found.setflags(write=False)  # numpy's: what is written to a copy would be lost
+            found.setflags(write=False)  # a numpy array: writes to this copy would be lost
         return found
 
     def _by_element(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -140,9 +139,9 @@ def _check_bits(parameter: Tensor, value: Tensor) -> None:
 
 @contextmanager
 def whole_functions(journal: Journal) -> Iterator[None]:
-    """Inside the context, records `nn.init.trunc_normal_` as one operation, and gives pickled tensors their values.
+    """Returns a context manager that records `nn.init.trunc_normal_` as one operation, and gives pickled tensors their values.
 
-    Its separate operations could not be replayed: it reads what it drew and draws again as often as necessary.
+    Its separate operations could not be replayed: it reads what it drew, and draws again as often as necessary.
     """
     original: Any = torch.nn.init._no_grad_trunc_normal_
 

@@ -1,4 +1,4 @@
-"""Watches a factory: the thread that runs it, and the threads that it starts or submits work to.
+"""Watches the thread that runs a factory, and the threads that it starts or submits work to.
 
 torch's modes apply to one thread, but code that loads checkpoints often writes to parameters from a thread pool.
 """
@@ -24,11 +24,10 @@ _POOL: Any = ThreadPoolExecutor
 
 @contextmanager
 def watched(journal: Journal, registered: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-    """Inside the context, records what this thread does, and threads that it starts or submits executor work to.
+    """Returns a context manager that records what this thread does, and the threads that it starts or submits executor work to.
 
     registered: returns the meta parameter that replaces a real one, or None. Patches `Thread.start` and
-    `ThreadPoolExecutor.submit` for the whole process until the context ends; threads that live longer are no longer
-    recorded.
+    `ThreadPoolExecutor.submit` for the whole process until the context ends; threads that live longer are no longer recorded.
     """
     here = threading.local()
 

@@ -1,4 +1,4 @@
-"""Which parameters share a learning rate and a decay, and which are frozen.
+"""Sorts parameters into groups that share a learning rate and a decay, and finds those that are frozen.
 
 Groups go by names that do not depend on the layout, so that every rank and every layout cuts them alike. The first
 group whose pattern matches has a parameter: exceptions stand above the rule, and a group without options is one. A tied

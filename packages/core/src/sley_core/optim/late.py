@@ -1,4 +1,4 @@
-"""Parameters whose first gradient comes when others of their group have had some: frozen at first, unfrozen later.
+"""Handles parameters whose first gradient comes later than others' of their group: frozen at first, unfrozen later.
 
 torch's fused SGD makes the momentum of a group's parameters in one step, for all or for none, and fails with a TypeError where
 some have it. Its other forms begin each where its first gradient comes, with that gradient as it is, undampened.

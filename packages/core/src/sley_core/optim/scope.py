@@ -1,4 +1,4 @@
-"""What the update of one element depends on, as far as a plan tells; does not import the optimizer.
+"""Finds from a plan what the update of one element depends on, without importing the optimizer.
 
 A layout that gives a rank only a part of each matrix, or of the model, would change the result if an update looks
 further.

@@ -1,10 +1,10 @@
-"""Python writes plans, as for a sweep; it never is one: what is run, kept and compared is a file.
+"""Writes plans from Python, as for a sweep. A draft is never run itself: what is run, kept and compared is a file.
 
     base = draft("base.toml")
     for lr in (1e-3, 3e-3):
         base.set(run={"name": f"lr-{lr}"}, optimizer={"lr": lr}).write(f"sweep/lr-{lr}.toml")
 
-Each file says `extends = "../base.toml"`, and below that only what it changes. It is checked before it is written.
+Each file has `extends = "../base.toml"`, and otherwise only what it changes. It is checked before it is written.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PlanDraft:
         return replace(self, tables=joined(plain(tables), dict(self.tables)))
 
     def text(self, folder: str | Path) -> str:
-        """Returns the plan as TOML, to lie in `folder`."""
+        """Returns the plan as TOML, for a file in `folder`."""
         extends = {} if self.base is None else {KEY: Path(os.path.relpath(self.base, folder)).as_posix()}
         tables = {**extends, "plan": FORMAT, **self.tables}
         return "\n".join(sections(tables))
@@ -73,6 +73,7 @@ def draft(base: str | Path | None = None, **tables: Any) -> PlanDraft:
 
 
 def _check_toml(path: KeyPath, value: Any) -> None:
+    """Raises UsageError "not-toml" for a value without a form in TOML, None included."""
     try:
         if value is not None:
             inline(plain(value))

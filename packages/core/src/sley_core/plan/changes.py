@@ -1,4 +1,4 @@
-"""What differs between the plan of a checkpoint and the plan that goes on from it; torch-free."""
+"""Compares the plan of a checkpoint with the plan that resumes from it; torch-free."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from sley_core.errors import Diagnostic, KeyPath, PlanError, dotted
 from sley_core.plan.write import inline, leaves
 
 NEEDED = (("model",), ("data",), ("loss",), ("run", "seed"), ("optimizer", "use"), ("optimizer", "factory"))
-"""Where another value makes other numbers than those of the run that is to go on; the layout and the rates may change."""
+"""Keys that must not change, since the run would compute other numbers; the layout and the learning rates may."""
 
 HARMLESS = (("source_folder",), ("run", "name"), ("run", "folder"), ("model", "compile"), ("model", "weights"))
-"""What may differ without a word: names, how layers are called, and where the first weights came from."""
+"""Keys whose changes are not reported: names, how layers are called, and where the first weights came from."""
 
 _NAMES = (("use",), ("factory",))
-"""Keys of a table that say which record, or whose code, its other keys are for."""
+"""Keys of a table that name the record or factory to which its other keys belong."""
 
 _ABSENT = "nothing"
 
 
 class Change(NamedTuple):
-    """One value of the plan. before, now: as TOML; "nothing" where the plan does not have the key."""
+    """Describes one changed value of the plan. before, now: as TOML; "nothing" if the plan does not have the key."""
 
     path: KeyPath
     before: str
@@ -34,19 +34,19 @@ class Change(NamedTuple):
 
     @property
     def is_refused(self) -> bool:
-        """Whether a run cannot go on with it."""
+        """Whether a run cannot be resumed with it."""
         return _is_below(self.path, NEEDED)
 
 
 def changes(before: str, now: str) -> list[Change]:
-    """Returns what differs between two resolved plans, given as TOML, in the order of their keys."""
+    """Returns the differences between two resolved plans, given as TOML, in the order of their keys."""
     return list(_changes(tomli.loads(before), tomli.loads(now)))
 
 
 def refuse_changes(found: list[Change]) -> None:
-    """Raises PlanError "resume-differs" that names each change with which a run cannot go on, with both values."""
+    """Raises PlanError "resume-differs" that names each change with which a run cannot be resumed, with both values."""
     refused = [one for one in found if one.is_refused]
-    # Another model has other keys: that it is another one says it all.
+    # Another record has other keys: if a table's record changed, only that is reported.
     others = {one.path[0] for one in refused if one.path[1:] in _NAMES}
     if told := [one for one in refused if one.path[0] not in others or one.path[1:] in _NAMES]:
         raise PlanError.many(
@@ -65,6 +65,7 @@ def _had(path: KeyPath, before: str) -> str:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+    """Yields the differing values of two plans' tables, apart from harmless ones."""
     values = [{path: inline(value) for path, value in leaves(tables)} for tables in (before, now)]
     for path in dict.fromkeys([*values[0], *values[1]]):
         old, new = (every.get(path, _ABSENT) for every in values)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 MOST_FORWARDS = 1_000_000
-"""Of all parts of the model in one step: lists of more take minutes and gigabytes to check."""
+"""The most forwards (chunks x micro-batches) in one step: longer lists take minutes and gigabytes to check."""
 
 
 def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
@@ -78,7 +78,7 @@ def _schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
     """Returns what is wrong with the pipeline's action lists for this many stages and micro-batches, by lowering them."""
     if plan.pipeline is None or plan.batch.global_size % (topology.dp * plan.batch.micro_size):
         return []
-    # Imported where there is a schedule: a plan without one is checked sooner.
+    # Imported only if there is a schedule, so that other plans are checked faster.
     from sley_core.actions.lower import lower
 
     micros = plan.num_micros(topology)
@@ -128,7 +128,7 @@ def _sequence(plan: Plan) -> Iterator[Problem]:
 
 
 def _accumulation(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem for weight gradients that a compiled layer is to hand over."""
+    """Yields a problem for a compiled model with `accumulation = "direct"`, which needs hooks that compiled layers lack."""
     config = plan.model.config
     if plan.precision.accumulation == "direct" and isinstance(config, ModelConfig) and config.compile:
         message = "a compiled layer cannot hand its weight gradients over itself"
@@ -156,7 +156,7 @@ def _optimizer(plan: Plan, topology: Topology) -> Iterator[Problem]:
 
 
 def _divider(plan: Plan, topology: Topology) -> str | None:
-    """Returns in words what leaves a rank only a part of each matrix, or None."""
+    """Returns in words what leaves a rank only a part of each matrix; None if nothing does."""
     sharders = [one.name for one in plan.gradient_handlers if _leaves_shards(one.record)]
     if topology.wp > 1:
         return f"`wp = {topology.wp}` leaves a part of each to a rank"

@@ -1,4 +1,4 @@
-"""Refuses by name what of a plan has no one order of sums: better no hash than another one."""
+"""Refuses, by name, the parts of a plan with which sums have no fixed order: an error is better than a different hash."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 NORMS = (1.0, 2.0, math.inf, "inf")
-"""Kinds of the norm whose terms are the same bits in every kernel."""
+"""Kinds of norm whose terms every kernel computes to the same bits."""
 
 CODE = "canonical-unsupported"
 
 
 def check_canonical(plan: Plan) -> Iterator[Problem]:
     """Yields a problem, code "canonical-unsupported", for each part of a plan with `reduction = "canonical"` that would make
-    numbers depend on the layout. Plugins add what is theirs.
+    numbers depend on the layout. Plugins check their own parts.
     """
     if plan.parallel.reduction != "canonical":
         return
@@ -41,6 +41,7 @@ def check_canonical(plan: Plan) -> Iterator[Problem]:
 
 
 def _optimizer(plan: Plan) -> Iterator[Problem]:
+    """Yields a problem for a norm or a fused optimizer whose rounding depends on the layout."""
     config: Any = plan.optimizer.config
     if config.clip_kind not in NORMS:
         message = f"the {config.clip_kind:g}-norm takes powers, which kernels round each in its way"
@@ -53,7 +54,7 @@ def _optimizer(plan: Plan) -> Iterator[Problem]:
 
 
 def _plugins(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem for a handler or a communicator whose record does not say that it keeps the order."""
+    """Yields a problem for a handler or a weight communicator whose record does not declare canonical sums."""
     for number, handler in enumerate(plan.gradient_handlers):
         record = handler.record
         if not isinstance(record, GradientHandlerRecord) or record.role == "observer":

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 ONE_EACH: tuple[Role, ...] = ("reducer", "tie")
-"""Jobs that must not be done twice: a sum that is summed again is another number."""
+"""Roles that must not occur twice: a sum would be summed again."""
 
 Handlers = Sequence[tuple[int, str, GradientHandlerRecord]]
 
@@ -41,6 +41,7 @@ def sums_ties(plan: Plan) -> bool:
 
 
 def _missing(handlers: Handlers, topology: Topology) -> Iterator[Problem]:
+    """Yields a problem if ranks hold the same weights and no handler is a reducer."""
     ranks = topology.ranks_per_stage
     if ranks > 1 and not any(record.role == "reducer" for _, _, record in handlers):
         message = f"{ranks} ranks hold the same weights, but no gradient handler sums their gradients"
@@ -76,7 +77,7 @@ def _order(handlers: Handlers) -> Iterator[Problem]:
 
 
 def _shards(handlers: Handlers, topology: Topology) -> Iterator[Problem]:
-    """Yields a problem for what changes gradients behind a reducer that leaves a part of each, and knows whole ones alone."""
+    """Yields a problem for a handler that needs whole gradients, after a reducer that leaves only a part of each to a rank."""
     reducer = ""
     for number, name, record in handlers:
         if reducer and record.role in ("tie", "transform") and not record.takes_shards:

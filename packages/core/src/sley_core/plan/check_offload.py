@@ -1,4 +1,4 @@
-"""Checks that a plan's offload managers do not work on the same memory, and that the optimizer can be stepped as they want."""
+"""Checks that a plan's offload managers do not move the same memory, and that the optimizer can be stepped in their way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 WIDTH = {"elementwise": 0, "per_matrix": 1, "global": 2, "unknown": 3}
-"""How much an update may look at, from least to most."""
+"""Rank of an optimizer's scope: how much of the gradients an update may depend on, from least to most."""
 
 
 def check_offload(plan: Plan) -> Iterator[Problem]:
@@ -31,7 +31,7 @@ def check_offload(plan: Plan) -> Iterator[Problem]:
 
 
 def _scope(plan: Plan, number: int, name: str, record: OffloadManagerRecord) -> Iterator[Problem]:
-    """Yields a problem for an optimizer whose updates depend on more than the manager's way of stepping allows."""
+    """Yields a problem for an optimizer whose updates depend on more than a manager's way of stepping provides."""
     allowed, found = record.scope(plan.offload[number].config), scope_of(plan.optimizer)
     if allowed == "global" or WIDTH[found] <= WIDTH[allowed]:
         return

@@ -1,4 +1,4 @@
-"""Checks core's own tables against each other: no plugin is needed, so a plan with other mistakes is checked too."""
+"""Checks core's own tables against each other. Needs no plugin, so a plan with other mistakes is checked too."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from sley_core.records import Problem
 from sley_core.table import Table
 
 ACCUMULATION = {"fp32": "fp32", "bf16": "fp32", "fp16": "fp32", "fp64": "fp64"}
-"""What a plan can compute in, and what gradients are accumulated in then; the plan's format knows more."""
+"""The supported dtypes of `compute`, each with the one of `gradients`; the plan's format allows more."""
 
 
 def check_tables(tables: Mapping[str, Table | None], dp: int | None = None) -> Iterator[Problem]:
-    """Yields what does not fit together in core's `tables`, by name; None, or no entry, is a table that is not there, or has a
-    mistake of its own, and whatever depends on it is not looked at.
+    """Yields what does not fit together in core's `tables`, by name. A table that is None or missing is not in the plan or has
+    a mistake of its own; checks that depend on it are skipped.
 
-    dp: how many ranks share the samples, if it is known and not for [parallel] to say.
+    dp: how many ranks share the samples, if that is known from elsewhere than [parallel].
 
     Codes: "precision-unsupported", "loss-scale-unused", "loss-scale-range", "beyond-the-run", "skips-unused", and
     "batch-does-not-divide".
@@ -43,7 +43,7 @@ def check_tables(tables: Mapping[str, Table | None], dp: int | None = None) -> I
 
 
 def _gradients(precision: PrecisionTable) -> Iterator[Problem]:
-    """Yields a problem for a dtype of gradients that is not accumulated in."""
+    """Yields a problem for a dtype in which gradients cannot be accumulated."""
     compute, gradients = precision.compute, precision.gradients
     if gradients != ACCUMULATION[compute]:
         message = (
@@ -68,7 +68,7 @@ def _loss_scale(precision: PrecisionTable) -> Iterator[Problem]:
 
 
 def _skips(run: RunTable) -> Iterator[Problem]:
-    """Yields a problem for a limit of skipped steps where none is skipped."""
+    """Yields a problem for a limit of skipped steps if no step is skipped."""
     if run.on_nan == "stop" and run.max_skips is not None:
         message = '`max_skips` limits steps that are skipped, but `on_nan = "stop"` skips none'
         yield Problem(("run", "max_skips"), message, 'leave it out, or write on_nan = "skip"', "skips-unused")

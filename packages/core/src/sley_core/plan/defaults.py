@@ -1,7 +1,7 @@
-"""The records that a plan uses if it names none: what the layout needs, and what the schedule's record says.
+"""The records that a plan uses if it names none: those that the layout needs, and those that the schedule's record names.
 
-A table whose default depends on the schedule (`ComponentTable.known`) takes what the schedule's record names, else the
-only record of its kind that the plan's plugins have. Plugins that the plan does not name are not imported.
+A table whose default depends on the schedule (`ComponentTable.known`) takes what the schedule's record names, else the only
+record of its kind among the plan's plugins. Plugins that the plan does not name are not imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sley_core.table import Table
 
 
 def default_of(spec: ComponentTable, schedule: Component | None, plugins: Iterable[Plugin]) -> str | None:
-    """Returns the record of a table that is left out or has no `use`; None if the plan must name one.
+    """Returns the name of the record for a table that is left out or has no `use`; None if the plan must name one.
 
     schedule: the plan's, if it has one. plugins: those that the plan names.
     """
@@ -31,7 +31,9 @@ def default_of(spec: ComponentTable, schedule: Component | None, plugins: Iterab
 
 
 def default_list(key: str, tables: Mapping[str, Table | None], schedule: Component | None) -> tuple[str, ...]:
-    """Returns the records of a list that is left out: a reducer if ranks may hold the same weight, and a handler of ties."""
+    """Returns the names of the records of a list that is left out: a reducer if ranks may hold the same weight, and a handler
+    of ties.
+    """
     if key == "metrics":
         return ("core.jsonl",)
     parallel: Any = tables["parallel"]
@@ -52,7 +54,7 @@ def is_named_by(schedule: Component, name: str) -> bool:
 def without_default(
     spec: ComponentTable, schedule: Component, plugins: Iterable[Plugin], loader: Loader
 ) -> tuple[str, str]:
-    """Returns message and hint for a left-out table that neither the schedule nor the plan's plugins decide."""
+    """Returns message and hint for a missing table that neither the schedule nor the plan's plugins determine."""
     found = _offered(spec, plugins)
     message = f"the plan needs a table {spec.header} with `use`: `{schedule.name}` names no {words(spec.kind)}"
     if found:
@@ -68,14 +70,16 @@ def without_default(
 
 
 def no_factory(spec: ComponentTable, path: KeyPath, known: str | None) -> tuple[str, KeyPath, str]:
-    """Returns message, path and hint for a `factory` in a table at `path` that takes none; known: what core has, in words."""
+    """Returns message, path and hint for a `factory` in a table at `path` that takes none. known: a text that lists core's
+    records.
+    """
     message = f"{spec.header} takes no `factory`: {a_word(spec.kind)} comes from a plugin, by its name"
     hint = f"`use` one, or install a plugin of your own with the hook `sley_{spec.kind}` (docs/write-a-plugin.md)"
     return message, (*path, "factory"), f"{hint}; {known}" if known else hint
 
 
 def of_core(spec: ComponentTable, core: Plugin | None) -> str | None:
-    """Returns what core's own plugin has of the kind of a table, in words; None if it has none."""
+    """Returns a text that lists core's records for a table; None if it has none."""
     known = [f'"{CORE}.{name}"' for name in core.records[spec.kind]] if core else []
     return f"core has {', '.join(known)}" if known else None
 

@@ -1,6 +1,6 @@
 """A plan as it was given: its tables as plain data, and the place in the file or on the command line of every key.
 
-Everything after this works on the data; code that finds a problem at a key path asks the document for the place.
+All later code works on the data; code that finds a problem at a key path gets the place from the document.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ OriginKind = Literal["file", "set", "default", "record", "core"]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value of the resolved plan comes from.
+    """Says where a value of the resolved plan comes from.
 
-    kind: "file" (the plan's, or one that it names), "set" (a `--set`), "default" (the table's model), "record" (named by
-        the record of another component), or "core" (written in because the layout needs it).
-    place: of the first two. named_by: of "record", that component's name: `pp.interleaved`.
+    kind: "file" (the plan's, or one that it names), "set" (a `--set`), "default" (the table's model), "record" (named by the
+    record of another component), or "core" (written in because the layout needs it). place: for "file" and "set". named_by: for
+    "record", that component's name: `pp.interleaved`.
     """
 
     kind: OriginKind
@@ -39,7 +39,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Override:
-    """One `--set`: `number` counts from 1, `text` is as it was typed."""
+    """Holds one `--set`: `number` counts from 1, `text` is as it was typed."""
 
     number: int
     text: str
@@ -53,9 +53,9 @@ class Override:
 
 @dataclass(frozen=True)
 class Document:
-    """Tables with places. `file` is the name to show; `spots` is empty for tables that never were text.
+    """Holds tables with places. `file` is the name to show; `spots` is empty for tables that were never text.
 
-    bases: of each path that the plan took from a file that it extends, that file's document.
+    bases: for each path that the plan took from a file that it extends, that file's document.
     """
 
     file: str
@@ -71,7 +71,9 @@ class Document:
         return self.bases.get(path, self)
 
     def folder_of(self, path: KeyPath) -> Path | None:
-        """Returns where a relative path at `path` starts: in the folder of the file that says it; of a `--set`, the plan's."""
+        """Returns the folder in which a relative path at `path` starts: that of the file with the value; for a `--set`, the
+        plan's.
+        """
         return self.folder if self._override(path) else self.owner(path).folder
 
     def origin(self, path: KeyPath) -> Origin | None:
@@ -135,7 +137,7 @@ _OVERRIDE = re.compile(r"--set #([0-9]+)")
 
 
 def by_place(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
-    """Returns the diagnostics without duplicates, as a reader meets them: the file top to bottom, then each `--set`."""
+    """Returns the diagnostics without duplicates, in reading order: the file top to bottom, then each `--set`."""
 
     def order(diagnostic: Diagnostic) -> tuple[bool, int, str, int, int]:
         """Returns the sort key of a diagnostic: files before overrides, then line and column."""
@@ -147,11 +149,13 @@ def by_place(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
 
 
 MOST_PROBLEMS = 100
-"""Of one table or list that are told: each shows its line, which may be all of a large plan."""
+"""The most problems of one table or list that are reported: each shows its line, which may be long."""
 
 
 def first_of(wrong: Sequence[Found], told: Callable[[Found], Diagnostic], owner: str) -> list[Diagnostic]:
-    """Returns the diagnostics of the first `MOST_PROBLEMS` of `wrong`, and one that says how many more `owner` has."""
+    """Returns the diagnostics of the first `MOST_PROBLEMS` of `wrong`, and one with the number of the others of `owner`. told:
+    makes the diagnostic of one.
+    """
     found = [told(each) for each in wrong[:MOST_PROBLEMS]]
     if len(wrong) > MOST_PROBLEMS:
         message = f"and {len(wrong) - MOST_PROBLEMS:,} more problems of {owner}"

@@ -1,11 +1,11 @@
-"""`extends = "base.toml"`: a plan that says only what it changes of another file.
+"""`extends = "base.toml"`: a plan that contains only what it changes of another file.
 
-    tables                         merged key by key, [pools.NAME] and tables inside tables too
-    a table with another `use`     takes the place of the base's: keys of one record mean nothing to another
-    arrays, arrays of tables       take the place of the base's
+    tables                         merged key by key, [pools.NAME] and nested tables too
+    a table with another `use`     replaces the base's: keys of one record mean nothing to another
+    arrays, arrays of tables       replace the base's
 
-What a base says keeps its place: its file and line are those of errors and origins, and its folder is where its relative
-paths start. A key of a base cannot be taken out, only changed.
+Values from a base keep their place: errors and origins name the base's file and line, and relative paths start in its folder. A
+key of a base cannot be removed, only changed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ KEY = "extends"
 _UNREADABLE = frozenset({"plan-missing", "plan-is-folder", "plan-unreadable"})
 _DEEPEST = 32
 _DECIDES = ("use", "factory")
-"""Keys that say what the others of a table mean."""
+"""Keys that decide what a table's other keys mean."""
 
 
 def extended(document: Document, read: Callable[[str], Document], chain: tuple[Path, ...] = ()) -> Document:
-    """Returns the document with what it does not say taken from its base; the same without `extends`.
+    """Returns the document with what it does not say taken from its base; unchanged if it has no `extends`.
 
-    read: returns the document of a file, as it stands. chain: the files that led here. Raises PlanError at the key `extends`:
-    "wrong-type", "extends-missing" for a file that cannot be read, "extends-cycle"; and what is wrong in the base, there.
+    read: returns the document of a file without its bases. chain: the files that led here. Raises PlanError at the key
+    `extends`: "wrong-type", "extends-missing" for a file that cannot be read, "extends-cycle"; and the base's own errors, at
+    their places.
     """
     if KEY not in document.tables:
         return document
@@ -48,7 +49,7 @@ def extended(document: Document, read: Callable[[str], Document], chain: tuple[P
     if _real(path) in chain or len(chain) > _DEEPEST:
         way = " extends ".join(f"`{one.name}`" for one in (*chain, path))
         raise _refused(document, "extends-cycle", f"the plan extends itself: {way}", "take one `extends` out")
-    # As a person would write it, from where the first file was named.
+    # The name to show: relative to the first file's name, as a person would write it.
     name = os.path.normpath(Path(document.file).parent / given)
     try:
         base = read(name if _real(Path(name)) == _real(path) else str(path))
@@ -63,7 +64,7 @@ def extended(document: Document, read: Callable[[str], Document], chain: tuple[P
 
 
 def _at_home(base: Document) -> Document:
-    """Returns a base whose `source_folder`, as of a resolved plan, is where its own paths start, and nobody else's."""
+    """Returns a base without its `source_folder`, as in a resolved plan, in which its own relative paths start."""
     tables = dict(base.tables)
     given = tables.pop("source_folder", None)
     folder = Path(base.folder or Path(), given) if isinstance(given, str) else base.folder
@@ -71,6 +72,7 @@ def _at_home(base: Document) -> Document:
 
 
 def _merged(own: Document, base: Document) -> Document:
+    """Returns `own` merged with `base`; each path taken from the base is recorded with its document."""
     taken: list[KeyPath] = []
     tables = _joined({key: value for key, value in own.tables.items() if key != KEY}, base.tables, (), taken)
     known = {*base.spots, *base.bases}
@@ -79,12 +81,12 @@ def _merged(own: Document, base: Document) -> Document:
 
 
 def joined(own: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """Returns both tables as one, by the rules of `extends`: what `own` says counts."""
+    """Returns both tables merged by the rules of `extends`; `own` has precedence."""
     return _joined(own, base, (), [])
 
 
 def _joined(own: dict[str, Any], base: dict[str, Any], path: KeyPath, taken: list[KeyPath]) -> dict[str, Any]:
-    """Returns both tables as one, in the base's order; notes the paths whose values are the base's."""
+    """Returns both tables merged, in the base's order; appends to `taken` the paths whose values are the base's."""
     if path and any(key in own and own[key] != base.get(key) for key in _DECIDES):
         return own
     found: dict[str, Any] = {}
@@ -101,6 +103,7 @@ def _joined(own: dict[str, Any], base: dict[str, Any], path: KeyPath, taken: lis
 
 
 def _refused(document: Document, code: str, message: str, hint: str | None = None) -> PlanError:
+    """Returns a PlanError placed at the key `extends`."""
     found: Diagnostic = document.diagnostic(code, message, (KEY,), hint)
     error = PlanError.many([found])
     assert isinstance(error, PlanError), error

@@ -18,17 +18,17 @@ from sley_core.plan.words import suggestion
 def call_factory(
     name: str, path: KeyPath, folder: Path | None, options: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Any:
-    """Imports and calls the code `name` with `options`, and with those of `given` that its signature names.
+    """Imports and calls the code `name` with `options`, and with those of `given` that its signature names; returns the result.
 
-    path: the table, for the place of an error. folder: stays on `sys.path` from now on.
-    Raises PlanError: "factory-import", "factory-options" (it does not take them), "factory-failed" (it raised).
+    path: the table, for the place of an error. folder: stays on `sys.path` from now on. Raises PlanError: "factory-import",
+    "factory-options" (it does not take them), "factory-failed" (it raised).
     """
     function = import_factory(name, path, folder)
     arguments = dict(options)
     try:
         signature = inspect.signature(function)
     except ValueError:
-        pass  # some of C's callables have no readable signature: calling tells
+        pass  # some C callables have no readable signature: the call itself checks
     else:
         for key in given.keys() & signature.parameters.keys():
             if key in options:

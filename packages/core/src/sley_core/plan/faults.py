@@ -1,7 +1,7 @@
-"""Turns what pydantic finds wrong with a table into diagnostics in our words, one per key.
+"""Turns pydantic's errors about a table into diagnostics in our words, one per key.
 
-pydantic reports one error per arm of a union and puts names of arms into the location; here the location is walked along the
-table that was given, which leaves the key path, and the arms' errors are folded into one.
+pydantic reports one error per arm of a union and puts names of arms into the location. Here the location is followed along the
+table that was given, which gives the key path, and the arms' errors are merged into one.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ NOT_A_FAULT = "default_factory_not_called"
 def faults(
     error: ValidationError, model: type[Table], given: Mapping[str, Any], path: KeyPath, document: Document, owner: str
 ) -> list[Diagnostic]:
-    """Returns the diagnostics of one table, one per key: `given` lies at `path` and was meant to be a `model`.
+    """Returns the diagnostics of one table, one per key. given: the table, at `path`, which should be a `model`.
 
-    owner: what the table is, for messages: "[batch]" or "`core.adamw`".
+    owner: names the table in messages: "[batch]" or "`core.adamw`".
     """
     by_key: dict[KeyPath, list[Any]] = {}
     for fault in error.errors(include_url=False, include_input=False):
@@ -125,6 +125,7 @@ def _said(fault: Any) -> str:
 
 
 def _description(model: type[Table], inner: KeyPath) -> str | None:
+    """Returns the description of the key at `inner`; None if its table is not known."""
     table = field_at(model, inner[:-1])
     if table is None or not hasattr(table[0], "model_fields"):
         return None

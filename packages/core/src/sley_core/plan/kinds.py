@@ -31,7 +31,7 @@ RECORDS: dict[RecordKind, type[records.Record]] = {
     "offload_managers": records.OffloadManagerRecord,
     "metrics_writers": records.MetricsWriterRecord,
 }
-"""What the hook `sley_<kind>` returns."""
+"""The type of record that the hook `sley_<kind>` returns."""
 
 BASES: dict[RecordKind, type[Table]] = {
     "models": ModelConfig,
@@ -39,7 +39,7 @@ BASES: dict[RecordKind, type[Table]] = {
     "optimizers": OptimizerConfig,
     "sequence_attentions": SequenceConfig,
 }
-"""What the config of a record must be a subclass of; any other kind takes any `Table`."""
+"""The base class of a record's config, by kind; records of other kinds take any `Table`."""
 
 WORDS: dict[RecordKind, str] = {"lr_schedules": "learning-rate schedule", "losses": "loss"}
 
@@ -68,15 +68,13 @@ class LossFactory(Factory):
 
 @dataclass(frozen=True)
 class ComponentTable:
-    """One table whose content a record or factory decides.
+    """Describes one table whose content a record or factory decides.
 
-    default: the record that is used where the table or its `use` is left out; None where one must be named.
-    factory: the model of the table when it has `factory`; None where only records are allowed.
-    given: the keyword under which a factory receives what it is built with, if its signature names it.
-    build: who calls the factory, instead of core: `build(config, *args)`.
-    many: whether the plan has a list of them, `[[key]]`.
-    only_with: the table is there only where this one is written; an optional table names itself.
-    known: where the schedule's record gives the default, under this table's key: a record of Sley's own, for hints.
+    default: the record if the table or its `use` is left out; None if one must be named. factory: the model of the table if it
+    has `factory`; None if only records are allowed. given: the keyword under which a factory receives what it is built with, if
+    its signature has it. build: function that calls the factory instead of core: `build(config, *args)`. many: whether the plan
+    has a list of them, `[[key]]`. only_with: the table is allowed only together with this one; an optional table names itself.
+    known: if the schedule's record gives the default, under this table's key: a record of Sley's own, for hints.
     """
 
     key: str

@@ -49,10 +49,10 @@ def plan_from_dict(
 
 
 def with_values(plan: Plan, values: Mapping[KeyPath, Any]) -> Plan:
-    """Returns a plan with some values changed: what a run found out, such as the number of its samples.
+    """Returns a plan with some values changed to what a run found out, such as the number of its samples.
 
-    Checked like any other, with the plugins that are loaded already. The changed values get the origin "core"; all
-    others, those of `values` that the plan has already too, keep their place and origin.
+    Checked like any other, with the plugins that are loaded already. The changed values get the origin "core"; all others, also
+    those of `values` that are the same as before, keep their place and origin.
     """
     tables = deepcopy(plan.document.tables)
     known = dict(leaves(plan.tables))

@@ -1,7 +1,7 @@
-"""The position of each key of a TOML document.
+"""Finds the position of each key of a TOML document.
 
-tomli gives line and column of a syntax error and nothing else. `index` scans a document that tomli has already
-accepted, so it need not validate: it only has to tell keys, headers and values apart.
+tomli reports only the position of a syntax error. `index` scans a document that tomli has already accepted, so it need not
+validate: it only has to tell keys, headers and values apart.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sley_core.errors import KeyPath
 
 
 class TextSpan(NamedTuple):
-    """Characters of one line, counted from 1."""
+    """Names characters of one line, counted from 1."""
 
     line: int
     column: int
@@ -24,14 +24,14 @@ class TextSpan(NamedTuple):
 
 
 class Spot(NamedTuple):
-    """Where a key is spelled and where its value stands; a table header, and an item of an array, is both."""
+    """Holds where a key and its value are in the text; for a table header, and for an item of an array, both are the same."""
 
     key: TextSpan
     value: TextSpan
 
 
 def index(text: str) -> dict[KeyPath, Spot]:
-    """Returns the spots of every key, table and array item of `text`, which tomli must accept; line ends are "\\n".
+    r"""Returns the spots of every key, table and array item of `text`, which tomli must accept; line ends are "\\n".
 
     A table that only longer keys imply (`a` in `[a.b]`) is located at its part of the first of them.
     """
@@ -53,6 +53,8 @@ _STRING = re.compile(
 
 
 class _Scanner:
+    """Scans a TOML text from start to end and collects the spots of its keys."""
+
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
@@ -94,7 +96,7 @@ class _Scanner:
         return path
 
     def key_and_value(self, table: KeyPath) -> None:
-        """Scans `key = value` in the table at `table` and notes their spots."""
+        """Scans `key = value` in the table at `table` and records their spots."""
         path = table
         parts = self.key()
         for name, span in parts:
@@ -137,7 +139,7 @@ class _Scanner:
         return self.span(start, self.at)
 
     def array(self, path: KeyPath) -> None:
-        """Scans an array and notes the spot of each item."""
+        """Scans an array and records the spot of each item."""
         self.at += 1
         item = 0
         while self.skip(_GAP) and self.text[self.at] != "]":
@@ -147,7 +149,7 @@ class _Scanner:
         self.at += 1
 
     def inline_table(self, path: KeyPath) -> None:
-        """Scans an inline table and notes the spots of its keys."""
+        """Scans an inline table and records the spots of its keys."""
         self.at += 1
         while self.skip(_GAP) and self.text[self.at] != "}":
             self.key_and_value(path)

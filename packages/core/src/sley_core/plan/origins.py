@@ -1,4 +1,4 @@
-"""Says where each value of a resolved plan came from."""
+"""Determines where each value of a resolved plan came from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sley_core.plan.write import leaves
 
 
 def origins(plan: Plan, written_in: Set[KeyPath]) -> Mapping[KeyPath, Origin]:
-    """Returns where every value of the resolved plan came from. written_in: the paths of those that core wrote in."""
+    """Returns the origin of every value of the resolved plan. written_in: the paths of those that core wrote in."""
 
     def origin(path: KeyPath, value: Any) -> Origin:
         if path not in written_in:
@@ -27,7 +27,7 @@ def origins(plan: Plan, written_in: Set[KeyPath]) -> Mapping[KeyPath, Origin]:
 
 
 def _beside(plan: Plan, path: KeyPath) -> Origin | None:
-    """Returns the file beside the plan that says the model's key `path`; None if there is none."""
+    """Returns the file, beside the plan, that decides the model's key `path`; None if there is none."""
     config = plan.model.config
     file = config.decided_by(str(path[1])) if path[0] == "model" and isinstance(config, ModelConfig) else None
     return None if file is None else Origin("file", Place(file))

@@ -56,7 +56,7 @@ def _step(here: Any, part: str, path: KeyPath) -> str | int:
 
 
 def _split(text: str) -> tuple[str, str, str]:
-    """Returns the texts around the first equals sign outside quotes, and the sign or ""."""
+    """Returns the text before the first equals sign outside quotes, the sign or "", and the text after it."""
     match = re.match(r"((?:[^=\"']|\"(?:[^\"\\]|\\.)*\"|'[^']*')*)(=?)", text)
     assert match, text
     return match[1].strip(), match[2], text[match.end() :].strip()

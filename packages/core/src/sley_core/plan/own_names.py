@@ -1,4 +1,4 @@
-"""Tables to which a plan gives names of its own, `[pools.NAME]`, and the fields of other tables that take these names."""
+"""Tables to which a plan gives its own names, `[pools.NAME]`, and the fields of other tables that refer to these names."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sley_core.plan.words import shown, suggestion
 from sley_core.table import NAMED_TABLES
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-"""Without a dot, so that it is no record's."""
+"""A name without a dot, which tells it from a record's."""
 
 
 class NameFault(NamedTuple):
-    """What is wrong with the value at `path`, or with its key."""
+    """Describes what is wrong with the value at `path`, or with its key."""
 
     code: str
     message: str
@@ -27,7 +27,9 @@ class NameFault(NamedTuple):
 
 
 class OwnNames:
-    """The names that the plan's `tables` give; `used` are those that a field has taken, with the key of their table."""
+    """Holds the names that the plan's `tables` define. used: those that a field has referred to, with the key of their
+    table.
+    """
 
     def __init__(self, tables: Mapping[str, Any]) -> None:
         self.tables = tables
@@ -49,11 +51,11 @@ class OwnNames:
                 yield NameFault("wrong-name", message, (spec.key, name), "begin with a letter", at_key=True)
 
     def is_own(self, reference: Reference) -> bool:
-        """Returns whether the field at `reference` takes a name that the plan gave, and no record's."""
+        """Returns whether the field at `reference` refers to a name that the plan defines, not to a record."""
         return reference.kind in NAMED_TABLES and "." not in reference.name
 
     def take(self, reference: Reference, at: KeyPath) -> Iterator[NameFault]:
-        """Notes that the field at `at` uses the name in `reference`; yields a fault if no table has it."""
+        """Records that the field at `at` uses the name in `reference`; yields a fault if no table has it."""
         key = NAMED_TABLES[reference.kind]
         self.used.add((key, reference.name))
         if reference.name not in self.of(key):
@@ -62,7 +64,7 @@ class OwnNames:
             yield NameFault("unknown-name", message, at, suggestion(reference.name, self.of(key), hint))
 
     def unused(self) -> Iterator[NameFault]:
-        """Yields a fault for each table that no field names."""
+        """Yields a fault for each table to which no field refers."""
         for key in NAMED_TABLES.values():
             for name in self.of(key):
                 if (key, name) not in self.used:

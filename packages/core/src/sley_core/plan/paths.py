@@ -1,4 +1,4 @@
-"""Validates a table in the folder of the plan; paths that a base says start where the base lies."""
+"""Validates a table in the folder of the plan; paths that a base contains start in the base's folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def validated(model: type[AnyTable], given: Mapping[str, Any], path: KeyPath, do
 
 
 def _with_paths(model: type[Table], given: Mapping[str, Any], path: KeyPath, document: Document) -> dict[str, Any]:
-    """Returns the keys of a table; paths that a file of another folder says are absolute."""
+    """Returns the keys of a table, with the paths that a file of another folder contains made absolute."""
     found = dict(given)
     for key, value in given.items():
         info = model.model_fields.get(key)
@@ -30,6 +30,7 @@ def _with_paths(model: type[Table], given: Mapping[str, Any], path: KeyPath, doc
 
 
 def _absolute(value: Any, path: KeyPath, document: Document) -> Any:
+    """Returns a path, or a list of paths, made absolute if it comes from another folder than the plan's."""
     if isinstance(value, list):
         return [_absolute(item, (*path, number), document) for number, item in enumerate(value)]
     folder = document.folder_of(path)

@@ -33,11 +33,10 @@ from sley_core.topology import Topology
 
 @dataclass(frozen=True)
 class Component:
-    """One table that a record or a factory decides, ready to be built.
+    """Holds one table that a record or a factory decides, ready to be built.
 
-    name: `core.adamw`, or the path of the factory.
-    record: None for a factory, whose path and options are in `config`.
-    config: the table, an instance of the record's `config`.
+    name: `core.adamw`, or the path of the factory. record: None for a factory, whose path and options are in `config`. config:
+    the table, an instance of the record's `config`.
     """
 
     table: ComponentTable
@@ -54,7 +53,7 @@ class Component:
         return self.table.kind
 
     def load(self) -> None:
-        """Imports the code that `build` calls, and raises what the import raises."""
+        """Imports the code that `build` calls; raises what the import raises."""
         try:
             if self.record:
                 assert self.plugin, self.name
@@ -68,8 +67,7 @@ class Component:
     def build(self, *args: Any) -> Any:
         """Builds the live object: `record.build(config, *args)`, or what the factory returns for its options.
 
-        Raises PlanError for the user's code, PluginError for a plugin's that cannot be imported,
-        placed in the plan.
+        Raises PlanError for the user's code, PluginError for a plugin's that cannot be imported, with the place in the plan.
         """
         try:
             if self.record:
@@ -160,14 +158,16 @@ class Plan:
                 yield plugin, result
 
     def world(self, available: int | None = None) -> int:
-        """Returns how many ranks the plan wants: what `dp` fixes, else `available`, else the fewest that the layout allows."""
+        """Returns how many ranks the plan needs: the number that `dp` fixes, else `available`, else the fewest that the layout
+        allows.
+        """
         sizes = self.parallel
         if sizes.dp != "auto":
             return sizes.pp * sizes.dp * sizes.sp
         return available or sizes.pp * lcm(sizes.sp, sizes.wp)
 
     def num_micros(self, topology: Topology) -> int:
-        """Returns the micro-batches per rank and step; `check_plan` refuses a batch that does not divide."""
+        """Returns the number of micro-batches per rank and step; `check_plan` refuses a batch that does not divide."""
         return self.batch.global_size // (topology.dp * self.batch.micro_size)
 
     def topology(self, world: int) -> Topology:
@@ -186,7 +186,7 @@ class Plan:
         return self.document.diagnostic(code, message, path, hint)
 
     def located(self, error: SleyError) -> SleyError:
-        """Gives diagnostics that have a path and no place their place; returns the same error: `raise plan.located(error)`."""
+        """Adds places to diagnostics that have a path and no place; returns the same error: `raise plan.located(error)`."""
         return locate(error, self.document)
 
 
@@ -200,7 +200,9 @@ def _odd_axis(sizes: ParallelTable, equation: str) -> str:
 
 
 def _fitting(sizes: ParallelTable, world: int, equation: str) -> str:
-    """Returns a hint with the world sizes closest to `world` that the layout allows, or the `dp` where that is what fails."""
+    """Returns a hint with the world sizes closest to `world` that the layout allows, or with the `dp` that would fit if that
+    fails.
+    """
     if sizes.dp != "auto" and "wdp" in equation:
         unit = sizes.wp // gcd(sizes.wp, sizes.sp)
         fits = -(-sizes.dp // unit) * unit

@@ -1,4 +1,4 @@
-"""Reads a file or a text to a `Document` and applies `--set`; every failure has its own code."""
+"""Reads a file or a text into a `Document` and applies `--set`; every failure has its own code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sley_core.plan.overrides import apply
 from sley_core.plan.words import is_utf8, printable, shown
 
 DEEPEST = 32
-"""Tables and arrays inside one another; a plan needs four."""
+"""The deepest nesting of tables and arrays; a plan needs four levels."""
 
 MOST_BYTES = 16 << 20
 PATIENCE_S = 10.0
@@ -41,7 +41,7 @@ def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
 
 
 def _read(path: str | Path) -> Document:
-    """Returns the document of one file, as it stands."""
+    """Returns the document of one file, without its bases."""
     name = str(path)
     place = Place(name)
     try:
@@ -63,11 +63,11 @@ def _read(path: str | Path) -> Document:
 
 
 def read_bounded(path: str | Path) -> bytes:
-    """Returns the content of a file that a person wrote; blocks for `PATIENCE_S` at most on an empty pipe.
+    """Returns the content of a file; blocks for at most `PATIENCE_S` on an empty pipe.
 
     Raises OSError, also for more than `MOST_BYTES`, so that endless input is not read for ever.
     """
-    # Not blocking: to open a pipe that nobody writes would wait for ever.
+    # Non-blocking: opening a pipe that nobody writes would otherwise wait for ever.
     file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
         return _read_open(file, str(path))
@@ -104,13 +104,13 @@ def read_text(text: str, file: str, folder: Path | None = None, overrides: Seque
 
 
 def _parsed(text: str, file: str, folder: Path | None) -> Document:
-    """Returns the document of a text, as it stands."""
+    """Returns the document of a text, without its bases. Raises PlanError "syntax" or "too-deep"."""
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     lines = tuple(text.split("\n"))
     try:
         tables = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
-        # tomli may point behind the end of the document.
+        # tomli may point beyond the end of the document.
         line = min(error.lineno, len(lines))
         column = min(error.colno, len(lines[line - 1]) + 1)
         found = Diagnostic(
@@ -121,7 +121,7 @@ def _parsed(text: str, file: str, folder: Path | None) -> Document:
         )
         raise PlanError.many([found]) from None
     except (RecursionError, ValueError) as error:
-        # Python itself refuses numbers of thousands of digits, and dates that no calendar has.
+        # Python itself refuses numbers of thousands of digits, and invalid dates.
         raise PlanError("syntax", f"this is not TOML: {_lowered(str(error))}", place=Place(file)) from None
     _refuse_deep(tables, file, lines)
     return Document(file, folder and folder.absolute(), tables, lines, index(text))
@@ -159,7 +159,7 @@ def _overridden(document: Document, texts: Sequence[str]) -> Document:
 
 def _refuse_deep(tables: Any, file: str, lines: Sequence[str] = ()) -> None:
     """Raises PlanError "too-deep". Iterates instead of recursing, so that later code may recurse."""
-    # Each with the key of the plan that it lies in.
+    # Pairs of the top-level key and a table or array below it.
     level = [(str(key), value) for key, value in tables.items() if isinstance(value, dict | list)]
     for _ in range(DEEPEST):
         inner = [(key, value.values() if isinstance(value, dict) else value) for key, value in level]
@@ -167,7 +167,7 @@ def _refuse_deep(tables: Any, file: str, lines: Sequence[str] = ()) -> None:
         if not level:
             return
     message = f"`{printable(level[0][0])}` has tables and arrays more than {DEEPEST} deep"
-    # Spots are not known yet: to find them is what recurses.
+    # Spots are not known yet, since finding them recurses; so the line is searched for.
     bare = re.compile(rf"[\s\[]*{re.escape(level[0][0])}\s*[.=\]]")
     line = next((number for number, text in enumerate(lines, start=1) if bare.match(text)), 0)
     raise PlanError("too-deep", message, place=Place(file, line, int(line > 0)))

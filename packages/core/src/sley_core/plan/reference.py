@@ -1,4 +1,4 @@
-"""docs/plan.md: every table and key of a plan, with type, default and meaning, written from the models.
+"""Generates docs/plan.md from the models: every table and key of a plan, with type, default and meaning.
 
 python -m sley_core.plan.reference > docs/plan.md
 """
@@ -43,7 +43,7 @@ Three keys come before all tables:
 
 
 class Row(NamedTuple):
-    """One key of a table; `default` is TOML, or words in brackets."""
+    """Describes one key of a table; `default` is TOML, or words in brackets."""
 
     key: str
     takes: str

@@ -1,4 +1,6 @@
-"""The records that fields of a table name beside its `use`: the pool of a communicator, the partition of a pipeline."""
+"""The records to which fields of a table refer, apart from its `use`: the pool of a communicator, the partition of a
+pipeline.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from sley_core.table import RecordKind, RecordReference, Table
 
 
 class Reference(NamedTuple):
-    """A field at `path` within its table that names a record."""
+    """Describes a field at `path` within its table that names a record."""
 
     path: KeyPath
     kind: RecordKind

@@ -1,6 +1,6 @@
-"""Resolves a document to a `Plan`: loads the plugins it names, checks every table, writes the defaults in.
+"""Resolves a document into a `Plan`: loads the plugins it names, checks every table, writes the defaults in.
 
-All problems are collected; only if a plugin is missing are the problems unknown that its tables may have.
+All problems are collected, except those in tables of a missing plugin, which are not known.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AnyTable = TypeVar("AnyTable", bound=Table)
 
 
 def resolve(document: Document, loader: Loader, found_by_core: Iterable[KeyPath] = ()) -> Plan:
-    """Returns the plan that `document` describes. A run, not the user, wrote the values at `found_by_core`.
+    """Returns the plan that `document` describes. found_by_core: the paths of values that a run, not the user, wrote.
 
     Raises PlanError with all problems, sorted by place; PluginError if a plugin is among them.
     """
@@ -43,7 +43,7 @@ def resolve(document: Document, loader: Loader, found_by_core: Iterable[KeyPath]
     optional = {name: resolver.optional(name, model) for name, model in OPTIONAL.items()}
     optional["timeline"] = optional["timeline"] or resolver.timeline(tables["run"])
     parts: dict[str, Any] = {**tables, **optional}
-    # Last come those that may be the only one of their kind among the plugins that all others name.
+    # Tables whose default may be the only record of its kind come last, when all plugins that the plan names are known.
     for spec in sorted(COMPONENTS, key=lambda spec: spec.known is not None and not resolver.is_named(spec)):
         if spec.named:
             parts[spec.key] = resolver.named(spec)
@@ -57,6 +57,8 @@ def resolve(document: Document, loader: Loader, found_by_core: Iterable[KeyPath]
 
 @dataclass
 class _Resolver:
+    """Resolves the tables of one document; collects the problems, the plugins, and the paths that core writes in."""
+
     document: Document
     loader: Loader
     problems: list[Diagnostic] = field(default_factory=list)
@@ -144,15 +146,14 @@ class _Resolver:
         return {name: component for name, component in found.items() if component}
 
     def raise_problems(self, parts: Mapping[str, Any]) -> None:
-        """Raises PlanError or PluginError, if any problem was noted, or if a table that the plan names is not used.
+        """Raises PlanError or PluginError if any problem was recorded, or if a table that the plan names is not used.
 
-        parts: the tables; those without a mistake are checked against each other, and the data's files too, so that all is
-        told at once.
+        parts: the tables; those without a mistake are also checked against each other, and the data's files, for one report.
         """
         if not self.problems:
             self._faults(self.own_names.unused())
         if self.problems:
-            from sley_core.data.check import check_table  # what only a plan with mistakes needs here
+            from sley_core.data.check import check_table  # imported only for a plan with mistakes
 
             found = list(check_tables(parts))
             if parts["data"] is not None:
@@ -209,7 +210,7 @@ class _Resolver:
         return Component(spec, name, record, config, path, self.document, plugin)
 
     def _refer(self, reference: Reference, at: KeyPath) -> None:
-        """Loads the record that a field names, or finds the plan's table of that name; notes a problem if there is none."""
+        """Loads the record that a field names, or finds the plan's table of that name; records a problem if there is none."""
         if self.own_names.is_own(reference):
             self._faults(self.own_names.take(reference, at))
         elif self._named(reference.name, at):
@@ -219,7 +220,7 @@ class _Resolver:
                 self._add(error, at)
 
     def _no_table(self, spec: ComponentTable) -> None:
-        """Notes that a table is missing, unless it is not needed or what is wrong with [pipeline] must be mended first."""
+        """Records that a table is missing, unless it is not needed, or [pipeline] itself has a problem."""
         if spec.known is None:
             choices = "`use` or `factory`" if spec.factory else "`use`"
             has = self.plugins[CORE].records.get(spec.kind, {})
@@ -236,13 +237,15 @@ class _Resolver:
         return isinstance(parallel, dict) and parallel.get("pp", 1) != 1
 
     def _origin(self, name: Any, path: KeyPath) -> tuple[KeyPath, str]:
-        """The place in the plan by which `path` has the record `name`, and who says so where the plan does not."""
+        """Returns the path that caused the record `name` at `path`, and a text that names the schedule if that is the cause,
+        else "".
+        """
         if self.schedule is None or path not in self.written_in or not is_named_by(self.schedule, name):
             return path, ""
         return (*self.schedule.path, "use"), f"`{self.schedule.name}` names `{name}`: "
 
     def _named(self, name: Any, path: KeyPath, by: str = "") -> Plugin | None:
-        """The plugin of a record's name, loaded; None, with a problem noted, if there is no such name or plugin."""
+        """Returns the loaded plugin of a record's name; None, with a problem recorded, if there is no such name or plugin."""
         plugin, dot, record = name.partition(".") if isinstance(name, str) else ("", "", "")
         if dot and plugin and record:
             return self._plugin(plugin, path, by)
@@ -251,7 +254,7 @@ class _Resolver:
         return None
 
     def _plugin(self, name: str, path: KeyPath, by: str = "") -> Plugin | None:
-        """Returns the plugin `name`, loaded at most once; None, with a problem noted, if that fails."""
+        """Returns the plugin `name`, loaded at most once; None, with a problem recorded, if that fails."""
         if name not in self.plugins and name not in self.broken:
             try:
                 self.plugins[name] = self.loader.load(name)
@@ -261,7 +264,7 @@ class _Resolver:
         return self.plugins.get(name)
 
     def _validated(self, model: type[AnyTable], given: Any, path: KeyPath, owner: str) -> AnyTable | None:
-        """Returns `given` as a `model`; None, with the problems noted, if it does not validate."""
+        """Returns `given` as a `model`; None, with the problems recorded, if it does not validate."""
         if not isinstance(given, dict):
             self._problem("wrong-type", f"`{path[0]}` must be a table, not {shown(given)}", path)
             return None
@@ -272,7 +275,7 @@ class _Resolver:
             return None
 
     def _source_folder(self) -> None:
-        """Resolves paths from the plan's `source_folder`, if it has one, in place of the file's folder."""
+        """Makes relative paths start in the plan's `source_folder`, if it has one, instead of the file's folder."""
         given = self.tables.get("source_folder")
         if isinstance(given, str):
             folder = Path(self.document.folder or Path(), given)

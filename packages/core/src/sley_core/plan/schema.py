@@ -1,4 +1,4 @@
-"""The JSON Schema of a plan, for editors: core's tables, and of each component table one alternative per record."""
+"""Generates the JSON Schema of a plan, for editors: core's tables, and for each component table one alternative per record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sley_core.table import Table
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 ITEM_LIMITS = {"minLength": "minItems", "maxLength": "maxItems"}
-"""pydantic writes limits of an array as those of a string where a validator stands before them."""
+"""pydantic writes an array's limits as a string's if a validator precedes them; this maps them back."""
 
 
 def json_schema(loader: Loader | None = None) -> dict[str, Any]:
@@ -74,6 +74,7 @@ def _records(loader: Loader) -> Mapping[str, Mapping[str, Record]]:
 
 
 def _of_record(spec: ComponentTable, name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """Adds `use` to a record's schema, required unless the record is the default; returns the schema."""
     schema["properties"] = {"use": {"const": name}, **schema.get("properties", {})}
     if name != spec.default and not spec.known:
         schema["required"] = ["use", *schema.get("required", [])]
@@ -81,7 +82,8 @@ def _of_record(spec: ComponentTable, name: str, schema: dict[str, Any]) -> dict[
 
 
 def _component(spec: ComponentTable, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    # Where the schedule gives the default, a table without `use` may be that of any record.
+    """Returns the schema of a component table from its alternatives `choices`: one table, a list of them, or tables by name."""
+    # If the schedule gives the default, a table without `use` may be of any record.
     of = "anyOf" if spec.known else "oneOf"
     one: dict[str, Any] = {"type": "object", of: choices} if choices else {"type": "object"}
     if spec.named:
@@ -92,7 +94,7 @@ def _component(spec: ComponentTable, choices: list[dict[str, Any]]) -> dict[str,
 
 
 def _for_toml(schema: Any) -> Any:
-    """Returns a schema as TOML needs it: without null and titles, and with limits of arrays named as such."""
+    """Returns a schema adapted to TOML: without null and titles, and with limits of arrays named as such."""
     if isinstance(schema, list):
         return [_for_toml(item) for item in schema]
     if not isinstance(schema, dict):

@@ -15,7 +15,7 @@ FORMAT = 1
 """The format of plans that this core reads."""
 
 DRAWN_STEP = 5
-"""The step of a pipeline that is drawn where the plan does not say which: the first ones make things ready."""
+"""The default step of a pipeline to draw: the first steps include start-up work."""
 
 EXTENDS = "A base plan, of which this plan holds only the differences; a relative path is relative to this file."
 SOURCE_FOLDER = "Where relative paths start and factories are looked for; left out, the folder of the plan."
@@ -33,7 +33,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63), Words("an integer of at least 0")]
 
 
 MAX_SKIPS = 10
-"""How many steps in a row may be skipped where the plan does not say."""
+"""The default number of steps in a row that may be skipped."""
 
 
 def _max_skips(chosen: dict[str, Any]) -> int | None:
@@ -202,7 +202,7 @@ class TimelineTable(Table):
 
 
 Seconds = Annotated[float, Field(gt=0, le=1e8)]
-"""Of a wait; three years are more than anybody waits, and less than torch can count."""
+"""Seconds of a wait: at most three years, which torch can still represent."""
 
 
 class LimitsTable(Table):
@@ -228,7 +228,7 @@ class ModelConfig(Table):
     """Compile the layers with torch.compile."""
 
     def decided_by(self, key: str) -> str | None:
-        """Returns the file beside the plan that `key` was taken from where the plan leaves it out; None for a default."""
+        """Returns the file, beside the plan, from which `key` is taken if the plan leaves it out; None for a default."""
         del key
         return None
 

@@ -1,4 +1,4 @@
-"""What stands at the top of a plan: its format, its tables, and nothing else."""
+"""Checks the top level of a plan: its format, its tables, and nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOP_LEVEL = ("plan", "source_folder", *TABLES, *OPTIONAL, *(table.key for table 
 
 
 def top_level_faults(document: Document) -> list[Diagnostic]:
-    """Returns a problem for another format of plan, and for tables and keys that no plan has."""
+    """Returns problems for an unsupported format, and for tables and keys that no plan has."""
     found = []
     version = document.tables.get("plan", FORMAT)
     if version != FORMAT or isinstance(version, bool):
@@ -28,6 +28,7 @@ def top_level_faults(document: Document) -> list[Diagnostic]:
 
 
 def _unknown(document: Document, key: str) -> Diagnostic:
+    """Returns the diagnostic of an unknown top-level key or table, with a suggestion."""
     if not isinstance(document.tables[key], dict | list):
         return unknown_key(key, TOP_LEVEL, (key,), document, "a plan", _elsewhere(key, document.tables))
     tables = [name for name in TOP_LEVEL if name not in ("plan", "source_folder")]
@@ -36,7 +37,9 @@ def _unknown(document: Document, key: str) -> Diagnostic:
 
 
 def _elsewhere(key: str, tables: Mapping[str, Any]) -> str | None:
-    """Returns which table has `key`, which was meant for it: the only one of this plan, or of those that any may have."""
+    """Returns a hint which table has `key`: the only one of this plan that contains it, or the only one whose model has it;
+    else None.
+    """
     here = [name for name, table in tables.items() if isinstance(table, dict) and key in table]
     known = [name for name, model in {**TABLES, **OPTIONAL}.items() if key in model.model_fields]
     found = here if len(here) == 1 else known

@@ -1,4 +1,4 @@
-"""What a field takes and what a value is, in words: for messages, and for the plan reference.
+"""Describes in words what a field accepts and what a value is: for messages, and for the plan reference.
 
 `takes(int, [Ge(1)])` is "an integer of at least 1", `shown(True)` is "the boolean true".
 """
@@ -31,7 +31,7 @@ HABITS = {
     "max_steps": "steps",
     "host_memory": "cross_memory_attach",
 }
-"""What others, or plans of before, call what a plan calls otherwise: no edit of a few letters leads from one to the other."""
+"""Keys and values of other frameworks, or of earlier plans, with ours: too different for a match by spelling."""
 
 
 _SAVED = "`[checkpoint]` says when a run saves itself, and `train-cli run PLAN --resume auto` goes on from there"
@@ -52,7 +52,7 @@ ELSEWHERE = dict.fromkeys(
     ("epochs", "num_epochs", "max_epochs", "num_train_epochs"),
     "a run is as long as `run.steps` says, and says how many epochs that is",
 )
-"""What others write in a plan or beside it and Sley has otherwise: how, in words."""
+"""Keys of other frameworks for what Sley does without a key of the plan, each with a hint."""
 
 
 def takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
@@ -84,7 +84,7 @@ def takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a plan's value as a message shows it, never long."""
+    """Returns a plan's value as a message shows it, shortened if it is long."""
     if isinstance(value, bool):
         return f"the boolean {str(value).lower()}"
     if isinstance(value, str):
@@ -101,7 +101,9 @@ def shown(value: Any) -> str:
 
 
 def suggestion(wrong: str, choices: Iterable[str], otherwise: str | None = None) -> str | None:
-    """Returns why `wrong` does not exist if that is known, "did you mean ...?" if a choice is close, else `otherwise`."""
+    """Returns the known explanation why `wrong` does not exist, or "did you mean ...?" if a choice is close, else
+    `otherwise`.
+    """
     known = list(choices)
     if (why := ELSEWHERE.get(wrong.lower().replace("-", "_"))) and wrong not in known:
         return why
@@ -196,12 +198,12 @@ def _literal(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns the text, equally long, with `?` for characters that a terminal would not show or would obey."""
+    """Returns the text, equally long, with `?` for characters that a terminal would not show or would interpret."""
     return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
 def is_utf8(text: str) -> bool:
-    """Returns whether the text can be written; undecodable bytes from the system arrive as lone surrogates."""
+    """Returns whether the text can be encoded; undecodable bytes from the system arrive as lone surrogates."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 

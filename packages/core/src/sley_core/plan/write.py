@@ -1,4 +1,4 @@
-"""A resolved plan as plain data, as text, and as a digest."""
+"""Writes a resolved plan as plain data, as text, and as a digest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def to_tables(plan: Plan) -> dict[str, Any]:
-    """Returns the full plan as TOML has it. A key whose value is None is absent; paths are as they were given."""
+    """Returns the full plan as plain data for TOML. A key whose value is None is absent; paths are as they were given."""
     folder = plan.folder
     tables: dict[str, Any] = {"plan": FORMAT}
     if folder:
@@ -52,7 +52,7 @@ def digest(plan: Plan) -> str:
 
 
 def digested(plan: Plan) -> dict[str, str]:
-    """Returns every value that the digest covers as text, by its key: compare these if digests differ."""
+    """Returns every value that the digest covers as text, by its key, to compare if digests differ."""
     return {dotted(path): repr(value) for path, value in leaves(_movable(plan))}
 
 
@@ -61,7 +61,9 @@ def _movable(plan: Plan) -> dict[str, Any]:
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yields every value below the tables with its path; an array of anything but tables is one value, an empty table too."""
+    """Yields path and value of every value below the tables; an array of anything but tables is one value, an empty table
+    too.
+    """
     if isinstance(value, dict) and (value or not path):
         for key, inner in value.items():
             yield from leaves(inner, (*path, key))

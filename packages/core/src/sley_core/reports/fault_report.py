@@ -1,7 +1,7 @@
-"""What a rank, and the launcher, say of a failure: small JSON files in the run's folder. Imports no torch.
+"""Reports of a failure by each rank and by the launcher: small JSON files in the run's folder. Imports no torch.
 
 runs/NAME/faults/0/rank-1.json      what rank 1 of the first attempt did, waited in and raised
-                   launcher.json    how the ranks ended, where a launcher of ours has started them
+                   launcher.json    how the ranks ended, if our own launcher started them
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class SeenExchange:
-    """An exchange that a rank has started: the `number`-th of `queue`, which all its members start in one order.
+    """Describes an exchange that a rank has started: the `number`-th of `queue`, whose exchanges all members start in one
+    order.
 
-    group: in words. ranks: its members. peer: the rank at the other end of a message; None where all members take part.
+    group: in words. ranks: its members. peer: the rank at the other end of a message; None if all members take part.
     """
 
     operation: str
@@ -44,7 +45,9 @@ class SeenExchange:
 
 @dataclass(frozen=True)
 class SeenWait:
-    """A wait for other ranks in `exchange`. end: "" while it lasts, "late", "closed" or "differs". peer: who did not come."""
+    """Describes a wait for other ranks in `exchange`. end: "" while it lasts, "late", "closed" or "differs". peer: who did not
+    come.
+    """
 
     exchange: SeenExchange
     seconds: float
@@ -54,7 +57,7 @@ class SeenWait:
 
 @dataclass(frozen=True)
 class FaultReport:
-    """What rank `rank` of `world` says. kind: "error" if it failed, "stuck" if it was asked to end and could not.
+    """Holds the report of rank `rank` of `world`. kind: "error" if it failed, "stuck" if it was asked to end and could not.
 
     code, message, hint: of its error. time: seconds since the epoch. step: the optimizer step, from 1; 0 before the first.
     finished, pending: entries of its list. layer: the one called last. exchanges: the last of each queue, ascending. stacks:
@@ -82,8 +85,8 @@ class FaultReport:
 
 @dataclass(frozen=True)
 class LaunchReport:
-    """What the launcher saw. codes: exit codes by rank, negative for signals. silent: in words the state of ranks that had to
-    be killed. first: the rank whose end it saw first.
+    """Holds what the launcher saw. codes: exit codes by rank, negative for signals. silent: the state, in words, of ranks that
+    had to be killed. first: the rank that ended first.
     """
 
     world: int
@@ -94,7 +97,9 @@ class LaunchReport:
 
 @dataclass(frozen=True)
 class FoundReports:
-    """The reports of one attempt. ranks: in order of rank. unreadable: names of files that are damaged or another version's."""
+    """Holds the reports of one attempt. ranks: in order of rank. unreadable: names of files that are damaged or of another
+    version.
+    """
 
     attempt: int
     ranks: tuple[FaultReport, ...]
@@ -103,13 +108,13 @@ class FoundReports:
 
 
 def attempt_of(environ: Mapping[str, str]) -> int:
-    """Returns how often torchrun has started the ranks again before this attempt; 0 without it."""
+    """Returns how often torchrun has restarted the ranks before this attempt; 0 without torchrun."""
     count = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(count) if count.isdecimal() else 0
 
 
 def write(run_folder: Path, report: FaultReport) -> None:
-    """Writes the report of a rank, in full or not at all; the first one of an attempt counts. Raises OSError."""
+    """Writes the report of a rank, atomically; the first one of an attempt is kept. Raises OSError."""
     path = _folder(run_folder) / f"rank-{report.rank}.json"
     if not path.exists():
         _write(path, asdict(report))
@@ -121,7 +126,7 @@ def write_launch(run_folder: Path, report: LaunchReport) -> None:
 
 
 def forget(run_folder: Path) -> None:
-    """Removes the reports of an earlier run; called before a run begins, and not where torchrun starts its ranks again."""
+    """Removes the reports of an earlier run; called before a run begins, but not if torchrun restarts its ranks."""
     root = run_folder / FOLDER
     if root.is_symlink():  # which must not say where ranks write
         root.unlink()
@@ -129,7 +134,9 @@ def forget(run_folder: Path) -> None:
 
 
 def read(run_folder: Path) -> list[FoundReports]:
-    """Returns the reports of every attempt that has left any, the first one first. Raises OSError if they cannot be listed."""
+    """Returns the reports of every attempt that has left any, the first attempt first. Raises OSError if they cannot be
+    listed.
+    """
     root = run_folder / FOLDER
     if not root.is_dir():
         return []
@@ -148,6 +155,7 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _attempt(folder: Path, attempt: int) -> FoundReports:
+    """Reads all reports of one attempt in `folder`; lists the names of files that cannot be read."""
     ranks: list[FaultReport] = []
     launch, unreadable = None, []
     for path in sorted(folder.glob("*.json")):
@@ -165,12 +173,13 @@ def _attempt(folder: Path, attempt: int) -> FoundReports:
 
 
 def _launch(content: dict[str, Any]) -> LaunchReport:
-    """JSON has strings for keys."""
+    """Returns the launcher's report from its JSON content, in which ranks are strings."""
     by_rank = {key: {int(rank): value for rank, value in content[key].items()} for key in ("codes", "silent")}
     return LaunchReport(**{**content, **by_rank})
 
 
 def _report(content: dict[str, Any]) -> FaultReport:
+    """Returns the fault report with the `content` of its JSON file."""
     wait = content.pop("wait")
     if wait is not None:
         wait = SeenWait(**{**wait, "exchange": _exchange(wait["exchange"])})

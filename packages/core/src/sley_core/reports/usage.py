@@ -1,4 +1,4 @@
-"""What the kernel says of this process: its time, page faults and lost processors. Nothing on systems that do not say it."""
+"""Reads the kernel's counters of this process: time, page faults, context switches. Zeros on systems that do not have them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ except ImportError:  # Windows
 
 
 def used() -> Usage:
-    """Returns what this process has used since its start, all its threads together."""
+    """Returns what this process has used since its start, over all its threads."""
     if resource is None:
         return Usage(0.0, 0.0, 0, 0, 0)
     found = resource.getrusage(resource.RUSAGE_SELF)

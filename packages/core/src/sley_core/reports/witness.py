@@ -1,7 +1,6 @@
-"""What this rank tells of itself when it fails, or is found stuck: where it is, what it waits in, and its threads' stacks.
+"""Writes this rank's report when it fails, or is found stuck: where it is, in what it waits, and its threads' stacks.
 
-The report must never be in the way of the first error: whatever fails here is dropped, and a file system that hangs costs
-`MOST_S`.
+The report must never hide the first error: a failure here is dropped, and a file system that hangs costs at most `MOST_S`.
 """
 
 from __future__ import annotations
@@ -35,17 +34,21 @@ MOST_THREADS, MOST_LINES = 16, 80
 
 
 def report_error(folder: Path, world: World, what: Diagnostic, error: BaseException) -> None:
-    """Writes into the run's `folder` what this rank was doing when it failed with `error`, which `what` tells to the user."""
+    """Writes into the run's `folder` what this rank was doing when it failed with `error`. what: the error as the user
+    sees it.
+    """
     lines = [line for part in traceback.format_exception(error) for line in part.splitlines()]
     _report(folder, world, "error", what, {"the error": tuple(lines[-MOST_LINES:])})
 
 
 def report_stuck(folder: Path, world: World, what: Diagnostic) -> None:
-    """Writes what this rank is doing, which was asked to end and does not; called in a thread other than the main one."""
+    """Writes what this rank is doing if it was asked to end and does not; called in a thread other than the main one."""
     _report(folder, world, "stuck", what, {})
 
 
 def _report(folder: Path, world: World, kind: str, what: Diagnostic, stacks: Mapping[str, tuple[str, ...]]) -> None:
+    """Writes a fault report in a thread, waiting at most MOST_S; failures are ignored, since the error itself matters more."""
+
     def tell() -> None:
         # A report is worth less than the error that it tells of.
         with suppress(Exception):
@@ -57,7 +60,7 @@ def _report(folder: Path, world: World, kind: str, what: Diagnostic, stacks: Map
 
 
 def seen(world: World, kind: str, what: Diagnostic, stacks: Mapping[str, tuple[str, ...]]) -> FaultReport:
-    """Returns the report of this rank as it is now, by the groups that were made last."""
+    """Returns the report of this rank's present state, from the groups that were made last."""
     known = FaultReport(
         world.rank,
         world.size,
@@ -92,6 +95,7 @@ def _with_progress(known: FaultReport, progress: Progress) -> FaultReport:
 
 
 def _wait(progress: Progress) -> SeenWait | None:
+    """Returns the wait in which this rank is or has failed, as a report has it; None if there is none."""
     wait = progress.wait
     if wait is None:
         return None
@@ -106,7 +110,7 @@ def _exchange(turn: Turn) -> SeenExchange:
 
 
 def _stacks() -> dict[str, tuple[str, ...]]:
-    """Returns the stack of every thread of Python but the one that asks, the outermost frame first."""
+    """Returns the stack of every Python thread except the calling one, the outermost frame first."""
     frames = sys._current_frames()
     found = {}
     for thread in threading.enumerate()[:MOST_THREADS]:

@@ -1,4 +1,4 @@
-"""A rank's file of windows (`work_record`), which has a number of lines at most, however long the run."""
+"""A rank's file of windows (`work_record`), with a limited number of lines, however long the run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ FEWER_LINES = 448
 
 
 class WorkFile:
-    """A file to which lines are added, each at once, until one cannot be; `notes` then has why.
+    """Appends lines to a file, each at once, until a write fails; then `notes` has the reason.
 
-    It begins with the first one: a run that fails before that leaves a folder that the next run may take. A thread makes it
-    short, beside the steps of the run: that takes half a second of a processor where a rank has many layers.
+    The file is created with the first line: a run that fails before that leaves a folder that the next run may use. A thread
+    shortens the file beside the steps of the run: that takes half a second of processor time if a rank has many layers.
     """
 
     def __init__(self, path: Path, start: Start, notes: list[str]) -> None:
@@ -38,7 +38,7 @@ class WorkFile:
         self._shortening: Future[int] | None = None
 
     def add(self, text: str) -> None:
-        """Adds a line; while the file is made short, keeps it for the next one. Does not wait."""
+        """Adds a line; while the file is being shortened, keeps it for the next write. Does not wait."""
         if self._is_over:
             return
         try:
@@ -51,7 +51,7 @@ class WorkFile:
             self._give_up(error)
 
     def close(self) -> None:
-        """Ends the file, after what is kept; what is added later is dropped."""
+        """Closes the file, after writing the lines that are kept; later lines are dropped."""
         if self._shortening is not None:
             wait([self._shortening])
         try:
@@ -62,7 +62,7 @@ class WorkFile:
         self._end()
 
     def leave(self) -> None:
-        """Ends the file as `close` does, which goes on beside the caller where it takes longer than `PATIENCE_S`."""
+        """Closes the file as `close` does, but stops waiting after `PATIENCE_S`; the closing continues in a thread."""
         closing = Thread(target=self.close, name="sley-work-file", daemon=True)
         closing.start()
         closing.join(PATIENCE_S)
@@ -83,7 +83,7 @@ class WorkFile:
             os.close(file)
 
     def _write(self, *, is_last: bool = False) -> None:
-        """Writes what is kept, and makes the file short if it is long by then."""
+        """Writes the lines that are kept, and shortens the file if it has become long."""
         if self._shortening is not None:
             before, self._shortening = self._shortening, None
             self._num_lines = before.result()
@@ -100,7 +100,7 @@ class WorkFile:
             Thread(target=self._shorten, args=(self._shortening,), name="sley-work-file", daemon=True).start()
 
     def _shorten(self, done: Future[int]) -> None:
-        """Writes the windows of this start again, the older ones as fewer. A reader sees the old file or the new one."""
+        """Rewrites the windows of this start, merging older ones. A reader sees either the old file or the new one."""
         try:
             found = record_in(self._path)
             if found is None:
@@ -112,6 +112,7 @@ class WorkFile:
             done.set_exception(error)
 
     def _open(self, *, with_start: bool = False) -> None:
+        """Opens the file for appending. with_start: the start of this run is written with the first line."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         no_link = getattr(os, "O_NOFOLLOW", 0)  # which could say where this writes
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | no_link, 0o644)

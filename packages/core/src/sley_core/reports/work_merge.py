@@ -1,6 +1,7 @@
-"""Makes fewer windows of many: neighbours become one, of the same steps.
+"""Merges windows: neighbours become one window of the same steps.
 
-It says what a reader makes of both (`train_cli.slow.blocks`): numbers are means over steps, of the windows that have them.
+The result is what a reader would compute from both (`train_cli.slow.blocks`): numbers are means over steps, of the windows that
+have them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ _Value = TypeVar("_Value")
 
 
 def fewer(windows: Sequence[Window], most: int) -> list[Window]:
-    """Returns `most` windows at most, of the same steps: the newest as they are, and older ones of about as many steps each."""
+    """Returns at most `most` windows of the same steps: the newest unchanged, older ones merged into about equal numbers of
+    steps.
+    """
     if len(windows) <= most:
         return list(windows)
     num_newest = int(most * NEWEST)
@@ -32,7 +35,7 @@ def fewer(windows: Sequence[Window], most: int) -> list[Window]:
 
 
 def merged(windows: Sequence[Window]) -> Window:
-    """Returns the window of all steps of `windows`, which ascend."""
+    """Returns one window with all steps of `windows`, which are in ascending order."""
     last = windows[-1]
     usage = [one.usage for one in windows]
     return Window(
@@ -61,6 +64,7 @@ def merged(windows: Sequence[Window]) -> Window:
 def _by_name(
     windows: Sequence[Window], of: Callable[[Window], Mapping[str, _Value]]
 ) -> dict[str, list[tuple[Window, _Value]]]:
+    """Collects the values that `of` gives for each window, by name, each with its window."""
     found: dict[str, list[tuple[Window, _Value]]] = {}
     for one in windows:
         for name, value in of(one).items():
@@ -73,12 +77,13 @@ def _means(windows: Sequence[Window], of: Callable[[Window], Mapping[str, Spread
 
 
 def _over(found: Sequence[tuple[Window, Mapping[str, Spread]]]) -> dict[str, Spread]:
-    """Returns the means of what windows have, by name."""
+    """Returns the means of the windows' spreads, by name."""
     names = dict.fromkeys(name for _, some in found for name in some)
     return {name: _mean([(some[name], one.num_steps) for one, some in found if name in some]) for name in names}
 
 
 def _mean(found: Sequence[tuple[Spread, int]]) -> Spread:
+    """Returns the mean of spreads, weighted by their numbers of steps."""
     total = sum(steps for _, steps in found)
     if not total:
         return NOTHING
@@ -86,6 +91,7 @@ def _mean(found: Sequence[tuple[Spread, int]]) -> Spread:
 
 
 def _queue(found: Sequence[tuple[Window, Queue]]) -> Queue:
+    """Returns the last queue, with numbers of exchanges and bytes per step averaged over all windows."""
     steps = sum(one.num_steps for one, _ in found)
     queue = found[-1][1]
     exchanges = sum(one.exchanges * window.num_steps for window, one in found) / steps
@@ -96,6 +102,7 @@ def _queue(found: Sequence[tuple[Window, Queue]]) -> Queue:
 def _messages(
     windows: Sequence[Window], of: Callable[[Window], Mapping[str, Sequence[SeenMessage]]]
 ) -> dict[str, list[SeenMessage]]:
+    """Collects messages of all windows by queue, keeping those of the roundest steps."""
     found: dict[str, list[SeenMessage]] = {}
     for one in windows:
         for queue, some in of(one).items():

@@ -1,9 +1,9 @@
-"""What each rank worked at and waited for: a file of lines per rank, in `work` of the run's folder, by which `train-cli doctor`
-and a report tell who is slow. Imports no torch.
+"""The record of each rank's work and waits: a file of lines per rank, in `work` of the run's folder, from which `train-cli
+doctor` and a report find slow ranks. Imports no torch.
 
-rank-1.jsonl      a start, then a window of steps per line; another start where the run was started again
+rank-1.jsonl      a start, then a window of steps per line; another start if the run was started again
 
-A time is that of the host: on CUDA what it took to queue an action's kernels, not what they took.
+Times are the host's: on CUDA the time to queue an action's kernels, not the time that they take.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ one for other ranks too; what comes between two steps (rows, checkpoints, listen
 
 
 class Spread(NamedTuple):
-    """The quartiles of a number over steps."""
+    """Holds the quartiles of a number over steps."""
 
     low: float
     middle: float
@@ -51,11 +51,11 @@ NOTHING = Spread(0.0, 0.0, 0.0)
 
 
 class SeenMessage(NamedTuple):
-    """A message between stages, at one of its ends, in `step`: the `number`-th of its queue; at the sender the last one of
-    what an action has sent.
+    """Describes a message between stages, at one of its ends, in `step`: the `number`-th of its queue; at the sender only the
+    last one that an action has sent.
 
-    time_s: at the sender when it was handed over, at the receiver when it was there, in seconds since the epoch. waited_s: how
-    long the receiver waited for it.
+    time_s: at the sender when it was handed over, at the receiver when it had arrived, in seconds since the epoch. waited_s:
+    how long the receiver waited for it.
     """
 
     step: int
@@ -66,9 +66,10 @@ class SeenMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class Queue:
-    """What members of a group start in one order. group: in words, as `stage[0, 1]`. peer: of a message, the other end.
+    """Describes a sequence of exchanges that the members of a group start in one order. group: in words, as `stage[0, 1]`.
+    peer: of a message, the other end.
 
-    exchanges, num_bytes: of a step, on average, those that this rank waited in.
+    exchanges, num_bytes: per step, on average, those in which this rank waited.
     """
 
     group: str
@@ -80,8 +81,8 @@ class Queue:
 
 @dataclass(frozen=True)
 class Usage:
-    """What the kernel says of the process over a window. system_s: time in the kernel. minor, major: page faults without and
-    with a read from a disk. switches: how often it lost its processor to others.
+    """Holds the kernel's counters of the process over a window. system_s: time in the kernel. minor, major: page faults without
+    and with a read from a disk. switches: involuntary context switches.
     """
 
     user_s: float
@@ -103,12 +104,13 @@ class Usage:
 
 @dataclass(frozen=True)
 class Window:
-    """Steps `first` to `last`, from 1. time: when it was written, in seconds since the epoch. seconds: of a step.
+    """Holds the measurements of steps `first` to `last`, from 1. time: when it was written, in seconds since the epoch.
+    seconds: of a step.
 
     work: own seconds of a step by place, waits excluded: `F0` the forward of chunk 0, over all micro-batches, B0, D0, W0, C0
-    likewise, and the places above. layers: of `F0` and its like, by layer, from every few steps. waits: seconds of a step by
+    likewise, and the places above. layers: for `F0` and the like, by layer, from every few steps. waits: seconds of a step by
     queue. sent, taken: messages of some steps by queue. private_mb, device_mb: MiB that the process holds now, on the host
-    for itself alone, and on its device.
+    (private memory), and on its device.
     """
 
     first: int
@@ -127,14 +129,14 @@ class Window:
 
     @property
     def num_steps(self) -> int:
-        """How many steps it has."""
+        """Number of steps."""
         return self.last - self.first + 1
 
 
 @dataclass(frozen=True)
 class Start:
-    """Who writes. time: in seconds since the epoch. trained: elements of the weights that this rank has, or has parts of, and
-    trains. layers: by name what is alike of layers that are: kind and sizes.
+    """Describes the writer. time: in seconds since the epoch. trained: elements of the weights that this rank has, or has parts
+    of, and trains. layers: by name, a text that is equal for layers of equal kind and sizes.
     """
 
     rank: int
@@ -150,7 +152,7 @@ class Start:
 
 @dataclass(frozen=True)
 class WorkRecord:
-    """What one rank has left of its last start; `windows` ascend."""
+    """Holds what one rank has recorded since its last start; `windows` are in ascending order."""
 
     start: Start
     windows: Sequence[Window]
@@ -162,14 +164,14 @@ class WorkRecord:
 
 
 def line(one: Start | Window) -> str:
-    """Returns a line of the file."""
+    """Returns a start or window as a line of the file."""
     head = {"format": FORMAT, "start": True} if isinstance(one, Start) else {}
     return to_json({**head, **asdict(one)}) + "\n"
 
 
 def read(run_folder: Path) -> list[WorkRecord]:
-    """Returns the records of all ranks that have any, by rank: of those that the newest start has, since a run may go on with
-    fewer. Lines that are damaged, as by a full disk, are left out. Raises OSError if a file cannot be read.
+    """Returns the records of the ranks, by rank: only of those in the newest start, since a run may be resumed with fewer.
+    Damaged lines, as of a full disk, are skipped. Raises OSError if a file cannot be read.
     """
     root = run_folder / FOLDER
     paths = root.glob("rank-*.jsonl") if root.is_dir() else ()
@@ -181,12 +183,16 @@ def read(run_folder: Path) -> list[WorkRecord]:
 
 
 def record_in(path: Path) -> WorkRecord | None:
-    """Returns what one rank has left in its file of its last start, if that is in it. Raises OSError."""
+    """Returns one rank's record since its last start, from its file; None if there is no start. Raises OSError."""
     with path.open("rb") as file:
         return _record_of(file)
 
 
 def _record_of(lines: Iterable[bytes]) -> WorkRecord | None:
+    """Builds the record from the lines of a file: windows that a resumed run repeats are replaced, old ones lose details.
+
+    Returns None if no start was recorded.
+    """
     start: Start | None = None
     windows: list[Window] = []
     for one in _parsed(lines):
@@ -202,7 +208,9 @@ def _record_of(lines: Iterable[bytes]) -> WorkRecord | None:
 
 
 def _with_some_details(windows: list[Window]) -> list[Window]:
-    """Returns `windows`, of which those have layers and messages that have the roundest steps: of all ranks about the same."""
+    """Returns `windows` with layers and messages kept only in those with the roundest steps, about the same ones on all
+    ranks.
+    """
     kept = [_roundest(one) for one in windows if one.layers or one.sent or one.taken]
     while len(kept) > MOST_DETAILED:
         least = min(kept)
@@ -216,15 +224,16 @@ def _roundest(window: Window) -> int:
 
 
 def roundness(step: int) -> int:
-    """Returns how often 2 divides the number of steps before `step`; of the first one more often than of any other.
+    """Returns how often 2 divides the number of steps before `step`; for the first step more than for any other.
 
-    Who keeps few of many steps keeps the roundest, as others do without a word between them.
+    Whoever keeps few of many steps keeps the roundest: so all ranks keep the same ones without communication.
     """
     before = step - 1
     return (before & -before).bit_length() - 1 if before else 64
 
 
 def _parsed(lines: Iterable[bytes]) -> Iterator[Start | Window]:
+    """Yields the starts and windows in `lines`; skips lines that cannot be read."""
     for one in lines:
         try:
             content = json.loads(one)
@@ -238,6 +247,8 @@ def _parsed(lines: Iterable[bytes]) -> Iterator[Start | Window]:
 
 
 def _window(content: dict[str, Any]) -> Window:
+    """Returns the window with the `content` of its JSON line."""
+
     def spreads(found: Mapping[str, Any]) -> dict[str, Spread]:
         return {name: Spread(*value) for name, value in found.items()}
 

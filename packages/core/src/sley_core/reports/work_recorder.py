@@ -116,23 +116,23 @@ class WorkRecorder:
         self._numbers: dict[str, int] | None = None
 
     def attach(self) -> None:
-        """Begins to follow."""
+        """Starts to follow the run."""
         self._progress.standing.follow = self.entered
         self._progress.follow_wait = self.waited
 
     def detach(self) -> None:
-        """Ends, and writes what the last window has."""
+        """Stops, and writes the last window."""
         self.entered(standing_at.BEGINNING)
         self.leave()
         self._write()
 
     def leave(self) -> None:
-        """Ends, without what the last window has."""
+        """Stops, without the last window."""
         standing = self._progress.standing
         standing.follow = standing.follow_layer = standing.follow_output = self._progress.follow_wait = None
 
     def entered(self, entry: object) -> None:
-        """Notes that the entry before is over, and `entry` begins."""
+        """Records that the previous entry is over, and `entry` begins."""
         now = time.perf_counter()
         self._spent[self._place] += now - self._since
         self._since = now
@@ -147,20 +147,20 @@ class WorkRecorder:
             self._end_step(now, was_taken=before in self._ends)
 
     def called(self, layer: str) -> None:
-        """Notes that `layer` begins, in the forward, or in a recomputation; "" that none does."""
+        """Records that `layer` begins, in the forward, or in a recomputation; "" for none."""
         now = time.perf_counter()
         self._spent[self._place] += now - self._since
         self._since = now
         self._place = self._samples.layer(self._base, layer) if layer else self._base
 
     def made(self, layer: str, output: Any) -> None:
-        """Has it noted when the backward of `layer`, which has returned `output`, begins."""
+        """Hooks `output`, the output of `layer`, to record when the backward of that layer begins."""
         tensor = next((one for one in _tensors(output) if one.requires_grad and not one.is_leaf), None)
         if tensor is not None:
             tensor.register_hook(lambda _: self.called(layer))  # type: ignore[no-untyped-call]
 
     def waited(self, turn: Turn, since: float) -> None:
-        """Notes that a wait in `turn`, which began at `since`, is over."""
+        """Records that a wait in `turn`, which began at `since`, is over."""
         now = time.perf_counter()
         self._since += now - since
         self._samples.waited(turn, now - since)
@@ -168,7 +168,7 @@ class WorkRecorder:
             self._samples.took(self._step, turn, now + self._to_epoch, now - since)
 
     def _note_messages(self, entry: object, now: float) -> None:
-        """Notes when messages were handed over that the entry before has sent: by its end."""
+        """Records the end of the previous entry as the time at which its messages were handed over."""
         numbers = self._progress.numbers
         if self._numbers is not None:
             before, self._numbers = self._numbers, None
@@ -179,7 +179,7 @@ class WorkRecorder:
             self._numbers = dict(numbers)
 
     def _end_step(self, now: float, *, was_taken: bool) -> None:
-        """Ends the sample of the step before, if there was one that was taken, and begins the next one."""
+        """Ends the sample of the previous step, if one was taken, and begins the next one."""
         if was_taken and self._step:
             data_s = min(self._feed.wait_s if self._feed else 0.0, self._spent[self._between])
             self._spent[self._between] -= data_s
@@ -237,6 +237,7 @@ class WorkRecorder:
 
 
 def _place_of(entry: object) -> str:
+    """Returns the place to which the time of a list's entry is counted: an action's kind and chunk, messages, or a phase."""
     if isinstance(entry, Action):
         return f"{entry.kind.value}{entry.chunk}"
     if isinstance(entry, Transfer):
@@ -259,7 +260,7 @@ def _start(parts: Parts) -> Start:
 
 
 def _likeness(layer: Layer) -> str:
-    """Returns what layers have in common that do the same work: kinds and sizes of what they are made of."""
+    """Returns a text that is equal for layers that do the same work: kinds and sizes of their parts."""
     kinds: dict[str, int] = {}
     for module in layer.module.modules():
         kind = type(module).__name__
@@ -270,7 +271,7 @@ def _likeness(layer: Layer) -> str:
 
 
 def _tensors(output: Any) -> Sequence[Tensor]:
-    """Returns the tensors of a layer's output that are easily found."""
+    """Returns the tensors of a layer's output that are found easily."""
     if isinstance(output, Tensor):
         return (output,)
     values = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()

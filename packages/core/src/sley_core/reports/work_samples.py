@@ -18,7 +18,7 @@ MOST_MESSAGES = 64
 
 
 class _Waits:
-    """What a rank has waited for in one queue."""
+    """Holds what a rank has waited for in one queue."""
 
     def __init__(self, turn: Turn) -> None:
         self.turn = turn
@@ -29,7 +29,8 @@ class _Waits:
 
 
 class WorkSamples:
-    """Collects. spent: seconds of the step so far, by the number of a place; a list of its own for each step.
+    """Collects the samples of a window. spent: seconds of the step so far, by the number of a place; a separate list for each
+    step.
 
     num_steps: in the window. sent, taken: messages by queue.
     """
@@ -52,7 +53,7 @@ class WorkSamples:
         return self._places[name]
 
     def layer(self, base: int, name: str) -> int:
-        """Returns the number of the work at layer `name` within place `base`."""
+        """Returns the number of the place for the work of layer `name` within place `base`."""
         try:
             return self._layers[base, name]
         except KeyError:
@@ -71,11 +72,11 @@ class WorkSamples:
             found.num_bytes += turn.num_bytes
 
     def handed_over(self, step: int, queue: str, number: int, time_s: float) -> None:
-        """Notes the last message of what an entry has sent."""
+        """Records the last message that an entry has sent."""
         keep_roundest(self.sent, queue, SeenMessage(step, number, round(time_s, 6)))
 
     def took(self, step: int, turn: Turn, time_s: float, waited_s: float) -> None:
-        """Notes a message that has come."""
+        """Records a message that has arrived."""
         keep_roundest(self.taken, turn.queue, SeenMessage(step, turn.number, round(time_s, 6), round(waited_s, 6)))
 
     def end_step(self, seconds: float) -> None:
@@ -89,7 +90,7 @@ class WorkSamples:
         self.forget_step()
 
     def forget_step(self) -> None:
-        """Begins a new step; what is not kept is lost."""
+        """Begins a new step, discarding the present one."""
         self.spent = [0.0] * len(self.spent)
         for found in self._waits.values():
             found.now_s = 0.0
@@ -126,7 +127,7 @@ class WorkSamples:
         return found
 
     def waits(self) -> dict[str, Spread]:
-        """Returns the waits of a step by queue; a queue that came late has nothing in the steps before."""
+        """Returns the waits of a step by queue; 0 in steps before a queue first occurred."""
         missing = len(self._steps)
         return {
             queue: spread([0.0] * (missing - len(found.steps_s)) + found.steps_s)
@@ -134,7 +135,7 @@ class WorkSamples:
         }
 
     def queues(self) -> dict[str, Queue]:
-        """Returns what queues there are, and what of each was waited in."""
+        """Returns the queues, with the exchanges and bytes in which this rank waited."""
         steps = max(1, self.num_steps)
         return {
             queue: Queue(
@@ -162,13 +163,13 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def _at(step: list[float], number: int) -> float:
-    """A step from before a place was known has nothing there."""
+    """Returns the seconds at place `number`; 0 in a step from before that place was known."""
     return step[number] if number < len(step) else 0.0
 
 
 def keep_roundest(messages: dict[str, list[SeenMessage]], queue: str, one: SeenMessage) -> None:
-    """Adds `one`. Where that is too many, the steps stay whose numbers are the roundest in binary: at both ends of a queue the
-    same, wherever their windows begin.
+    """Adds `one` to the messages of `queue`. If there are too many, keeps those of the roundest steps in binary, the same at
+    both ends of a queue, wherever their windows begin.
     """
     kept = messages.setdefault(queue, [])
     if len(kept) >= MOST_MESSAGES:

@@ -122,6 +122,8 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return result
 
     def _before_host_reads(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `method` of a tensor with a call of `saw` before it, in the watched thread."""
+
         def told(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == self._thread:
                 self.saw(f"Tensor.{name}", [Access(tensor, writes=False)])
@@ -130,6 +132,8 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return told
 
     def _around_resize(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `method` of a storage with a call of `resizes` before it, and of what that returns after it."""
+
         def told(storage: torch.UntypedStorage, num_bytes: int) -> Any:
             ours = threading.get_ident() == self._thread
             then = self.resizes(storage, num_bytes) if ours else None
@@ -180,6 +184,7 @@ def _arguments(func: Any) -> tuple[list[str], set[str] | None]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in nested lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):

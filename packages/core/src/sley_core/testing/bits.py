@@ -66,6 +66,7 @@ def digest(ranks: Sequence[Bits]) -> str:
 
 
 def _merged(ranks: Sequence[Bits]) -> Bits:
+    """Returns the bits of all ranks by name; asserts that ranks with the same name have the same bits."""
     found: Bits = {}
     for bits in ranks:
         for name, value in bits.items():

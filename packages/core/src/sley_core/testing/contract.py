@@ -205,6 +205,7 @@ class GradientHandlerContract:
             assert all(problem.code.startswith("handler") for problem in problems), problems
 
     def _handlers(self) -> list[Handler]:
+        """Returns the handlers of the test's plan: the tested one, with a reducer before or after it if it is none."""
         record, _ = self._record()
         if record.role == "reducer":
             return [self.handler]
@@ -220,6 +221,7 @@ class GradientHandlerContract:
 
 
 def _assert_same_bits(clean: list[Seen], others: list[Seen], what: str) -> None:
+    """Asserts that all ranks' gradients are bit for bit equal in two runs. what: begins the message."""
     for rank, (one, other) in enumerate(zip(clean, others, strict=True)):
         for step, (before, after) in enumerate(zip(one.gradients, other.gradients, strict=True)):
             differing = [name for name, gradient in before.items() if not torch.equal(gradient, after[name])]
@@ -231,6 +233,7 @@ def _only(steps: list[dict[str, Tensor]], names: list[str]) -> list[dict[str, Te
 
 
 def _assert_equal(due: list[dict[str, Tensor]], given: list[dict[str, Tensor]], within: float) -> None:
+    """Asserts that gradients are equal within a tolerance, relative and absolute."""
     for number, (wanted, found) in enumerate(zip(due, given, strict=True)):
         for name, gradient in wanted.items():
             is_close = torch.allclose(found[name], gradient, rtol=within, atol=within)
@@ -267,6 +270,7 @@ def _split_reduce_groups(run: Run) -> None:
 
 
 def _num_hooks(run: Run) -> int:
+    """Returns the number of hooks on the run's parameters."""
     found = 0
     for entry in run.book:
         found += len(entry.parameter._post_accumulate_grad_hooks or ())

@@ -128,6 +128,7 @@ class DrawnCopies:
             self._add(stream, Span(target), Span(source))
 
     def _add(self, stream: int, target: Span, source: Span) -> None:
+        """Queues a copy on a stream, with what it needs first; poisons its target unless a queued copy still reads that."""
         clock = self.ledger.streams[stream]
         needs = {worker: number for worker, number in clock.items() if worker not in (DEVICE, stream)}
         if not any(other.source.overlaps(target) for queue in self._pending.values() for other in queue):

@@ -160,6 +160,7 @@ class Ledger:
         self._copied[tensor.untyped_storage()._cdata] = memory
 
     def _check_end(self, stream: int, clock: Clock, tensor: Tensor, writes: bool, text: str) -> None:
+        """Asserts that one end of a copy is ordered after the device's accesses and after other streams' copies."""
         memory = self._of(tensor)
         first, last = extent(tensor)
         for (start, end), (read, written) in memory.device.items():
@@ -172,6 +173,7 @@ class Ledger:
         self._check_copies(memory, others, (first, last, writes), f"stream {stream} copies {text}", "`after`")
 
     def _check_copies(self, memory: _Memory, clock: Clock, access: tuple[int, int, bool], text: str, wait: str) -> None:
+        """Asserts that no copy in flight conflicts with an access. access: first byte, end, and whether it writes."""
         first, last, writes = access
         for copy in memory.copies:
             is_disjoint = copy.last <= first or last <= copy.first

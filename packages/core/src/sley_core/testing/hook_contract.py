@@ -159,6 +159,7 @@ class SchedulerHookContract:
         return tuple(ranks(2).once(observe, hooks, texts, fails=fails) for hooks in ([], [self.hook]))  # type: ignore[return-value]
 
     def _compare(self, ranks: Callable[..., Ranks], texts: Path, *, fails: bool, when: str) -> None:
+        """Asserts that rows and weights of runs with and without the hook are bit for bit equal."""
         for rank, (plain, seen) in enumerate(zip(*self._both(ranks, texts, fails=fails), strict=True)):
             for wanted, found in zip(plain.rows, seen.rows, strict=True):
                 for key in ("loss", "grad_norm", "held_out_loss"):

@@ -94,6 +94,7 @@ class Walker:
             assert torch.equal(found, wanted), f"what was taken and kept became {found}: it was {wanted}"
 
     def _forward(self, action: Action) -> None:
+        """Takes the input of a forward over the link, if there is one, and gives its output."""
         position, micro = self.placement.position(self.stage, action.chunk), action.micro
         if position > 0:
             self._received[action.chunk, micro] = self._take("forward", action, position - 1)
@@ -101,6 +102,7 @@ class Walker:
             self._give("forward", action, *self._output(position, micro))
 
     def _backward(self, action: Action) -> None:
+        """Takes the gradients of a backward over the link, if there are any, and gives the input's."""
         position, micro = self.placement.position(self.stage, action.chunk), action.micro
         if position + 1 < self.placement.num_positions:
             self._take("backward", action, position + 1)

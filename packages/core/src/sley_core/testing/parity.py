@@ -50,6 +50,7 @@ def assert_same_bits(reference: Mapping[str, Tensor], other: Mapping[str, Tensor
 
 
 def _assert_same_layout(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    """Asserts that both have tensors of the same names and shapes."""
     unmatched = sorted(reference.keys() ^ other.keys())
     assert not unmatched, f"not the same names: {', '.join(unmatched)}"
     shapes = {name: (tuple(reference[name].shape), tuple(other[name].shape)) for name in reference}
@@ -58,6 +59,7 @@ def _assert_same_layout(reference: Mapping[str, Tensor], other: Mapping[str, Ten
 
 
 def _error(reference: Tensor, other: Tensor, floor: float) -> float:
+    """Returns the norm of the difference relative to the reference's norm, at least `floor`; inf if it is not finite."""
     expected, found = (tensor.detach().to("cpu", torch.float64) for tensor in (reference, other))
     difference = (found - expected).norm().item()
     if difference == 0.0:
@@ -68,6 +70,7 @@ def _error(reference: Tensor, other: Tensor, floor: float) -> float:
 
 
 def _same_bits(reference: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors have the same dtype and the same bytes."""
     if reference.dtype != other.dtype:
         return False
     pair = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (reference, other)]
@@ -75,6 +78,7 @@ def _same_bits(reference: Tensor, other: Tensor) -> bool:
 
 
 def _count_differing(reference: Tensor, other: Tensor) -> str:
+    """Returns in words how many elements differ, and the relative error."""
     if reference.dtype != other.dtype:
         return f"{reference.dtype} against {other.dtype}"
     unequal = reference.detach().cpu() != other.detach().cpu()

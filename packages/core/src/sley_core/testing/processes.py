@@ -125,6 +125,7 @@ def _listener(text: str) -> Listener:
 
 
 def _processes() -> Iterator[Process]:
+    """Yields all living processes of this machine, from /proc."""
     for folder in _PROC.iterdir():
         if folder.name.isdigit():
             with suppress(OSError):

@@ -126,6 +126,7 @@ def _serve(connection: Connection) -> bool:
 
 
 def _run(job: Job) -> Outcome:
+    """Runs a job's call in this process; returns its outcome, also if it raises."""
     try:
         function, args, kwargs = unpack(job.call)
         if job.init:
@@ -175,6 +176,7 @@ def _surroundings(job: Job) -> Iterator[None]:
 
 
 def _redirect_output(path: Path) -> None:
+    """Redirects stdout and stderr to the file `path`, by line."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(file, stream.fileno())
@@ -184,6 +186,7 @@ def _redirect_output(path: Path) -> None:
 
 
 def _apply_filters(filters: list[tuple[Any, ...]]) -> None:
+    """Sets the warning filters of the parent process."""
     warnings.resetwarnings()
     for action, message, category, module, line in filters:
         patterns = [getattr(pattern, "pattern", pattern) or "" for pattern in (message, module)]
@@ -246,6 +249,7 @@ class _Rebuilt:
 
 
 def _rebuild(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    """Rebuilds a pickled exception without calling its `__init__`."""
     error = cls.__new__(cls, *args)
     error.args = args
     error.__dict__.update(state)
@@ -268,6 +272,7 @@ def _trace(error: BaseException) -> str:
 
 
 def _short(value: Any) -> str:
+    """Returns the `repr` of a value, shortened; a text if it has none."""
     try:
         text = repr(value)
     except Exception as error:

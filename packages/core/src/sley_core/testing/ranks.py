@@ -98,6 +98,7 @@ class Ranks:
         return [outcome.value for outcome in outcomes]
 
     def _jobs(self, call: Packed, folder: str) -> list[Job]:
+        """Returns one job per rank, with the environment of a local launch."""
         store = Path(folder, "store").as_uri()
         filters = pack(list(warnings.filters))
         loopback = "lo0" if sys.platform == "darwin" else "lo"
@@ -193,6 +194,7 @@ class _World:
         return [outcomes[rank] for rank in range(len(self.processes))]
 
     def _receive(self, rank: int) -> Outcome:
+        """Returns the outcome of a rank; if its process has ended without one, an outcome that says how."""
         try:
             outcome = pickle.loads(self.team.connections[rank].recv_bytes())
             assert isinstance(outcome, Outcome), outcome
@@ -214,6 +216,7 @@ class _World:
         return "\n".join(kept)
 
     def _timed_out(self, finished: set[int], timeout_s: float) -> RankTimeoutError:
+        """Kills the ranks that have not finished; returns an error with their stacks."""
         hung = [(rank, process) for rank, process in enumerate(self.processes) if rank not in finished]
         for _, process in hung:
             _signal(process, signal.SIGABRT)
@@ -241,6 +244,7 @@ def _first_failure(failed: list[Outcome], size: int) -> BaseException:
 
 
 def _how_it_ended(code: int | None) -> str:
+    """Returns in words how a process ended. code: its exit code."""
     if code is None:
         return "closed its connection without a result"
     if code < 0:

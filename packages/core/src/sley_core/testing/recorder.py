@@ -114,6 +114,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 def _describe(name: str, group: dist.ProcessGroup, given: Mapping[str, Any]) -> Collective:
+    """Returns the record of a collective from the arguments of torch's operation."""
     plain = name.partition("::")[2].strip("_")
     op = _NAMES.get(plain, plain)
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -158,6 +159,7 @@ def _contribution(op: str, given: Mapping[str, Any]) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in nested lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -173,6 +175,7 @@ def _unboxed(group: Any) -> dist.ProcessGroup:
 
 
 def _site() -> tuple[str, ...]:
+    """Returns the innermost places in the code, outside torch and the recorder, that led to the call."""
     places: list[str] = []
     frame = sys._getframe().f_back
     while frame and len(places) < _NUM_SITES:

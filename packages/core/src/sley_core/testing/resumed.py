@@ -76,6 +76,8 @@ def saving_at(step: int, path: Path) -> Callable[[Run], None]:
 
 
 def _let_save(step: int, path: Path, run: Run) -> None:
+    """Makes the run save a checkpoint at `path` after `step`."""
+
     def save(row: Row) -> None:
         if row["step"] == step:
             run.save_checkpoint(path)

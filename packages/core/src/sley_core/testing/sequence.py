@@ -92,6 +92,7 @@ def _pairs(members: Mapping[int, list[Collective]]) -> Iterator[dict[int, list[C
 
 
 def _assert_alike(what: str, members: Mapping[int, list[Collective]]) -> None:
+    """Asserts that all members of a group issued the same collectives in the same order. what: begins the message."""
     for place in range(max(map(len, members.values()), default=0)):
         here = {rank: calls[place] if place < len(calls) else None for rank, calls in members.items()}
         ranks: dict[object, list[int]] = defaultdict(list)

@@ -70,6 +70,7 @@ def pack_result(value: Any) -> bytes:
 
 class _ResultPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
+        """Pickles a plain host tensor as its bytes, dtype and shape."""
         import torch  # a process that packs calls alone has no need of it
 
         if type(value) is not torch.Tensor or value.device.type != "cpu" or value.layout != torch.strided:
@@ -94,6 +95,7 @@ class _Pickler(pickle.Pickler):
         self.modules: set[str] = set()
 
     def reducer_override(self, value: Any) -> Any:
+        """Records the module of `value`, and pickles it as usual."""
         owner = value if hasattr(value, "__qualname__") else type(value)
         if isinstance(module := getattr(owner, "__module__", None), str):
             self.modules.add(module)
@@ -117,6 +119,7 @@ def _file(module: ModuleType | None) -> str | None:
 
 
 def _ensure(name: str, source: Source) -> None:
+    """Imports the module `name` from the same file as in the parent process."""
     known = sys.modules.get(name)
     if known and (source.file is None or _file(known) == source.file):
         return

@@ -43,6 +43,8 @@ def safe_to_print() -> AbstractContextManager[None]:
 
 
 def _repr_of_present(name: str, method: Callable[..., str]) -> Callable[..., str]:
+    """Returns `method` of a tensor, which for freed memory describes the tensor instead of reading it."""
+
     def of(tensor: Tensor, *args: object, **kwargs: object) -> str:
         needed, present = _bytes(tensor)
         return method(tensor, *args, **kwargs) if present >= needed else f"<{described(tensor)}, freed>"

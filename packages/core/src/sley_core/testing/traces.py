@@ -52,6 +52,7 @@ def drafts_kept() -> Iterator[list[tuple[Model, Traces]]]:
 
 
 def _described(value: Any) -> Any:
+    """Returns plain data that describes a module's attribute, for comparison."""
     if isinstance(value, Mapping):
         return {key if isinstance(key, str) else at: _described(held) for at, (key, held) in enumerate(value.items())}
     if isinstance(value, Tensor):
@@ -63,6 +64,7 @@ def _described(value: Any) -> Any:
 
 
 def _tensor(value: Tensor) -> dict[str, Any]:
+    """Returns plain data that describes a tensor: class, attributes, gradient and hooks."""
     if isinstance(value, StandIn):
         value = value.shard
     kind: type[Tensor] = type(value)

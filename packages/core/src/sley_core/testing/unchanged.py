@@ -126,6 +126,7 @@ class Before:
         return found
 
     def _set_back(self) -> None:
+        """Restores the state of the process: modules, caches, generators, hooks, warnings, loggers."""
         self._forget_modules()
         for cache in self._caches:
             cache.cache_clear()
@@ -149,6 +150,7 @@ class Before:
                 del sys.modules[name]
 
     def _containers(self) -> Iterator[tuple[str, Any]]:
+        """Yields place and value of the module-level containers of our packages, except those meant to change."""
         for place, _, names, values in self._spaces:
             for name, value in zip(names, values, strict=True):
                 if not issubclass(type(value), CONTAINERS) or not place.startswith(OURS):
@@ -158,6 +160,7 @@ class Before:
                     yield f"{place}.{name}", value
 
     def _changed_names(self) -> Iterator[str]:
+        """Yields a text for each module-level name that is another object than before."""
         for place, space, names, values in self._spaces:
             if len(space) == len(names) and all(map(operator.is_, space.values(), values)):
                 continue
@@ -258,6 +261,7 @@ def _memory_bytes() -> int:
 
 
 def _has_children() -> bool:
+    """Returns whether this process has child processes; reaps one that has ended."""
     try:
         os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:

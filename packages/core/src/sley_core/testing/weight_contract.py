@@ -210,6 +210,7 @@ def _of_whole_weights(global_size: int, change: Change | None = None) -> Seen:
 
 
 def _assert_parity(wanted: Seen, found: Sequence[Seen]) -> None:
+    """Asserts that all ranks' recorded runs equal the reference: losses, gradients, weights, held-out loss."""
     recorded = [seen.recorded for seen in found]
     assert_parity(wanted.recorded, recorded, "fp64")
     same_on_all(recorded)

@@ -157,6 +157,7 @@ class MetricsWriterContract:
         return writer
 
     def _write(self, folder: Path, rows: Iterable[Mapping[str, float | int]]) -> None:
+        """Writes `rows` with a new writer, and closes it."""
         writer = self._writer(folder)
         for row in rows:
             writer.write(row)

@@ -1,4 +1,4 @@
-"""A folder of safetensors files: which tensors it has, without reading them, and each of them when it is asked for.
+"""Reads a folder of safetensors files: lists its tensors without reading them, and reads each on request.
 
 Only safetensors, never pickle: such a file holds numbers and no code. Imports torch only where values are read.
 """
@@ -28,21 +28,21 @@ _SHOWN = 4
 
 
 class TensorKind(NamedTuple):
-    """What a tensor is like. dtype: as safetensors calls it (`F32`)."""
+    """Shape and dtype of a tensor. dtype: as safetensors calls it (`F32`)."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class Tensors(Protocol):
-    """Where whole tensors come from, one at a time: a folder of files, a checkpoint."""
+    """Gives whole tensors, one at a time: from a folder of files, or a checkpoint."""
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of all tensors."""
+        """Returns the names of all tensors."""
 
     def kind(self, name: str) -> TensorKind:
-        """Returns what the tensor `name` is like, without reading it."""
+        """Returns shape and dtype of the tensor `name`, without reading it."""
 
     def tensor(self, name: str) -> Tensor:
         """Returns the whole tensor `name`, on the host, in memory of its own."""
@@ -78,11 +78,11 @@ class WeightFiles:
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of all tensors."""
+        """Returns the names of all tensors."""
         return list(self.stored)
 
     def kind(self, name: str) -> TensorKind:
-        """Returns what the tensor `name` is like, without reading it."""
+        """Returns shape and dtype of the tensor `name`, without reading it."""
         return TensorKind(*self.stored[name][1:])
 
     def tensor(self, name: str) -> Tensor:
@@ -91,7 +91,7 @@ class WeightFiles:
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
-    """Returns the tensor `name` of `file` as a copy in memory; the file is open only meanwhile, so no page of it stays.
+    """Returns the tensor `name` of `file` as a copy in memory; closes the file, so that none of its pages stays mapped.
 
     Raises RunError "weight-files".
     """
@@ -102,7 +102,9 @@ def read_tensor(file: Path, name: str) -> Tensor:
 
 @contextmanager
 def opened(file: Path, framework: str) -> Iterator[Any]:
-    """Opens a safetensors file. Raises RunError "weight-files", naming it, for whatever is wrong with it meanwhile."""
+    """Yields the opened safetensors file. Raises RunError "weight-files", naming the file, for any error with it in the
+    block.
+    """
     try:
         with safe_open(file, framework=framework) as content:
             yield content

@@ -1,4 +1,4 @@
-"""Safetensors files written tensor by tensor, with their index, in a folder that is there completely or not at all.
+"""Writes safetensors files tensor by tensor, with their index, into a folder that appears completely or not at all.
 
     begin(folder) ──> TensorFiles: header ── add ── add ... ── close, each file by one process ──> complete
 
@@ -31,7 +31,7 @@ _BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
 
 class Spec(NamedTuple):
-    """A tensor that is to be written. dtype: as safetensors calls it (`F32`)."""
+    """Name, dtype and shape of a tensor to be written. dtype: as safetensors calls it (`F32`)."""
 
     name: str
     dtype: str
@@ -39,7 +39,7 @@ class Spec(NamedTuple):
 
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, shape: Iterable[int]) -> Spec:
-        """Raises RunError "weight-files" for a type that safetensors has no name for here."""
+        """Returns the spec of a tensor. Raises RunError "weight-files" for a dtype that has no name in safetensors here."""
         if dtype not in DTYPES:
             raise RunError("weight-files", f"{name!r} is {dtype}, which is not kept in files")
         return cls(name, DTYPES[dtype], tuple(shape))
@@ -94,7 +94,7 @@ class TensorFile:
         self._file.close()
 
     def drop(self) -> None:
-        """Closes the file, which is not complete."""
+        """Closes the file although it is incomplete."""
         self._file.close()
 
 
@@ -196,12 +196,12 @@ def complete(folder: Path, files: Mapping[str, Sequence[Spec]]) -> None:
 
 
 def unwritten(error: OSError, folder: Path) -> str:
-    """Returns what could not be written, and why, in words."""
+    """Returns a sentence that says what could not be written, and why."""
     return f"cannot write `{error.filename or folder}`: {error.strerror or error}"
 
 
 def _finish(folder: Path) -> None:
-    """Puts `unfinished(folder)` in the place of `folder`; what was there before is kept until the new files are."""
+    """Replaces `folder` by `unfinished(folder)`; the previous content is kept until the new one is in place."""
     before = folder.with_name(f".{folder.name}.before")
     shutil.rmtree(before, ignore_errors=True)
     _sync(unfinished(folder))

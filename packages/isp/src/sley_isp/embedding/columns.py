@@ -3,8 +3,9 @@
     forward    ids [n] ──gather──> [wp n] ──own columns──> [wp, n, h / wp] ──swap──> full vectors of own tokens [n, h]
     backward   g [n, h] ──swap, in the background──> own columns' g [wp n, h / wp] ──summed by id──> store
 
-No table is gathered and no gradient of one is reduced, nor does either exist in full: the exchanges are as large as the
-tokens' vectors, once each way. Summing over all tokens of `wp` already sums over `wp`, so the store needs no other reduction.
+No table is gathered and no gradient of one is reduced, nor does either exist in full: the exchanges are as large as the tokens'
+vectors, once in each direction. The sum over all tokens of `wp` is already the sum over `wp`, so the store needs no other
+reduction.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class ShardedEmbedding:
-    """One embedding, of layer `layer`, whose weight is `entry`."""
+    """Replaces the forward of one embedding, of layer `layer`, whose weight is `entry`."""
 
     def __init__(self, columns: Columns, name: str, layer: str, module: nn.Module, entry: Entry) -> None:
         self.columns = columns
@@ -45,7 +46,7 @@ class ShardedEmbedding:
         return own_of(self.module, "weight")
 
     def forward(self, input: Tensor) -> Tensor:
-        """The forward of the module while the run is open; exchanges over `wp`."""
+        """Computes the embedding while the run is open; exchanges over `wp`."""
         if type(self.module._parameters["weight"]) is not StandIn:  # another tensor, by `torch.func.functional_call`
             return nn.Embedding.forward(cast(nn.Embedding, self.module), input)
         self.columns.before(self)
@@ -56,12 +57,12 @@ class ShardedEmbedding:
 
 
 class Columns:
-    """The exchanges of all tables of a rank over `group`, which is `wp`.
+    """Makes the exchanges of all tables of a rank over `group`, which is `wp`.
 
-    All its ranks run the same actions on the same layers in one order, forward and backward, and so make every exchange
-    alike. before: called with a table before it is read. is_behind: whether the gradients' exchanges may outlive the
-    call that started them. num_exchanges, num_bytes: exchanges of vectors and of their gradients, and bytes received by
-    them and as ids; since the beginning. sent: counts all that is sent. device: of the rank.
+    All its ranks run the same actions on the same layers in one order, forward and backward, and so make the same exchanges.
+    before: called with a table before it is read. is_behind: returns whether the gradients' exchanges may outlive the call that
+    started them. num_exchanges, num_bytes: exchanges of vectors and of their gradients, and bytes received by them and as ids;
+    since the beginning. sent: counts all that is sent. device: of the rank.
     """
 
     def __init__(
@@ -111,9 +112,9 @@ class Columns:
         return self.group.transport(lane).all_to_all(received, sent, what=what)
 
     def take_gradient(self, table: ShardedEmbedding, gradient: Tensor, of_all: Tensor) -> None:
-        """Starts the exchange of the gradient of what `look_up` returned; the table's gradient is in the store by `leave`.
+        """Starts the exchange of the gradient of what `look_up` returned; the table's gradient is in the store after `leave`.
 
-        If the exchange may not overlap, it is there on return; within a D it is there once the W has run.
+        If the exchange may not overlap, it is in the store on return; within a D it is there once the W has run.
         """
         self.store.check_open(table.entry)  # before anything is sent
         started = _Gradient(self, table, gradient, of_all)
@@ -151,7 +152,7 @@ class Columns:
 
 
 class _Gradient:
-    """The gradient of a table's vectors, in flight to the ranks that have their columns."""
+    """Holds the gradient of a table's vectors, in flight to the ranks that have their columns."""
 
     def __init__(self, columns: Columns, table: ShardedEmbedding, gradient: Tensor, of_all: Tensor) -> None:
         size = columns.group.size
@@ -176,10 +177,11 @@ class _Gradient:
 
 
 class _LookUp(torch.autograd.Function):
-    """The lookup for autograd; the shard is an input, with None as its gradient, as at any site."""
+    """Makes the lookup differentiable; the shard is an input, with None as its gradient, as at any site."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, _weight: Tensor, table: ShardedEmbedding) -> Tensor:
+        """Returns the vectors of `tokens`; saves all ranks' tokens if the table is trained."""
         vectors, of_all = table.columns.look_up(table, tokens)
         ctx.table = table
         ctx.save_for_backward(of_all if table.entry.trainable else None)

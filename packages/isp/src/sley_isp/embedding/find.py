@@ -1,4 +1,4 @@
-"""The check that a model's embedding tables can be cut by columns."""
+"""Checks that a model's embedding tables can be cut by columns."""
 
 from __future__ import annotations
 

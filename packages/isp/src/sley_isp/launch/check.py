@@ -1,4 +1,4 @@
-"""The check of a plan's prefetch launch point, without torch."""
+"""Checks a plan's prefetch launch point, without torch."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ MOST_NAMES = 20
 
 
 class Launches:
-    """The launch points of a model. start: called with a layer's unit just before a launch point that is no site runs.
+    """Registers the launch points of a model. start: called with a layer's unit just before a launch point that is no site
+    runs.
 
     pattern: of module names within a layer. The forward-pre hooks run in recomputations too.
     """

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 def ask_alike(call: AttentionCall) -> None:
-    """Raises RunError "sequence-layout" if a head's number or count matters; runs 3 to 5 forwards of this rank's size."""
+    """Runs 3 to 5 forwards of this rank's size, and raises RunError "sequence-layout" if a head's number or count matters."""
     generator = torch.Generator(call.tensors[0].device)
-    generator.manual_seed(0)  # alike on all ranks, so that all of them find the same
+    generator.manual_seed(0)  # the same on all ranks, so that all of them get the same result
     num_parts, copies = _sizes(call)
     joined = []
     for at, tensor in enumerate(call.tensors):

@@ -72,7 +72,7 @@ class AllToAllAttention(SequenceCommunicator):
         """Makes `module` an attention over slices, until `undo` closes."""
         if isinstance(
             module, SequenceAttention
-        ):  # asks for its group itself, so that a subclass may have its own forward
+        ):  # gets the group instead of a patch, so that a subclass may have its own forward
             module.join(self.group)
             undo.callback(module.join, None)
         else:

@@ -2,9 +2,9 @@
 
     q, k, v [b, s/n, h, d] ──exchange──> [b, s, h/n, d] ──attention──> context [b, s, h/n, d] ──exchange──> [b, s/n, h, d]
 
-The attention itself sees whole sequences of some heads: what it is told of a sequence (`cu_seqlens`, a mask, a scale) is that
-of the whole, unchanged, and packed documents are kept apart as ever. What differs by position, rotary angles above all,
-must be in q and k before. Heads must not influence one another, and none may have weights of its own.
+The attention itself gets whole sequences of some heads: its other arguments that describe a sequence (`cu_seqlens`, a mask, a
+scale) are those of the whole, unchanged, and packed documents stay separate. What differs by position, such as rotary angles,
+must be applied to q and k before. Heads must not influence one another, and none may have weights of its own.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _attend(
         whole = heads_of_all(group, *given, contents=contents)
     else:
         whole = tuple(heads_of_all(group, tensor, contents=contents)[0] for tensor in given)
-    if not group.is_silent:  # tensors have values, by which it is told
+    if not group.is_silent:  # the test needs tensors with values
         proof.ask(AttentionCall(attention, whole, rest, more, given[-1].shape[-2], group.size))
     context = attention(*whole, *rest, **more)
     batch, length = whole[0].shape[:2]

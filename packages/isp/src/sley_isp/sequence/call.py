@@ -14,9 +14,9 @@ from sley_core.errors import RunError, SleyError
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The call `attention(*tensors, *rest, **more)`, over full sequences of this rank's heads.
+    """Describes the call `attention(*tensors, *rest, **more)`, over full sequences of this rank's heads.
 
-    tensors: q, k, v [b, s, h, d], or q and kv, or qkv. kv_heads: key and value heads in all, over `num_ranks` ranks.
+    tensors: q, k, v [b, s, h, d], or q and kv, or qkv. kv_heads: the number of key and value heads over all `num_ranks` ranks.
     """
 
     attention: Callable[..., Tensor]

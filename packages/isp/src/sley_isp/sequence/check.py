@@ -1,4 +1,4 @@
-"""The check of a plan's sizes for attention by heads, without torch."""
+"""Checks a plan's sizes for attention by heads, without torch."""
 
 from __future__ import annotations
 

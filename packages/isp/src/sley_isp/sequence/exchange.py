@@ -45,10 +45,11 @@ def slice_of_all(group: Group, tensor: Tensor, contents: int = 0) -> Tensor:
 
 
 class _HeadsOfAll(torch.autograd.Function):
-    """`heads_of_all` for autograd."""
+    """Makes `heads_of_all` differentiable."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, contents: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Repeats heads until each rank gets equally many, and exchanges slices of all heads for whole sequences of some."""
         ctx.group, ctx.contents = group, contents
         ctx.heads = [tensor.shape[-2] for tensor in tensors]
         ready = [repeat_heads(tensor, group.size) for tensor in tensors]
@@ -62,7 +63,7 @@ class _HeadsOfAll(torch.autograd.Function):
 
 
 class _SliceOfAll(torch.autograd.Function):
-    """`slice_of_all` for autograd."""
+    """Makes `slice_of_all` differentiable."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, contents: int, tensor: Tensor) -> Tensor:
@@ -90,6 +91,6 @@ def _gather_heads(group: Group, tensors: Any, what: str, contents: int) -> list[
 def _exchanged(buffer: Tensor, group: Group, what: str, contents: int) -> Tensor:
     """Returns the all-to-all of `buffer`: row i is this rank's row of rank i's buffer. Blocks."""
     received = torch.empty_like(buffer)
-    # The ranks that hold the slices of the same samples; see above why they agree on the order.
+    # Over the ranks that hold the slices of the same samples; the module's docstring says why their order agrees.
     group.transport().all_to_all(received, buffer, what=what, contents=contents).wait_sent()
     return received

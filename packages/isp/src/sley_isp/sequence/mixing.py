@@ -1,6 +1,6 @@
-"""torch modules, beside attention, that look along a sequence: on each rank they would see one slice alone.
+"""Finds torch modules, other than attention, that look along a sequence: on each rank they would see only one slice.
 
-Known by their class. A forward that uses `roll`, `cumsum` or a mean over positions is not found.
+They are recognised by their class. A forward that uses `roll`, `cumsum` or a mean over positions is not found.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tests at run time that an attention's tensors are [b, s, h, d], positions before heads.
 
-    right    v of every second head changed:  contexts of the other heads are what they were
+    right    v of every second head changed:  contexts of the other heads are unchanged
     wrong    [b, h, s, d], as torch's own attention wants it: those "heads" are positions, which see their neighbours
 
 Shapes do not distinguish the two, so the attention is tested once, by two more forwards without gradients. That also finds
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Proof:
-    """Tests one attention at its first calls, until one call was large enough to show it."""
+    """Tests one attention at its first calls, until one call was large enough to be conclusive."""
 
     def __init__(self) -> None:
         self.is_given = False
@@ -38,7 +38,7 @@ class Proof:
             self.is_given = self._ask(call)
 
     def _ask(self, call: AttentionCall) -> bool:
-        """Returns whether this call could show it."""
+        """Tests the attention with this call; returns whether the call was conclusive. Raises RunError "sequence-layout"."""
         values = _values(call.tensors[-1])
         heads = values.shape[2]
         by_heads = heads > 1

@@ -1,4 +1,4 @@
-"""The check of a plan with `head = "vocabulary"`, without torch."""
+"""Checks a plan with `head = "vocabulary"`, without torch."""
 
 from __future__ import annotations
 

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 
 class VocabularyHead:
-    """The forward of the linear at `site`. is_running: whether an action runs; outside of one the weight is gathered."""
+    """Replaces the forward of the linear at `site`. is_running: returns whether an action runs; outside of one the weight is
+    gathered.
+    """
 
     def __init__(
         self,
@@ -56,7 +58,9 @@ class VocabularyHead:
         self.sink = Handover(self._accumulate, queue)
 
     def forward(self, input: Tensor) -> Tensor | Scores:
-        """Returns logits that are computed only by the loss; outside an action the full logits, with the weight gathered."""
+        """Returns `Scores`, whose logits only the loss computes; outside an action the full logits, with the weight
+        gathered.
+        """
         if self.site.is_replaced or not self.is_running():
             return linear_forward(self.site, input)
         if not torch.is_autocast_enabled(input.device.type):
@@ -64,7 +68,7 @@ class VocabularyHead:
         return Scores(self, as_autocast(input))
 
     def _check(self, x: Tensor) -> None:
-        """Lets torch raise here, and not only in the loss, if `x` has another dtype or width than the weight."""
+        """Raises torch's own error here, and not only in the loss, if `x` has another dtype or width than the weight."""
         weight, bias = self.site.own("weight"), self.site.own("bias")
         assert weight is not None, self.site.unit
         with torch.no_grad():
@@ -112,7 +116,7 @@ class VocabularyHead:
 
 
 class _Reducing:
-    """The input gradient in flight; a leased buffer holds it until `finish`."""
+    """Holds the input gradient in flight; a leased buffer holds it until `finish`."""
 
     def __init__(self, head: VocabularyHead, gradient: Tensor, weight: Tensor) -> None:
         size = head.group.size
@@ -139,7 +143,7 @@ class _Reducing:
 
 
 class Scores(SplitLogits):
-    """Logits not computed yet: `x` [..., h] waits for the loss, which computes its sum of losses from it."""
+    """Stands for logits that are not computed yet: the loss computes its sum of losses from `x` [..., h]."""
 
     def __init__(self, head: VocabularyHead, x: Tensor) -> None:
         self.head = head
@@ -180,7 +184,9 @@ class Scores(SplitLogits):
 
 
 class _LossSum(torch.autograd.Function):
-    """The sum of this rank's losses for autograd; the shards are inputs, with None as their gradients, as at any site."""
+    """Makes the sum of this rank's losses differentiable; the shards are inputs, with None as their gradients, as at any
+    site.
+    """
 
     @staticmethod
     def forward(
@@ -211,7 +217,7 @@ class _LossSum(torch.autograd.Function):
         logits, inputs, targets, log_sum = ctx.saved_tensors
         sums.to_gradient(head.own(logits), targets, head.classes, log_sum, scale, ctx.smoothing)
         logits[:, head.classes.size :].zero_()
-        # Started first, so that it travels while the weight's gradient is computed.
+        # Started first, so that it overlaps with the weight's gradient.
         reducing = head.start_input_gradient(logits) if ctx.needs_input_grad[0] else None
         if head.site.trained and is_summed(ctx):
             assert inputs is not None, f"{head.site.unit} was unfrozen between a forward and its backward"

@@ -1,11 +1,11 @@
-"""Vocabulary-parallel cross-entropy: every rank has a slice of the classes. The local part, without communication.
+"""Vocabulary-parallel cross-entropy, in which every rank has a slice of the classes: the local part, without communication.
 
     logits of a slice [n, c] ──statistics──> [k, n] ──of all slices──> combine ──> losses [n]
                                                                           └─ log of the sum ──> gradient of the slice
 
-As Megatron-LM does it (Shoeybi et al. 2019, section 3; megatron/core/tensor_parallel/cross_entropy.py), but for the exchange:
+As in Megatron-LM (Shoeybi et al. 2019, section 3; megatron/core/tensor_parallel/cross_entropy.py), except for the exchange:
 there three all-reduces, of maxima, of targets and of sums; here one gather of every slice's log of its sum, its target and its
-sum, which does not have to wait for a maximum first. Logits are taken a chunk at a time, so beside them is one chunk.
+sum, which does not have to wait for a maximum first. Logits are processed in chunks, so the extra memory is one chunk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_TARGET = -(1 << 62)
 
 
 class Classes(NamedTuple):
-    """The classes of a slice: `size` from `first` on, of `total`. The last slices may be empty."""
+    """Names the classes of a slice: `size` from `first` on, of `total`. The last slices may be empty."""
 
     first: int
     size: int
@@ -30,10 +30,9 @@ class Classes(NamedTuple):
 
 
 class Combined(NamedTuple):
-    """Per token [n]: the log of the sum of all exponentials, the target's logit, and the sum of all logits or None.
+    """Holds per token [n]: the log of the sum of all exponentials, the target's logit, and the sum of all logits or None.
 
-    A target that no slice has is -inf: the loss is then infinite, which ends the run without a device synchronisation
-    here.
+    A target that no slice has is -inf: the loss is then infinite, which ends the run without a device synchronisation here.
     """
 
     log_sum: Tensor

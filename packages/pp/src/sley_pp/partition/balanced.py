@@ -1,11 +1,11 @@
 """Makes the heaviest position as light as possible: exact, by dynamic programming over where the last position begins.
 
 For k positions over the first n layers, lightest(k, n) = min over m of max(lightest(k - 1, m), cost of layers m .. n - 1). As m
-grows one term rises and the other falls, so the best m is where they cross, and it only moves on as n grows: the whole table
-takes O(layers x positions).
+grows one term rises and the other falls, so the best m is where they cross, and it only increases with n: the whole table takes
+O(layers x positions).
 
-Many cuts share the lightest maximum. Among them this takes one with the least sum of squares, so that the other positions are
-even too: a second table, over cuts in which no position is heavier than the first table allows.
+Many cuts have the same lightest maximum. Among them this takes one with the least sum of squares, so that the other positions
+are even too: a second table, over cuts in which no position is heavier than the first table allows.
 """
 
 from __future__ import annotations

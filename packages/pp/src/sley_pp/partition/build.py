@@ -1,4 +1,4 @@
-"""Partitioners from config tables: `(costs, num_positions) -> boundaries`, with the costs that the record asks for."""
+"""Builds partitioners from config tables: `(costs, num_positions) -> boundaries`, with the costs that the record declares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cut that the plan asks for."""
+"""Cuts as the plan says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Equal numbers of layers: what a model of equal blocks needs."""
+"""Cuts into equal numbers of layers, for models of equal blocks."""
 
 from __future__ import annotations
 

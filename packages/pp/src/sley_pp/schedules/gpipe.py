@@ -5,7 +5,7 @@
     stage 2  ......F0-F1-F2-F3-.........B0====B1====B2====B3====............
     stage 3  .........F0-F1-F2-F3-B0====B1====B2====B3====..................
 
-The simplest, and the one that holds most: every micro-batch of the step at once.
+The simplest schedule, and the one with the most in flight: every micro-batch of the step at once.
 """
 
 from __future__ import annotations

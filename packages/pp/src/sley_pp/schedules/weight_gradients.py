@@ -1,4 +1,4 @@
-"""Puts weight gradients where a stage would wait: no other action needs them, so they can fill bubbles.
+"""Places weight gradients where a stage would wait: no other action needs them, so they can fill bubbles.
 
 A stage of ZB-H1 without them, and with:
 
@@ -33,7 +33,7 @@ def with_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placemen
 
 
 class _Filling:
-    """The state of one stage: `rest` of its list, `done` so far, and the W that it still has to do, oldest first."""
+    """Holds the state of one stage: `rest` of its list, `done` so far, and the W that it still has to do, oldest first."""
 
     def __init__(self, actions: Sequence[Action], stage: int, placement: Placement, most: int) -> None:
         self.rest = deque(actions)

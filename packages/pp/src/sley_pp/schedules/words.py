@@ -1,4 +1,4 @@
-"""Helpers to write schedules: patterns of words, whose micro-batches are numbered afterwards, and errors for bad sizes."""
+"""Helpers for writing schedules: patterns of words, whose micro-batches are numbered afterwards, and errors for bad sizes."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def _pattern(stage: int, stages: int, micros: int) -> Iterator[Word]:
     yield from [F0] * (2 * after + 1)  # until the first sample is back
     yield from [F1, F0] * stage  # until the last stage has a gradient for this one
     yield from [F1, D1] * (after + 1)  # until that has come back down to chunk 0
-    yield from [F0, D0, F1, D1] * (micros - stages - after)  # all four at once
-    yield from [D0, F1, D1] * after  # no sample is left to begin
-    yield from [D0, D1] * stage  # nor one to end
+    yield from [F0, D0, F1, D1] * (micros - stages - after)  # the steady state: all four
+    yield from [D0, F1, D1] * after  # no F0 is left
+    yield from [D0, D1] * stage  # no F1 is left
     yield from [D0] * (after + 1)

@@ -1,4 +1,4 @@
-"""What canonical sums take on a rank, for a person: said before the first step."""
+"""What canonical sums cost on a rank, as a note printed before the first step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def cost_note(parts: Parts, num_micros: int) -> str:
-    """Returns one line: how many sums are kept besides the gradients, their bytes, and what travels.
+    """Returns one line of text: how many sums are kept besides the gradients, their bytes, and what ranks exchange.
 
     num_micros: of this rank, in one step.
     """
@@ -41,11 +41,16 @@ def cost_note(parts: Parts, num_micros: int) -> str:
 
 
 def most_sums(arrivals: Iterable[int], num_leaves: int) -> int:
-    """Returns the most sums that a gradient has at a time, when micro-batches come as `arrivals` has them."""
+    """Returns the largest number of partial sums that a gradient has at a time, if micro-batches come in the order
+    `arrivals`.
+    """
     return _joined([leaf(at) for at in arrivals], num_leaves)[1]
 
 
 def _joined(nodes: Iterable[Node], num_leaves: int) -> tuple[set[Node], int]:
+    """Adds up `nodes` in the order given, each with its sibling once both are there; returns what is left, and the most held at
+    a time.
+    """
     held: set[Node] = set()
     most = 0
     for node in nodes:
@@ -58,5 +63,5 @@ def _joined(nodes: Iterable[Node], num_leaves: int) -> tuple[set[Node], int]:
 
 
 def _arrivals(num_ranks: int, num_micros: int) -> list[int]:
-    """The order in which gradients come to a shard: of all ranks that share the weight, micro-batch by micro-batch."""
+    """Returns the order in which gradients come to a shard: of all ranks that share the weight, micro-batch by micro-batch."""
     return [rank * num_micros + at for at in range(num_micros) for rank in range(num_ranks)]

@@ -1,11 +1,12 @@
-"""The norm of all gradients, to the same bit however their elements lie on ranks, in buffers, shards and slices.
+"""The norm of all gradients, bit for bit the same however their elements lie on ranks, in buffers, shards and slices.
 
-Adding numbers of a common grid is exact as long as the sum fits, and so has no order. The grid is that of the largest element
-of the whole model, 2^e: every |g| / 2^e, squared, is below 1 and is cut into three digits of 24 bits, whose sums are integers.
+Adding multiples of one unit is exact as long as the sum fits, and so does not depend on the order. The unit comes from the
+largest element of the whole model, below 2^e: every (|g| / 2^e)^2 is below 1 and is cut into three digits of 24 bits, whose
+sums are integers.
 
     |g| / 2^e, squared  =  0.d1 d2 d3 | rest below 2^-72, dropped        sum of d1, sum of d2, sum of d3: int64, over all ranks
 
-What is dropped depends on the element and on e alone. It is below n 2^-72 of the largest square, for n elements: nothing that
+The dropped rest depends on the element and on e only. It is below n 2^-72 of the largest square, for n elements: less than
 float64 shows. This is the pre-rounding of Demmel and Nguyen (2013), Fast Reproducible Floating-Point Summation, with a maximum
 that is known beforehand, and digits as in Collange, Defour, Graillat, Iakymchuk (2015), Numerical Reproducibility for the
 Parallel Reduction. The squares of float32 elements within 2^-24 of the largest are not rounded at all.
@@ -22,13 +23,13 @@ from torch import Tensor
 _DIGIT = 24
 _NUM_DIGITS = 3
 _CHUNK = 1 << 18
-"""Elements that are worked on at a time, in float64; a sum of as many digits is below 2^53, so exact."""
+"""Elements converted to float64 at a time; a sum of as many digits is below 2^53, so exact."""
 _HALF = 26
-"""Bits of a digit's sum that travel in one float64; sums of up to 2^27 ranks' halves are exact."""
+"""Low bits of a digit's sum that are sent in one float64, apart from the high ones; sums over up to 2^27 ranks are exact."""
 
 
 def largest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Returns the largest |g|, a float64 scalar; 0 without any, and infinite where an element is not finite."""
+    """Returns the largest |g|, a float64 scalar; 0 if there is none, inf if an element is not finite."""
     most = torch.zeros((), dtype=torch.float64, device=device)
     for one in tensors:
         most = torch.maximum(most, torch.linalg.vector_norm(one, math.inf).double())
@@ -54,7 +55,7 @@ def digits(tensors: Iterable[Tensor], most: Tensor, kind: float) -> Tensor:
 
 
 def norm_of(summed: Tensor, most: Tensor, kind: float) -> Tensor:
-    """Returns the norm, a float64 scalar, from the sums of all ranks' `digits`; infinite where a gradient is not finite."""
+    """Returns the norm, a float64 scalar, from the sum of all ranks' `digits`; inf if a gradient is not finite."""
     halves = summed.to(torch.int64).view(2, _NUM_DIGITS)
     total = torch.zeros((), dtype=torch.float64, device=most.device)
     for number in reversed(range(_NUM_DIGITS)):
@@ -65,7 +66,7 @@ def norm_of(summed: Tensor, most: Tensor, kind: float) -> Tensor:
 
 
 def _exponent(most: Tensor) -> Tensor:
-    """Returns the least e with `most` < 2^e; 0 for what has none."""
+    """Returns the least e with `most` < 2^e; 0 if `most` is 0 or not finite."""
     exponent: Tensor = torch.frexp(torch.where(most.isfinite(), most, 0.0)).exponent
     return exponent
 

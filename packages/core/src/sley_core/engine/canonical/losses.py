@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def spread(own: Tensor, first: int, num_leaves: int) -> Tensor:
-    """Returns [num_leaves] with `own`, what this rank has of its micro-batches, from `first` on, and zeros elsewhere.
+    """Returns [num_leaves] with `own`, this rank's values per micro-batch, from index `first` on, and zeros elsewhere.
 
-    Added over ranks it has each micro-batch's number: nothing is added to it but zeros.
+    Summed over ranks, it has each micro-batch's value exactly: only zeros are added to it.
     """
     spaced = own.new_zeros(num_leaves)
     spaced[first : first + own.numel()] = own

@@ -1,4 +1,4 @@
-"""What of a model cannot be summed in one order by every layout is refused by name, whatever layout the plan has."""
+"""Refuses models whose gradients cannot be summed in one order in every layout, whatever layout the plan has."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 FAST = 'use [parallel] reduction = "fast"'
 Use = tuple[str, nn.Module, int]
-"""Where a parameter is used: its name there, the module that holds it, and the stage of that."""
+"""A use of a parameter: its name there, the module that holds it, and that module's stage."""
 
 
 def check_model(stages: Stages, per_rank_buffers: Sequence[str]) -> None:
-    """Raises PlanError "canonical-tie" for parameters that several layers hold, in modules that do not tell their gradients
-    apart, or on several stages more than twice; "canonical-buffers" for buffers that training writes.
+    """Raises PlanError "canonical-tie" for parameters that several layers hold, in modules other than plain linears and
+    embeddings, or in more than two layers on several stages; "canonical-buffers" for buffers that training writes.
 
     stages: all parts of the model, on meta: the same on all ranks.
     """
@@ -37,6 +37,7 @@ def check_model(stages: Stages, per_rank_buffers: Sequence[str]) -> None:
 
 
 def _ties(stages: Stages) -> Iterator[Diagnostic]:
+    """Yields a diagnostic "canonical-tie" for each shared parameter whose gradients cannot be summed in one order."""
     uses: dict[int, dict[str, list[Use]]] = {}  # of each parameter, by layer
     for stage, layers in stages:
         for layer in layers:

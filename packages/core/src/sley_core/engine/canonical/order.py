@@ -1,4 +1,4 @@
-"""Where this rank's micro-batches stand among those of the global batch: what each gradient's tree is made over."""
+"""Numbers this rank's micro-batches among those of the global batch: the leaves of each gradient's summation tree."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class Arrival(NamedTuple):
-    """Which gradient comes: of the use of a parameter in which of this rank's layers, in which micro-batch of all."""
+    """Names a contribution: the index of the layer that used the parameter, among this rank's, and the global micro-batch."""
 
     use: int
     micro: int
 
 
 class CanonicalOrder:
-    """The numbers of micro-batches in a step, `state`'s, by the ranks of `groups`.
+    """Numbers the micro-batches of `state`'s step, by the ranks of `groups`.
 
-    spares: memory of partial sums, of all gradients of the run. The data gives each `dp` rank a run of the global batch, in
-    the order of the ranks, and `wp` ranks are neighbours: so do the ranks of every reduce group.
+    spares: memory of partial sums, of all gradients of the run. The data gives each `dp` rank a contiguous run of the global
+    batch, in the order of the ranks, and `wp` ranks are neighbours: so the ranks of every reduce group have contiguous runs.
     """
 
     def __init__(self, state: StepState, groups: Mapping[str, Members]) -> None:
@@ -35,30 +35,30 @@ class CanonicalOrder:
 
     @property
     def num_leaves(self) -> int:
-        """Micro-batches of the global batch."""
+        """Number of micro-batches of the global batch."""
         return self.groups["dp"].size * max(1, self.state.num_micros)
 
     @property
     def micro(self) -> int:
-        """The number, among all, of the micro-batch that runs; this rank's first, for a backward between two steps."""
+        """Global number of the running micro-batch; this rank's first, for a backward between two steps."""
         action = self.state.action
         return self.state.first_micro + (0 if action is None else action.micro)
 
     def arrival(self, entry: Entry, layer: str = "") -> Arrival:
-        """Returns where the contribution that comes now belongs, of the use of `entry` in `layer`; without, of its only one."""
+        """Returns the arrival of the present contribution of `entry`, used in `layer`; without a layer, in the only one."""
         assert layer or len(entry.layers) == 1, f"{entry.name} is used by {entry.layers}: which of them?"
         return Arrival(entry.layers.index(layer) if layer else 0, self.micro)
 
     def micros_beside(self, group: Members) -> range:
-        """Returns the number of the micro-batch that each rank of `group` runs while this one runs its own: of neighbours
-        along `dp`, that take the same actions.
+        """Returns the global number of the micro-batch that each rank of `group`, neighbours along `dp` that take the same
+        actions, runs now.
         """
         step = max(1, self.state.num_micros)
         begin = self.micro - group.coord * step
         return range(begin, begin + group.size * step, step)
 
     def first(self, reduce_group: str) -> int:
-        """Returns the first micro-batch of which this rank has gradients that are reduced over the group."""
+        """Returns the first micro-batch whose gradients this rank contributes to a reduction over the group."""
         group = self.groups[reduce_group]
         return run_of(group.coord, group.size, self.num_leaves)[0]
 
@@ -67,7 +67,9 @@ class CanonicalOrder:
         return self.groups[entry.reduce_group].size == 1
 
     def nodes(self, reduce_group: str, coord: int | None = None) -> list[Node]:
-        """Returns what rank `coord` of the group, or this one, gives of each gradient, in the order in which it does."""
+        """Returns the nodes whose sums rank `coord` of the group (default: this one) contributes for each gradient, in
+        order.
+        """
         group = self.groups[reduce_group]
         first, last = run_of(group.coord if coord is None else coord, group.size, self.num_leaves)
         return cover(first, last, self.num_leaves)

@@ -1,4 +1,4 @@
-"""The sums of one gradient that are not complete: a binary counter, one tensor per digit that is set."""
+"""The incomplete sums of one gradient: a binary counter, with one tensor per digit that is set."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from sley_core.engine.canonical.tree import Node, parent, sibling
 
 
 class Spares:
-    """Memory of sums that are over, for those that begin; all gradients of a run share it, within one step.
+    """Lends memory for partial sums, and reuses it; shared by all gradients of a run, within one step.
 
-    made: all that was lent or lies here, since `clear`, num_bytes of it. max_bytes: the most since the run began.
+    made: all tensors allocated since `clear`, of num_bytes. max_bytes: the most since the run began.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Spares:
         self.max_bytes = 0
 
     def lend(self, like: Tensor) -> Tensor:
-        """Returns memory for one more sum of the shape and dtype of `like`, with any contents."""
+        """Returns memory for one more sum, of the shape and dtype of `like`, with arbitrary contents."""
         free = self._free.get((like.shape, like.dtype))
         if free:
             return free.pop()
@@ -32,20 +32,21 @@ class Spares:
         return made
 
     def take_back(self, tensor: Tensor) -> None:
-        """Keeps the memory of a sum that is over."""
+        """Takes back the memory of a sum that is no longer needed."""
         self._free.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
 
     def clear(self) -> None:
-        """Frees it all, at the end of a step."""
+        """Frees all memory, at the end of a step."""
         self._free.clear()
         self.made.clear()
         self.num_bytes = 0
 
 
 class PartialSums:
-    """What has come of one gradient, joined as far as the tree of `num_leaves` micro-batches goes, per use of the parameter.
+    """Holds the contributions to one gradient, added up as far as the tree of `num_leaves` micro-batches allows, per use of the
+    parameter.
 
-    home: the tensor that should have the last sum, if one of the operands is it. spares: takes the memory of sums that were
+    home: the tensor that should hold the last sum, if it is one of the operands. spares: takes the memory of sums that were
     added to another.
     """
 
@@ -56,16 +57,16 @@ class PartialSums:
         self._held: dict[tuple[int, Node], Tensor] = {}
 
     def __len__(self) -> int:
-        """How many sums there are."""
+        """Returns how many sums are held."""
         return len(self._held)
 
     @property
     def nodes(self) -> list[tuple[int, Node]]:
-        """Which sums there are, and of which use of the parameter."""
+        """The sums that are held, as (use of the parameter, node)."""
         return sorted(self._held)
 
     def put(self, use: int, node: Node, value: Tensor) -> None:
-        """Takes the sum of `node`, and its memory, and joins it with its sibling, if that is there, and so on."""
+        """Takes over the sum of `node`, and its memory, and adds it to its sibling if that is there, and so on up the tree."""
         while True:
             other = sibling(node, self.num_leaves)
             there = self._held.pop((use, other), None) if other is not None else None
@@ -77,7 +78,9 @@ class PartialSums:
         self._held[use, node] = value
 
     def take(self, use: int, node: Node, like: Tensor) -> Tensor:
-        """Returns the sum of `node`, and forgets it. A micro-batch of which nothing came is a zero, of the shape of `like`."""
+        """Removes and returns the sum of `node`. A micro-batch without a contribution counts as zeros of the shape of
+        `like`.
+        """
         known = self._held.pop((use, node), None)
         if known is not None:
             return known
@@ -88,7 +91,7 @@ class PartialSums:
         return self._added(self.take(use, left, like), self.take(use, right, like))
 
     def _added(self, one: Tensor, other: Tensor) -> Tensor:
-        """Adds in the memory of either: a + b is b + a, to the bit."""
+        """Returns the sum, in the memory of either (of `home`, if it is one of them): a + b is b + a, bit for bit."""
         if other is self.home:
             one, other = other, one
         one.add_(other)

@@ -1,7 +1,7 @@
-"""The gradient of one entry, summed in the one tree over micro-batches.
+"""The gradient of one entry, summed in a fixed tree over micro-batches.
 
-contributions of a micro-batch ──> leaf ──> partial sums, joined ──> settle ──> rows, one per node of this rank's run
-                                    └ closed when another begins                 └ a reducer joins those of all ranks
+contributions of a micro-batch ──> leaf ──> partial sums, added ──> settle ──> rows, one per node of this rank's run
+                                    └ closed when another begins                 └ a reducer adds up those of all ranks
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from sley_core.errors import RunError
 
 
 class CanonicalSlot(Slot):
-    """As `Slot`, but contributions of each micro-batch are added up apart, and then in the order of the tree.
+    """Sums the contributions of each micro-batch separately, and then adds the sums in the order of the tree; otherwise as
+    `Slot`.
 
-    The view holds the sum of the rank's first micro-batches, the others have memory of their own until they are joined. rows:
-    once settled, the sums to hand over: of each use of the parameter, of each node of this rank's run; the first is the view.
-    Where this rank has the whole tree, the view is all of it.
+    The view holds the sum of the rank's first micro-batches; the others have memory of their own until they are added. rows:
+    once settled, the sums for the reducer: of each use of the parameter, of each node of this rank's run; the first is the
+    view. If this rank has the whole tree, the view is the complete sum.
     """
 
     __slots__ = ("_closed", "_fresh", "_leaf", "_sum", "_sums", "order", "rows")
@@ -33,6 +34,7 @@ class CanonicalSlot(Slot):
         super().__init__(entry, view, habit, autograd)
 
     def reset(self) -> None:
+        """Begins a step: discards all partial sums."""
         super().reset()
         self._leaf: Arrival | None = None
         self._fresh = True
@@ -42,7 +44,9 @@ class CanonicalSlot(Slot):
         self.rows: list[Tensor] = []
 
     def enter(self, leaf: Arrival) -> None:
-        """Says of which micro-batch and use the next contribution is. Raises RunError `canonical-again` if that one is over."""
+        """Opens the leaf of the next contribution, and closes the last. Raises RunError `canonical-again` if `leaf` was closed
+        before.
+        """
         if leaf == self._leaf:
             return
         self.leave()
@@ -64,7 +68,7 @@ class CanonicalSlot(Slot):
             self._sum.add_(gradient)
 
     def take_product(self, left: Tensor, right: Tensor) -> None:
-        """Adds left^T right, multiplied in the factors' dtype and then added: `addmm` would round otherwise than `mm`."""
+        """Adds left^T right, multiplied in the factors' dtype and then added: `addmm` would round differently from `mm`."""
         if self._fresh and left.dtype == self.view.dtype:
             torch.mm(left.t(), right, out=self._begin())
         else:
@@ -76,11 +80,11 @@ class CanonicalSlot(Slot):
         add_at(self._sum, indices, rows.to(self.view.dtype))
 
     def complete(self) -> None:
-        """Marks the gradient complete; `settle` sums it, since a backward within the backward may open it again."""
+        """Marks the gradient complete; `settle` sums it later, since a backward within the backward may open it again."""
         self.state = State.COMPLETE
 
     def settle(self) -> None:
-        """Makes `rows` of what has come. No contribution may follow."""
+        """Makes `rows` from the partial sums. No contribution may follow."""
         self.leave()
         sums = self._new() if self._sums is None else self._sums
         order = self.order
@@ -100,17 +104,17 @@ class CanonicalSlot(Slot):
 
     @property
     def _is_first(self) -> bool:
-        """Whether the leaf is that which the view is for."""
+        """Whether the open leaf is this rank's first, whose sum the view holds."""
         return self._leaf is None or self._leaf == (0, self.order.first(self.entry.reduce_group))
 
     def _begin(self) -> Tensor:
-        """Returns the memory of a new leaf, with any contents."""
+        """Returns the memory of a new leaf, with arbitrary contents."""
         self._fresh = False
         self._sum = self.view if self._is_first else self.order.spares.lend(self.view)
         return self._sum
 
     def leave(self) -> None:
-        """Puts the leaf, if one is open, to the sums: nothing more may come of it."""
+        """Closes the open leaf, if any, and adds it to the partial sums: no contribution to it may follow."""
         leaf, self._leaf = self._leaf, None
         if leaf is None or self._fresh:
             return

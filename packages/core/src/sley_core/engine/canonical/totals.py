@@ -1,4 +1,4 @@
-"""Loss and norm of a step, to the same bit in every layout: what travels in the message of its totals, and what comes of it."""
+"""Loss and norm of a step, bit for bit the same in every layout: what ranks sum for them, and the results."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 
 class ExactTotals:
-    """Of the gradients `pieces` and `losses`, [micro-batches] float64 of this rank. kind: the p of the p-norm.
+    """Computes norm and loss from the gradients `pieces` and from `losses`, float64 [micro-batches] of this rank. kind: the p
+    of the p-norm.
 
-    Making one is a collective over all ranks, which finds the largest element.
+    Its construction is a collective over all ranks, which finds the largest element.
     """
 
     def __init__(
@@ -51,5 +52,5 @@ class ExactTotals:
 
 
 def _counts(piece: Piece, groups: Groups) -> bool:
-    """Returns whether this rank is the one of those with these elements that counts them."""
+    """Returns whether this rank is the one, among those with copies of these elements, that counts them."""
     return groups[piece.reduce_group].coord < piece.num_shards and groups["pp"].coord == piece.stages[0]

@@ -1,8 +1,9 @@
-"""Sums of buffers over their group, in the one tree over micro-batches.
+"""Sums of buffers over their group, in the fixed tree over micro-batches.
 
-    rows of each rank ──all-to-all──> all ranks' rows of my part ──joined──> the sum of my part ──all-gather──> the whole sum
+    rows of each rank ──all-to-all──> all ranks' rows of my part ──added──> the sum of my part ──all-gather──> the whole sum
 
-No all-reduce: each backend adds in an order of its own, which depends on the number of ranks and on the place in the buffer.
+An all-reduce cannot be used: each backend adds in an order of its own, which depends on the number of ranks and on the place in
+the buffer.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ NUM_SLOTS = 2
 
 
 class TreeSums:
-    """Sums buffers of `store`, whole or, where they are cut, this rank's part. sent: counts what is sent. lane: of the groups.
+    """Sums buffers of `store` over their groups; of a buffer that is cut, this rank's part. sent: counts the bytes sent. lane:
+    of the groups.
 
-         start* ──> finish ──> start* ──> finish ...
-            └─────> forget ────────┘             (a step that failed)
+             start* ──> finish ──> start* ──> finish ...
+                └─────> forget ────────┘             (a step that failed)
 
     All ranks of a group call `start` for the same buffers in the same order. Each start advances the earlier sums, in an order
-    that is equal on all ranks of their groups. A reducer's sums in a run whose plan has `reduction = "canonical"`.
+    that is equal on all ranks of their groups. Used by reducers in a run whose plan has `reduction = "canonical"`.
     """
 
     def __init__(self, store: GradientStore, sent: SentBytes, lane: str = DEFAULT_LANE) -> None:
@@ -68,12 +70,12 @@ class TreeSums:
             self._under_way.popleft().work.wait_sent()
 
     def trim(self) -> int:
-        """Frees nothing: no memory is kept from step to step."""
+        """Returns 0, the number of bytes freed: no memory is kept from step to step."""
         return 0
 
 
 class _TreeSum:
-    """The sum of one buffer: the exchange starts when it is made; `join` and `finish` follow."""
+    """Sums one buffer: the exchange starts when it is made; `join` and `finish` follow."""
 
     def __init__(self, store: GradientStore, buffer: GradientBuffer, group: Group, sent: SentBytes, lane: str) -> None:
         assert store.canonical is not None, "sums in any order need no tree"
@@ -95,7 +97,9 @@ class _TreeSum:
         sent.add(self._out, group, passes=1)
 
     def join(self) -> None:
-        """Waits for the exchange and joins the rows in the order of the tree; gathers the sum, unless the buffer is cut."""
+        """Waits for the exchange and adds the rows in the order of the tree; starts to gather the sum, unless the buffer is
+        cut.
+        """
         if self._is_joined:
             return
         self._is_joined = True
@@ -107,7 +111,7 @@ class _TreeSum:
             return
         self.work.wait_sent()
         self._whole = self._out.view(-1)[: self.group.size * own.numel()]
-        # The same group; all its ranks come here between the same two starts, or between the last start and the end.
+        # Over the same group; all its ranks get here between the same two starts, or after the last start.
         self.work = self.group.transport(self._lane).all_gather(
             [self._whole], [own], what=f"the sum of {self.buffer.entries[0].name}"
         )
@@ -134,10 +138,11 @@ class _TreeSum:
 
 
 def _packed(store: GradientStore, buffer: GradientBuffer, num_uses: int, num_rows: int, size: int) -> Tensor:
-    """Returns [size, uses x rows, columns]: for each rank, its part of the sums of this rank; rows that others need are zeros.
+    """Returns [size, uses x rows, columns]: for each rank, its part of this rank's sums; rows that only other ranks have are
+    zeros.
 
-    Gives up the sums' memory. The buffer itself, where that is all: the other ranks' parts of it are read, and no more, until
-    they have what they need.
+    Drops the sums' memory. Returns a view of the buffer itself if each rank has one row and the buffer divides: then the other
+    ranks' parts of it may only be read until the exchange is done.
     """
     numel = buffer.data.numel()
     if num_uses * num_rows == 1 and numel % size == 0:

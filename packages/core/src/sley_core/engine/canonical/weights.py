@@ -1,4 +1,6 @@
-"""The loss weight of the global batch as a sum without an order: of digits, whole numbers that float64 adds exactly."""
+"""The loss weight of the global batch as a sum that does not depend on the order: of digits, integers that float64 adds
+exactly.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,15 @@ import math
 from collections.abc import Iterable, Sequence
 
 NUM_DIGITS = 4
-"""What is before the point, and three digits of 24 bits behind it."""
+"""The integer part, and three digits of 24 bits after the point."""
 
 _BASE = 2.0**24
 
 
 def weight_digits(weights: Iterable[float]) -> list[float]:
-    """Returns the sum of the digits of `weights`, of one micro-batch each: [NUM_DIGITS], to be added over ranks.
+    """Returns the sum of the digits of `weights`, one per micro-batch: [NUM_DIGITS], to be added over ranks.
 
-    What is below 2^-72 is dropped. A weight that is not finite is in the first.
+    Bits below 2^-72 are dropped. A weight that is not finite is added to the first digit.
     """
     sums = [0.0] * NUM_DIGITS
     for weight in weights:
@@ -30,7 +32,7 @@ def weight_digits(weights: Iterable[float]) -> list[float]:
 
 
 def weight_of(digits: Sequence[float]) -> float:
-    """Returns the weight that `digits` are the sum of."""
+    """Returns the weight whose digits' sum is `digits`."""
     total = 0.0
     for digit in reversed(digits):
         total = total / _BASE + digit
