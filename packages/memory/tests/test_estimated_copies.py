@@ -10,7 +10,9 @@ import pytest
 from sley_core.errors import PlanError
 from sley_core.estimate.bytes.rank import rank_bytes
 from sley_core.estimate.machine.read import machine_from_dict
-from sley_core.estimate.recorded.record import record as recorded
+from sley_core.estimate.machine.tables import MachineFile
+from sley_core.estimate.recorded.of_plan import records_of, seconds_of_records
+from sley_core.estimate.recorded.record import RankRecord
 from sley_core.estimate.recorded.words import HOST, Began
 from sley_core.estimate.seconds_of_plan import estimate_seconds
 from sley_core.plan.load import plan_from_dict
@@ -23,7 +25,7 @@ RATE = 1e9
 
 AT_ONCE = 1e15
 
-PLAN = small_plan(batch__global_size=6, precision={"compute": "bf16"}, evaluation=None)
+PLAN = small_plan(batch__global_size=2, precision={"compute": "bf16"})
 STATES = {"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.002}
 OPTIMIZER = {"use": "memory.host_optimizer", "bucket_mb": 0.002}
 ACTIVATIONS = {"use": "memory.host", "min_bytes": 1}
@@ -36,7 +38,9 @@ COPIES: dict[str, Tables] = {
 }
 
 
-def machine(kind: str = "cuda", *, to_host: float = RATE, to_device: float = RATE, on_host: float = AT_ONCE) -> Any:
+def machine(
+    kind: str = "cuda", *, to_host: float = RATE, to_device: float = RATE, on_host: float = AT_ONCE
+) -> MachineFile:
     """A machine that computes in no time and copies at these rates."""
     at_once = {"flops_per_s": 1e17}
     host = {"to_host": to_host, "to_device": to_device, "memory_bandwidth": on_host}
@@ -51,16 +55,30 @@ def machine(kind: str = "cuda", *, to_host: float = RATE, to_device: float = RAT
     )
 
 
-def seconds(machine_file: Any, folder: Path, **changes: Any) -> float:
-    return estimate_seconds(plan_from_dict(changed(PLAN, **changes), folder), 1, machine_file).step.seconds
+RECORDED: dict[str, list[RankRecord]] = {}
+"""Steps that were recorded before, by plan and kind of device: to record one takes far longer than to price it."""
 
 
-def foretold(folder: Path, tables: Tables, *, runs_ahead: bool) -> dict[str, int]:
+def records(folder: Path, changes: Tables, *, runs_ahead: bool) -> list[RankRecord]:
+    """Returns the recorded step of the plan with `changes`, of one process."""
+    key = f"{changes} {runs_ahead}"
+    if key not in RECORDED:
+        plan = plan_from_dict(changed(PLAN, **changes), folder)
+        RECORDED[key] = records_of(plan, 1, runs_ahead=runs_ahead)
+    return RECORDED[key]
+
+
+def seconds(machine_file: MachineFile, folder: Path, **changes: Any) -> float:
+    """Returns the seconds of a step of one micro-batch."""
+    recorded = records(folder, changes, runs_ahead=machine_file.device.kind == "cuda")
+    return seconds_of_records(recorded, 1, machine_file).seconds
+
+
+def foretold(folder: Path, changes: Tables, *, runs_ahead: bool) -> dict[str, int]:
     """Bytes that a recorded step copies, each way."""
     found = {"to_host": 0, "to_device": 0}
-    plan = plan_from_dict(tables, folder)
-    step = recorded(plan, 0, 1, runs_ahead=runs_ahead).step
-    for word in step.words:
+    (recorded,) = records(folder, changes, runs_ahead=runs_ahead)
+    for word in recorded.step.words:
         if isinstance(word, Began) and word.axis == HOST:
             found[word.kind] += word.num_bytes
     return found
@@ -68,8 +86,7 @@ def foretold(folder: Path, tables: Tables, *, runs_ahead: bool) -> dict[str, int
 
 @pytest.mark.parametrize("copies", COPIES)
 def test_a_step_copies_as_many_bytes_as_were_foretold(copies: str, texts: Path) -> None:
-    """Of one micro-batch, since a recorded step has as few as show everything."""
-    tables = changed(PLAN, batch__global_size=2, **COPIES[copies])
+    tables = changed(PLAN, **COPIES[copies])
     after: list[tuple[float, float]] = []
 
     def watch(run: Any) -> None:
@@ -86,14 +103,14 @@ def test_a_step_copies_as_many_bytes_as_were_foretold(copies: str, texts: Path) 
     assert more_out > out
     assert more_into > into
     told = {"to_host": more_out - out, "to_device": more_into - into}
-    assert foretold(texts, tables, runs_ahead=False) == told
+    assert foretold(texts, COPIES[copies], runs_ahead=False) == told
     if "activations" not in tables:  # of these a GPU's kernels save something else
-        assert foretold(texts, tables, runs_ahead=True) == told
+        assert foretold(texts, COPIES[copies], runs_ahead=True) == told
 
 
 def test_states_that_come_and_go_take_as_long_as_their_bytes(texts: Path) -> None:
     """A bucket leaves while the next one comes: so the slower way counts, and what the first must wait for, or the last."""
-    num_bytes = foretold(texts, changed(PLAN, offload=[STATES]), runs_ahead=True)["to_host"]
+    num_bytes = foretold(texts, {"offload": [STATES]}, runs_ahead=True)["to_host"]
     out = seconds(machine(to_device=AT_ONCE), texts, offload=[STATES])
     into = seconds(machine(to_host=AT_ONCE), texts, offload=[STATES])
     both = seconds(machine(), texts, offload=[STATES])
@@ -103,7 +120,7 @@ def test_states_that_come_and_go_take_as_long_as_their_bytes(texts: Path) -> Non
 
 
 def test_a_cpu_copies_by_itself_one_way_after_the_other(texts: Path) -> None:
-    num_bytes = sum(foretold(texts, changed(PLAN, offload=[STATES]), runs_ahead=False).values())
+    num_bytes = sum(foretold(texts, {"offload": [STATES]}, runs_ahead=False).values())
     assert seconds(machine("cpu"), texts, offload=[STATES]) == pytest.approx(num_bytes / RATE, rel=1e-3)
 
 
@@ -121,23 +138,22 @@ def test_what_autograd_saves_leaves_beside_computing(texts: Path) -> None:
         device__matmul={"fp32": slow, "bf16": slow},
         host={"to_host": RATE, "to_device": RATE},
     )
-    plan = changed(PLAN, model__num_layers=6)
-    kept = estimate_seconds(plan_from_dict(plan, texts), 1, machine_from_dict(copying)).step.seconds
-    away = estimate_seconds(
-        plan_from_dict(changed(plan, activations=ACTIVATIONS), texts), 1, machine_from_dict(copying)
-    ).step
+    kept, away = (
+        seconds_of_records(records(texts, changes, runs_ahead=True), 1, machine_from_dict(copying))
+        for changes in ({}, {"activations": ACTIVATIONS})
+    )
     assert {span.lane.split()[0] for span in away.exchanges} == {"to_host", "to_device"}
     assert not away.exposed
-    assert away.seconds == pytest.approx(kept, rel=0.01)
+    assert away.seconds == pytest.approx(kept.seconds, rel=0.01)
 
 
 def test_an_optimizer_on_the_host_takes_the_hosts_time(texts: Path) -> None:
     slow = seconds(machine(on_host=RATE), texts, offload=[OPTIMIZER])
     slower = seconds(machine(on_host=RATE / 2), texts, offload=[OPTIMIZER])
     copies = seconds(machine(), texts, offload=[OPTIMIZER])
-    plan = plan_from_dict(changed(PLAN, offload=[OPTIMIZER]), texts)
-    words = recorded(plan, 0, 1, runs_ahead=True).step.closing
-    updated = sum(one.num_bytes for word in words for one in getattr(word, "operators", ()) if one.is_on_host)
+    (recorded,) = records(texts, {"offload": [OPTIMIZER]}, runs_ahead=True)
+    operators = [one for word in recorded.step.closing for one in getattr(word, "operators", ())]
+    updated = sum(one.num_bytes for one in operators if one.is_on_host)
     assert updated > 0
     assert slower - slow == pytest.approx(updated / RATE, rel=0.05)
     assert slow > copies
@@ -156,14 +172,16 @@ def test_copies_of_which_the_machine_file_says_nothing_are_refused(
 ) -> None:
     rate = {"flops_per_s": 1e12}
     tables = small_machine(device__kind="cuda", device__matmul={"fp32": rate, "bf16": rate}, host=host)
+    plan = plan_from_dict(changed(PLAN, **changes), texts)
     with pytest.raises(PlanError, match=says) as caught:
-        seconds(machine_from_dict(tables), texts, **changes)
+        estimate_seconds(plan, 1, machine_from_dict(tables))
     assert caught.value.diagnostics[0].code == "machine-host"
 
 
 def test_memory_that_moves_by_call_takes_no_time_of_a_step(texts: Path) -> None:
     step_s = seconds(machine(), texts)
-    assert seconds(machine(), texts, offload=[{"use": "memory.everything"}]) == pytest.approx(step_s, rel=0.01)
+    plan = plan_from_dict(changed(PLAN, offload=[{"use": "memory.everything"}]), texts)
+    assert estimate_seconds(plan, 1, machine()).step.seconds == pytest.approx(step_s, rel=0.01)
 
 
 def test_masters_on_the_host_are_none_of_the_devices_memory(texts: Path) -> None:
