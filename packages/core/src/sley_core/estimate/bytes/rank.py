@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from sley_core.comm.progress import BEGINNING
 from sley_core.comm.world import World
 from sley_core.engine.on_meta import micro_batch
 from sley_core.errors import RunError
+from sley_core.estimate.bytes.cuda_kernels import as_on_cuda
 from sley_core.estimate.bytes.fake_copies import FakeCopies
 from sley_core.estimate.bytes.fake_device import FakeDevice
 from sley_core.estimate.bytes.fake_tensors import FakeTensors
@@ -116,7 +117,8 @@ def _looked_at(
         batch = micro_batch(plan, run.dataset)
         few = least_micros(run.stepper.lists, of_micros)
         first = taken if is_first_whole else few
-        with counted(lambda: ledger.now):
+        is_cuda = plan.run.device == "cuda"
+        with counted(lambda: ledger.now), as_on_cuda() if is_cuda else nullcontext():
             starts = []
             for num_micros in (first, *[few] * (STEPS - 2), taken):
                 starts.append(ledger.num_events)
@@ -124,7 +126,7 @@ def _looked_at(
                 _own(run, ledger, _on_host(plan, run))
             long_since = starts[0] if first < taken else starts[-1]
             ledger.move_up(KEPT, long_since, StepPlace(STEPS, BEGINNING, ""))
-        held = BATCHES * of_micros * sum(value.nbytes for value in batch.values())
+        held = 0 if is_cuda else BATCHES * of_micros * sum(value.nbytes for value in batch.values())
         return _told(run, ledger, held, taken, of_micros, _on_host(plan, run)), first == taken
 
 
