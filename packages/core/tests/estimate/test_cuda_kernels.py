@@ -12,7 +12,9 @@ from sley_core.estimate.bytes.cuda_kernels import as_on_cuda
 from sley_core.estimate.bytes.fake_tensors import FakeTensors
 from sley_core.estimate.bytes.ledger import Ledger, StepPlace
 from sley_core.estimate.bytes.rank import RankBytes, rank_bytes
+from sley_core.estimate.layers.recorder import OperatorRecorder
 from sley_core.losses.cross_entropy import CHUNK_ELEMENTS, chunks
+from sley_core.model.attention import Attention
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.plans import changed, small_plan
 
@@ -98,3 +100,15 @@ def test_a_loss_takes_as_many_logits_at_a_time_as_on_cuda():
     with as_on_cuda():
         assert [rows.stop for rows in chunks(logits)] == [CHUNK_ELEMENTS["cuda"] >> 16]
     assert [rows.stop for rows in chunks(logits)][:2] == [8, 16]
+
+
+def test_attention_over_documents_multiplies_as_that_without():
+    """Half of each square of positions, forward, and two and a half times that in its backward."""
+    with OperatorRecorder() as seen, FakeTensors(Ledger(lambda: StepPlace(0, "", ""))), as_on_cuda():
+        q, k = (torch.empty(2, 16, heads, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2))
+        bounds = torch.empty(2, 3, dtype=torch.int64)
+        Attention()(q, k, k, bounds).sum().backward()
+    forward, backward = (one for one in seen.of("forward") if one.flops)
+    assert forward.flops == 4 * 2 * 4 * 16 * 16 * 8 // 2
+    assert backward.flops == 2.5 * forward.flops
+    assert backward.num_bytes > forward.num_bytes > 2 * 16 * 4 * 8 * 2

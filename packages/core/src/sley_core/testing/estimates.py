@@ -23,7 +23,8 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError
 from sley_core.estimate.bytes.rank import STEPS, rank_bytes
-from sley_core.estimate.calibrate.device import measure_device, measure_host
+from sley_core.estimate.calibrate.device import measure_device
+from sley_core.estimate.calibrate.host import measure_host
 from sley_core.estimate.calibrate.layers import measure_layers
 from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.estimate.machine.tables import MACHINE_FORMAT
@@ -158,15 +159,19 @@ class Compared:
 
 
 def machine_for(device: Device, plans: Sequence[Plan]) -> MachineFile:
-    """Returns the machine that `device` is part of, with the layers of `plans`, as `calibrate` measures them; those of plans that
-    differ in nothing that a layer knows of are measured once.
+    """Returns the machine that `device` is part of, with the layers of `plans`, as `calibrate` measures them.
+
+    Those of plans that differ in nothing that a layer knows of are measured once.
     """
-    tables: dict[str, Any] = {"format": MACHINE_FORMAT, "device": measure_device(device)}
-    if (host := measure_host(device)) is not None:
-        tables["host"] = host
+    tables: dict[str, Any] = {
+        "format": MACHINE_FORMAT,
+        "device": measure_device(device),
+        "host": measure_host(device),
+    }
     # What a layer is, what it is given, and how: neither how many micro-batches there are nor what else a run does.
     distinct = {
-        repr((one.model, one.data, one.batch.micro_size, one.precision, one.activations, one.loss)): one for one in plans
+        repr((one.model, one.data, one.batch.micro_size, one.precision, one.activations, one.loss)): one
+        for one in plans
     }
     layers = {table["key"]: table for plan in distinct.values() for table in measure_layers(plan, device)}
     return machine_from_dict(tables | {"layers": list(layers.values())})

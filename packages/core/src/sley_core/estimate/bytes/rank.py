@@ -34,6 +34,7 @@ from sley_core.estimate.bytes.micros import fewest_micros, least_micros
 from sley_core.estimate.bytes.recipes import Recipes
 from sley_core.memory.state import PARTS
 from sley_core.model.alike import counted
+from sley_core.model.device_kind import standing_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,18 +143,22 @@ def fake_run(
 ) -> Iterator[tuple[Run, Ledger, FakeTensors]]:
     """Gives the run of rank `rank` of `size`, on tensors without values, what notes their memory, and what makes them.
 
-    runs_ahead: whether copies to the host run beside the device's work; None: as on the plan's device. Raises PlanError for all
-    that the plan's checks find, RunError `estimate-late` in what is done with it once that has lasted
+    runs_ahead: whether copies to the host run beside the device's work, as on CUDA; None: as on the plan's device.
+
+    Raises PlanError for all that the plan's checks find, RunError `estimate-late` in what is done with it once that has lasted
     `limits.estimate_timeout_s`.
     """
     standing = _Standing()
     ledger = Ledger(standing.place)
     is_cuda = plan.run.device == "cuda"
     tensors = FakeTensors(ledger, recipes or Recipes(), has_scratch=not is_cuda)
-    copies = FakeCopies(tensors, runs_ahead=is_cuda if runs_ahead is None else runs_ahead)
+    is_ahead = is_cuda if runs_ahead is None else runs_ahead
+    copies = FakeCopies(tensors, runs_ahead=is_ahead)
     device = FakeDevice(torch.device("cpu"), tensors=tensors, copies=copies)
     limit = limited(plan.limits.estimate_timeout_s)
-    with limit, tensors.watched(), World.fake(rank, size, device) as world, assemble(plan, world, draft=draft) as run:
+    on_device = standing_for("cuda") if is_ahead else nullcontext()
+    world_of = World.fake(rank, size, device)
+    with limit, tensors.watched(), on_device, world_of as world, assemble(plan, world, draft=draft) as run:
         standing.follow(run)
         yield run, ledger, tensors
 
