@@ -102,13 +102,13 @@ def test_a_loss_takes_as_many_logits_at_a_time_as_on_cuda():
     assert [rows.stop for rows in chunks(logits)][:2] == [8, 16]
 
 
-def test_attention_over_documents_multiplies_as_that_without():
-    """Half of each square of positions, forward, and two and a half times that in its backward."""
+def test_attention_over_documents_multiplies_as_with_their_mask():
+    """All pairs of positions, forward, and two and a half times that in its backward."""
     with OperatorRecorder() as seen, FakeTensors(Ledger(lambda: StepPlace(0, "", ""))), as_on_cuda():
         q, k = (torch.empty(2, 16, heads, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2))
         bounds = torch.empty(2, 3, dtype=torch.int64)
         Attention()(q, k, k, bounds).sum().backward()
     forward, backward = (one for one in seen.of("forward") if one.flops)
-    assert forward.flops == 4 * 2 * 4 * 16 * 16 * 8 // 2
+    assert forward.flops == 4 * 2 * 4 * 16 * 16 * 8
     assert backward.flops == 2.5 * forward.flops
     assert backward.num_bytes > forward.num_bytes > 2 * 16 * 4 * 8 * 2

@@ -117,12 +117,15 @@ def attention(query: Tensor, key: Tensor, value: Tensor, context: Tensor, *, is_
 
 
 def _over_documents(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Operator:
-    """Returns an attention over documents, [positions, heads, d], of which nobody knows the lengths: as long as they may be."""
+    """Returns an attention over documents, [positions, heads, d], whose lengths nobody knows.
+
+    They count as long as they may be, with all pairs of positions, as where a layer with their mask is traced.
+    """
     named = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
     query, longest = named["query"], named["max_q"]
     positions, heads, width = query.shape
     rows = max(1, positions // longest), heads, longest
-    flops = sdpa_flop_count((*rows, width), (*rows, width), (*rows, named["value"].shape[-1])) // 2  # type: ignore[no-untyped-call]
+    flops = sdpa_flop_count((*rows, width), (*rows, width), (*rows, named["value"].shape[-1]))  # type: ignore[no-untyped-call]
     num_bytes = sum(map(moved_bytes, _tensors((args, kwargs)))) + sum(map(moved_bytes, _tensors(result)))
     factor = OF_BACKWARD if "grad_out" in named else 1
     return Operator("attention", num_bytes, int(flops * factor), NAMES.get(query.dtype, "fp32"))
