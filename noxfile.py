@@ -5,7 +5,7 @@
     nox -s readme           what README tells a newcomer to type, in its order
     nox -s thirdparty       the example plugins from wheels, as an outsider has them
     nox -s floor            the quickstart and all tests, with the oldest torch that the packages allow
-    nox -s gpu              what needs a CUDA device: its tests, and memory's benchmarks
+    nox -s gpu              what needs a CUDA device: its tests, and memory's benchmarks; one table of all figures at the end
     nox -l                  everything else
 
 Packages are found on disk: a new folder under packages/, apps/ or examples/plugins/ gets all sessions.
@@ -65,11 +65,12 @@ def dev(session: nox.Session) -> None:
     session.install(*CONSTRAINTS, *editable, *tests, "pytest-xdist", "mypy")
 
 
-def in_dev(session: nox.Session, *command: str, **env: str) -> None:
-    """Run a command of the environment `dev`."""
+def in_dev(session: nox.Session, *command: str, success_codes: tuple[int, ...] = (0,), **env: str) -> None:
+    """Run a command of the environment `dev`; another exit code than `success_codes` ends the session."""
     bin_dir = Path(session.cache_dir).parent / "dev" / ("Scripts" if os.name == "nt" else "bin")
     path = f"{bin_dir}{os.pathsep}{os.environ['PATH']}"
-    session.run(str(bin_dir / command[0]), *command[1:], external=True, env={"PATH": path, **env})
+    changes = {"PATH": path, **env}
+    session.run(str(bin_dir / command[0]), *command[1:], external=True, success_codes=success_codes, env=changes)
 
 
 @nox.session
@@ -217,10 +218,18 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)
 def gpu(session: nox.Session) -> None:
-    """All tests that need CUDA, and the benchmarks of memory on it; at most ten minutes, with one device."""
-    in_dev(session, "python", "-m", "pytest", "-m", "gpu", "-rs", *session.posargs, **FOR_TESTS)
-    script = str(ROOT / "benchmarks" / "memory.py")
-    in_dev(session, "python", script, "--device", "cuda", "--rounds", "10", "--part", "between", "park", **FOR_TESTS)
+    """All tests that need CUDA, and the benchmarks of memory on it, then one table of all figures beside their targets.
+
+    At most ten minutes, with one device. Fails where a test does, or a target is missed, once everything has run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        figures, report = Path(folder, "figures.jsonl"), Path(folder, "tests.xml")
+        env = {**FOR_TESTS, "SLEY_FIGURES": str(figures)}
+        chosen = ("-m", "gpu", "-rs", "--junitxml", str(report), *session.posargs)
+        in_dev(session, "python", "-m", "pytest", *chosen, success_codes=(0, 1, 5), **env)
+        memory = ("--device", "cuda", "--rounds", "10", "--part", "between", "park")
+        in_dev(session, "python", str(ROOT / "benchmarks" / "memory.py"), *memory, success_codes=(0, 1), **env)
+        in_dev(session, "python", "-m", "sley_core.testing.figures", str(figures), "--tests", str(report))
 
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)

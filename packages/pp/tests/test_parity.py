@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from sley_core.actions.placement import Placement
+from sley_core.comm import collectives
 from sley_core.testing.lists import any_lists
 from sley_core.testing.parity import assert_same_bits
 from sley_core.testing.plans import changed, small_plan
@@ -49,6 +50,15 @@ def test_two_stages_of_two_replicas(compared, texts, schedules):
         assert len(tied) == (2 if schedule == "pp.zero_bubble_v" else 4), "a V ends where it began"
         for copy in tied[1:]:
             assert_same_bits({"tie": tied[0]}, {"tie": copy})
+
+
+def by_host(_run):
+    collectives.goes_by_host = lambda *_: True
+
+
+def test_stages_whose_messages_go_by_the_host(compared, texts):
+    """As those of stages that share a device, whose tensors gloo cannot send."""
+    compared(2, [plan("pp.one_f_one_b", 2, model__tie_embeddings=True)], folder=texts, prepare=by_host)
 
 
 @pytest.mark.campaign

@@ -8,7 +8,16 @@ import time
 import pytest
 import torch
 
-from sley_core.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, gather_objects
+from sley_core.comm import collectives
+from sley_core.comm.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather_objects,
+    receive_from,
+    send_to,
+)
 from sley_core.comm.groups import Group
 from sley_core.comm.world import World
 from sley_core.errors import RunError
@@ -106,3 +115,33 @@ def test_a_peer_that_does_not_answer_is_an_error_that_says_what_failed(ranks, tm
     assert message.startswith(f"error[collective-failed]: {what}[0, 1] failed on rank 0: ")
     assert "collective_timeout_s" in message
     assert float(seconds) < 7
+
+
+def messages_by_host():
+    """Rank 0 sends two messages to rank 1, which waits for each twice; both go as those of a device that gloo cannot reach."""
+    collectives.goes_by_host = lambda *_: True
+    with World.join("cpu") as world:
+        group = world.groups(Topology.of(2, pp=2), 30)["pp"]
+        if world.rank == 0:
+            given = torch.arange(3.0)
+            pending = send_to(given, group, "up", 1, what="the test")
+            given.add_(10)  # what was sent is a copy
+            pending.wait()
+            send_to(given, group, "up", 1, what="the test").wait()
+            return given.tolist()
+        found = []
+        for _ in range(2):
+            place = torch.zeros(3)
+            pending = receive_from(place, group, "up", 0, what="the test")
+            pending.wait()
+            found.append(place.tolist())
+            place.zero_()
+            pending.wait()
+            found.append(place.tolist())
+        return found
+
+
+def test_a_message_between_ranks_that_share_a_device_goes_by_the_host(ranks):
+    """It lands at the first wait, and only then."""
+    _, found = ranks(2)(messages_by_host)
+    assert found == [[0, 1, 2], [0, 0, 0], [10, 11, 12], [0, 0, 0]]

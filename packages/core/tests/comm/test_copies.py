@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import pytest
 import torch
 
-from sley_core.comm.copies import HostMemory, HostStream, free, grow
+from sley_core.comm.copies import HostMemory, HostStream, _CudaEvent, free, grow
 from sley_core.comm.device import Device
 
 
@@ -56,3 +59,80 @@ def test_a_copy_of_the_host_is_done_at_once() -> None:
     stream.after(event)
     event.hold_device()
     assert target.tolist() == [1, 1]
+
+
+class Cuda:
+    """In place of what of torch.cuda a copy asks; says what was asked. current: the device of this thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: int = 0) -> None:
+        self.current = torch.device("cuda", 0)
+        self.said: list[object] = []
+        self.error = error
+        for name in ("device", "current_stream", "cudart"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device
+        yield
+        self.current = before
+
+    def current_stream(self, device: torch.device | None = None) -> Cuda:
+        self.said.append(("stream of", device or self.current))
+        return self
+
+    def wait_event(self, event: object) -> None:
+        self.said.append("held")
+
+    def synchronize(self) -> None:
+        self.said.append(("waited on", self.current))
+
+    def query(self) -> bool:
+        self.said.append(("asked on", self.current))
+        return True
+
+    def cudart(self) -> Cuda:
+        return self
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # CUDA's name
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:  # CUDA's name
+        self.said.append("unlocked")
+        return 0
+
+
+def test_an_event_is_of_its_own_device_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that saves, or collects garbage, has device 0 as its current one."""
+    cuda, own = Cuda(monkeypatch), torch.device("cuda", 3)
+    event = _CudaEvent(cuda, own)  # type: ignore[arg-type]
+    assert event.is_done()
+    event.wait()
+    event.hold_device()
+    assert cuda.said == [("asked on", own), ("waited on", own), ("stream of", own), "held"]
+
+
+def test_a_refusal_to_lock_pages_is_a_warning_and_no_error_of_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA keeps the error until somebody asks, and torch asks behind every kernel."""
+    Cuda(monkeypatch, error=2)
+    asked: list[str] = []
+
+    def zeros(*size: int, device: str) -> torch.Tensor:
+        asked.append(device)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.warns(RuntimeWarning, match="could not be page-locked"):
+        memory = HostMemory(10, lock=True)
+    assert (memory.is_locked, asked) == (False, ["cuda"])
+
+
+def test_pages_are_locked_as_long_as_their_object_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+    memory = HostMemory(10, lock=True)
+    data = memory.data
+    assert (memory.is_locked, cuda.said) == (True, [])
+    del memory
+    gc.collect()
+    assert cuda.said == ["unlocked"]
+    assert not data.any()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import time
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sley_core.comm.collectives import all_reduce
+from sley_core.comm.groups import _new_group
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_LANE, GroupEntry, Topology
@@ -203,3 +206,37 @@ def test_a_rank_that_fails_waits_for_nobody(ranks, tmp_path):
 def test_a_topology_of_another_size_is_our_fault():
     with World.fake(0, 4) as world, pytest.raises(AssertionError, match="a topology of 2 ranks in a world of 4"):
         world.groups(Topology.of(2), 1)
+
+
+@pytest.mark.parametrize(("backend", "bound"), [("gloo", None), ("nccl", torch.device("cuda", 0))])
+def test_a_group_of_gloo_beside_nccl_takes_no_part_in_a_split_of_its_communicator(monkeypatch, backend, bound):
+    """torch lets the ranks outside of any new group take part in that, and those inside only of one of NCCL."""
+    seen = []
+
+    def new_group(ranks, **_):
+        seen.append(dist.group.WORLD.bound_device_id)
+
+    with World.fake(0, 4):
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+        monkeypatch.setattr("sley_core.comm.groups.dist.new_group", new_group)
+        _new_group(GroupEntry("some", DEFAULT_LANE, (1, 2)), 0, backend, timedelta(seconds=1))
+        assert seen == [bound]
+        assert dist.group.WORLD.bound_device_id == torch.device("cuda", 0)
+        dist.group.WORLD.bound_device_id = None
+
+
+@pytest.mark.parametrize("has_failed", [True, False])
+def test_a_world_of_nccl_that_fails_does_not_wait_for_its_exchanges(monkeypatch, has_failed):
+    """torch's destroying waits for what NCCL was asked to exchange, which peers may never come to."""
+    left = []
+    monkeypatch.setattr("sley_core.comm.world.dist.get_backend", lambda: "nccl")
+    monkeypatch.setattr("sley_core.comm.world.c10d._abort_process_group", lambda: left.append("aborted"))
+    destroy = dist.destroy_process_group
+    monkeypatch.setattr("sley_core.comm.world.dist.destroy_process_group", lambda: left.append("destroyed"))
+    try:
+        with pytest.raises(ValueError, match="as asked") if has_failed else nullcontext(), World.fake(0, 2):
+            if has_failed:
+                raise ValueError("as asked")
+        assert left == ["aborted" if has_failed else "destroyed"]
+    finally:
+        destroy()

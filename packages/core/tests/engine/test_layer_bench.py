@@ -70,3 +70,9 @@ def test_a_split_backward_adds_its_products_to_the_same_memory_each_time() -> No
     found, num_weights = additions("autograd", split=True)
     assert len(found["addmm_"]) == num_weights * (1 + REPETITIONS)
     assert len({tensor.data_ptr() for tensor in found["addmm_"]}) == num_weights
+
+
+def test_a_split_backward_of_narrow_weights_adds_its_products_too() -> None:
+    """Autograd has no gradient for the hook that adds it in the wider type: its product waits in the queue."""
+    found, num_weights = additions("autograd", "bf16", split=True)
+    assert len(found["add_"]) == 2 * num_weights * (1 + REPETITIONS), "whole backwards, and products of split ones"

@@ -36,6 +36,10 @@ _NAMES = (
 ATTENTION = frozenset(getattr(torch.ops.aten, name).default for name in _NAMES if hasattr(torch.ops.aten, name))
 """What `F.scaled_dot_product_attention` and its callers end in. Its plain form is many operations, none of which is kept."""
 
+VARLEN = "torch_attn::_varlen_attn"
+"""Attention over documents on CUDA, by name: torch registers it when it is first used. It is one operator: what that calls is
+not seen."""
+
 
 class KeptAttention:
     """Holds the results of attention in one call of a layer, first to last; None for one that is recomputed.
@@ -143,7 +147,7 @@ class _First(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in ATTENTION:
+        if _is_attention(func):
             self.kept.put(result, is_drawn=_draws(func, args, kwargs or {}))
         return result
 
@@ -166,9 +170,13 @@ class _Second(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in ATTENTION and (found := self.kept.take()) is not None:
+        if _is_attention(func) and (found := self.kept.take()) is not None:
             return tuple(found)
         return func(*args, **(kwargs or {}))
+
+
+def _is_attention(func: Any) -> bool:
+    return func in ATTENTION or func.name() == VARLEN
 
 
 def _detached(tensor: Tensor) -> Tensor:

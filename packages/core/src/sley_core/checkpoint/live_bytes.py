@@ -21,7 +21,7 @@ from sley_core.checkpoint.tensor_file import TensorPiece, bytes_of
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
-    from sley_core.comm.copies import CopyEvent
+    from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory
     from sley_core.comm.device import Device
 
 CHUNK_BYTES = 4 << 20
@@ -47,7 +47,7 @@ class LiveBytes:
         self._bounce = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         self._event: CopyEvent | None = None
         if device.is_async:
-            self._send(pieces, device)
+            self._send(pieces, device, memory)
         living = {
             key: source
             for key, source in self._sources.items()
@@ -133,20 +133,19 @@ class LiveBytes:
 
     def _is_host(self, source: Tensor) -> bool:
         """Returns whether `source` is the host copy from an asynchronous device, which nobody else changes."""
-        return self._event is not None and source.untyped_storage().data_ptr() == self._memory.data_ptr()
+        return self._event is not None and source.untyped_storage().data_ptr() == self._sent.data_ptr()
 
-    def _send(self, pieces: Sequence[TensorPiece], device: Device) -> None:
+    def _send(self, pieces: Sequence[TensorPiece], device: Device, memory: KeptMemory) -> None:
         """Starts to copy what lies on the device into page-locked host memory; the device's next update waits for it."""
-        there = [piece for piece in pieces if piece.tensor.device.type != "cpu"]
+        there = [piece for piece in pieces if piece.tensor.device.type != "cpu" or device.type == "cpu"]
         starts, end = [], 0
         for piece in there:
             starts.append(end)
             end += -(-piece.num_bytes // 256) * 256
-        self._memory = device.host_memory(end).data
-        stream = device.copy_stream()
+        self._sent, stream = memory.sent(device, end)
         stream.follow()
         for piece, start in zip(there, starts, strict=True):
-            host = self._memory[start : start + piece.num_bytes].view(piece.tensor.dtype).view(piece.rectangle.sizes)
+            host = self._sent[start : start + piece.num_bytes].view(piece.tensor.dtype).view(piece.rectangle.sizes)
             stream.copy(host, self._sources[id(piece)])
             self._sources[id(piece)] = host
         self._event = stream.record()
@@ -154,11 +153,14 @@ class LiveBytes:
 
 class KeptMemory:
     """Keeps host memory for copies from one save to the next: writing to new memory costs a page fault for each page, several
-    times as long as the copy.
+    times as long as the copy, and locking the pages takes as long again.
+
     """
 
     def __init__(self) -> None:
         self._data = torch.empty(0, dtype=torch.uint8)
+        self._locked: HostMemory | None = None
+        self._stream: CopyStream | None = None
 
     def places(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Returns memory for a contiguous copy of each of `tensors`, by the same keys; that of the previous call becomes
@@ -174,9 +176,26 @@ class KeptMemory:
             for (key, one), start in zip(tensors.items(), starts, strict=False)
         }
 
+    def sent(self, device: Device, num_bytes: int) -> tuple[Tensor, CopyStream]:
+        """Returns room for what leaves an asynchronous `device`, uint8 [num_bytes] or more, page-locked until `free`, and the
+        stream on which it leaves; what the call before gave is void. Waits for the copies of a save that was given up.
+        """
+        if self._stream is None:
+            self._stream = device.copy_stream()
+        if self._locked is None or self._locked.data.numel() < num_bytes:
+            self._unlock()
+            self._locked = device.host_memory(num_bytes)
+        return self._locked.data, self._stream
+
     def free(self) -> None:
         """Frees the memory, once nothing reads copies any more."""
         self._data = torch.empty(0, dtype=torch.uint8)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._stream is not None:
+            self._stream.record().wait()  # copies may still write there
+        self._locked = None
 
 
 def copied(piece: TensorPiece) -> TensorPiece:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -65,6 +66,30 @@ class SilentPending(Pending):
 
     def wait(self) -> None:
         self._waits()
+
+
+class LandingPending(Pending):
+    """A message that arrives on the host, in `came`; the first `wait` copies it to `place`, on the device."""
+
+    __slots__ = ("_came", "_place")
+
+    def __init__(self, work: Any, turn: Turn, came: Tensor, place: Tensor) -> None:
+        super().__init__(work, turn)
+        self._came = came
+        self._place = place
+
+    def wait(self) -> None:
+        has_landed = self._work is None
+        super().wait()
+        if not has_landed:
+            self._place.copy_(self._came)
+
+
+def goes_by_host(tensor: Tensor, group: Group, lane: str) -> bool:
+    """Returns whether a message of `tensor` must be one of the host's memory: gloo, which ranks that share a device talk by,
+    takes the address of whatever it is given to send for one of the host.
+    """
+    return tensor.device.type != "cpu" and dist.get_backend(group.lane(lane)) == "gloo"
 
 
 def all_reduce(tensor: Tensor, group: Group, op: Op = "sum", *, what: str) -> Pending:
@@ -141,7 +166,8 @@ def send_to(tensor: Tensor, group: Group, lane: str, peer: int, *, what: str) ->
         group.echo.send(tensor, lane)
         return Pending()
     turn = message_turn("send", group, what, lane, group.coord, peer, tensor.nbytes)
-    return Pending(guarded(lambda: group.lane(lane).send([tensor], peer, 0), turn), turn)
+    sent = tensor.to("cpu", copy=True) if goes_by_host(tensor, group, lane) else tensor
+    return Pending(guarded(lambda: group.lane(lane).send([sent], peer, 0), turn), turn)
 
 
 def receive_from(tensor: Tensor, group: Group, lane: str, peer: int, *, what: str) -> Pending:
@@ -153,6 +179,9 @@ def receive_from(tensor: Tensor, group: Group, lane: str, peer: int, *, what: st
     if (echo := group.echo) is not None:  # looked up at the wait: the message may be sent after this call
         return SilentPending(lambda: echo.receive(tensor, lane, what))
     turn = message_turn("receive", group, what, lane, peer, group.coord, tensor.nbytes)
+    if goes_by_host(tensor, group, lane):
+        came = torch.empty_like(tensor, device="cpu")
+        return LandingPending(guarded(lambda: group.lane(lane).recv([came], peer, 0), turn), turn, came, tensor)
     return Pending(guarded(lambda: group.lane(lane).recv([tensor], peer, 0), turn), turn)
 
 

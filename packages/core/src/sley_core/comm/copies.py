@@ -17,6 +17,7 @@ import ctypes
 import mmap
 import warnings
 import weakref
+from contextlib import suppress
 from math import ceil
 from typing import Any, Protocol
 
@@ -88,17 +89,26 @@ class HostStream:
 
 
 class _CudaEvent:
-    def __init__(self, event: torch.cuda.Event) -> None:
+    """An event of `device`, whatever the current device of the thread that asks is.
+
+    Each thread begins with device 0: a thread that saves, or collects garbage, would hold that one's stream, and take some
+    hundred MiB of it for a context.
+    """
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self.event = event
+        self.device = device
 
     def is_done(self) -> bool:
-        return bool(self.event.query())  # type: ignore[no-untyped-call]  # torch's
+        with torch.cuda.device(self.device):
+            return bool(self.event.query())  # type: ignore[no-untyped-call]  # torch's
 
     def wait(self) -> None:
-        self.event.synchronize()
+        with torch.cuda.device(self.device):
+            self.event.synchronize()
 
     def hold_device(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+        torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 class CudaStream:
@@ -121,7 +131,7 @@ class CudaStream:
             target.copy_(source, non_blocking=True)
 
     def record(self) -> CopyEvent:
-        return _CudaEvent(self._stream.record_event())
+        return _CudaEvent(self._stream.record_event(), self._stream.device)
 
 
 def free(tensor: Tensor) -> int:
@@ -169,6 +179,7 @@ class HostMemory:
     def _lock(self, address: int) -> bool:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's
         if error := int(runtime.cudaHostRegister(address, self.num_bytes, 0)):
+            _forget_error()
             warnings.warn(
                 f"{self.num_bytes / 2**20:.0f} MiB of host memory could not be page-locked (CUDA error {error}): "
                 "copies will be slower, and wait for the host",
@@ -178,3 +189,11 @@ class HostMemory:
             return False
         weakref.finalize(self, runtime.cudaHostUnregister, address)
         return True
+
+
+def _forget_error() -> None:
+    """Takes back the error of a call of CUDA that was answered, not raised: CUDA keeps it, and torch would raise it from this
+    thread's next operation, whatever that is.
+    """
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda").add_(1)  # starts a kernel, behind which torch asks for errors

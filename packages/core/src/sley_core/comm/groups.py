@@ -6,6 +6,7 @@ Nothing runs on the default group after start-up, and `new_group` is called only
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -182,12 +183,13 @@ def _new_group(entry: GroupEntry, rank: int, backend: str, timeout: timedelta) -
     `group-failed`.
     """
     try:
-        group = dist.new_group(
-            list(entry.ranks),
-            backend=backend,
-            timeout=timeout,
-            group_desc=entry.label,
-        )
+        with _unbound() if backend == "gloo" else nullcontext():
+            group = dist.new_group(
+                list(entry.ranks),
+                backend=backend,
+                timeout=timeout,
+                group_desc=entry.label,
+            )
     except RuntimeError as error:
         raise RunError(
             "group-failed",
@@ -195,3 +197,21 @@ def _new_group(entry: GroupEntry, rank: int, backend: str, timeout: timedelta) -
             hint=HINT,
         ) from error
     return group if isinstance(group, dist.ProcessGroup) else None
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """Returns a context in which torch makes a group without NCCL. Where the default group is bound to a device, as for NCCL it
+    is, torch lets the ranks outside of any new group take part in a split of the default communicator. Those inside split it
+    only for a group of NCCL: for another the ones outside would wait for them for ever.
+    """
+    default = dist.group.WORLD
+    bound = None if default is None else default.bound_device_id
+    if default is None or bound is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 from sley_core.comm import occasions
@@ -200,11 +201,15 @@ class World(AbstractContextManager["World"]):
         if kind is None:
             self.close()
         else:
-            self._leave()  # after a failure nothing is waited for: peers may wait for this rank in turn
+            self._leave(has_failed=True)  # after a failure nothing is waited for: peers may wait for this rank in turn
 
-    def _leave(self) -> None:
+    def _leave(self, *, has_failed: bool = False) -> None:
         if self.owns_default_group and dist.is_initialized():
-            dist.destroy_process_group()
+            if has_failed and dist.get_backend() == "nccl":
+                with suppress(RuntimeError):
+                    c10d._abort_process_group()  # to destroy it is to wait for what it was asked to exchange
+            else:
+                dist.destroy_process_group()
             self.owns_default_group = False
 
 

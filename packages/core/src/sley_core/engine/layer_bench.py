@@ -227,10 +227,10 @@ class LayerBench:
 
 
 def _add_to(slot: Tensor, parameter: Tensor) -> None:
-    """Adds the gradient that autograd has made to `slot`, and frees it."""
-    assert parameter.grad is not None
-    slot.add_(parameter.grad)
-    parameter.grad = None
+    """Adds the gradient that autograd has made to `slot`, and frees it; there is none where a product waits in the queue."""
+    if parameter.grad is not None:
+        slot.add_(parameter.grad)
+        parameter.grad = None
 
 
 class _Tensors:

@@ -18,6 +18,7 @@ from sley_core.errors import PlanError, RunError
 from sley_core.losses.config import CrossEntropyConfig
 from sley_core.losses.shifted import check_shifted
 from sley_core.model.alike import alike
+from sley_core.model.device_kind import device_kind
 from sley_core.protocols import Loss, SplitLogits
 
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
@@ -91,7 +92,7 @@ class CrossEntropy(Loss):
     def _checked(self, labels: Tensor, num_classes: int) -> Tensor:
         """Returns the labels with `ignore_index` for all that are ignored; raises RunError "label-out-of-range"."""
         may_be_ignored = True
-        if labels.device.type == "cpu":  # elsewhere asking would wait for the device
+        if device_kind(labels) == "cpu":  # elsewhere asking would wait for the device
             lowest, self._highest = self._bounds_of(labels)
             may_be_ignored = lowest < 0
         if self._highest >= num_classes:
@@ -176,7 +177,7 @@ def wide(logits: Tensor) -> torch.dtype:
 
 
 def _chunk_elements(logits: Tensor) -> int:
-    return CHUNK_ELEMENTS["cpu" if logits.device.type == "cpu" else "cuda"]
+    return CHUNK_ELEMENTS["cpu" if device_kind(logits) == "cpu" else "cuda"]
 
 
 def chunks(logits: Tensor) -> Iterator[slice]:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sley_core.model.device_kind import device_kind
 from sley_core.model.fields import once_per_field
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -28,11 +29,12 @@ class Attention(nn.Module):
         cu_seqlens: [b, n + 1] integers: the starts of each row's documents, 0 first, then padded with s. None: one
         document per row.
         """
-        if cu_seqlens is not None and q.is_cuda and q.dtype in _HALF and varlen() is not None:
+        is_cuda = device_kind(q) == "cuda"
+        if cu_seqlens is not None and is_cuda and q.dtype in _HALF and varlen() is not None:
             return _by_document(q, k, v, cu_seqlens)
         mask = None if cu_seqlens is None else document_mask(cu_seqlens, q.shape[1])
         grouped = q.shape[2] != k.shape[2]
-        if grouped and q.is_cuda and (mask is not None or q.dtype not in _HALF):
+        if grouped and is_cuda and (mask is not None or q.dtype not in _HALF):
             # here only torch's math kernel supports groups; the memory-efficient one needs as many key heads as query heads
             k, v = (shared.repeat_interleave(q.shape[2] // shared.shape[2], dim=2) for shared in (k, v))
             grouped = False

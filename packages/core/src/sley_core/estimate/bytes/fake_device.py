@@ -29,11 +29,11 @@ class FakeDevice(Device):
         return usual
 
     def move(self, tensor: Tensor) -> Tensor:
-        """On a CPU what moves is where it was: a batch, which is counted once for all."""
+        """On a CPU what moves is where it was: a batch, which is counted once for all. On CUDA it counts while it is there."""
         if isinstance(tensor, FakeTensor):
             return tensor
         if self.torch_device == tensor.device:
-            return self.tensors.of(tensor)
+            return self.tensors.of(tensor, counts=self.copies.runs_ahead)
         with self.tensors:
             return torch.empty_like(tensor, device=self.torch_device)
 

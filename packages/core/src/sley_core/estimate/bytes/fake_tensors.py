@@ -167,12 +167,15 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
                 stack.enter_context(patch.object(owner, name, changed))
             yield
 
-    def of(self, value: Tensor) -> Tensor:
+    def of(self, value: Tensor, *, counts: bool = False) -> Tensor:
         """Returns a fake tensor that stands for `value`, which has numbers; what is computed from such tensors alone has some
-        too. Its memory is not counted: it is that of `value`.
+        too. counts: whether its memory is its own; else it is that of `value`, and none.
         """
         fake = self.fake_tensor_converter.from_real_tensor(self, value, make_constant=True)
-        self.ledger.ignore(fake)
+        if counts:
+            self.ledger.see(fake)
+        else:
+            self.ledger.ignore(fake)
         return fake
 
     def may_turn_const(self, t: Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from sley_core.comm.progress import BEGINNING
 from sley_core.comm.world import World
 from sley_core.engine.on_meta import micro_batch
 from sley_core.errors import RunError
+from sley_core.estimate.bytes.cuda_kernels import as_on_cuda
 from sley_core.estimate.bytes.fake_copies import FakeCopies
 from sley_core.estimate.bytes.fake_device import FakeDevice
 from sley_core.estimate.bytes.fake_tensors import FakeTensors
@@ -33,6 +34,7 @@ from sley_core.estimate.bytes.micros import fewest_micros, least_micros
 from sley_core.estimate.bytes.recipes import Recipes
 from sley_core.memory.state import PARTS
 from sley_core.model.alike import counted
+from sley_core.model.device_kind import standing_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,7 +118,8 @@ def _looked_at(
         batch = micro_batch(plan, run.dataset)
         few = least_micros(run.stepper.lists, of_micros)
         first = taken if is_first_whole else few
-        with counted(lambda: ledger.now):
+        is_cuda = plan.run.device == "cuda"
+        with counted(lambda: ledger.now), as_on_cuda() if is_cuda else nullcontext():
             starts = []
             for num_micros in (first, *[few] * (STEPS - 2), taken):
                 starts.append(ledger.num_events)
@@ -124,7 +127,7 @@ def _looked_at(
                 _own(run, ledger, _on_host(plan, run))
             long_since = starts[0] if first < taken else starts[-1]
             ledger.move_up(KEPT, long_since, StepPlace(STEPS, BEGINNING, ""))
-        held = BATCHES * of_micros * sum(value.nbytes for value in batch.values())
+        held = 0 if is_cuda else BATCHES * of_micros * sum(value.nbytes for value in batch.values())
         return _told(run, ledger, held, taken, of_micros, _on_host(plan, run)), first == taken
 
 
@@ -140,18 +143,22 @@ def fake_run(
 ) -> Iterator[tuple[Run, Ledger, FakeTensors]]:
     """Gives the run of rank `rank` of `size`, on tensors without values, what notes their memory, and what makes them.
 
-    runs_ahead: whether copies to the host run beside the device's work; None: as on the plan's device. Raises PlanError for all
-    that the plan's checks find, RunError `estimate-late` in what is done with it once that has lasted
+    runs_ahead: whether copies to the host run beside the device's work, as on CUDA; None: as on the plan's device.
+
+    Raises PlanError for all that the plan's checks find, RunError `estimate-late` in what is done with it once that has lasted
     `limits.estimate_timeout_s`.
     """
     standing = _Standing()
     ledger = Ledger(standing.place)
     is_cuda = plan.run.device == "cuda"
     tensors = FakeTensors(ledger, recipes or Recipes(), has_scratch=not is_cuda)
-    copies = FakeCopies(tensors, runs_ahead=is_cuda if runs_ahead is None else runs_ahead)
+    is_ahead = is_cuda if runs_ahead is None else runs_ahead
+    copies = FakeCopies(tensors, runs_ahead=is_ahead)
     device = FakeDevice(torch.device("cpu"), tensors=tensors, copies=copies)
     limit = limited(plan.limits.estimate_timeout_s)
-    with limit, tensors.watched(), World.fake(rank, size, device) as world, assemble(plan, world, draft=draft) as run:
+    on_device = standing_for("cuda") if is_ahead else nullcontext()
+    world_of = World.fake(rank, size, device)
+    with limit, tensors.watched(), on_device, world_of as world, assemble(plan, world, draft=draft) as run:
         standing.follow(run)
         yield run, ledger, tensors
 

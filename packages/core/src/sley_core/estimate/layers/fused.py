@@ -21,6 +21,9 @@ from torch.overrides import TorchFunctionMode
 from sley_core.estimate.layers.operators import Operator
 from sley_core.estimate.layers.recorder import ATTENTION, attention, moved_bytes
 
+SUM = torch.float32
+"""In which kernels add up."""
+
 BACKWARD = 2.5
 """Products of the backward per product of the forward: five for two, as the scores are computed again."""
 
@@ -89,6 +92,11 @@ def _statistic(rows: Tensor) -> Tensor:
     return rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)
 
 
+def _taken(query: Tensor) -> Tensor | None:
+    """Returns what a backward's kernel takes beside its results: sums in fp32 of gradients of queries that are narrower."""
+    return None if query.dtype.itemsize >= SUM.itemsize else torch.empty_like(query, dtype=SUM)
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recorder: Notes, by_steps: bool, input: Tensor, weight: Tensor | None) -> Tensor:
@@ -134,6 +142,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None]:
         query, key, value, *_ = ctx.saved_tensors
         made = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        _sums = _taken(query)  # while the kernel runs
         (gradient,) = gradients
         forward = attention(query, key, value, gradient, is_causal=ctx.is_causal)
         # the context is read once more beside its gradient

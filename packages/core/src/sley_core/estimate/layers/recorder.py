@@ -28,6 +28,12 @@ FREE = {
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
 """As what `FusedKernels` calls an attention: of torch's fused ones that which runs on tensors of any type."""
 
+DOCUMENTS = "torch_attn"
+"""The namespace of torch's attention over documents, forward and backward, which CUDA has."""
+
+OF_BACKWARD = 2.5
+"""Products of an attention's backward per product of its forward: five for two, as the scores are computed again."""
+
 QUESTIONS = ("prim", "profiler")
 """Namespaces of what is asked of tensors, and of marks in profiles."""
 
@@ -128,6 +134,8 @@ def operator_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
     if packet is ATTENTION:
         query, key, value = args[:3]
         return attention(query, key, value, result[0], is_causal=len(args) > 4 and args[4])  # a default may be left out
+    if func.namespace == DOCUMENTS:
+        return _over_documents(func, args, kwargs, result)
     given = _tensors((args, kwargs))
     made = _tensors(result)
     if packet in LOOK_UPS:
@@ -151,6 +159,21 @@ def attention(query: Tensor, key: Tensor, value: Tensor, context: Tensor, *, is_
     flops = sdpa_flop_count(query.shape, grouped, of_values) // (2 if is_causal else 1)  # type: ignore[no-untyped-call]
     num_bytes = sum(map(moved_bytes, (query, key, value, context)))
     return Operator("attention", num_bytes, flops, NAMES.get(query.dtype, "fp32"))
+
+
+def _over_documents(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Operator:
+    """Returns an attention over documents, [positions, heads, d], whose lengths nobody knows.
+
+    They count as long as they may be, with all pairs of positions, as where a layer with their mask is traced.
+    """
+    named = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    query, longest = named["query"], named["max_q"]
+    positions, heads, width = query.shape
+    rows = max(1, positions // longest), heads, longest
+    flops = sdpa_flop_count((*rows, width), (*rows, width), (*rows, named["value"].shape[-1]))  # type: ignore[no-untyped-call]
+    num_bytes = sum(map(moved_bytes, _tensors((args, kwargs)))) + sum(map(moved_bytes, _tensors(result)))
+    factor = OF_BACKWARD if "grad_out" in named else 1
+    return Operator("attention", num_bytes, int(flops * factor), NAMES.get(query.dtype, "fp32"))
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

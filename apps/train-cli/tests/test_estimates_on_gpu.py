@@ -1,0 +1,86 @@
+"""Twenty plans take the bytes and the seconds on one device that were estimated; small ones are compared so on a CPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from sley_core.comm.world import World
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.estimates import Compared, compare, machine_for
+from sley_core.testing.figures import Figure, note
+from sley_core.testing.short_calibration import shortly
+
+for plugin in ("sley_dp", "sley_memory"):
+    pytest.importorskip(plugin)
+
+sys.path.insert(0, str(Path(__file__).parent / "own"))
+from twenty_plans import KINDS, twenty_plans  # noqa: E402
+
+BYTES, SECONDS = 0.03, 0.10
+"""How far the peak and a step may be from what was estimated, relative."""
+
+
+def figures(found: Compared) -> list[Figure]:
+    """The rows of a plan in the table of all figures."""
+    rows = [
+        _figure(f"peak bytes: {found.name}", found.bytes_error, BYTES, f"of {found.peak.num_bytes / 2**20:,.0f} MiB")
+    ]
+    if found.seconds_error is None:
+        return [*rows, Figure(f"step seconds: {found.name}", f"{found.real_seconds:.4f} s, not estimated")]
+    real = f"of {found.real_seconds:.4f} s"
+    return [*rows, _figure(f"step seconds: {found.name}", found.seconds_error, SECONDS, real)]
+
+
+def _figure(what: str, error: float, target: float, of: str) -> Figure:
+    return Figure(what, f"{error:+.1%} {of}", f"within {target:.0%}", is_met=abs(error) <= target)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("is_large", [False, True])
+def test_all_of_them_are_plans(device: str, is_large: bool) -> None:
+    plans = twenty_plans(device, is_large=is_large)
+    assert len(plans) == 20
+    for name, tables in plans.items():
+        assert not check_plan(plan_from_dict(tables), 1), name
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_small_one_takes_what_was_estimated_of_a_cpu(name: str) -> None:
+    """Its bytes; its seconds are compared, and say nothing, since calibration is short and the machine is others' too."""
+    plan = plan_from_dict(twenty_plans("cpu", is_large=False)[name])
+    with World.alone("cpu") as world, shortly():
+        machine = machine_for(world.device, [plan])
+    found = compare(name, plan, machine, num_steps=1)
+    print(found)
+    assert found.states == found.real_states
+    assert abs(found.bytes_error) <= BYTES
+    assert found.real_seconds > 0
+    of_bytes, of_seconds = figures(found)
+    assert of_bytes.is_met
+    assert of_seconds.is_met is None or found.seconds is not None
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """The machine, with the layers of all plans."""
+    plans = [plan_from_dict(tables) for tables in twenty_plans("cuda", is_large=True).values()]
+    with World.alone("cuda") as world:
+        return machine_for(world.device, plans)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)  # the first one measures the machine
+@pytest.mark.parametrize("name", KINDS)
+def test_a_large_one_takes_what_was_estimated_of_the_device(name: str, measured) -> None:
+    """What parts hold between two steps to the byte; the peak and the seconds nearly so."""
+    found = compare(name, plan_from_dict(twenty_plans("cuda", is_large=True)[name]), measured)
+    print(found)
+    for figure in figures(found):
+        note(figure)
+    assert found.states == found.real_states
+    assert all(figure.is_met is not False for figure in figures(found)), str(found)

@@ -1,0 +1,210 @@
+"""What a plan of one process is estimated to take, beside what its run takes: bytes at the peak, and seconds of a step.
+
+    machine = machine_for(device, plans)              # measured as `calibrate` measures it
+    compared = compare("wide", plan, machine)         # on a CPU, or on the CUDA device of the plan
+
+On CUDA the allocator tells the most bytes; what cuBLAS works in comes from it too, and is told apart. On a CPU its events tell.
+
+Since core 0.2.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import PlanError
+from sley_core.estimate.bytes.rank import STEPS, rank_bytes
+from sley_core.estimate.calibrate.device import measure_device
+from sley_core.estimate.calibrate.host import measure_host
+from sley_core.estimate.calibrate.layers import measure_layers
+from sley_core.estimate.machine.read import machine_from_dict
+from sley_core.estimate.machine.tables import MACHINE_FORMAT
+from sley_core.estimate.seconds_of_plan import estimate_seconds
+from sley_core.testing.live_bytes import memory_profile, peak_bytes
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from sley_core.comm.device import Device
+    from sley_core.estimate.machine.tables import MachineFile
+    from sley_core.plan.plan import Plan
+    from sley_core.run import Run
+
+UNKNOWN = "estimate-seconds"
+"""The code of the error by which an estimate says that it does not know a plan's seconds."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes at once within a block, above what was there before. requested: the same without what an allocator rounds
+    up, 0 where nobody tells. workspaces: of cuBLAS, which `num_bytes` and `requested` leave out.
+    """
+
+    num_bytes: int
+    requested: int = 0
+    workspaces: int = 0
+
+
+class Meter(Protocol):
+    """Measures the peak of a `with`. peak: behind its end."""
+
+    peak: Peak
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class HostMeter:
+    """Hears the allocator of the host. The thread that reads samples is not heard."""
+
+    def __init__(self) -> None:
+        self.peak = Peak(0)
+        self._profile = memory_profile()
+
+    def __enter__(self) -> None:
+        self._profile.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._profile.__exit__(kind, error, trace)
+        if kind is None:
+            self.peak = Peak(peak_bytes(self._profile))
+
+
+class CudaMeter:
+    """Asks the allocator of the current CUDA device, which only this process's threads use."""
+
+    def __init__(self) -> None:
+        self.peak = Peak(0)
+        self._before = self._requested = 0
+
+    def __enter__(self) -> None:
+        gc.collect()
+        _clear_workspaces()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        self._before = torch.cuda.memory_allocated()
+        self._requested = _requested("current")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            return
+        torch.cuda.synchronize()
+        allocated = torch.cuda.max_memory_allocated() - self._before
+        requested = _requested("peak") - self._requested
+        before = torch.cuda.memory_allocated()
+        _clear_workspaces()
+        workspaces = before - torch.cuda.memory_allocated()
+        self.peak = Peak(allocated - workspaces, requested - workspaces, workspaces)
+
+
+def _requested(when: str) -> int:
+    """Returns the bytes that were asked for, before the allocator rounds them up: "current" or "peak"."""
+    return int(torch.cuda.memory_stats().get(f"requested_bytes.all.{when}", 0))
+
+
+def _clear_workspaces() -> None:
+    """Gives back what cuBLAS works in: up to 32 MiB for each thread that multiplies, forward and backward."""
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a plan was estimated to take, and took. states, real_states: bytes by part between two steps. seconds: None where an
+    estimate does not know them.
+    """
+
+    name: str
+    num_bytes: int
+    peak: Peak
+    states: dict[str, int]
+    real_states: dict[str, int]
+    seconds: float | None
+    real_seconds: float
+
+    @property
+    def bytes_error(self) -> float:
+        """How much more was estimated than there was at the peak, relative."""
+        return self.num_bytes / self.peak.num_bytes - 1
+
+    @property
+    def seconds_error(self) -> float | None:
+        """How much longer the estimated step is than the real one, relative."""
+        return None if self.seconds is None else self.seconds / self.real_seconds - 1
+
+    def __str__(self) -> str:
+        mib, peak = 2**20, self.peak
+        told = f"{self.name}: estimated {self.num_bytes / mib:.1f} MiB of {peak.num_bytes / mib:.1f} ({self.bytes_error:+.2%})"
+        if peak.requested:
+            told += f", {peak.requested / mib:.1f} asked for, beside {peak.workspaces / mib:.0f} of cuBLAS"
+        if self.seconds_error is None:
+            return f"{told}; a step took {self.real_seconds:.4f} s"
+        return f"{told}; {self.seconds:.4f} s of {self.real_seconds:.4f} ({self.seconds_error:+.1%})"
+
+
+def machine_for(device: Device, plans: Sequence[Plan]) -> MachineFile:
+    """Returns the machine that `device` is part of, with the layers of `plans`, as `calibrate` measures them.
+
+    Those of plans that differ in nothing that a layer knows of are measured once.
+    """
+    tables: dict[str, Any] = {
+        "format": MACHINE_FORMAT,
+        "device": measure_device(device),
+        "host": measure_host(device),
+    }
+    # What a layer is, what it is given, and how: neither how many micro-batches there are nor what else a run does.
+    distinct = {
+        repr((one.model, one.data, one.batch.micro_size, one.precision, one.activations, one.loss)): one
+        for one in plans
+    }
+    layers = {table["key"]: table for plan in distinct.values() for table in measure_layers(plan, device)}
+    return machine_from_dict(tables | {"layers": list(layers.values())})
+
+
+def compare(name: str, plan: Plan, machine: MachineFile, num_steps: int = 5) -> Compared:
+    """Estimates a plan of one process, and takes steps of it: as many as show its peak, then `num_steps` that are timed."""
+    estimated = rank_bytes(plan, 0, 1)
+    try:
+        seconds = estimate_seconds(plan, 1, machine).step.seconds
+    except PlanError as error:
+        if error.diagnostics[0].code != UNKNOWN:
+            raise
+        seconds = None
+    with World.alone(plan.run.device) as world, ExitStack() as stack:
+        meter: Meter = CudaMeter() if world.device.type == "cuda" else HostMeter()
+        with meter:
+            run = stack.enter_context(assemble(plan, world))
+            for _ in range(STEPS):
+                run.step()
+            states = dict(run.memory.bytes)
+        taken_s = _seconds(run, num_steps)
+    num_bytes = estimated.peak - estimated.batch
+    return Compared(name, num_bytes, meter.peak, dict(estimated.states), states, seconds, taken_s)
+
+
+def _seconds(run: Run, num_steps: int) -> float:
+    """Returns the mean seconds of steps one after the other, once the device has done what came before."""
+    device = run.world.device
+    run.step()
+    device.wait_until(device.moment())
+    began = time.perf_counter()
+    for _ in range(num_steps):
+        run.step()
+    device.wait_until(device.moment())
+    return (time.perf_counter() - began) / num_steps
