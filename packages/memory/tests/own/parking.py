@@ -11,7 +11,7 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm import copies
 from sley_core.comm.world import World
-from sley_core.memory.run_memory import COPIED
+from sley_core.memory.state import COPIED
 from sley_core.plan.load import plan_from_dict
 
 EVERYTHING = [{"use": "memory.everything", "bucket_mb": 0.002}]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sley_core.errors import UsageError
 from sley_core.memory.holdings import same_place, storage_id
 from sley_core.memory.leaks import Leak, find_leaks
-from sley_core.memory.state import PARTS, Moved, Part, Where, is_away
+from sley_core.memory.state import COPIED, PARTS, Moved, Part, Where, is_away
 
 if TYPE_CHECKING:
     import torch
@@ -24,9 +24,6 @@ TO_LOAD: tuple[Part, ...] = ("weights", "buffers", "masters")
 TO_SAVE: dict[str, tuple[Part, ...]] = {"working": ("weights", "buffers"), "full": TO_LOAD}
 TO_RESTORE: tuple[Part, ...] = (*TO_LOAD, "optimizer_states", "handlers")
 """What must be there for a step, an evaluation, for loading and saving weights, and for loading a checkpoint."""
-
-COPIED: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "handlers")
-"""What an offload keeps on the host; the others are freed."""
 
 
 class Move:
