@@ -68,6 +68,11 @@ class Manager(OffloadManager):
         arena = Arena(device.host_memory, streams.wait, None if budget is None else int(budget * MB))
         self._streams = streams
         self._gate = Gate([layer.module for layer in parts.layers], self._check_layers)
+        for layer in parts.layers:
+            # For what gathers shards in a backward by hand, whose forward came before they left. In steps and evaluations
+            # the gate is open on all ranks.
+            check = partial(self._check_layers, "a use of a layer's weights")
+            parts.waits.before_layer(layer.name, check, lambda: self._gate.is_closed)
         for part in self.parts:
             moved = self._moved[part]
             if part == "gradients":
@@ -134,10 +139,10 @@ class Manager(OffloadManager):
         if all(mover.where is Where.HERE for mover in movers):
             self._gate.open()
 
-    def _check_layers(self) -> None:
+    def _check_layers(self, what: str = "a layer's forward") -> None:
         for part in OF_LAYERS:
             if part in self._movers:
-                self.require(part, "a layer's forward")
+                self.require(part, what)
 
 
 def _pieces(holdings: Holdings, part: Part, bucket_bytes: int) -> Pieces:
