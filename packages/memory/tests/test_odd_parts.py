@@ -124,6 +124,37 @@ def test_states_that_weights_share_stay_while_they_are_stepped_in_buckets():
     assert steps([{**BETWEEN[0], "bucket_mb": 0.0001}]) == steps([])
 
 
+def with_an_odd_optimizer(offload, moves):
+    """The digest after five steps, where each state is, what moved of them, and what is away between steps."""
+    optimizer = {"factory": "odd_optimizer:Odd", "lr": 0.01, "scope": "elementwise"}
+    tables = {**PLAN, "run": {**PLAN["run"], "steps": 5}, "precision": {"compute": "bf16"}, "optimizer": optimizer}
+    with running({**tables, "offload": offload}) as run:
+        for _ in range(5):
+            if moves:
+                cycle(run)
+            run.step()
+        report, rest = run.memory.report.get("optimizer_states"), run.memory.bytes["optimizer_states"]
+        values = dict(run.memory.host("optimizer_states"))
+        kinds = {name: (value.device, value.dtype, value.shape) for name, value in values.items()}
+        return sha(run), kinds, report, rest
+
+
+def test_an_optimizer_of_a_users_own_with_states_of_every_kind():
+    """Nested, of two dtypes, replaced in each step, new in a later step, of no parameter; and none before the first step."""
+    plain, kinds, _, size = with_an_odd_optimizer([], moves=False)
+    assert kinds["second.across.step"] == (torch.device("cpu"), torch.float32, ())
+    assert {"second.across.sums.0", "second.across.sums.1.0", "second.across.late", "optimizer.of everybody"} <= {
+        *kinds
+    }
+    found, found_kinds, moved, _ = with_an_odd_optimizer(EVERYTHING, moves=True)
+    assert (found, found_kinds) == (plain, kinds)
+    assert moved.copied_out + moved.skipped == moved.copied_in > 0
+    found, found_kinds, moved, rest = with_an_odd_optimizer(BETWEEN, moves=False)
+    assert (found, found_kinds) == (plain, kinds)
+    assert moved.copied_out > 0
+    assert rest == 1200 < size, "all but the state of no parameter are away"
+
+
 def counted(tables, folder, moves):
     """How often each gradient of this rank is reported ready in each of three steps, and the names."""
     with running({**tables, "offload": EVERYTHING}, folder) as run:
