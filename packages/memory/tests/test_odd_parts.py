@@ -186,10 +186,13 @@ def test_each_gradient_is_ready_once_per_step_after_any_number_of_cycles(ranks, 
         assert found == [names] * 3
 
 
-def test_frozen_weights_are_copied_once(texts):
-    """However often they leave, with steps in between; trained ones each time."""
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_frozen_weights_are_copied_once(compute, texts):
+    """However often they leave, with steps in between; trained ones each time, also where a fused optimizer counts up no
+    version. Once there are no steps in between, they are copied once more at most.
+    """
     freeze = {"match": "embed.*", "freeze": True}
-    tables = small_plan(precision__compute="bf16", optimizer={"use": "core.adamw", "lr": 3e-3, "groups": [freeze]})
+    tables = small_plan(precision__compute=compute, optimizer={"use": "core.adamw", "lr": 3e-3, "groups": [freeze]})
     with running({**tables, "offload": EVERYTHING}, texts) as run:
         frozen, trained = (
             sum(entry.parameter.nbytes for entry in run.book if entry.parameter.requires_grad is is_trained)
@@ -202,7 +205,9 @@ def test_frozen_weights_are_copied_once(texts):
             moved = run.memory.report["weights"]
             assert (moved.copied_out, moved.skipped) == (frozen + number * trained, (number - 1) * frozen)
         assert run.memory.report["gradients"].copied_out == 0
-        for _ in range(3):
-            cycle(run)
-        skipped = run.memory.report["weights"].skipped
-        assert skipped == 7 * frozen + 2 * trained, "what was trained is copied once more, and then not again"
+        cycle(run)
+        copied = run.memory.report["weights"].copied_out
+        assert copied <= frozen + 6 * trained
+        cycle(run)
+        cycle(run)
+        assert run.memory.report["weights"].copied_out == copied

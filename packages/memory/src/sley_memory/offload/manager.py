@@ -54,6 +54,7 @@ class Manager(OffloadManager):
         self._movers: dict[Part, Mover] = {}
         self._moved: dict[Part, Moved] = {part: Moved() for part in config.moves}
         self._is_attached = False
+        self._num_begun = 0
 
     @property
     def parts(self) -> Sequence[Part]:
@@ -67,6 +68,7 @@ class Manager(OffloadManager):
         streams, bucket = Streams(device.copy_stream), int(self.config.bucket_mb * MB)
         arena = Arena(device.host_memory, streams.wait, None if budget is None else int(budget * MB))
         self._streams = streams
+        parts.events.began.append(self._began)
         self._gate = Gate([layer.module for layer in parts.layers], self._check_layers)
         for layer in parts.layers:
             # For what gathers shards in a backward by hand, whose forward came before they left. In steps and evaluations
@@ -88,7 +90,8 @@ class Manager(OffloadManager):
                     part, _pieces(holdings, part, bucket), *groups, streams, arena, bucket, moved
                 )
             else:
-                self._movers[part] = Parked(_pieces(holdings, part, bucket), streams, arena, bucket, moved)
+                pieces = _pieces(holdings, part, bucket)
+                self._movers[part] = Parked(pieces, streams, arena, bucket, moved, num_steps=lambda: self._num_begun)
         self._is_attached = True
 
     def offload(self, part: Part) -> Callable[[], None]:
@@ -132,6 +135,9 @@ class Manager(OffloadManager):
                 mover.wait()
         self._gate.open()
         self._streams.wait()  # what the device waits for reads host memory too, which goes with this object
+
+    def _began(self) -> None:
+        self._num_begun += 1
 
     def _open(self) -> None:
         """Takes the gate away once weights and buffers are here for the device's next work."""
