@@ -37,17 +37,17 @@ def own() -> Path:
 
 @pytest.fixture
 def as_kept(own: Path, texts: Path) -> Callable[..., dict[str, float]]:
-    """`as_kept({"use": "memory.host"}, **changes)`: three steps with a policy equal those with `core.keep`; its counts."""
+    """`as_kept({"use": "memory.host"}, **changes)`: steps with a policy equal those with `core.keep`; returns its counts."""
 
-    def as_kept(policy: Tables, **changes: Any) -> dict[str, float]:
+    def as_kept(policy: Tables, num_steps: int = 3, **changes: Any) -> dict[str, float]:
         counted: list[dict[str, float]] = []
         tables = changed(PLAN, **changes)
-        reference = alone(changed(tables, activations={"use": "core.keep"}), 3, folder=texts)
+        reference = alone(changed(tables, activations={"use": "core.keep"}), num_steps, folder=texts)
 
         def watch(run: Any) -> None:
             run.listeners.append(lambda row: counted.append(run.counts[policy["use"]]))
 
-        assert_same_run(reference, record(changed(tables, activations=policy), 3, folder=texts, prepare=watch))
+        assert_same_run(reference, record(changed(tables, activations=policy), num_steps, folder=texts, prepare=watch))
         return counted[-1]
 
     return as_kept

@@ -26,7 +26,10 @@ def test_what_is_away_is_saved_where_it_lies_and_goes_on_bit_for_bit(own, tmp_pa
         run.step()
         run.step()
         run.memory.offload().wait()
+        before, where = sum(one.copied_in for one in run.memory.report.values()), dict(run.memory.where)
         run.save_checkpoint(tmp_path / "away")
+        assert sum(one.copied_in for one in run.memory.report.values()) == before, "nothing comes to the device for it"
+        assert run.memory.where == where
         run.memory.onload()
         run.step()
         wanted = sha(run)

@@ -138,3 +138,38 @@ def test_nothing_leaves_while_gathers_of_a_failed_evaluation_may_be_at_work(rank
     failed, plain = (ranks(2)(evaluate_and_offload, tables, texts, fails) for fails in (True, False))
     for one, other in zip(failed, plain, strict=True):
         assert_same_bits(one, other)
+
+
+def backward_by_hand(tables, folder, moves):
+    """What the backward of a forward by hand is told while weights are away, and the gradient once they are back."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+        run.store.begin_step()
+        hidden = torch.stack([run.dataset[at]["tokens"] for at in range(2)])
+        for layer in run.layers:
+            hidden = layer.module(hidden)
+        told = ""
+        if moves:
+            run.memory.offload("weights").wait()
+            with pytest.raises(StateError) as raised:
+                hidden.sum().backward(retain_graph=True)
+            told = str(raised.value)
+            run.memory.onload("weights")
+        run.store.begin_step()
+        hidden.sum().backward()
+        entry = run.book["blocks.1.attention.query.weight"]
+        gradient = run.store.gradient(entry).clone()
+        run.step()
+        return told, gradient, weights(run)
+
+
+def test_shards_are_not_gathered_while_they_are_away(ranks, texts):
+    """By a backward whose forward came before they left; torch would read memory that is not there, and so would peers."""
+    pytest.importorskip("sley_isp")
+    tables = small_plan(offload=EVERYTHING, parallel={"wp": 2}, weights={"use": "isp.communicator"})
+    moved, plain = (ranks(2, 60)(backward_by_hand, tables, texts, moves) for moves in (True, False))
+    for (told, gradient, after), (_, wanted, wanted_after) in zip(moved, plain, strict=True):
+        assert "needs the run's weights, which are away" in told
+        assert 'run.memory.onload("weights")' in told
+        assert torch.equal(gradient, wanted)
+        assert_same_bits(after, wanted_after)

@@ -35,7 +35,7 @@ MODEL = {"factory": "attending:layers"}
     ids=["fp64", "bf16", "direct", "dropout", "attention dropout"],
 )
 def test_the_same_bits_and_something_moved(as_kept: Any, changes: dict[str, Any]) -> None:
-    counts = as_kept(HOST, **changes)
+    counts = as_kept(HOST, 10, **changes)
     assert counts["moved_bytes"] == counts["fetched_bytes"] > 0
     assert counts["copy_out_host_s"] > 0
     assert counts["copy_back_host_s"] > 0

@@ -104,6 +104,12 @@ LAYOUTS = {
     "alone": ("sley_core", {}),
     "pipeline": ("sley_pp", {"parallel": {"pp": 2}, "pipeline": {"use": "pp.interleaved", "chunks": 2}}),
     "sharded weights": ("sley_isp", {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}}),
+    "columns of the table, slices of the vocabulary": (
+        "sley_isp",
+        {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator", "embedding": "hidden", "head": "vocabulary"}},
+    ),
+    "slices of sequences": ("sley_isp", {"parallel": {"sp": 2}, "sequence": {"use": "isp.all_to_all"}}),
+    "sharded optimizer": ("sley_dp", {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded"}]}),
     "low-rank gradients": (
         "sley_dp",
         {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.powersgd", "rank": 1, "start_step": 2}]},

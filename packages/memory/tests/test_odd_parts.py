@@ -7,11 +7,13 @@ import torch
 from odd_parts import PLAN
 from parking import BETWEEN, EVERYTHING, cycle, running, sha
 
+from sley_core.testing.plans import small_plan
+
 pytestmark = pytest.mark.timeout(120)
 
 
 def trained(compute, offload, moves, num_steps=4):
-    """The digest of a run in which one weight is trained from the third step on, and shapes and strides at its end."""
+    """The digest of a run in which one weight is trained from the third step on, and what its parameters are at its end."""
     with running({**PLAN, "precision": {"compute": compute}, "offload": offload}) as run:
         for step in range(num_steps):
             if step == 2:
@@ -19,7 +21,11 @@ def trained(compute, offload, moves, num_steps=4):
             run.step()
             if moves:
                 cycle(run)
-        shapes = [(entry.name, entry.parameter.shape, entry.parameter.stride()) for entry in run.book]
+        shapes = [
+            (entry.name, one.shape, one.stride(), one.requires_grad, one.is_leaf, type(one))
+            for entry in run.book
+            for one in [entry.parameter]
+        ]
         first, second = (layer.module for layer in run.layers)
         assert first.linear.weight is second.tied
         assert first.one is first.same
@@ -38,14 +44,25 @@ def test_hooks_of_a_program_fire_once_per_backward():
     """Also after many cycles: neither the parameter nor its place in autograd's graph is another object."""
     with running({**PLAN, "precision": {"compute": "bf16"}, "offload": EVERYTHING}) as run:
         weight, seen = run.layers[1].module.across, []
+        node = weight.view_as(weight).grad_fn.next_functions[0][0]
+        node.register_prehook(lambda *_: seen.append("before its node"))
+        node.register_hook(lambda *_: seen.append("after its node"))
+        del node  # autograd keeps it for the hooks
+        weight.register_hook(lambda gradient: seen.append("gradient"))
         weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("accumulated"))
         run.layers[0].module.register_forward_hook(lambda *_: seen.append("forward"))
+        run.layers[1].module.register_full_backward_hook(lambda *_: seen.append("backward"))
+        run.step()
+        wanted = sorted(seen)
+        seen.clear()
         for _ in range(5):
             for _ in range(3):
                 cycle(run)
             run.step()
-            assert seen == ["forward", "accumulated"] * 2, "two micro-batches"
+            assert sorted(seen) == wanted
             seen.clear()
+        assert {name: wanted.count(name) for name in wanted} == dict.fromkeys(wanted, 2), "two micro-batches"
+        assert {"forward", "backward", "gradient", "accumulated"} <= {*wanted}
         assert all(not module._forward_pre_hooks for layer in run.layers for module in layer.module.modules())
 
 
@@ -105,3 +122,92 @@ def test_states_that_weights_share_stay_while_they_are_stepped_in_buckets():
             return sha(run), both.untyped_storage().nbytes()
 
     assert steps([{**BETWEEN[0], "bucket_mb": 0.0001}]) == steps([])
+
+
+def with_an_odd_optimizer(offload, moves):
+    """The digest after five steps, where each state is, what moved of them, and what is away between steps."""
+    optimizer = {"factory": "odd_optimizer:Odd", "lr": 0.01, "scope": "elementwise"}
+    tables = {**PLAN, "run": {**PLAN["run"], "steps": 5}, "precision": {"compute": "bf16"}, "optimizer": optimizer}
+    with running({**tables, "offload": offload}) as run:
+        for _ in range(5):
+            if moves:
+                cycle(run)
+            run.step()
+        report, rest = run.memory.report.get("optimizer_states"), run.memory.bytes["optimizer_states"]
+        values = dict(run.memory.host("optimizer_states"))
+        kinds = {name: (value.device, value.dtype, value.shape) for name, value in values.items()}
+        return sha(run), kinds, report, rest
+
+
+def test_an_optimizer_of_a_users_own_with_states_of_every_kind():
+    """Nested, of two dtypes, replaced in each step, new in a later step, of no parameter; and none before the first step."""
+    plain, kinds, _, size = with_an_odd_optimizer([], moves=False)
+    assert kinds["second.across.step"] == (torch.device("cpu"), torch.float32, ())
+    assert {"second.across.sums.0", "second.across.sums.1.0", "second.across.late", "optimizer.of everybody"} <= {
+        *kinds
+    }
+    found, found_kinds, moved, _ = with_an_odd_optimizer(EVERYTHING, moves=True)
+    assert (found, found_kinds) == (plain, kinds)
+    assert moved.copied_out + moved.skipped == moved.copied_in > 0
+    found, found_kinds, moved, rest = with_an_odd_optimizer(BETWEEN, moves=False)
+    assert (found, found_kinds) == (plain, kinds)
+    assert moved.copied_out > 0
+    assert rest == 1200 < size, "all but the state of no parameter are away"
+
+
+def counted(tables, folder, moves):
+    """How often each gradient of this rank is reported ready in each of three steps, and the names."""
+    with running({**tables, "offload": EVERYTHING}, folder) as run:
+        found, names = [], sorted(entry.name for entry in run.store.entries)
+        for _ in range(3):
+            if moves:
+                cycle(run)
+                cycle(run)
+            seen = []
+            run.store.on_ready.append(seen.append)
+            run.step()
+            run.store.on_ready.remove(seen.append)
+            found.append(sorted(entry.name for entry in seen))
+        return found, names
+
+
+@pytest.mark.parametrize(
+    ("plugin", "changes"),
+    [
+        ("sley_dp", {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.004}]}),
+        ("sley_isp", {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}}),
+    ],
+    ids=["buckets", "sharded weights"],
+)
+def test_each_gradient_is_ready_once_per_step_after_any_number_of_cycles(ranks, plugin, changes, texts):
+    """What starts a reduction is called as often as without."""
+    pytest.importorskip(plugin)
+    for found, names in ranks(2, 60)(counted, small_plan(precision__compute="bf16", **changes), texts, True):
+        assert found == [names] * 3
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_frozen_weights_are_copied_once(compute, texts):
+    """However often they leave, with steps in between; trained ones each time, also where a fused optimizer counts up no
+    version. Once there are no steps in between, they are copied once more at most.
+    """
+    freeze = {"match": "embed.*", "freeze": True}
+    tables = small_plan(precision__compute=compute, optimizer={"use": "core.adamw", "lr": 3e-3, "groups": [freeze]})
+    with running({**tables, "offload": EVERYTHING}, texts) as run:
+        frozen, trained = (
+            sum(entry.parameter.nbytes for entry in run.book if entry.parameter.requires_grad is is_trained)
+            for is_trained in (False, True)
+        )
+        assert frozen > 0
+        for number in range(1, 6):
+            run.step()
+            cycle(run)
+            moved = run.memory.report["weights"]
+            assert (moved.copied_out, moved.skipped) == (frozen + number * trained, (number - 1) * frozen)
+        assert run.memory.report["gradients"].copied_out == 0
+        cycle(run)
+        copied = run.memory.report["weights"].copied_out
+        assert copied <= frozen + 6 * trained
+        cycle(run)
+        cycle(run)
+        assert run.memory.report["weights"].copied_out == copied

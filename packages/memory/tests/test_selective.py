@@ -51,7 +51,7 @@ class Attentions(TorchDispatchMode):
     ids=["fp64", "bf16", "direct", "dropout"],
 )
 def test_the_same_bits_and_something_kept(as_kept: Any, changes: dict[str, Any]) -> None:
-    counts = as_kept(SELECTIVE, **changes)
+    counts = as_kept(SELECTIVE, 10, **changes)
     assert counts["kept_attentions"] > 0
     assert counts["kept_bytes"] >= counts["max_kept_bytes"] > 0
     assert counts["recompute_host_s"] > 0

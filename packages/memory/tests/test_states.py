@@ -8,8 +8,7 @@ from odd_parts import PLAN, Points
 from parking import EVERYTHING, cycle, running, sha
 
 from sley_core.errors import RunError, StateError, UsageError
-from sley_core.memory.run_memory import COPIED
-from sley_core.memory.state import PARTS, Where
+from sley_core.memory.state import COPIED, PARTS, Where
 from sley_core.testing.plans import small_plan
 
 AWAY = {**PLAN, "precision": {"compute": "bf16"}, "offload": EVERYTHING}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import mmap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +47,28 @@ def test_host_memory_takes_whole_pages_and_no_more() -> None:
 
 def test_nothing_is_a_page_too() -> None:
     assert HostMemory(0, lock=False).data.shape == (0,)
+
+
+def test_memory_that_the_system_does_not_lock_is_pageable_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where `ulimit -l` is reached: slower copies, the same bytes, and nothing to unlock in the end."""
+    unlocked: list[int] = []
+    for error, is_locked in ((2, False), (0, True)):
+        runtime = SimpleNamespace(cudaHostRegister=lambda *_: error, cudaHostUnregister=unlocked.append)  # noqa: B023
+        monkeypatch.setattr(torch.cuda, "cudart", lambda runtime=runtime: runtime)
+        told = (
+            nullcontext()
+            if is_locked
+            else pytest.warns(RuntimeWarning, match="could not be page-locked .CUDA error 2.")
+        )
+        with told:
+            memory = HostMemory(5000, lock=True)
+        assert memory.is_locked is is_locked
+        memory.data.fill_(3)
+        assert int(memory.data.sum()) == 15_000
+        address = memory.data.data_ptr()
+        del memory
+        gc.collect()
+        assert unlocked == [address] * is_locked
 
 
 def test_a_copy_of_the_host_is_done_at_once() -> None:

@@ -116,6 +116,21 @@ def test_parts_leave_the_last_first_and_come_back_the_first_first(run):
     run.step()
 
 
+def test_who_has_kept_addresses_is_told_what_came_back(run):
+    """Each part once, when it is there, and not for a call that finds it here; its addresses may be others then."""
+    with_shelves(run, "weights", "masters", "optimizer_states")
+    told: list[tuple[str, int]] = []
+    run.parts.events.came_back.append(lambda part: told.append((part, run.memory.bytes[part])))
+    run.step()
+    sizes = run.memory.bytes
+    run.memory.offload()
+    assert not told
+    run.memory.onload("masters")
+    run.memory.onload()
+    run.memory.onload()
+    assert told == [(part, sizes[part]) for part in ("masters", "weights", "optimizer_states")]
+
+
 def test_what_is_away_is_asked_for_by_name(run):
     with_shelves(run, "masters")
     run.step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 import torch
@@ -11,8 +11,9 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm import copies
 from sley_core.comm.world import World
-from sley_core.memory.run_memory import COPIED
+from sley_core.memory.state import COPIED
 from sley_core.plan.load import plan_from_dict
+from sley_core.testing.storage_guard import storage_guard
 
 EVERYTHING = [{"use": "memory.everything", "bucket_mb": 0.002}]
 BETWEEN = [{"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.002}]
@@ -39,10 +40,17 @@ def poisoned():
 
 
 @contextmanager
-def running(tables, folder=None):
-    """The run of a plan on this rank, poisoned."""
+def running(tables, folder=None, guards=True):
+    """The run of a plan on this rank, poisoned. guards: whether what reads freed memory is an error that names it, and not the
+    process's end.
+    """
     plan = plan_from_dict(tables, folder)
-    with poisoned(), World.join(plan.run.device) as world, assemble(plan, world) as run:
+    with (
+        storage_guard() if guards else nullcontext(),
+        poisoned(),
+        World.join(plan.run.device) as world,
+        assemble(plan, world) as run,
+    ):
         yield run
 
 
@@ -64,7 +72,7 @@ def cycle(run):
     run.memory.onload()
 
 
-def steps(tables, folder, num_steps=5, moves=False):
+def steps(tables, folder, num_steps=10, moves=False):
     """The digest after `num_steps`, each row's loss and norm, and the bytes that were copied to the host."""
     with running(tables, folder) as run:
         rows = []

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from sley_core.engine.masters import Stepped
+    from sley_core.memory.state import Part
 
 Event: TypeAlias = Callable[[], None]
 Buckets: TypeAlias = Callable[[Sequence["Stepped"]], Iterator[Sequence["Stepped"]]]
@@ -26,6 +27,10 @@ class StepEvents:
     began: before the first forward. gradients_done: all gradients are reduced, and nothing is updated yet. after_update: after
     the update of any step that did not raise, taken or not.
 
+    came_back: between two steps, with the name of a part of the run's memory that is on the device again, or on its way. Its
+    tensors, views and hooks are those from before, but their addresses may be others: for a plugin that has kept any, as a CUDA
+    graph or a registered buffer does.
+
     step_in_buckets: makes the optimizer step one bucket at a time; None steps everything at once.
     """
 
@@ -33,6 +38,7 @@ class StepEvents:
         self.began: list[Event] = []
         self.gradients_done: list[Event] = []
         self.after_update: list[Event] = []
+        self.came_back: list[Callable[[Part], None]] = []
         self.step_in_buckets: Buckets | None = None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from sley_core.memory.protocols import Holds, Trims
 from sley_core.memory.report import MoveNumbers
 from sley_core.memory.run_memory import RunMemory
 from sley_core.memory.state import Part
+from sley_core.records import OffloadManagerRecord
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from sley_core.engine.stepper import Stepper
     from sley_core.engine.update import Update
     from sley_core.memory.protocols import OffloadManager
-    from sley_core.plan.plan import Plan
+    from sley_core.plan.plan import Component, Plan
 
 
 def memory_of(plan: Plan, parts: Parts, stepper: Stepper, numbers: MoveNumbers | None, undo: ExitStack) -> RunMemory:
@@ -54,14 +55,23 @@ def memory_of(plan: Plan, parts: Parts, stepper: Stepper, numbers: MoveNumbers |
         undo.callback(manager.detach)
     if numbers is not None:
         numbers.managers = managers
-    return RunMemory(holdings, managers, dict(_roots(parts, stepper)))
+    return RunMemory(holdings, managers, dict(_roots(parts, stepper)), parts.events.came_back)
 
 
 def move_numbers(plan: Plan, parts: Parts) -> MoveNumbers | None:
     """Returns what adds to each row how much memory moved, for a plan that has `[[offload]]`. Called before all ranks agree
     on the names of such numbers.
     """
-    return MoveNumbers(parts.numbers, parts.groups["all"].size) if plan.offload else None
+    if not plan.offload:
+        return None
+    moved = [part for one in plan.offload for part in _parts_of(one)]
+    return MoveNumbers(parts.numbers, parts.groups["all"].size, moved)
+
+
+def _parts_of(manager: Component) -> Sequence[str]:
+    record = manager.record
+    assert isinstance(record, OffloadManagerRecord), manager.name
+    return record.parts(manager.config)
 
 
 def _roots(parts: Parts, stepper: Stepper) -> Iterator[tuple[str, object]]:

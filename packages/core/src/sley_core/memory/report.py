@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
+
+from sley_core.memory.state import COPIED
 
 if TYPE_CHECKING:
     from sley_core.engine.step_numbers import StepNumbers
     from sley_core.memory.protocols import OffloadManager
+    from sley_core.memory.state import Part
 
 GB = 10**9
 
@@ -27,40 +31,50 @@ class CountsOf:
 
 
 class MoveNumbers:
-    """Adds three numbers to each row of a run that has `[[offload]]`, over all parts and since the row before.
+    """Adds numbers to each row of a run that has `[[offload]]`, since the row before: three over all parts, and three for each
+    of `parts` that has a copy on the host.
 
-    offload/gb: copied either way, the sum over ranks. offload/s, offload/gb_per_s: the mean over ranks, of copies whose end
-    the host has seen; 0 if there was none.
+    offload/gb, offload/weights_gb, ...: copied either way, the sum over ranks. offload/s, offload/weights_s, ...: the mean over
+    ranks, of copies whose end the host has seen; offload/gb_per_s, offload/weights_gb_per_s, ...: their mean rate. 0 if there
+    was none.
 
     managers: those of the run, once they are attached.
     """
 
-    def __init__(self, numbers: StepNumbers, num_ranks: int) -> None:
+    def __init__(self, numbers: StepNumbers, num_ranks: int, parts: Iterable[str]) -> None:
         self.managers: Sequence[OffloadManager] = ()
         self._num_ranks = num_ranks
         self._before: dict[str, tuple[float, float, float]] = {}
-        numbers.add("offload/gb", self._gb)
-        numbers.add("offload/s", self._seconds)
-        numbers.add("offload/gb_per_s", self._rate)
+        # a plan's parts, in the order of `COPIED`: the same names on all ranks
+        for part in (None, *(part for part in COPIED if part in set(parts))):
+            prefix = "offload/" if part is None else f"offload/{part}_"
+            numbers.add(f"{prefix}gb", partial(self._gb, part))
+            numbers.add(f"{prefix}s", partial(self._seconds, part))
+            numbers.add(f"{prefix}gb_per_s", partial(self._rate, part))
 
-    def _gb(self) -> float:
-        return self._since("gb")[0] / GB
+    def _gb(self, part: Part | None) -> float:
+        return self._since("gb", part)[0] / GB
 
-    def _seconds(self) -> float:
-        return self._since("seconds")[2] / self._num_ranks
+    def _seconds(self, part: Part | None) -> float:
+        return self._since("seconds", part)[2] / self._num_ranks
 
-    def _rate(self) -> float:
-        _, num_timed, seconds = self._since("rate")
+    def _rate(self, part: Part | None) -> float:
+        _, num_timed, seconds = self._since("rate", part)
         return num_timed / GB / seconds / self._num_ranks if seconds else 0.0
 
-    def _since(self, name: str) -> tuple[float, float, float]:
-        """Returns bytes of all copies, bytes of those with a time, and that time, since the last call with `name`."""
-        found = [manager.moved(part) for manager in self.managers for part in manager.parts]
+    def _since(self, name: str, part: Part | None) -> tuple[float, float, float]:
+        """Returns bytes of copies of `part`, or of all parts, bytes of those with a time, and that time, since the last call
+        with this `name` and `part`.
+        """
+        found = [
+            manager.moved(one) for manager in self.managers for one in manager.parts if part is None or one == part
+        ]
         now = (
             float(sum(moved.copied_out + moved.copied_in for moved in found)),
             float(sum(moved.timed_out + moved.timed_in for moved in found)),
             sum(moved.seconds_out + moved.seconds_in for moved in found),
         )
-        before = self._before.get(name, (0.0, 0.0, 0.0))
-        self._before[name] = now
+        key = f"{name} {part}"
+        before = self._before.get(key, (0.0, 0.0, 0.0))
+        self._before[key] = now
         return now[0] - before[0], now[1] - before[1], now[2] - before[2]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sley_core.errors import UsageError
 from sley_core.memory.holdings import same_place, storage_id
 from sley_core.memory.leaks import Leak, find_leaks
-from sley_core.memory.state import PARTS, Moved, Part, Where, is_away
+from sley_core.memory.state import COPIED, PARTS, Moved, Part, Where, is_away
 
 if TYPE_CHECKING:
     import torch
@@ -24,9 +24,6 @@ TO_LOAD: tuple[Part, ...] = ("weights", "buffers", "masters")
 TO_SAVE: dict[str, tuple[Part, ...]] = {"working": ("weights", "buffers"), "full": TO_LOAD}
 TO_RESTORE: tuple[Part, ...] = (*TO_LOAD, "optimizer_states", "handlers")
 """What must be there for a step, an evaluation, for loading and saving weights, and for loading a checkpoint."""
-
-COPIED: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "handlers")
-"""What an offload keeps on the host; the others are freed."""
 
 
 class Move:
@@ -58,14 +55,20 @@ class RunMemory:
     managers: those of the plan, attached. roots: objects of the run by a readable name, from which `leaks` names what it
     finds. settle: makes sure that no step is under way; check_free: that no exchange of one that failed is; the run
     sets both. Ranks need not do alike, unless a manager shares the host's copies among them, as `memory.everything` does
-    with `shared = true`; a step or an evaluation of all ranks needs everything on each.
+    with `shared = true`; a step or an evaluation of all ranks needs everything on each. came_back: called with each part that
+    `onload` has brought back (`StepEvents.came_back`).
     """
 
     def __init__(
-        self, holdings: Holdings, managers: Sequence[OffloadManager], roots: Mapping[str, object] | None = None
+        self,
+        holdings: Holdings,
+        managers: Sequence[OffloadManager],
+        roots: Mapping[str, object] | None = None,
+        came_back: Sequence[Callable[[Part], None]] = (),
     ) -> None:
         self.holdings = holdings
         self.managers = managers
+        self.came_back = came_back
         self.roots = roots or {}
         self.settle: Callable[[], None] = _nothing
         self.check_free: Callable[[], None] = _nothing
@@ -99,7 +102,14 @@ class RunMemory:
     def onload(self, *parts: Part) -> Move:
         """Brings `parts`, or all, back to the device; those that are here stay so. Raises as `offload`."""
         self.settle()
-        return Move([manager.onload(part) for part, manager in self._chosen(parts)])
+        waits = []
+        for part, manager in self._chosen(parts):
+            was_away = manager.where(part) in (Where.LEAVING, Where.AWAY)
+            waits.append(manager.onload(part))
+            if was_away and manager.where(part) in (Where.COMING, Where.HERE):
+                for tell in self.came_back:
+                    tell(part)
+        return Move(waits)
 
     def require(self, what: str, parts: Iterable[Part]) -> None:
         """Lets the device's work wait for those of `parts` that are coming. Raises StateError `memory-away` if one is away, and

@@ -18,6 +18,9 @@ buffers of stage links and of handlers, for what is on its way.
 
 PARTS: tuple[Part, ...] = get_args(Part)
 
+COPIED: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "handlers")
+"""What an offload keeps on the host; the others are freed."""
+
 
 class Where(Enum):
     """A part's state.

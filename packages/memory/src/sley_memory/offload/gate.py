@@ -21,6 +21,11 @@ class Gate:
         self._check = check
         self._hooks: list[RemovableHandle] = []
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether calls of the modules are checked."""
+        return bool(self._hooks)
+
     def close(self) -> None:
         """Puts the hooks on, before those that the program has."""
         if not self._hooks:

@@ -10,6 +10,7 @@ a step is taken come first, so the numbers are those of a step on the device wit
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,6 +39,14 @@ class Landing(NamedTuple):
     weights: HostMemory
 
 
+class Copies(NamedTuple):
+    """Copies of one bucket, one way: their end, when they began, and their bytes."""
+
+    end: CopyEvent
+    began: float
+    num_bytes: int
+
+
 class HostOptimizer(OffloadManager):
     """Steps the optimizer on the host, bucket by bucket, and moves gradients there and weights back."""
 
@@ -46,7 +55,7 @@ class HostOptimizer(OffloadManager):
         self._moved: dict[Part, Moved] = {part: Moved() for part in config.moves}
         self._buckets: list[list[Stepped]] = []
         self._ring: list[Landing] = []
-        self._sent: dict[int, CopyEvent] = {}
+        self._sent: dict[int, Copies] = {}
 
     @property
     def parts(self) -> Sequence[Part]:
@@ -89,19 +98,24 @@ class HostOptimizer(OffloadManager):
         arriving = [self._fetch(at) for at in range(min(RING, len(self._buckets)))]
         try:
             for at, bucket in enumerate(self._buckets):
-                arriving[at].wait()
+                arriving[at].end.wait()
+                if self._device.is_async:
+                    self._arrived(arriving[at])
                 yield bucket
                 self._send(at)
                 if at + RING < len(self._buckets):
                     arriving.append(self._fetch(at + RING))
         finally:  # an optimizer that fails leaves the buckets before stepped
             streams.into.record().hold_device()
-        for event in self._sent.values():
-            event.wait()
+        for sent in self._sent.values():
+            sent.end.wait()
+            if self._device.is_async:
+                self._returned(sent)
         self._sent.clear()
 
-    def _fetch(self, at: int) -> CopyEvent:
+    def _fetch(self, at: int) -> Copies:
         """Starts to copy a bucket's gradients to the host, and gives them to its masters."""
+        began, num_bytes = time.perf_counter(), 0
         slot = self._ring[at % RING].gradients.data
         for one, landed in zip(self._buckets[at], _views(slot, self._buckets[at], self._store.dtype), strict=True):
             if one.entry not in self._store:
@@ -110,8 +124,12 @@ class HostOptimizer(OffloadManager):
             gradient = self._store.part(one.entry)
             self._streams.out.copy(landed, gradient)
             one.parameter.grad = landed
-            self._moved["optimizer_states"].copied_out += gradient.nbytes
-        return self._streams.out.record()
+            num_bytes += gradient.nbytes
+        self._moved["optimizer_states"].copied_out += num_bytes
+        fetched = Copies(self._streams.out.record(), began, num_bytes)
+        if not self._device.is_async:  # they are done
+            self._arrived(fetched)
+        return fetched
 
     def _send(self, at: int) -> None:
         """Starts to copy a bucket's new weights to the device, rounded to its format on the host."""
@@ -122,13 +140,29 @@ class HostOptimizer(OffloadManager):
             weights = [one.parameter.detach() for one in bucket]
         else:
             if at % RING in self._sent:
-                self._sent[at % RING].wait()
+                self._sent[at % RING].end.wait()
+                if self._device.is_async:
+                    self._returned(self._sent[at % RING])
             weights = _views(self._ring[at % RING].weights.data, bucket, dtype)
             torch._foreach_copy_(weights, [one.parameter.detach() for one in bucket])
+        began, num_bytes = time.perf_counter(), 0
         for one, value in zip(bucket, weights, strict=True):
             self._streams.into.copy(one.working, value)
-            self._moved["masters"].copied_in += value.nbytes
-        self._sent[at % RING] = self._streams.into.record()
+            num_bytes += value.nbytes
+        self._moved["masters"].copied_in += num_bytes
+        sent = self._sent[at % RING] = Copies(self._streams.into.record(), began, num_bytes)
+        if not self._device.is_async:
+            self._returned(sent)
+
+    def _arrived(self, fetched: Copies) -> None:
+        """Notes how long gradients took, as far as the host sees it."""
+        self._moved["optimizer_states"].seconds_out += time.perf_counter() - fetched.began
+        self._moved["optimizer_states"].timed_out += fetched.num_bytes
+
+    def _returned(self, sent: Copies) -> None:
+        """Notes how long weights took, as far as the host sees it."""
+        self._moved["masters"].seconds_in += time.perf_counter() - sent.began
+        self._moved["masters"].timed_in += sent.num_bytes
 
     def _plan(self, stepped: Sequence[Stepped]) -> None:
         """Makes buckets, and host memory for two, in the first step; and again where weights were unfrozen since."""

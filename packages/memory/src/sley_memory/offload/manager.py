@@ -54,6 +54,7 @@ class Manager(OffloadManager):
         self._movers: dict[Part, Mover] = {}
         self._moved: dict[Part, Moved] = {part: Moved() for part in config.moves}
         self._is_attached = False
+        self._num_begun = 0
 
     @property
     def parts(self) -> Sequence[Part]:
@@ -67,7 +68,13 @@ class Manager(OffloadManager):
         streams, bucket = Streams(device.copy_stream), int(self.config.bucket_mb * MB)
         arena = Arena(device.host_memory, streams.wait, None if budget is None else int(budget * MB))
         self._streams = streams
+        parts.events.began.append(self._began)
         self._gate = Gate([layer.module for layer in parts.layers], self._check_layers)
+        for layer in parts.layers:
+            # For what gathers shards in a backward by hand, whose forward came before they left. In steps and evaluations
+            # the gate is open on all ranks.
+            check = partial(self._check_layers, "a use of a layer's weights")
+            parts.waits.before_layer(layer.name, check, lambda: self._gate.is_closed)
         for part in self.parts:
             moved = self._moved[part]
             if part == "gradients":
@@ -83,7 +90,8 @@ class Manager(OffloadManager):
                     part, _pieces(holdings, part, bucket), *groups, streams, arena, bucket, moved
                 )
             else:
-                self._movers[part] = Parked(_pieces(holdings, part, bucket), streams, arena, bucket, moved)
+                pieces = _pieces(holdings, part, bucket)
+                self._movers[part] = Parked(pieces, streams, arena, bucket, moved, num_steps=lambda: self._num_begun)
         self._is_attached = True
 
     def offload(self, part: Part) -> Callable[[], None]:
@@ -128,16 +136,19 @@ class Manager(OffloadManager):
         self._gate.open()
         self._streams.wait()  # what the device waits for reads host memory too, which goes with this object
 
+    def _began(self) -> None:
+        self._num_begun += 1
+
     def _open(self) -> None:
         """Takes the gate away once weights and buffers are here for the device's next work."""
         movers = [self._movers[part] for part in OF_LAYERS if part in self._movers]
         if all(mover.where is Where.HERE for mover in movers):
             self._gate.open()
 
-    def _check_layers(self) -> None:
+    def _check_layers(self, what: str = "a layer's forward") -> None:
         for part in OF_LAYERS:
             if part in self._movers:
-                self.require(part, "a layer's forward")
+                self.require(part, what)
 
 
 def _pieces(holdings: Holdings, part: Part, bucket_bytes: int) -> Pieces:

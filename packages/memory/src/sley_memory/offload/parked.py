@@ -31,12 +31,14 @@ MOST_RESTS = 15
 class HostCopy:
     """Records where one piece lies on the host, and what is known of the piece since it was copied there.
 
-    seen: versions when it came back; None before that. print: the fingerprint of the host copy; None if it was not computed.
+    seen: versions when it came back; None before that. step: the number of steps that had begun then. print: the fingerprint of
+    the host copy; None if it was not computed.
     """
 
     def __init__(self, host: Tensor) -> None:
         self.host = host
         self.seen: tuple[int, ...] | None = None
+        self.step: int | None = None
         self.print: int | None = None
         self._num_rests = 0
         self._rests_left = 0
@@ -45,15 +47,18 @@ class HostCopy:
         """Forgets what is known of the piece: the host may have something else."""
         self.seen = self.print = None
 
-    def is_worth_a_look(self, now: tuple[int, ...]) -> bool:
+    def is_worth_a_look(self, now: tuple[int, ...], step: int | None) -> bool:
         """Returns whether to compare the piece's words: its versions are `now` those seen, and words that had changed all
-        the same (fused optimizers count up no version) did so some time ago; or nothing is known of it.
+        the same (fused optimizers count up no version) did so some time ago, or no `step` has begun since; or nothing is known
+        of it.
         """
         if self.seen is None:
             return True
         if self.seen != now:
             self._rests_left = 0
             return False
+        if step is not None and step == self.step:
+            return True
         self._rests_left -= 1
         return self._rests_left < 0
 
@@ -84,7 +89,8 @@ class Parked:
     """Moves what `pieces` returns when an offload begins. bucket_bytes: how much is freed, or allocated, at a time.
 
     The first offload makes places on the host in `arena`; pieces that appear later get theirs then. compares: whether to check,
-    waiting for the device, if pieces have changed since; otherwise each offload copies everything.
+    waiting for the device, if pieces have changed since; otherwise each offload copies everything. num_steps: returns how many
+    steps have begun.
     """
 
     def __init__(
@@ -96,6 +102,7 @@ class Parked:
         moved: Moved,
         *,
         compares: bool = True,
+        num_steps: Callable[[], int] | None = None,
     ) -> None:
         self._pieces = pieces
         self._streams = streams
@@ -103,6 +110,7 @@ class Parked:
         self._bucket_bytes = bucket_bytes
         self._moved = moved
         self._compares = compares
+        self._num_steps = num_steps
         self._places: dict[int, HostCopy] = {}
         self._away: list[tuple[Holding, HostCopy, int]] = []
         self._event: CopyEvent | None = None
@@ -174,8 +182,9 @@ class Parked:
             into.follow()
             for piece, place, _ in bucket:
                 into.copy(piece.memory, place.host)
+        step = self._step()
         for piece, place, _ in self._away:
-            place.seen = versions(piece)
+            place.seen, place.step = versions(piece), step
         num_bytes = sum(num_bytes for _, _, num_bytes in self._away)
         self._moved.copied_in += num_bytes
         self._go(Where.COMING, num_bytes)
@@ -251,8 +260,9 @@ class Parked:
         """Returns, by id of the piece, whether it differs from what its place has; waits for the device to know."""
         changed = {id(piece): True for piece, _, _ in placed}
         asked = []
+        step = self._step()
         for piece, place, _ in placed:
-            if self._compares and place.is_worth_a_look(versions(piece)):
+            if self._compares and place.is_worth_a_look(versions(piece), step):
                 asked.append((piece, place))
             else:
                 place.print = None  # of what the host had before
@@ -260,6 +270,10 @@ class Parked:
         for (piece, place), found in zip(asked, prints, strict=True):
             changed[id(piece)] = place.has_changed(found)
         return changed
+
+    def _step(self) -> int | None:
+        """Returns the number of steps that have begun, None where nobody counts them."""
+        return None if self._num_steps is None else self._num_steps()
 
     def _buckets(
         self, placed: Sequence[tuple[Holding, HostCopy, int]]
