@@ -14,7 +14,7 @@ from math import log2
 from typing import TYPE_CHECKING, Literal
 
 from sley_core.errors import SleyError
-from sley_core.estimate.layers.variants import SlicedAttention, LayerVariants, Variant
+from sley_core.estimate.layers.variants import LayerVariants, SlicedAttention, Variant
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds
 from sley_core.records import ActivationPolicyRecord
 
