@@ -18,6 +18,7 @@ from sley_core.estimate.layers.once import once
 from sley_core.estimate.seconds.links import NOTHING, collective
 from sley_core.estimate.stage_facts import num_states
 from sley_core.search.buckets import Pieces, bucket_bytes, filled, per_layer
+from sley_core.search.choices import choices_of
 from sley_core.search.glance import leaves_shards, reduces
 from sley_core.search.offloaded import StepCosts, stepping
 from sley_core.topology import Topology
@@ -85,6 +86,7 @@ class StageCosts:
         self.tables = tables
         self._of: dict[Hashable, OfStages | SleyError] = {}
         self._least: dict[Hashable, Least | SleyError] = {}
+        self._buckets = {bucket_bytes(reducer) for reducer in choices_of(plan).reducers} or {None}
         self._pieces: dict[Hashable, tuple[Pieces, Pieces] | SleyError] = {}
 
     def of(self, shape: Shape, parts: ModelParts, reducer: Choice | None) -> OfStages:
@@ -98,8 +100,12 @@ class StageCosts:
 
         def least() -> Least:
             held, owned = self._held_elements(shape, every=True)
-            pieces = (Pieces(np.array([one.elements.sum()]), np.ones(1)) for one in self._per_layer(shape))
-            seconds = float(self._exchange(shape, "reduce", *pieces).sum())  # no bucket is larger than all gradients
+            whole = [[(0, len(self.tables.numel))]]  # cut into stages, buckets are as many or more
+            offered = [
+                self._per_layer(shape) if bucket is None else self._filled(shape, whole, bucket)
+                for bucket in self._buckets
+            ]
+            seconds = min(float(self._exchange(shape, "reduce", *pieces).sum()) for pieces in offered)
             state_bytes = self.steps.state_bytes(stepping(shape.offload))
             return Least(
                 seconds, self._update_s(owned.sum(), shape), held.sum() * self.weight_bytes + owned.sum() * state_bytes
@@ -111,7 +117,7 @@ class StageCosts:
         pieces = once(
             self._pieces,
             (shape.sizes.wp, str(shape.weights), bucket, parts if bucket else None),
-            lambda: self._per_layer(shape) if bucket is None else self._filled(shape, parts, bucket),
+            lambda: self._per_layer(shape) if bucket is None else self._filled(shape, _stages(shape, parts), bucket),
         )
         sums = self._exchange(shape, "reduce" if every else "sum", *pieces)
         gathers = self._exchange(shape, "gather" if every else None, *pieces)
@@ -154,9 +160,10 @@ class StageCosts:
         cut = self.tables.cut(shape)
         return per_layer(-(-cut // shape.sizes.wp)), per_layer(self.tables.numel - cut)
 
-    def _filled(self, shape: Shape, parts: ModelParts, bucket: float) -> tuple[Pieces, Pieces]:
-        """Returns the pieces of a reducer that fills buckets of `bucket` bytes."""
-        stages = [parts.of_stage(stage) for stage in range(shape.sizes.pp)]
+    def _filled(
+        self, shape: Shape, stages: Sequence[Sequence[tuple[int, int]]], bucket: float
+    ) -> tuple[Pieces, Pieces]:
+        """Returns the pieces of a reducer that fills buckets of `bucket` bytes on each of `stages`."""
         most = bucket / DTYPES[self.plan.precision.gradients].itemsize
         shards, whole = (filled(sizes, stages, most) for sizes in self.tables.sizes(shape))
         return shards, whole
@@ -198,3 +205,8 @@ class StageCosts:
     def weight_bytes(self) -> int:
         """Bytes of a parameter that every rank holds that has it: its working copy and its gradient."""
         return dtypes(self.plan)[0].itemsize + DTYPES[self.plan.precision.gradients].itemsize
+
+
+def _stages(shape: Shape, parts: ModelParts) -> list[list[tuple[int, int]]]:
+    """Returns the layers of each chunk of each stage."""
+    return [parts.of_stage(stage) for stage in range(shape.sizes.pp)]
