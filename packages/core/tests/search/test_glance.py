@@ -72,26 +72,29 @@ def plan_of(**changes):
     return plan_from_dict(small_plan(data=data, **changes), loader=Loader({"out": Outsider()}))
 
 
-def everything(plan, world, keep=()):
-    order = InOrder(Layouts(plan, world, choices_of(plan), keep), Quick(plan, world, MACHINE))
+def everything(plan, world, keep=(), memory=None):
+    order = InOrder(Layouts(plan, world, choices_of(plan), keep), Quick(plan, world, MACHINE), memory)
     found = []
     while one := order.next():
-        found.append(one.layout)
-    return found, order.tally
+        found.append(one)
+    return [one.layout for one in found], order.tally, [one.estimate.num_bytes for one in found]
 
 
 def test_sums_that_do_not_say_what_they_are_and_copies_are_no_candidates() -> None:
-    found, tally = everything(plan_of(), 2, ["micro_size"])
+    found, tally, sizes = everything(plan_of(), 2, ["micro_size"])
     assert {str(one.reducer) for one in found} == {"core.each", "out.low"}
     assert {one.shape.activations.name for one in found} == {"core.keep", "core.recompute", "out.away"}
-    assert {str(one.shape.offload) for one in found} == {"None", "out.swap"}
-    for what in ("sums of `out.low (rank = 4)`", "sums of `out.silent`", "copies of `out.mute`"):
+    assert {one.shape.offload for one in found} == {None}, "states stay where there is room"
+    for what in ("sums of `out.low (rank = 4)`", "sums of `out.silent`"):
         assert tally.refused[f"not-at-a-glance: {what} cannot be told at a glance"] > 0, tally
+    found, tally, _ = everything(plan_of(), 2, ["micro_size"], min(sizes) - 1)
+    assert {str(one.shape.offload) for one in found} == {"out.swap"}
+    assert tally.refused["not-at-a-glance: copies of `out.mute` cannot be told at a glance"] > 0, tally
 
 
 def test_the_plans_own_reducer_is_refused_as_any_other() -> None:
     own = plan_of(parallel={"dp": 2}, gradient_handlers=[{"use": "out.silent"}])
-    found, tally = everything(own, 2, ["reducer"])
+    found, tally, _ = everything(own, 2, ["reducer"])
     assert found == []
     assert any("out.silent" in reason for reason in tally.refused)
 

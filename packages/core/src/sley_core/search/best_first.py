@@ -3,8 +3,8 @@
     shapes ──least──> | heap by seconds | ──bound──> its layouts ──> | heap | ──estimate──> | heap | ──> the next fastest
 
 Nothing undercuts the seconds with which it lies on the heap: when its turn comes, a shape is opened, a layout is estimated and
-put back, and one that was estimated is the fastest of all that are left. What does not fit is dropped on the way. Shapes whose
-optimizer states leave the device lie on the heap once the same shape with its states on the device was opened, or does not fit.
+put back, and one that was estimated is the fastest of all that are left. What does not fit is dropped on the way, and put back
+with its optimizer states off the device, which is never faster: so a layout that fits comes without.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
 from typing import Protocol
@@ -56,7 +56,7 @@ class Estimator(Protocol):
 
 
 class Space(Protocol):
-    """What there is to search: shapes, the shapes that offload from them, none of which is faster, and the layouts of each."""
+    """What there is to search: shapes, the same with less on the device, none of which is faster, and the layouts of each."""
 
     def shapes(self) -> Iterable[Shape]: ...
     def offloading(self, shape: Shape) -> Iterable[Shape]: ...
@@ -114,8 +114,7 @@ class InOrder:
         while self._heap and self._heap[0][0] <= slowest_s:
             seconds, _, what, num_bytes, is_estimated = heapq.heappop(self._heap)
             if below is not None and num_bytes >= below:
-                if isinstance(what, Shape):
-                    self._offload(what)
+                self._offload(what)
                 continue
             if isinstance(what, Shape):
                 self._open(what)
@@ -129,10 +128,14 @@ class InOrder:
         """Yields layouts that are slower than `fastest`, which were given before: each the fastest of those that need a fifth
         less memory than all before it; none that takes over `SLOWEST` times as long as the first.
         """
-        seen = [one.estimate for one in fastest]
+        given = list(fastest)
+        seen = [one.estimate for one in given]
         slowest_s = SLOWEST * seen[0].seconds if seen else 0.0
+        for one in given:
+            self._offload(one.layout)
         while seen and (found := self.next(int(LESS * min(one.num_bytes for one in seen)), slowest_s)):
             seen.append(found.estimate)
+            self._offload(found.layout)
             yield found
 
     def _put(self, what: Shape | Candidate, seconds: float, num_bytes: int, *, is_estimated: bool = False) -> None:
@@ -151,26 +154,35 @@ class InOrder:
         else:
             self._offload(shape)
 
-    def _offload(self, shape: Shape) -> None:
-        """Puts the shapes on the heap that differ from `shape` in what leaves the device."""
+    def _offload(self, what: Shape | Candidate) -> None:
+        """Puts what differs from a shape or layout in what leaves the device; nothing for one whose states leave already."""
+        shape = what if isinstance(what, Shape) else what.shape
         for other in self._space.offloading(shape) if shape.offload is None else ():
-            self._put_shape(other)
+            if isinstance(what, Shape):
+                self._put_shape(other)
+            else:
+                self._put_layout(replace(what, shape=other))
 
     def _open(self, shape: Shape) -> None:
-        self._offload(shape)
         for layout in self._space.within(shape):
-            try:
-                bound = self._estimator.bound(layout)
-            except SleyError as error:
-                self.tally.refuse(error)
-                continue
-            if self._fits(bound.num_bytes):
-                self._put(layout, bound.seconds, bound.num_bytes)
+            self._put_layout(layout)
+
+    def _put_layout(self, layout: Candidate) -> None:
+        try:
+            bound = self._estimator.bound(layout)
+        except SleyError as error:
+            self.tally.refuse(error)
+            return
+        if self._fits(bound.num_bytes):
+            self._put(layout, bound.seconds, bound.num_bytes)
+        else:
+            self._offload(layout)
 
     def _estimate(self, layout: Candidate, below: int | None) -> None:
         try:
             num_bytes = self._estimator.num_bytes(layout)
             if not self._fits(num_bytes) or (below is not None and num_bytes >= below):
+                self._offload(layout)
                 return
             seconds = self._estimator.seconds(layout)
         except SleyError as error:

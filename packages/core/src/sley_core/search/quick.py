@@ -89,6 +89,8 @@ class Quick:
         Raises PlanError for a layout that cannot be assembled, and "not-at-a-glance" as `least`.
         """
         check_reducer(layout.reducer)
+        if layout.shape.offload is not None:  # as the only shapes of which `least` need not have been asked
+            check_shape(layout.shape)
 
         def bound() -> Estimate:
             step = self.step(layout)
