@@ -57,12 +57,14 @@ class CudaKernels(FusedKernels):
 def _is_fused(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> bool:
-    """Returns whether CUDA has one kernel for an RMSNorm: not for a weight of another type."""
+    """Returns whether CUDA has one kernel for this RMSNorm: without a weight, or with one of the input's dtype."""
     return weight is None or weight.dtype == input.dtype
 
 
 def _dropped(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor | None:
-    """Returns what dropout makes of `input`; None where it is no kernel of its own."""
+    """Returns what dropout makes of `input`, and keeps one byte per element for its backward, as CUDA's kernel does; None where
+    no such kernel runs: outside of training, in place, or with p of 0 or 1.
+    """
     if not training or inplace or not 0 < p < 1:
         return None
     found: Tensor = _Dropout.apply(input)  # type: ignore[no-untyped-call]  # torch's

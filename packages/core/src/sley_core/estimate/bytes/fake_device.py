@@ -29,7 +29,11 @@ class FakeDevice(Device):
         return usual
 
     def move(self, tensor: Tensor) -> Tensor:
-        """On a CPU what moves is where it was: a batch, which is counted once for all. On CUDA it counts while it is there."""
+        """Returns `tensor` as a fake tensor on the device; one that is fake is returned as it is.
+
+        Its memory counts as new where copies run beside the device's work, as on CUDA. On a CPU it is the memory of `tensor`,
+        which is not counted here: a batch counts once for all.
+        """
         if isinstance(tensor, FakeTensor):
             return tensor
         if self.torch_device == tensor.device:
