@@ -1,4 +1,5 @@
-"""What layouts share that differ in their micro-batches alone: exchanges of gradients and weights, states, the update.
+"""Prices what layouts share that differ in their micro-batches alone: exchanges of gradients and weights,
+states, the update.
 
 stages, shards, parts of the model, reducer ──> per layer: elements held and stepped, costs of exchanges
                                             ──> per stage: seconds of sums, gathers and the update, bytes of states
@@ -76,7 +77,7 @@ class Least(NamedTuple):
 
 
 class StageCosts:
-    """Makes these for all layouts of a plan, each once."""
+    """Makes `OfStages` and `Least` for all layouts of a plan, each once."""
 
     def __init__(self, plan: Plan, world: int, machine: MachineFile, tables: LayerTables) -> None:
         self.plan = plan
@@ -88,15 +89,20 @@ class StageCosts:
         self._pieces: dict[Hashable, tuple[Pieces, Pieces] | SleyError] = {}
 
     def of(self, shape: Shape, parts: ModelParts, reducer: Choice | None) -> OfStages:
-        """Returns it for the layouts of a shape with these parts and this reducer."""
+        """Returns the seconds and bytes of each stage that layouts of a shape have in common, if the model is cut into `parts`
+        and `reducer` sums gradients.
+        """
         every, bucket = leaves_shards(reducer), bucket_bytes(reducer)
         key = shape.sizes.pp, shape.sizes.wp, str(shape.weights), str(shape.offload), parts, every, bucket
         return once(self._of, key, lambda: self._of_stages(shape, parts, every, bucket))
 
     def least(self, shape: Shape) -> Least:
-        """Returns what no layout of a shape undercuts."""
+        """Returns seconds of exchanges and update, and bytes of weights, gradients and states, summed over all layers, that no
+        layout of a shape undercuts: with each rank stepping a part of what it holds.
+        """
 
         def least() -> Least:
+            """Computes it: one exchange of each layer's gradients, and the update and states of what a rank steps itself."""
             held, owned = self._held_elements(shape, every=True)
             pieces = (Pieces(np.array([one.elements.sum()]), np.ones(1)) for one in self._per_layer(shape))
             seconds = float(self._exchange(shape, "reduce", *pieces).sum())  # no bucket is larger than all gradients
@@ -108,6 +114,9 @@ class StageCosts:
         return once(self._least, (shape.sizes.pp, shape.sizes.wp, str(shape.weights), str(shape.offload)), least)
 
     def _of_stages(self, shape: Shape, parts: ModelParts, every: bool, bucket: float | None) -> OfStages:
+        """Returns seconds and bytes of each stage. every: whether each rank that holds an element alike steps a part of it.
+        bucket: bytes of gradients that are summed at once; None for those of each layer.
+        """
         pieces = once(
             self._pieces,
             (shape.sizes.wp, str(shape.weights), bucket, parts if bucket else None),
@@ -126,7 +135,7 @@ class StageCosts:
         return OfStages(sums_s, gathers_s, self._update_s(owned, shape), states, start, exchanged)
 
     def _by_stage(self, parts: ModelParts, costs: Exchanged) -> Floats:
-        """Returns the seconds of the exchanges of each stage's layers."""
+        """Returns the seconds of the exchanges of each stage's layers, all parts of their costs summed."""
         latency_s, work_s, attended_s = map(parts.by_stage, costs)
         return latency_s + work_s + attended_s
 
@@ -142,32 +151,39 @@ class StageCosts:
         return held, (shards / (ranks // sizes.wp) + whole / ranks) if every else held
 
     def _exchange(self, shape: Shape, kind: Collective | None, shards: Pieces, whole: Pieces) -> Exchanged:
-        """Returns the cost of the exchanges of each layer's gradients, or of its weights: of shards with their replicas, and of
-        the rest in the stage. None: nothing is exchanged. All stages are as the first.
+        """Returns the cost of exchanging each layer's gradients, or weights, [3, layers]: of shards among the ranks that hold
+        the same one, and of weights that are whole among all of the stage. None: nothing is exchanged. All stages are taken as
+        the first.
         """
         topology = Topology(self.world, shape.sizes.pp, wp=shape.sizes.wp)
         one = self._of_pieces(kind, shards, topology.ranks_of("wdp", 0))
         return one + self._of_pieces(kind, whole, topology.ranks_of("stage", 0))
 
     def _per_layer(self, shape: Shape) -> tuple[Pieces, Pieces]:
-        """Returns the pieces of a reducer that sums layer by layer: of shards, and of the rest."""
+        """Returns the pieces of a reducer that sums layer by layer: of sharded weights, a rank's part of each, and of whole
+        ones.
+        """
         cut = self.tables.cut(shape)
         return per_layer(-(-cut // shape.sizes.wp)), per_layer(self.tables.numel - cut)
 
     def _filled(self, shape: Shape, parts: ModelParts, bucket: float) -> tuple[Pieces, Pieces]:
-        """Returns the pieces of a reducer that fills buckets of `bucket` bytes."""
+        """Returns the pieces of a reducer that fills buckets of `bucket` bytes: of sharded weights, and of whole ones."""
         stages = [parts.of_stage(stage) for stage in range(shape.sizes.pp)]
         most = bucket / DTYPES[self.plan.precision.gradients].itemsize
         shards, whole = (filled(sizes, stages, most) for sizes in self.tables.sizes(shape))
         return shards, whole
 
     def _reduced_once(self, shape: Shape) -> Exchanged:
-        """Returns the same of the reductions of shards' gradients that come once a step."""
+        """Returns the cost of reducing each layer's gradients over the ranks that share its weights, [3, layers], if that comes
+        once a step; else zeros.
+        """
         is_once = reduces(shape.weights) == "step"
         return self._of_pieces("reduce" if is_once else None, per_layer(self.tables.cut(shape)), range(shape.sizes.wp))
 
     def _of_pieces(self, kind: Collective | None, pieces: Pieces, ranks: Sequence[int]) -> Exchanged:
-        """Returns the cost of pieces that are exchanged among `ranks`: one after another, and linear in their bytes."""
+        """Returns the cost of each layer's pieces, [3, layers], exchanged among `ranks` one after another; zeros if `kind` is
+        None. It is linear in bytes and in their number.
+        """
         if kind is None or not pieces.counts.any():
             return np.zeros((len(NOTHING), len(pieces.counts)))
         itemsize = dtypes(self.plan)[0].itemsize if kind == "gather" else DTYPES[self.plan.precision.gradients].itemsize
@@ -175,11 +191,13 @@ class StageCosts:
         return np.outer(empty, pieces.counts) + np.outer((large - empty) / LARGE_BYTES, pieces.elements * itemsize)
 
     def _update_s(self, owned: Owned, shape: Shape) -> Owned:
-        """Returns the seconds of the norm and update of so many elements, copies to the host and back included."""
+        """Returns the seconds of norm and update of so many elements, copies of offloaded states included."""
         return owned * self.steps.update_s(stepping(shape.offload))
 
     def _gathered_bytes(self, shape: Shape, parts: ModelParts) -> Floats:
-        """Returns the bytes of whole weights, and of whole gradients, that each stage has for a while."""
+        """Returns the bytes of whole weights and whole gradients that each stage has for a while beside its shards; zeros
+        without sharding.
+        """
         if shape.weights is None:
             return np.zeros(shape.sizes.pp)
         cut = self.tables.cut(shape)
@@ -191,10 +209,10 @@ class StageCosts:
 
     @cached_property
     def steps(self) -> StepCosts:
-        """What an element costs the rank that steps it."""
+        """Returns what prices an element for the rank that steps it."""
         return StepCosts(self.plan, self.machine, num_states(self.plan))
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of a parameter that every rank holds that has it: its working copy and its gradient."""
+        """Returns the bytes of a parameter on every rank that has it: its working copy and its gradient."""
         return dtypes(self.plan)[0].itemsize + DTYPES[self.plan.precision.gradients].itemsize

@@ -44,7 +44,7 @@ class LayerWork:
     passing_bytes: int = 0
 
     def of(self, phase: PhaseName) -> tuple[Operator, ...]:
-        """Returns the operators of one phase."""
+        """Returns the operators of one phase, in the order in which they run."""
         found: tuple[Operator, ...] = getattr(self, phase)
         return found
 
