@@ -19,7 +19,7 @@ class CountsOf:
         self._manager = manager
 
     def counts(self) -> Mapping[str, float]:
-        """Returns the numbers of `Moved` of each part, and GB/s where seconds are known; those that are not zero."""
+        """Returns, by `<part>_<number>`, what moving each part has cost, without zeros; GB/s where seconds are known."""
         found: dict[str, float] = {}
         for part in self._manager.parts:
             found |= {f"{part}_{name}": value for name, value in self._manager.moved(part).numbers().items() if value}
@@ -44,12 +44,16 @@ class MoveNumbers:
         numbers.add("offload/gb_per_s", self._rate)
 
     def _gb(self) -> float:
+        """Returns the gigabytes copied either way since the row before."""
         return self._since("gb")[0] / GB
 
     def _seconds(self) -> float:
         return self._since("seconds")[2] / self._num_ranks
 
     def _rate(self) -> float:
+        """Returns the GB/s of copies whose end the host has seen since the row before, divided by the number of ranks; 0
+        without any.
+        """
         _, num_timed, seconds = self._since("rate")
         return num_timed / GB / seconds / self._num_ranks if seconds else 0.0
 

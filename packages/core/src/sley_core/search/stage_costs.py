@@ -102,7 +102,7 @@ class StageCosts:
         """
 
         def least() -> Least:
-            """Computes it: one exchange of each layer's gradients, and the update and states of what a rank steps itself."""
+            """Computes it: one exchange of all gradients together, and the update and states of what a rank steps itself."""
             held, owned = self._held_elements(shape, every=True)
             pieces = (Pieces(np.array([one.elements.sum()]), np.ones(1)) for one in self._per_layer(shape))
             seconds = float(self._exchange(shape, "reduce", *pieces).sum())  # no bucket is larger than all gradients

@@ -1,4 +1,4 @@
-"""The offload manager of core's `[[offload]]`: one mover for each part of the run's memory that the table names."""
+"""Moves the parts of a run's memory that a table `[[offload]]` names: one mover for each part."""
 
 from __future__ import annotations
 
@@ -60,6 +60,9 @@ class Manager(OffloadManager):
         return self.config.moves
 
     def attach(self, parts: Parts, holdings: Holdings) -> None:
+        """Makes the mover of each part, and its copy streams and host memory. Does nothing on a device without memory, and then
+        no other method moves anything.
+        """
         device = parts.world.device
         if not device.is_real:
             return
@@ -87,6 +90,9 @@ class Manager(OffloadManager):
         self._is_attached = True
 
     def offload(self, part: Part) -> Callable[[], None]:
+        """Starts to move `part` off the device; returns what waits for it. While weights or buffers are away, calls of layers
+        are refused.
+        """
         if part in OF_LAYERS:
             self._gate.close()
         self._movers[part].offload()
@@ -101,6 +107,9 @@ class Manager(OffloadManager):
         return self._movers[part].host() if self._is_attached else {}
 
     def require(self, part: Part, what: str) -> None:
+        """Makes the device's work wait for `part` if it is coming. Raises StateError `memory-away` if it is away, or on its way
+        there; states that come for their step by themselves are never missing.
+        """
         if not self._is_attached:
             return
         mover = self._movers[part]
@@ -116,6 +125,7 @@ class Manager(OffloadManager):
         return self._moved[part]
 
     def detach(self) -> None:
+        """Brings weights and buffers back, so that layers are ordinary modules again, and waits for all copies."""
         if not self._is_attached:
             return
         for part in OF_LAYERS:
@@ -135,13 +145,14 @@ class Manager(OffloadManager):
             self._gate.open()
 
     def _check_layers(self) -> None:
+        """Makes the device's work wait for weights and buffers. Raises StateError `memory-away` if they are away."""
         for part in OF_LAYERS:
             if part in self._movers:
                 self.require(part, "a layer's forward")
 
 
 def _pieces(holdings: Holdings, part: Part, bucket_bytes: int) -> Pieces:
-    """Returns what lists the storages of `part`."""
+    """Returns a function that lists the storages of `part`, each once; small optimizer states it lays together first."""
     if part == "optimizer_states":
         return lambda: packed(holdings.pieces(part), bucket_bytes)
     return partial(holdings.pieces, part)
