@@ -1,4 +1,4 @@
-"""The most memory that this process has held on its device."""
+"""Measures the most memory that this process has held on its device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model, data and plan with which `attention_contract` tries a sequence attention."""
+"""Makes the model, data and plan with which `attention_contract` tries a sequence attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recorded run beside the loop by hand of `testing.plain`, over the same batches: one call for the tests of a layout.
+"""Runs a recorded run beside the loop by hand of `testing.plain`, over the same batches: one call for the tests of a layout.
 
 found = record(tables, 3, batches=batches)                                # any layout of the plan
 assert_by_hand(found, layers(info), batches, partial(torch.optim.SGD, lr=0.1), micro_size=1)

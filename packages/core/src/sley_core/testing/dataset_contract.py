@@ -1,4 +1,4 @@
-"""Tests that every dataset must pass; the tests of a plugin inherit them.
+"""Tests what every dataset must pass; the tests of a plugin inherit them.
 
     class TestReviews(DatasetContract):
         data = {"use": "reviews.jsonl", "files": ["*.jsonl"], "sequence": 32}

@@ -1,4 +1,4 @@
-"""What a plan of one process is estimated to take, beside what its run takes: bytes at the peak, and seconds of a step.
+"""Compares the estimate of a plan of one process with its run: bytes at the peak, and seconds of a step.
 
     machine = machine_for(device, plans)              # measured as `calibrate` measures it
     compared = compare("wide", plan, machine)         # on a CPU, or on the CUDA device of the plan

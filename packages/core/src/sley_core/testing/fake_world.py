@@ -1,4 +1,4 @@
-"""One rank of a world of any size in this one process, without peers: torch's "fake" backend.
+"""Opens one rank of a world of any size in this one process, without peers: torch's "fake" backend.
 
 Groups, ranks and shapes are real; no data moves, so that a collective leaves whatever its result held before. For
 layout, group tables and orders of collectives, not for numbers.

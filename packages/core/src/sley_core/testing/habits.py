@@ -1,4 +1,5 @@
-"""What people write around a linear, in one model each: `factory = "sley_core.testing.habits:model"`, `options.habit`.
+"""Makes small models, each with one habit of people's code around a linear: `factory = "sley_core.testing.habits:model"`,
+`options.habit`.
 
 Whoever puts something in the place of a linear gives the numbers of a loop by hand for all `HABITS` (`testing.by_hand`).
 """

@@ -1,4 +1,4 @@
-"""Tests that every stage link must pass; the tests of a plugin inherit them.
+"""Tests what every stage link must pass; the tests of a plugin inherit them.
 
     class TestMine(StageLinkContract):
         link = {"use": "mine.link"}

@@ -1,4 +1,4 @@
-"""Lists of actions for tests: any that can run, on any placement."""
+"""Makes lists of actions for tests: any that can run, on any placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether processes of this user may read each other's memory here, which tests of that need."""
+"""Tells whether processes of this user may read each other's memory here, which tests of that need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop that everybody writes by hand, as the oracle of every run: torch's autograd and optimizer, no engine.
+"""Trains by the loop that everybody writes by hand, as the oracle of every run: torch's autograd and optimizer, no engine.
 
 loop = PlainLoop(layers, CrossEntropy(config), optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
 loop.load(first)                                 # the weights that the run began with, by name

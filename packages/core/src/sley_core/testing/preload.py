@@ -1,4 +1,4 @@
-"""What the fork server imports once, so that a rank starts in milliseconds with everything in place.
+"""Imports once, in the fork server, what ranks need, so that a rank starts in milliseconds with everything in place.
 
 torch's own late imports are here too: the first optimizer of a process imports torch._dynamo, which takes a second.
 A module that does not import here is left to the rank that needs it, whose error then names the test.

@@ -1,4 +1,4 @@
-"""Which processes a test has left behind, and on which addresses one listens; read from /proc, so on Linux only."""
+"""Finds the processes that a test has left behind, and the addresses on which one listens; reads /proc, so on Linux only."""
 
 from __future__ import annotations
 

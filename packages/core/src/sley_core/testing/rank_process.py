@@ -1,4 +1,4 @@
-"""One rank of a test: what the process that `ranks` starts does, from its first line to its last.
+"""Runs one rank of a test: all that the process that `ranks` starts does, from its first line to its last.
 
     receive the job ─> take over the parent's surroundings ─> join the world ─> call ─> send the outcome ─┐
            └──────── if nothing is left of the call <──────── leave the world <─ wait for the others <───┘

@@ -1,4 +1,4 @@
-"""The processes that ranks of tests are: forked from one server, and kept from one call to the next where they may be."""
+"""Keeps the processes that ranks of tests are: forked from one server, and kept from one call to the next where they may be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that stop at a checkpoint and go on from it, in the same layout or another, beside one that was never stopped.
+"""Runs plans that stop at a checkpoint and go on from it, in the same layout or another, beside one that was never stopped.
 
     path = ranks(2)(stretch, tables, 3, folder=texts, save=path)         # three steps, then a checkpoint
     after = ranks(4)(stretch, other, 3, folder=texts, load=path)         # three more, in another layout

@@ -1,4 +1,4 @@
-"""The proof that ranks issue their collectives in one order, and where they part ways if they do not.
+"""Proves that ranks issue their collectives in one order, or finds where they part ways.
 
 Ranks of a group that issue the same collectives in another order hang, or sum the wrong tensors without an error.
 """

@@ -1,4 +1,4 @@
-"""Whether a process is as it was before it ran a test, so that it can run another.
+"""Tells whether a process is as it was before it ran a test, so that it can run another.
 
 What can be undone is undone (`Before.restore`): modules of tests are forgotten, caches emptied, random numbers set back. What
 cannot be is looked for, and named where it is found: names in our modules, in their classes and objects and in those of torch

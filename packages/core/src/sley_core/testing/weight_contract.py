@@ -1,4 +1,4 @@
-"""Tests that every weight communicator must pass; the tests of a plugin inherit them.
+"""Tests what every weight communicator must pass; the tests of a plugin inherit them.
 
     class TestRing(WeightCommunicatorContract):
         weights = {"use": "ring.communicator"}

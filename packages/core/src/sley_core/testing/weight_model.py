@@ -1,4 +1,4 @@
-"""The model, data, loss and plan with which `weight_contract` tries a weight communicator."""
+"""Makes the model, data, loss and plan with which `weight_contract` tries a weight communicator."""
 
 from __future__ import annotations
 
