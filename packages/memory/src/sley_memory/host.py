@@ -104,7 +104,7 @@ class HostActivations(ActivationPolicy):
     ) -> Any:
         """Calls the layer and returns its output. What a chosen layer saves for its backward is copied to the host, leaves the
         device when the next layer is over, and comes back when the gradient of the next layer's output, or of its own, is
-        there.
+        there. Before `attach` nothing leaves.
         """
         if self._parts is None:
             return layer(*args, **fields)

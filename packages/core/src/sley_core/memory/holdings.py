@@ -96,6 +96,7 @@ class Holdings:
         return {storage_id(tensor) for before in PARTS[: PARTS.index(part)] for _, tensor in self.tensors(before)}
 
     def _is_state(self, tensor: Tensor) -> bool:
+        """Returns whether an optimizer state moves with its part: it is on the device, and no scalar."""
         return tensor.device == self.device and tensor.dim() > 0
 
 

@@ -48,6 +48,7 @@ class MoveNumbers:
         return self._since("gb")[0] / GB
 
     def _seconds(self) -> float:
+        """Returns the mean over ranks of the seconds of copies whose end the host has seen since the row before."""
         return self._since("seconds")[2] / self._num_ranks
 
     def _rate(self) -> float:

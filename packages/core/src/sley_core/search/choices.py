@@ -161,6 +161,7 @@ def _moved_by(manager: Component | Choice) -> set[str]:
 
 
 def _is_reducer(record: object) -> bool:
+    """Returns whether a record is that of a gradient handler that sums gradients."""
     return isinstance(record, GradientHandlerRecord) and record.role == "reducer"
 
 

@@ -30,6 +30,7 @@ class ExactEstimate:
 
     @property
     def estimate(self) -> Estimate:
+        """Returns seconds of the step and bytes of the stage that holds most."""
         return Estimate(self.seconds.step.seconds, self.fullest.peak)
 
 

@@ -31,10 +31,12 @@ class Final:
 
     @property
     def seconds(self) -> float:
+        """Returns the seconds of its step: by its own steps if these were taken, else at a glance."""
         return self.exact.estimate.seconds if self.exact else self.seen.estimate.seconds
 
     @property
     def num_bytes(self) -> int:
+        """Returns the bytes of the stage that holds most: by its own steps if these were taken, else at a glance."""
         return self.exact.estimate.num_bytes if self.exact else self.seen.estimate.num_bytes
 
 

@@ -65,8 +65,9 @@ class Candidate:
     reducer: Choice | None
 
     def plan(self, plan: Plan, world: int) -> Plan:
-        """Returns `plan` with the tables of this layout, in a world of `world` ranks. Lengths of stages that the plan writes
-        for another number of stages, or another schedule, are left out. Raises PlanError for tables that are no plan.
+        """Returns `plan` with the tables of this layout, in a world of `world` ranks. Without stages, link, partition and
+        timeline are left out; so are lengths of stages that the plan writes for another number of stages, or another schedule.
+        Raises PlanError for tables that are no plan.
         """
         sizes, shape = self.shape.sizes, self.shape
         tables: dict[str, Any] = {

@@ -140,12 +140,12 @@ class Compared:
 
     @property
     def bytes_error(self) -> float:
-        """How much more was estimated than there was at the peak, relative."""
+        """Returns how much more was estimated than there was at the peak, relative to that."""
         return self.num_bytes / self.peak.num_bytes - 1
 
     @property
     def seconds_error(self) -> float | None:
-        """How much longer the estimated step is than the real one, relative."""
+        """Returns how much longer the estimated step is than the real one, relative to that."""
         return None if self.seconds is None else self.seconds / self.real_seconds - 1
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """The default group is that of rank `rank` of `size` within the block; afterwards there is none, as before.
+    """Makes the default group that of rank `rank` of `size` within the block; afterwards there is none, as before.
 
         for rank in range(64):
             with fake_world(rank, 64):

@@ -138,7 +138,7 @@ def _is_as_fresh() -> bool:
 
 
 def _code_of(error: SystemExit) -> int:
-    """The exit code that Python makes of it."""
+    """Returns the exit code that Python makes of it."""
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
     print(error.code, file=sys.stderr)

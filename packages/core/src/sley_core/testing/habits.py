@@ -219,7 +219,7 @@ class Embed(nn.Embedding):
 
 
 def layers(data: DataInfo, habit: str, hidden: int = 8) -> list[tuple[str, nn.Module]]:
-    """Two blocks of one habit between an embedding and a head."""
+    """Returns two blocks of one habit between an embedding and a head, by name."""
     assert data.vocab_size is not None
     kind = (HABITS | OF_WHOLE_GRADIENTS)[habit]
     blocks = [(f"blocks.{at}", kind(hidden)) for at in range(2)]

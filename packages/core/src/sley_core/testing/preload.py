@@ -42,11 +42,11 @@ def _all_of(package: ModuleType) -> Iterator[str]:
 
 
 def _leave_it(name: str) -> None:
-    """A package that does not import is not walked."""
+    """Does nothing: a package that does not import is not walked."""
 
 
 def tables() -> Iterator[type[Table]]:
-    """Every class of tables that has been imported; pydantic makes its validator when it is first used."""
+    """Yields every class of tables that has been imported; pydantic makes its validator when it is first used."""
     found: list[type[Table]] = [Table]
     for table in found:
         found += table.__subclasses__()

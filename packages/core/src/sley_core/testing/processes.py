@@ -91,7 +91,7 @@ def call_itself(env: Mapping[str, str]) -> None:
 
 
 def assert_none_left(find: Callable[[], list[Process]] = descendants, *, within_s: float = 1.0) -> None:
-    """`find()` is empty now or within `within_s`; else an AssertionError that lists the processes."""
+    """Asserts that `find()` is empty now or within `within_s`; else raises an AssertionError that lists the processes."""
     deadline = time.monotonic() + within_s
     while left := find():
         lines = "\n".join(f"  {process.pid}: {process.command}" for process in left)
@@ -100,7 +100,7 @@ def assert_none_left(find: Callable[[], list[Process]] = descendants, *, within_
 
 
 def listening_sockets(pid: int) -> list[Listener]:
-    """The TCP sockets, IPv4 and IPv6, on which process `pid` listens now; empty if it is gone."""
+    """Returns the TCP sockets, IPv4 and IPv6, on which process `pid` listens now; none if it is gone."""
     sockets = set()
     with suppress(OSError):
         for descriptor in (_PROC / str(pid) / "fd").iterdir():

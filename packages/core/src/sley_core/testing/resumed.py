@@ -86,7 +86,7 @@ def _let_save(step: int, path: Path, run: Run) -> None:
 
 
 def assert_same_stretch(reference: Sequence[Stretch], others: Sequence[Stretch]) -> None:
-    """Every rank's last rows, weights, masters and optimizer states are equal bit for bit."""
+    """Asserts that every rank's last rows, weights, masters and optimizer states are equal bit for bit."""
     for wanted, found in zip(reference, others, strict=True):
         for one, other in zip(wanted.rows[-len(found.rows) :], found.rows, strict=True):
             keys = ("step", "loss", "grad_norm", "lr", "loss_scale", "skipped")

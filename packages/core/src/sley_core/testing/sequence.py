@@ -43,14 +43,15 @@ class Collective:
 
     @property
     def agreed(self) -> tuple[object, ...]:
-        """What all members of the communicator must do alike; both ends, of a send and its receive."""
+        """Returns what all members of the communicator must do alike; both ends, of a send and its receive."""
         if self.op in _PAIRED:
             return self.group, self.numel, self.dtype
         return self.group, self.op, None if self.op in _UNEVEN else self.numel, self.dtype, self.peer
 
 
 def assert_same_sequence(sequences: Sequence[Sequence[Collective]] | Mapping[int, Sequence[Collective]]) -> None:
-    """All members of every group issued the same collectives in the same order, and every send meets its receive.
+    """Asserts that all members of every group issued the same collectives in the same order, and every send
+    meets its receive.
 
     sequences: what each rank recorded, by rank. Ranks that are left out of a mapping are not compared.
     Raises AssertionError for the first call that differs, with what the ranks do there and where in their code.

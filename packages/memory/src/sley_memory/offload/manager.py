@@ -33,13 +33,29 @@ class Mover(Protocol):
     """Moves one part. `where`: where it is."""
 
     @property
-    def where(self) -> Where: ...
+    def where(self) -> Where:
+        """Returns where the part is: here, leaving, away or coming."""
+        ...
 
-    def offload(self) -> None: ...
-    def onload(self) -> None: ...
-    def require(self) -> None: ...
-    def wait(self) -> None: ...
-    def host(self) -> Mapping[int, Tensor]: ...
+    def offload(self) -> None:
+        """Starts to move the part off the device; of one that is away, only counts the call."""
+        ...
+
+    def onload(self) -> None:
+        """Starts to bring the part back; of one that is here, only counts the call."""
+        ...
+
+    def require(self) -> None:
+        """Makes the device's work wait for the part if it is coming."""
+        ...
+
+    def wait(self) -> None:
+        """Waits, on the host, for copies in flight."""
+        ...
+
+    def host(self) -> Mapping[int, Tensor]:
+        """Waits for copies to the host; returns those of what is away or coming, by `storage_id`, uint8 [bytes]."""
+        ...
 
 
 class Manager(OffloadManager):
@@ -60,9 +76,7 @@ class Manager(OffloadManager):
         return self.config.moves
 
     def attach(self, parts: Parts, holdings: Holdings) -> None:
-        """Makes the mover of each part, and its copy streams and host memory. Does nothing on a device without memory, and then
-        no other method moves anything.
-        """
+        """Makes the mover of each part, and its copy streams and host memory. Does nothing on a device without memory."""
         device = parts.world.device
         if not device.is_real:
             return

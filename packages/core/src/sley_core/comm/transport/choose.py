@@ -50,6 +50,7 @@ def attached(members: Members, lanes: Mapping[str, dist.ProcessGroup], timeout_s
     """
 
     def connect() -> Connection | None:
+        """Connects this rank to the others; None on all of them if any two cannot read each other."""
         # The first lane's members, in the order of the table of groups.
         return Connection.open(members, RINGS * len(lanes), next(iter(lanes.values())), timeout_s)
 

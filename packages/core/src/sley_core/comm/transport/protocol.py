@@ -130,4 +130,4 @@ class Unpublished(Published):
         return self._transport.all_gather(wholes, shards, what=what)
 
     def wait_sent(self) -> None:
-        """Each gather has been ended by itself."""
+        """Returns at once: each gather has been ended by itself."""

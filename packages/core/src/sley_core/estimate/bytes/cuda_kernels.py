@@ -1,4 +1,5 @@
-"""What layers keep and take on CUDA otherwise than on a CPU, on whose tensors an estimate takes its steps.
+"""Makes layers keep and take what they do on CUDA, where that differs from a CPU, on whose tensors an
+estimate takes its steps.
 
               on a CPU                                       on CUDA
 RMSNorm       its formula, which keeps the input in fp32     one kernel, which keeps the input and a number per row
@@ -27,7 +28,7 @@ from sley_core.model.device_kind import standing_for
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Within the block layers, and the loss, keep what they would on CUDA."""
+    """Makes layers, and the loss, keep within the block what they would keep on CUDA."""
     with standing_for("cuda"), CudaKernels():
         yield
 

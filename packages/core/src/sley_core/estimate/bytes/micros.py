@@ -21,8 +21,8 @@ LEAST_BETWEEN_STAGES = 12
 
 def fewest_micros(lists: Lists, num_micros: int) -> int:
     """Returns the smallest number of micro-batches with which this stage's list has the same peaks as with `num_micros`: of
-    pairs in flight, graphs, receives, and of all three together. At least 3, or 12 where there are several stages; `num_micros`
-    if it is less, or no smaller number will do.
+    pairs in flight, graphs, receives, and of all three together. At least 3, or 12 where the model is cut into several parts;
+    `num_micros` if it is less, or no smaller number will do.
     """
     wanted = _peaks(lists, num_micros)
     least = LEAST if lists.placement.num_positions == 1 else LEAST_BETWEEN_STAGES

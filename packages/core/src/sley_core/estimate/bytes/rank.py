@@ -197,7 +197,7 @@ class _Standing:
         self._run: Run | None = None
 
     def follow(self, run: Run) -> None:
-        """From now on `place` tells where `run` is."""
+        """Makes `place` tell where `run` is, from now on."""
         self._run = run
 
     def place(self) -> StepPlace:

@@ -137,4 +137,5 @@ class NearestLayers:
 
 
 def _copies(policy: Choice) -> bool:
+    """Returns whether an activation policy copies to the host what layers save."""
     return isinstance(policy.record, ActivationPolicyRecord) and policy.record.copies

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PricedLayer:
-    """A layer's seconds, the bytes that it hands on, and where the seconds come from. key: alike for what costs the same."""
+    """Holds a layer's seconds, the bytes that it hands on, and where the seconds come from. key: equal for layers that take as
+    long and as much memory as each other.
+    """
 
     name: str
     key: str

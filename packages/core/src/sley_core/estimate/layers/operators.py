@@ -1,4 +1,4 @@
-"""The work of a layer as plain numbers: what each operator multiplies and moves, in each phase. No torch in here."""
+"""Holds the work of a layer as plain numbers: what each operator multiplies and moves, in each phase. No torch in here."""
 
 from __future__ import annotations
 

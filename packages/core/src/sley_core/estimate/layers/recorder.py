@@ -51,7 +51,7 @@ class SeenBytes:
         self._watched: dict[int, weakref.ref[torch.UntypedStorage] | None] = {}
 
     def ignore(self, tensor: Tensor) -> None:
-        """Never counts the storage of a tensor, which outlives this object."""
+        """Keeps the storage of a tensor, which outlives this object, from being counted by a later `see`."""
         self._watched[tensor.untyped_storage()._cdata] = None
 
     def see(self, found: Any) -> None:

@@ -54,6 +54,7 @@ def recorded_programs(
 
 
 def _computing(entries: Lowered) -> list[Action]:
+    """Returns the actions of a list that compute."""
     return [action for action in actions_of(entries) if action.kind is not Kind.CHUNK_DONE]
 
 

@@ -99,7 +99,7 @@ class Outline:
         self._chain(orders)
 
     def _of_stage(self, stage: int, orders: list[dict[tuple[int, int], list[int]]]) -> list[Beat]:
-        """Returns the beats of a stage, with its messages numbered; computing without seconds is at the end of the list.
+        """Returns the beats of a stage, with numbers for its messages; the last one begins what is left, and computes nothing.
 
         Appends to `orders` the numbers of the messages that the stage begins, in order, by (sender, receiver), and to
         `_changed` the actions, by number of beat, at which weights are waited for or sums may start.

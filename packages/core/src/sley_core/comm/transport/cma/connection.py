@@ -1,4 +1,4 @@
-"""The members of a group to each other: where each has its inbox, what may be copied, and whether it is still there.
+"""Connects the members of a group: where each has its inbox, what may be copied, and whether it is still there.
 
 Both copies need the right to trace the peer, which same users have unless Yama or a container forbids it. `Connection.open`
 tries, and answers None where any pair of ranks cannot. A peer is known by a descriptor of its process (`pidfd_open`), asked

@@ -98,4 +98,5 @@ def _calls(
 
 
 def _vectors(spans: Sequence[MemorySpan]) -> ctypes.Array[_Vector]:
+    """Returns spans in the form that Linux's calls take."""
     return (_Vector * len(spans))(*(_Vector(*span) for span in spans))
