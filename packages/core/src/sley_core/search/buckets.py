@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class Pieces(NamedTuple):
-    """What is exchanged once each layer's gradients are there: so many elements, in so many exchanges. One entry per layer."""
+    """Holds what is exchanged once each layer's gradients are there: how many elements, and in how many exchanges. Both
+    [layers].
+    """
 
     elements: NDArray[np.float64]
     counts: NDArray[np.float64]

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 
 class Passes(NamedTuple):
-    """What the layers of each stage take, whoever sums gradients. first: seconds before its first forward begins and behind its
-    last gradient; there, again: a micro-batch's forward and backward; kept: bytes.
+    """Holds, for each stage, what its layers take, whoever sums gradients. first: seconds before its first forward begins and
+    behind its last gradient; there, again: seconds of a micro-batch's forward and backward; kept: bytes that wait for a
+    backward.
     """
 
     first: Floats

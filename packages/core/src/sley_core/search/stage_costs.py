@@ -46,8 +46,8 @@ Exchanged = NDArray[np.float64]
 
 
 class OfLayers(NamedTuple):
-    """Exchanges of each layer: sums of its gradients, or their reductions and gathers of what is stepped; once: reductions of
-    the gradients of shards that come once a step.
+    """Holds the costs of each layer's exchanges, [3, layers] each: sums of its gradients, or their reductions; gathers of the
+    weights that ranks step in parts; and in `once` reductions of sharded weights' gradients that come once a step.
     """
 
     sums: Exchanged
@@ -56,8 +56,9 @@ class OfLayers(NamedTuple):
 
 
 class OfStages(NamedTuple):
-    """Per stage: seconds of sums (or reductions), of gathers, of norm and update; bytes of weights, gradients and states; bytes
-    before the first step.
+    """Holds, for each stage: seconds of sums (or reductions) of gradients, of gathers of weights, of norm and update; bytes of
+    weights, gradients and optimizer states; bytes that there are before the first step. exchanged: costs of each layer's
+    exchanges.
     """
 
     sums: Floats
@@ -69,7 +70,9 @@ class OfStages(NamedTuple):
 
 
 class Least(NamedTuple):
-    """Of all layers: seconds of the cheapest exchanges and of the update; the fewest bytes of weights, gradients, states."""
+    """Holds, summed over all layers: seconds of the cheapest exchanges of gradients, seconds of the update, and the fewest
+    bytes of weights, gradients and optimizer states.
+    """
 
     exchanged_s: float
     update_s: float

@@ -56,7 +56,7 @@ class DatasetContract:
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
-        """The plan's folder, with its files."""
+        """Returns the plan's folder, with its files."""
         self.write_files(tmp_path)
         return tmp_path
 

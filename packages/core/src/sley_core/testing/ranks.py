@@ -73,7 +73,8 @@ class Ranks:
         return [pickle.loads(value) for value in self._values(pack((function, args, kwargs)))]
 
     def once(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
-        """As a call, of a function that always gives the same: what this process has called before is not called again.
+        """Calls a function that always gives the same on the ranks and returns its results; what this process has called before
+        is not called again.
 
         For references that several tests compare with. Each gets results of its own. Another path, folder or environment is
         another call.

@@ -97,7 +97,9 @@ def assert_same_stretch(reference: Sequence[Stretch], others: Sequence[Stretch])
 
 
 def assert_goes_on(reference: Stretch, others: Sequence[Stretch], precision: str) -> None:
-    """Every rank of `others` goes on as the undisturbed one-process `reference`, within the parity of this precision."""
+    """Asserts that every rank of `others` goes on as the undisturbed one-process `reference`, within the parity of this
+    precision.
+    """
     limit = WEIGHTS[precision]
     for rank, other in enumerate(others):
         for wanted, found in zip(reference.rows[-len(other.rows) :], other.rows, strict=True):

@@ -70,7 +70,9 @@ def assert_same_sequence(sequences: Sequence[Sequence[Collective]] | Mapping[int
 def _by_group(
     by_rank: Mapping[int, Sequence[Collective]],
 ) -> dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]]:
-    """Per communicator, the calls of each of its members, none for one that never used it; in the order of first use."""
+    """Returns, per communicator, the calls of each of its members, none for one that never used it; in the
+    order of first use.
+    """
     groups: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(dict)
     for rank, calls in by_rank.items():
         for call in calls:
@@ -82,7 +84,7 @@ def _by_group(
 
 
 def _pairs(members: Mapping[int, list[Collective]]) -> Iterator[dict[int, list[Collective]]]:
-    """What each source sends to each target beside what that target receives from it, where both were recorded."""
+    """Returns what each source sends to each target beside what that target receives from it, where both were recorded."""
     between: dict[tuple[int, int], dict[int, list[Collective]]] = {}
     for rank, calls in members.items():
         for call in calls:

@@ -60,8 +60,8 @@ class Silenced(Done):
 
 
 class Silent(Transport):
-    """In place of the transport of `lane` that needs `scratch_rows(n)` rows of its callers for a shard of n, and that takes
-    memory by `scratch(own)` while it sums `own`.
+    """Stands for the transport of `lane` that needs `scratch_rows(n)` rows of its callers for a shard of n, and that takes
+    memory by `scratch(own)` while it sums `own`: takes as much, exchanges nothing.
     """
 
     def __init__(

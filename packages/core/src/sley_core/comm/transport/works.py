@@ -15,7 +15,7 @@ from sley_core.errors import RunError
 
 
 class Announced(Protocol):
-    """What the peers say that an exchange is. works: by which that comes."""
+    """Tells what the peers say that an exchange is. works: of the process group, by which that comes."""
 
     works: list[Any]
 

@@ -110,6 +110,7 @@ def collectives(stage: Group, shards: Group, slices: Group, world: World) -> dic
         return lambda: end_of(shards.transport(GATHER).all_gather([whole], [own], what="a gather to time"))
 
     def reduced(num_bytes: int) -> Begin:
+        """Makes a tensor of `num_bytes` and scratch memory; returns what begins a reduce-scatter of it."""
         whole = tensor(num_bytes)
         transport = shards.transport(REDUCE)
         scratch = torch.empty(transport.num_scratch_rows(1), *whole.shape[1:], device=device)
@@ -131,6 +132,7 @@ def _message(group: Group, world: World, num_bytes: int) -> Callable[[], None]:
     coord = group.coord
 
     def there_and_back() -> None:
+        """Sends the message and receives it again, or the reverse on the second stage; returns when it is there."""
         if coord == 0:
             send_to(value, group, "up", 1, what="a message to time").wait()
             receive_from(value, group, "down", 1, what="a message to time").wait()

@@ -25,10 +25,11 @@ from sley_core.estimate.seconds.step import message_exchange
 
 @dataclass(frozen=True)
 class Prices:
-    """What things take. operators: seconds of some that follow each other, on a stage within an action or outside (None).
+    """Tells what things take. operators: seconds of operators that follow each other on a stage, in an action or (None) outside
+    of any.
 
-    exchange: cost of an exchange of a stage. members: the stages that meet in its group. message: cost of the value between
-    position i and i + 1. step_s: seconds of every step that belong to nothing else.
+    exchange: cost of an exchange that a stage began. members: the stages that meet in the group of an axis that a stage is in.
+    message: cost of the value between positions i and i + 1. step_s: seconds of every step that belong to nothing else.
     """
 
     operators: Callable[[Sequence[Operator], int, Action | None], float]

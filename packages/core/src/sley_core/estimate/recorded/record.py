@@ -39,7 +39,7 @@ MESSAGES = "pp"
 
 @dataclass(frozen=True)
 class RankRecord:
-    """A recorded step, and what of the run it takes to read it.
+    """Holds a recorded step, and what of the run it takes to read it.
 
     groups: the global ranks of each of this rank's groups, by axis. lists: of all stages, for any number of micro-batches.
     messages: bytes of what each position of the model but the last hands on. layers: names of those of each chunk.

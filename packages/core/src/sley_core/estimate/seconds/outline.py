@@ -75,7 +75,9 @@ class Exchanges:
 
 @dataclass
 class Filled:
-    """A step with its costs. beats: of each stage. seconds: of the beats. costs: of each number of a cost."""
+    """Holds a step with its costs. beats: of each stage. seconds: what numbers of seconds in beats stand for. costs: what
+    numbers of costs in exchanges stand for.
+    """
 
     beats: list[list[Beat]]
     exchanges: Exchanges
