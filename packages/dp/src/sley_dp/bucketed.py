@@ -31,7 +31,9 @@ class Bucketed(BucketReducer):
         super().attach(parts)
 
     def exchanges(self) -> list[HandlerExchange] | None:
-        """Returns the all-reduce of each bucket, in the order in which they are filled; None with canonical sums."""
+        """Returns the all-reduce of each bucket, in the order in which they are filled, with its bytes as sent; None with
+        canonical sums.
+        """
         if self._store.canonical is not None:
             return None
         itemsize = (self._wire or self._store.dtype).itemsize

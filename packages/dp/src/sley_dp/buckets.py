@@ -1,4 +1,4 @@
-"""Which gradients lie in which bucket: pure, no torch."""
+"""Cuts gradients into buckets: pure, no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ Item = TypeVar("Item")
 
 
 def fill(items: Iterable[Item], num_bytes: Callable[[Item], int], cap_bytes: float) -> list[list[Item]]:
-    """Returns `items` in their order, cut into as few buckets of at most `cap_bytes` as that order allows.
+    """Returns `items` in their order, cut into as few buckets of at most `cap_bytes` as that order allows. num_bytes: of an
+    item.
 
     An item larger than the cap gets a bucket of its own. Nothing is split, reordered or dropped.
     """

@@ -70,17 +70,21 @@ class ShardSums(Sums):
         self._slots.clear()
 
     def forget(self) -> None:
-        """Blocks until nothing writes into a buffer any more."""
+        """Waits until nothing writes into a buffer any more: the sums of a step that failed are finished, and not used."""
         self.finish()
 
     def _advance(self) -> None:
-        """Advances the sums, the oldest first, so that second halves start in one order on all ranks."""
+        """Advances the sums without waiting, the oldest first, up to one whose second half may not start yet, so that these
+        start in one order on all ranks.
+        """
         for one in self._sums:
             if not one.advance():
                 return
 
     def _scratch(self, like: GradientBuffer, numel: int) -> Tensor:
-        """Returns memory for what comes from peers; waits for the oldest sum that has some if NUM_SLOTS are in flight."""
+        """Returns `numel` elements of memory for what comes from peers, of the dtype of `like`. If NUM_SLOTS sums in flight
+        have some, waits for the oldest of these and takes over its memory if that is large enough.
+        """
         if numel and len(self._slots) == NUM_SLOTS:
             scratch, oldest = self._slots.pop(0)
             for one in self._sums[: self._sums.index(oldest) + 1]:

@@ -1,4 +1,4 @@
-"""The ranks that share the states of an optimizer. Pure; does not import torch.
+"""Groups the ranks that share the states of an optimizer. Pure; does not import torch.
 
 reduce group of 8 ranks, shards = 4    | 0 1 2 3 | 4 5 6 7 |   ranks that share one copy: neighbours
                                        0-4  1-5  2-6  3-7      ranks that hold the same shard
@@ -20,23 +20,26 @@ WEIGHTS = "weights"
 
 
 def shards_axis(reduce_group: str) -> str:
-    """Returns the axis of the ranks that share one copy of what is reduced over `reduce_group`."""
+    """Returns the name of the axis of the ranks that share one copy of the states of what is reduced over `reduce_group`."""
     return f"dp.shards.{reduce_group}"
 
 
 def copies_axis(reduce_group: str) -> str:
-    """Returns the axis of the ranks of `reduce_group` that hold the same shard."""
+    """Returns the name of the axis of the ranks of `reduce_group` that hold the same shard."""
     return f"dp.copies.{reduce_group}"
 
 
 def reduce_groups(topology: Topology) -> list[str]:
-    """Returns the axes of two or more ranks over which gradients are reduced."""
+    """Returns the names of the axes of two or more ranks over which gradients are reduced."""
     axes = ("stage", "wdp") if topology.wp > 1 else ("stage",)
     return [axis for axis in axes if topology.size_of(axis) > 1]
 
 
 def shard_groups(shards: int | None, topology: Topology) -> Iterator[ProcessGroupRecord]:
-    """Yields the groups that `dp.sharded` needs; `shards` divides the size of every reduce group, or is None for all of it."""
+    """Yields the groups that `dp.sharded` needs: of the ranks that share a copy of the states, and if there are several copies,
+    of those that hold the same shard. `shards` is how many ranks share one; it divides the size of every reduce group, or is
+    None for all of it.
+    """
     for axis in reduce_groups(topology):
         every = list(topology.partition(axis))
         count = shards or topology.size_of(axis)

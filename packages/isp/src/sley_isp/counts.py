@@ -1,4 +1,4 @@
-"""Counts of a communicator: per step, per evaluation batch, and peaks; for the end of a run and for tests.
+"""Counts what a communicator does: per step, per evaluation batch, and peaks; for the end of a run and for tests.
 
 begin ──> gathered*, dropped* ──> end: differences are those of one pass over the rank's actions
 """
@@ -50,7 +50,7 @@ class Tally:
     _phase: Phase = Phase.TRAIN
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
-        """Starts to count a step or evaluation that runs `actions`."""
+        """Starts to count a step, or an evaluation, that runs `actions`."""
         self._units.clear()
         self._phase = phase
         self.sent.begin_step()
@@ -58,7 +58,7 @@ class Tally:
         self._before = self.totals
 
     def gathered(self, unit: Unit, gathered: Gathered) -> None:
-        """Counts a gather that has started."""
+        """Counts a gather of `unit` that has started, and its buffer among the bytes resident now."""
         self._units[unit] += 1
         self._bytes += gathered.num_bytes
         self._gathered_bytes += gathered.num_received_bytes
@@ -70,7 +70,9 @@ class Tally:
         self._bytes -= gathered.num_bytes
 
     def end(self) -> None:
-        """Ends the count that `begin` started, and keeps the differences if it was a training step."""
+        """Ends the count that `begin` started: notes gathers per unit and micro-batch, and after a training step the
+        differences of all totals.
+        """
         self._per_micro[self._phase] = max(self._units.values(), default=0) / self._num_micros
         if self._phase is not Phase.TRAIN:
             return
@@ -82,12 +84,13 @@ class Tally:
 
     @property
     def num_allocations(self) -> int:
-        """Number of buffers that this package's pools allocated; 0 for another plugin's pool."""
+        """Returns the number of buffers that this package's pools allocated; 0 for another plugin's pool."""
         return int(getattr(self.pool, "num_allocations", 0))
 
     @property
     def totals(self) -> dict[str, int]:
-        """Totals since the beginning: gathers, those not prefetched, gradient exchanges, bytes received and sent.
+        """Returns totals since the beginning, by name: gathers, those not prefetched, gradient exchanges, bytes received by
+        gathers and sent by reductions, allocations.
 
         With tables cut by columns also the exchanges of vectors, and the bytes received by them and as token ids.
         """
@@ -104,7 +107,9 @@ class Tally:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Peaks at one time: gathered units and their bytes, full-size gradients, and bytes leased for them."""
+        """Returns peaks at one time, by name: gathered units and their bytes, full-size gradients, and bytes
+        leased for them.
+        """
         return {
             "resident_units": self.prefetch.max_held,
             "resident_bytes": self.max_bytes,

@@ -1,4 +1,4 @@
-"""Which layers a policy works on: all blocks, the first ones, or those that are named."""
+"""Chooses the layers that a policy works on: all blocks, the first ones, or those that are named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def chosen(layers: int | Sequence[str] | None, layer_names: Sequence[str]) -> fr
     """Returns the names of the layers that `layers` chooses of `layer_names`, the whole model's in order.
 
     layers: None for all blocks (all layers but the first and the last), a number for the first ones of these, or names and
-    patterns of any layers. Raises PlanError `unknown-layer` for one that no layer matches.
+    patterns of any layers. Raises PlanError `unknown-layer` for a pattern that no layer matches.
     """
     if layers is None or isinstance(layers, int):
         return frozenset(layer_names[1:-1][:layers])

@@ -44,17 +44,17 @@ class OffloadConfig(Table):
 
     @property
     def moves(self) -> tuple[Part, ...]:
-        """The parts that it moves."""
+        """Returns the parts of a run's memory that it moves."""
         raise NotImplementedError
 
     @property
     def is_shared(self) -> bool:
-        """Whether ranks share host copies of what they have in common."""
+        """Returns whether ranks share host copies of what they have in common."""
         return False
 
     @property
     def steps_in_buckets(self) -> bool:
-        """Whether optimizer states are on the device only while their weights are stepped."""
+        """Returns whether optimizer states are on the device only while their weights are stepped."""
         return False
 
 

@@ -64,7 +64,9 @@ class HostActivations(ActivationPolicy):
         self.tally = HostTally()
 
     def attach(self, parts: Parts) -> None:
-        """Takes a copy stream of this rank's device, and the run's parts, whose memory stays."""
+        """Takes a copy stream of this rank's device and makes host buffers for it; keeps the run's parts, whose memory stays on
+        the device.
+        """
         device = parts.world.device
         self._parts = parts
         self._owners = Owners(parts)
@@ -72,7 +74,7 @@ class HostActivations(ActivationPolicy):
         self.buffers = HostBuffers(device.host_memory, self._stream, self.config.budget_bytes)
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
-        """Discards what a failed step left: its copies may be in flight, so the device waits for them."""
+        """Discards what a failed step left, whose copies the device waits for, and notes where parameters and buffers are."""
         if self._parts is None:
             return
         self._let_go()
@@ -81,24 +83,29 @@ class HostActivations(ActivationPolicy):
         self._owners.begin()
 
     def detach(self) -> None:
-        """Frees the host memory."""
+        """Lets go of device memory that has left, and frees the host's buffers."""
         if self._parts is not None:
             self._let_go()
             self._last.clear()
             self.buffers.trim()
 
     def held(self) -> Any:
-        """Yields the host's buffers, as (name, tensor)."""
+        """Yields the host's buffers, as (name, uint8 tensor); nothing before `attach`."""
         return () if self._parts is None else self.buffers.held()
 
     def counts(self) -> Mapping[str, float]:
-        """Returns bytes moved and kept, copies, the host's seconds in them, and the bytes of the host's buffers."""
+        """Returns bytes moved and kept, copies, the host's seconds in them, and the bytes of the host's buffers; {} before
+        `attach`.
+        """
         return {} if self._parts is None else self.tally.counts(self.buffers)
 
     def call(
         self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
     ) -> Any:
-        """Returns `layer(*args, **fields)`; a chosen layer's saved tensors leave the device when the next layer is over."""
+        """Calls the layer and returns its output. What a chosen layer saves for its backward is copied to the host, leaves the
+        device when the next layer is over, and comes back when the gradient of the next layer's output, or of its own, is
+        there. Before `attach` nothing leaves.
+        """
         if self._parts is None:
             return layer(*args, **fields)
         place = micro.chunk, micro.micro
@@ -119,7 +126,11 @@ class HostActivations(ActivationPolicy):
         return output
 
     def _pack(self, tensor: Tensor, visit: Visit, fixed: set[int]) -> Handle | KeptTensor | Tensor:
-        """Returns what autograd keeps in place of `tensor`; starts its copy to the host if it is to leave."""
+        """Returns what autograd keeps in place of `tensor`; starts the copy of its storage to the host if it is to leave and
+        has not left yet, and notes it in `visit`.
+
+        fixed: addresses of storages that stay, of the micro-batch's fields.
+        """
         if not self._may_leave(tensor, fixed):
             return _kept(tensor)
         key = key_of(tensor)
@@ -134,7 +145,9 @@ class HostActivations(ActivationPolicy):
         return Handle(tensor, moved)
 
     def _may_leave(self, tensor: Tensor, fixed: set[int]) -> bool:
-        """Returns whether `tensor` is large, the layer's own, and of a kind that is no more than its memory."""
+        """Returns whether `tensor` lies on this device in a storage of at least `min_bytes` that belongs to no field,
+        parameter, buffer or pool, and is no more than its memory.
+        """
         assert self._parts is not None, "not attached"
         if not _is_plain(tensor) or tensor.device != self._parts.world.device.torch_device:
             return False
@@ -144,7 +157,9 @@ class HostActivations(ActivationPolicy):
         return key_of(tensor) in self._moved or not self._owners.have(tensor)
 
     def _send(self, tensor: Tensor) -> MovedStorage | None:
-        """Starts to copy the storage of `tensor` to the host; returns None, and counts it, if that exceeds the budget."""
+        """Starts to copy the storage of `tensor` to the host and returns what holds it; None, counted, if that exceeds the
+        budget.
+        """
         num_bytes = tensor.untyped_storage().nbytes()
         began = time.perf_counter()
         buffer = self.buffers.take(num_bytes)
@@ -157,7 +172,9 @@ class HostActivations(ActivationPolicy):
         return moved
 
     def _unpack(self, packed: Handle | KeptTensor | Tensor) -> Tensor:
-        """Returns what autograd saved, on the device. May be called again, as long as autograd keeps it."""
+        """Returns the tensor that autograd saved, on the device; fetches it if it is still away, and counts that. May be called
+        again, as long as autograd keeps it. Raises RunError `saved-in-place` if it was written on since.
+        """
         if isinstance(packed, Tensor):
             return packed
         if isinstance(packed, Handle) and self._fetch(packed.moved):
@@ -165,7 +182,7 @@ class HostActivations(ActivationPolicy):
         return packed.tensor()
 
     def _fetch_with(self, output: Any, visit: Visit) -> None:
-        """Starts to bring back what `visit` saved as soon as `output` has a gradient."""
+        """Lets what `visit` saved start to come back as soon as one of the tensors in `output` has a gradient."""
 
         def fetch(_gradient: Tensor) -> None:
             for moved in visit.alive():
@@ -177,6 +194,7 @@ class HostActivations(ActivationPolicy):
                     tensor.register_hook(fetch)  # type: ignore[no-untyped-call]  # torch's
 
     def _fetch(self, moved: MovedStorage) -> bool:
+        """Starts to bring a storage back if it is away, and counts that; returns whether it was."""
         began = time.perf_counter()
         is_away = moved.fetch()
         if is_away:
@@ -184,7 +202,9 @@ class HostActivations(ActivationPolicy):
         return is_away
 
     def _leave(self, visit: Visit) -> None:
-        """Frees the device's memory of what the layer of `visit` saved, if its copies are done; else after the next layer."""
+        """Lets the device's memory of what the layer of `visit` saved go: now if its copies are done, else behind the next
+        layer.
+        """
         self._leaving.append((self._stream.record(), [moved for moved in visit.alive() if moved.is_here]))
         if self._leaving[-1][0].is_done():
             self._let_go()

@@ -1,4 +1,4 @@
-"""Buffers on the host for what left the device: page-locked, allocated once, used again from step to step."""
+"""Lends buffers on the host for what left the device: page-locked, allocated once, used again from step to step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class HostBuffers:
         self._lent: dict[int, tuple[HostMemory, int]] = {}  # by id, with the bytes that were asked for
 
     def take(self, num_bytes: int) -> HostMemory | None:
-        """Returns a buffer of at least `num_bytes`, until `give`; None if that would exceed the budget."""
+        """Lends a buffer of at least `num_bytes` until `give`: a free one that is little larger, else a new one. Returns None,
+        and lends nothing, if that would exceed the budget.
+        """
         lent = self.num_lent_bytes + num_bytes
         if self.budget_bytes is not None and lent > self.budget_bytes:
             return None
@@ -51,13 +53,13 @@ class HostBuffers:
         return buffer
 
     def give(self, buffer: HostMemory) -> None:
-        """Takes a buffer back."""
+        """Takes a lent buffer back; the next that asks for about as much gets it."""
         _, num_bytes = self._lent.pop(id(buffer))
         self.num_lent_bytes -= num_bytes
         self._free.insert(bisect_left(self._free, buffer.num_bytes, key=_size), buffer)
 
     def trim(self) -> int:
-        """Frees every buffer that is not lent; returns the number of bytes. Waits for copies."""
+        """Frees every buffer that is not lent; returns the bytes freed. Waits for copies."""
         return self._drop(len(self._free))
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
@@ -73,7 +75,9 @@ class HostBuffers:
         return self._free.pop(at)
 
     def _new(self, num_bytes: int) -> HostMemory:
-        """Allocates a buffer; frees others first where more than twice of what was ever lent would be held."""
+        """Allocates a buffer of whole pages and returns it; frees others first where more than twice of what was ever lent
+        would be held.
+        """
         bound = 2 * max(self.max_lent_bytes, self.num_lent_bytes + num_bytes)
         while self._free and self.num_bytes + num_bytes > bound:
             self._drop(1)
@@ -83,7 +87,7 @@ class HostBuffers:
         return buffer
 
     def _drop(self, count: int) -> int:
-        """Frees the `count` smallest free buffers; returns their bytes."""
+        """Frees the `count` smallest free buffers, once copies are done; returns their bytes."""
         if not count:
             return 0
         self._stream.record().wait()  # copies may still read them

@@ -1,4 +1,4 @@
-"""What autograd saved of one storage, on its way to the host and back.
+"""Holds what autograd saved of one storage, on its way to the host and back.
 
     pack ──> HERE ──release──> AWAY ──fetch──> BACK ──> gone with the last handle
               │ copied out       │ host alone     │ on the device again
@@ -27,7 +27,7 @@ Key = tuple[int, int]
 
 
 def key_of(tensor: Tensor) -> Key:
-    """Returns the key of a tensor's storage and contents."""
+    """Returns what identifies a tensor's storage, and the version of its contents."""
     storage: int = tensor.untyped_storage()._cdata
     return storage, tensor._version
 
@@ -56,18 +56,22 @@ class MovedStorage:
 
     @property
     def is_here(self) -> bool:
-        """Whether this object still holds the device's memory."""
+        """Returns whether this object still holds the device's memory that was copied."""
         return self._source is not None
 
     def release(self) -> None:
-        """Drops the device's memory; the copy must be done, or the device held until it is."""
+        """Drops the device's memory, and notes whether it was written on since it was saved. The copy must be done, or the
+        device held until it is.
+        """
         if self._source is not None:
             tensor, version = self._source
             self._was_written = tensor._version != version
             self._source = None
 
     def fetch(self) -> bool:
-        """Starts to bring the storage back, if it is away; returns whether it was."""
+        """Starts to bring the storage back, if it is away; returns whether it was. It is not away before `release`, nor once it
+        is fetched.
+        """
         if self._source is not None or self._back is not None:
             return False
         with torch.inference_mode(False), torch.no_grad():
@@ -80,9 +84,10 @@ class MovedStorage:
         return True
 
     def storage(self) -> torch.UntypedStorage:
-        """Returns the storage on the device, which must have been fetched; what the device does next sees its contents.
+        """Returns the storage on the device: the one that was saved, or the fetched one, whose contents the device's later work
+        sees.
 
-        Raises RunError `saved-in-place` if it was written on before it left.
+        It must not be away. Raises RunError `saved-in-place` if the tensor was written on before it left.
         """
         if self._source is not None:
             tensor, version = self._source
@@ -111,7 +116,9 @@ class Handle:
         self.stride = tensor.stride()
 
     def tensor(self) -> Tensor:
-        """Returns the tensor as it was saved, on storage that is on the device."""
+        """Returns the tensor as it was saved, over storage on the device, which must have been fetched. Raises RunError
+        `saved-in-place` if it was written on before it left.
+        """
         with torch.inference_mode(False), torch.no_grad():
             made = torch.empty(0, dtype=self.dtype, device=self.moved.device)
             return made.set_(self.moved.storage(), self.offset, self.shape, self.stride)
@@ -136,7 +143,7 @@ class KeptTensor:
 
 
 def written() -> RunError:
-    """Returns the error of a saved tensor that was written on before its backward."""
+    """Returns the RunError `saved-in-place` of a saved tensor that was written on before its backward."""
     return RunError(
         "saved-in-place",
         "a tensor that a backward needs was written on in place since its forward saved it",

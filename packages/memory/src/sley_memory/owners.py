@@ -1,4 +1,4 @@
-"""Memory that somebody keeps anyway: to move a copy of it to the host would free nothing, or free what is lent."""
+"""Knows memory that somebody keeps anyway: to move a copy of it to the host would free nothing, or free what is lent."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ class Owners:
         self._lasting = Spans(())
 
     def begin(self) -> None:
-        """Looks where parameters and buffers are; they stay there for a step."""
+        """Notes where the layers' parameters and buffers are; they stay there for a step."""
         buffers = [buffer for layer in self._parts.layers for buffer in layer.module.buffers()]
         self._lasting = Spans([*buffers, *(entry.parameter for entry in self._parts.book)])
 
     def have(self, tensor: Tensor) -> bool:
-        """Returns whether the storage of `tensor` is one of theirs. Pools are asked each time: they grow within a step."""
+        """Returns whether the storage of `tensor` is one of the layers' parameters or buffers, or a pool's. Pools are asked
+        each time: they grow within a step.
+        """
         address = tensor.untyped_storage().data_ptr()
         return address in self._lasting or address in Spans(held for _, held in self._parts.pool.held())

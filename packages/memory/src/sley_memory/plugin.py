@@ -1,4 +1,4 @@
-"""What the plugin `memory` has."""
+"""Declares what the plugin `memory` has."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterator[Problem]:
+    """Yields a problem for `memory.selective` with compiled layers, and one for each offload that shares host copies of states
+    that come and go in every step.
+    """
     if plan.activations.name == "memory.selective" and plan.model.config.compile:
         message = "`memory.selective` sees the operations of a layer one by one, which a compiled layer has not"
         hint = "`core.recompute` works with compiled layers"
@@ -121,13 +124,15 @@ def sley_offload_managers() -> list[OffloadManagerRecord]:
 
 
 def _steps_in_buckets(config: OffloadConfig) -> bool:
+    """Returns whether optimizer states are on the device only while their weights are stepped."""
     return config.steps_in_buckets
 
 
 def _moves(config: OffloadConfig) -> tuple[str, ...]:
+    """Returns the parts of a run's memory that the table moves."""
     return config.moves
 
 
 def _scope(config: OffloadConfig) -> Scope:
-    """Stepping in buckets needs updates that do not depend on one another."""
+    """Returns what an update may depend on: for states that are stepped in buckets one matrix, else everything."""
     return "per_matrix" if config.steps_in_buckets else "global"

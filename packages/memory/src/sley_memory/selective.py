@@ -57,7 +57,8 @@ class KeptAttention:
         self.tally.add(-self.num_bytes)
 
     def put(self, result: Sequence[Any], *, is_drawn: bool) -> None:
-        """Keeps the result of an attention if the budget allows it.
+        """Keeps the result of an attention, without its history, if the budget allows it; else notes that it must be computed
+        again.
 
         is_drawn: whether it drew random numbers: then it must run again, or later draws would differ.
         """
@@ -76,7 +77,7 @@ class KeptAttention:
         self._at = 0
 
     def take(self) -> list[Any] | None:
-        """Returns the next result; None if it must be computed again.
+        """Returns the next result, in the order in which they were kept; None if it must be computed again.
 
         Raises RunError `saved-in-place` if it was written on since it was kept.
         """
@@ -114,7 +115,7 @@ class KeptTally:
         return self.budget_bytes is None or self.num_bytes + num_bytes <= self.budget_bytes
 
     def add(self, num_bytes: int) -> None:
-        """Counts what is kept, or, negative, no more."""
+        """Counts `num_bytes` of attention that are kept from now on, or, if negative, no more."""
         self.num_bytes += num_bytes
         self.max_bytes = max(self.max_bytes, self.num_bytes)
         if num_bytes > 0:
@@ -122,12 +123,14 @@ class KeptTally:
             self.num_kept += 1
 
     def again(self, num_bytes: int) -> None:
-        """Counts an attention that will run again."""
+        """Counts an attention of `num_bytes` that will run again."""
         self.again_bytes += num_bytes
         self.num_again += 1
 
     def counts(self) -> Mapping[str, float]:
-        """Returns the numbers since the beginning."""
+        """Returns the numbers since the beginning, by name: bytes kept, attentions kept and recomputed, the host's seconds in
+        second runs.
+        """
         return {
             "kept_bytes": self.total_bytes,
             "max_kept_bytes": self.max_bytes,
@@ -176,6 +179,7 @@ class _Second(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 def _is_attention(func: Any) -> bool:
+    """Returns whether `func` is one of the operators in which torch's attention ends."""
     return func in ATTENTION or func.name() == VARLEN
 
 
@@ -200,7 +204,9 @@ class SelectiveRecompute(Recompute):
         self.tally = KeptTally(config.budget_bytes)
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Returns the contexts of a layer's first run, and of its second."""
+        """Returns two contexts for one call of a layer: its first run within one keeps attention, its second within the other
+        reuses it.
+        """
         kept = KeptAttention(self.tally)
         return _First(kept), _Second(kept)
 

@@ -71,7 +71,7 @@ class _Lease(AbstractContextManager[Tensor]):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that were asked for."""
+        """Returns the bytes that were asked for."""
         return prod(self._shape) * self._dtype.itemsize
 
     def __enter__(self) -> Tensor:
@@ -116,7 +116,7 @@ class SizeClasses(MemoryPool):
         return _Lease(self, shape, dtype, device)
 
     def trim(self) -> int:
-        """Frees every block that is not lent; returns the number of bytes."""
+        """Frees every block that is not lent; returns the bytes freed."""
         num_bytes = sum(block.num_held for blocks in self._free.values() for block in blocks)
         self._free.clear()
         self.num_bytes -= num_bytes
@@ -130,8 +130,8 @@ class SizeClasses(MemoryPool):
             yield f"free.{number}", block.memory
 
     def counts(self) -> Mapping[str, float]:
-        """Returns bytes held and lent, now and at most, the bytes of them that rounding wastes now, allocations, and the share
-        of leases that needed none.
+        """Returns bytes held and lent, now and at most, the bytes that rounding wastes now, numbers of allocations and of
+        leases, and the share of leases that needed no allocation.
         """
         return {
             "held_bytes": self.num_bytes,
@@ -145,7 +145,7 @@ class SizeClasses(MemoryPool):
         }
 
     def _take(self, num_bytes: int, device: torch.device) -> _Block:
-        """Returns a free block for `num_bytes`, or a new one, and counts it as lent."""
+        """Returns a free block of the size that holds `num_bytes`, or a new one, and counts it as lent."""
         size = class_bytes(num_bytes, self.config.per_doubling)
         free = self._free.get((device, size))
         if free:
@@ -165,7 +165,7 @@ class SizeClasses(MemoryPool):
         return block
 
     def _give(self, block: _Block, num_bytes: int) -> None:
-        """Takes a block back from a lease of `num_bytes`."""
+        """Takes a block back from a lease of `num_bytes`; the next lease of its size gets it."""
         self._lent.remove(block)
         self.num_lent -= 1
         self.num_bytes_lent -= num_bytes

@@ -1,4 +1,4 @@
-"""What `memory.host` counts."""
+"""Counts for `memory.host`: bytes, copies, seconds."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ if TYPE_CHECKING:
 
 
 class HostTally:
-    """Bytes and copies since the beginning, and the seconds that the host took for them."""
+    """Counts bytes and copies since the beginning, and the seconds that the host took for them."""
 
     def __init__(self) -> None:
         self._total: dict[str, float] = {}
 
     def out(self, num_bytes: int, seconds: float) -> None:
-        """Counts a storage that goes to the host."""
+        """Counts a storage of `num_bytes` that goes to the host, and the host's seconds to start its copy."""
         self._add(moved_bytes=num_bytes, moved_storages=1, copy_out_host_s=seconds)
 
     def back(self, num_bytes: int, seconds: float) -> None:
-        """Counts a storage that comes back."""
+        """Counts a storage of `num_bytes` that comes back, and the host's seconds to start its copy."""
         self._add(fetched_bytes=num_bytes, copy_back_host_s=seconds)
 
     def waited(self) -> None:
@@ -32,7 +32,9 @@ class HostTally:
         self._add(over_budget_bytes=num_bytes)
 
     def counts(self, buffers: HostBuffers) -> Mapping[str, float]:
-        """Returns the numbers since the beginning, and what the host's buffers hold."""
+        """Returns the numbers since the beginning, by name; and of the host's buffers the most bytes lent, their bytes and how
+        many were allocated.
+        """
         names = ("moved_bytes", "moved_storages", "fetched_bytes", "fetched_on_demand", "over_budget_bytes")
         return {
             **{name: self._total.get(name, 0) for name in (*names, "copy_out_host_s", "copy_back_host_s")},

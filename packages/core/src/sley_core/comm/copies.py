@@ -1,4 +1,4 @@
-"""Copies between a device and the host beside the device's own work, and what waits for them.
+"""Copies between a device and the host beside the device's own work, and waits for that.
 
     stream.follow()                  # after all work that the device has been given so far
     stream.copy(host, weights)       # several copies, in this order
@@ -29,15 +29,15 @@ class CopyEvent(Protocol):
     """A point in a stream of copies: all that were given to it before."""
 
     def is_done(self) -> bool:
-        """Returns whether they are done; does not wait."""
+        """Returns whether those copies are done; does not wait."""
         ...
 
     def wait(self) -> None:
-        """Waits, on the host, until they are done."""
+        """Waits, on the host, until those copies are done."""
         ...
 
     def hold_device(self) -> None:
-        """Lets all work that the device's own stream is given from now on wait for them; does not block the host."""
+        """Makes all work that the device's own stream is given from now on wait for those copies; does not block the host."""
         ...
 
 
@@ -45,19 +45,21 @@ class CopyStream(Protocol):
     """Copies that happen in the order in which they are given, beside the device's own work."""
 
     def follow(self) -> None:
-        """Lets all later copies wait for the work that the device's own stream has been given so far."""
+        """Makes all later copies wait for the work that the device's own stream has been given so far."""
         ...
 
     def after(self, event: CopyEvent) -> None:
-        """Lets all later copies wait for those of another stream before `event`."""
+        """Makes all later copies wait for those of another stream before `event`."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copies `source` into `target`: equal shapes and dtypes. Both must stay as they are until the copy is done."""
+        """Gives the stream a copy of `source` into `target`: equal shapes and dtypes. Both must stay as they are until it is
+        done.
+        """
         ...
 
     def record(self) -> CopyEvent:
-        """Returns the present end of the stream."""
+        """Returns an event of all copies that the stream has been given so far."""
         ...
 
 
@@ -177,6 +179,7 @@ class HostMemory:
         _hosts.add(self)
 
     def _lock(self, address: int) -> bool:
+        """Registers the pages at `address` with CUDA until this object ends; returns whether that worked, and warns if not."""
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's
         if error := int(runtime.cudaHostRegister(address, self.num_bytes, 0)):
             _forget_error()
@@ -193,7 +196,7 @@ class HostMemory:
 
 def _forget_error() -> None:
     """Takes back the error of a call of CUDA that was answered, not raised: CUDA keeps it, and torch would raise it from this
-    thread's next operation, whatever that is.
+    thread's next operation, whatever that is. Starts a kernel on the current device.
     """
     with suppress(RuntimeError):
         torch.zeros(1, device="cuda").add_(1)  # starts a kernel, behind which torch asks for errors

@@ -1,4 +1,4 @@
-"""What differs between devices, in one place instead of in `if`s across the tree.
+"""Gathers what differs between devices in one place, instead of in `if`s across the tree.
 
 `cuda` is CUDA and NCCL, `cpu` is gloo, `meta` is a fake world: shapes without memory.
 """
@@ -64,34 +64,38 @@ class Device:
 
     @property
     def backend(self) -> str:
-        """The communication backend of this device's groups. NCCL refuses two ranks on one device unless it is told to."""
+        """Returns the communication backend of this device's groups: gloo for a CPU, NCCL for CUDA; gloo too where ranks share
+        a device, which NCCL refuses unless it is told to.
+        """
         if self.is_shared and os.environ.get(SHARED_NCCL) != "1":
             return "gloo"
         return BACKENDS[self.type]
 
     @property
     def is_real(self) -> bool:
-        """Whether tensors on it have memory."""
+        """Returns whether tensors on it have memory."""
         return self.type != "meta"
 
     @property
     def is_async(self) -> bool:
-        """Whether work is queued on a stream, so that reading a scalar at once would stall it."""
+        """Returns whether work is queued on a stream, so that reading a scalar at once would stall it."""
         return self.type == "cuda"
 
     @property
     def gains_from_direct_gradients(self) -> bool:
-        """Whether multiplying weight gradients straight into the store is faster than a copy (docs/measurements.md)."""
+        """Returns whether multiplying weight gradients straight into the store is faster than a copy (docs/measurements.md)."""
         return False
 
     def in_use(self) -> AbstractContextManager[object]:
-        """Returns a context manager within which tensors that are made are this device's: those of a real one are anyway."""
+        """Returns a context manager within which tensors that are made are this device's. It does nothing here; a fake world's
+        makes them fake.
+        """
         return nullcontext()
 
     def read(self, values: Tensor, usual: list[float]) -> list[float]:
-        """Returns the numbers of `values`, [n] or a scalar, on the host; waits for the device.
+        """Waits for the device and returns the numbers of `values`, [n] or a scalar, on the host.
 
-        usual: what a run that goes well has, for a device whose tensors have no values.
+        usual: what a run that goes well has; returned instead on a device whose tensors have no values.
         """
         return [float(value) for value in values.reshape(-1).tolist()]
 
@@ -103,7 +107,7 @@ class Device:
 
     @contextmanager
     def random_state_kept(self) -> Iterator[None]:
-        """Returns a context manager that restores the generators that `seed` seeds, so a program's own draws go on
+        """Restores, after the block, the state of the generators that `seed` seeds, so that a program's own draws go on
         unchanged.
         """
         generators = [torch.default_generator]
@@ -139,7 +143,7 @@ class Device:
         return last - first
 
     def move(self, tensor: Tensor) -> Tensor:
-        """Returns `tensor` on this device, as an object of its own: what is cached for it ends with it.
+        """Returns `tensor` on this device, as a new object, also if it is there already: what is cached for it ends with it.
 
         Does not wait for the copy: host memory is pinned on the way to CUDA.
         """
@@ -150,7 +154,9 @@ class Device:
         return tensor.to(self.torch_device, non_blocking=True)
 
     def again(self, memory: Tensor) -> Tensor:
-        """Returns a tensor over the memory of `memory`, with a storage of its own: how many users that has says who uses it."""
+        """Returns a tensor over the memory of `memory`, with a storage of its own, so that the number of its users tells who
+        still uses it.
+        """
         return from_dlpack(to_dlpack(memory.detach()))  # of the tensor itself nothing is kept
 
     def bytes_of(self, memory: Tensor) -> memoryview:

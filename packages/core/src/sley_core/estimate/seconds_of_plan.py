@@ -1,4 +1,4 @@
-"""How long a step of a plan takes on a machine, before it runs: `train-cli estimate --machine`.
+"""Finds how long a step of a plan takes on a machine, before it runs: `train-cli estimate --machine`.
 
 plan ── draft ──> layers, priced one by one ──┐
      ── schedule ──> lists, lowered ──────────┼──> programs of all stages ──> simulated step
@@ -47,12 +47,12 @@ class PlanSeconds:
 
 
 def estimate_seconds(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
-    """Returns the seconds of a step of `plan` on `size` ranks of `machine`, once optimizer states and orders are there.
+    """Returns the seconds of a step of `plan` on `size` ranks of `machine`, once optimizer states and orders are there, with
+    the seconds of each layer and notes for the user. Needs neither devices nor peers.
 
-    Where handlers tell what they exchange, and nothing else is exchanged but messages between stages, the lists say all of it.
-    Else one rank of each stage takes steps without values, which takes longer. Needs neither devices nor peers. Raises
-    PlanError for all that the plan's checks find, and "machine-host" for copies to the host of which the machine file says
-    nothing.
+    Where handlers tell what they exchange, and nothing else is exchanged but messages between stages, they are simulated from
+    the schedule's lists. Else one rank of each stage takes steps without values, which takes longer. Raises PlanError for all
+    that the plan's checks find, and "machine-host" for copies to the host of which the machine file says nothing.
     """
     try:
         found = _told_by_lists(plan, size, machine) if _is_in_the_lists(plan) else _recorded(plan, size, machine)
@@ -89,6 +89,7 @@ def _told_by_lists(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
 
 
 def _copies(plan: Plan) -> bool:
+    """Returns whether the plan's activation policy copies to the host what layers save."""
     record = plan.activations.record
     return isinstance(record, ActivationPolicyRecord) and record.copies
 
@@ -102,7 +103,9 @@ def _is_in_the_lists(plan: Plan) -> bool:
 
 
 def _recorded(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
-    """Returns the seconds of a plan from its own steps on tensors without values."""
+    """Returns the seconds of a plan from steps that one rank of each stage takes on tensors without values. Chunks whose layers
+    were all measured, or counted in proportion to measured ones, take those seconds.
+    """
     from sley_core.estimate.recorded.of_plan import Measured, records_of, seconds_of_records
 
     records = records_of(plan, size, runs_ahead=machine.device.kind == "cuda")
@@ -124,7 +127,7 @@ def _recorded(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
 
 
 def _by_position(layers: Sequence[PricedLayer], stage: Stage) -> list[Sequence[PricedLayer]]:
-    """Returns the layers of each position of the model."""
+    """Returns, for each position of the model, its layers in order."""
     bounds = accumulate((len(part) for _, part in stage.stages), initial=0)
     return [layers[first:last] for first, last in pairwise(bounds)]
 
@@ -132,7 +135,9 @@ def _by_position(layers: Sequence[PricedLayer], stage: Stage) -> list[Sequence[P
 def _messages(
     parts: Sequence[Sequence[PricedLayer]], stage: Stage, topology: Topology, machine: MachineFile
 ) -> list[Cost]:
-    """Returns the cost of what crosses between each two positions; nothing where one stage has both."""
+    """Returns, for each position but the last, the cost of what it hands to the next one; nothing where one stage has both.
+    parts: the layers of each position.
+    """
     found = []
     size = topology.ranks_per_stage
     for (sender, _), (receiver, _), part in zip(stage.stages, stage.stages[1:], parts, strict=False):

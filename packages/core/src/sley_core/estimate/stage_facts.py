@@ -1,4 +1,4 @@
-"""What the ranks of each stage exchange of gradients, and update: asked of a run in a fake world, once for alike stages."""
+"""Asks a run in a fake world what the ranks of each stage exchange of gradients, and update; once for alike stages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ class UntoldError(Exception):
 
 @dataclass(frozen=True)
 class ToldExchange:
-    """What a handler said, for the ranks of any stage like the one that was asked. ranks: from the first of the stage on."""
+    """Holds what a handler said, for the ranks of any stage like the one that was asked.
+
+    one: what it said. handler: its number among the stage's. uses: the layers of the stage whose weights it is about. ranks: of
+    its group, counted from the first rank of the stage. tie: None, or the tied parameter's name and the stages that have it.
+    """
 
     one: HandlerExchange
     handler: int
@@ -43,7 +47,9 @@ class ToldExchange:
     tie: tuple[str, tuple[int, ...]] | None
 
     def on(self, first_rank: int, links: LinksTable) -> GradientExchange:
-        """Returns it on the stage whose first rank is `first_rank`."""
+        """Returns the exchange, with its cost over `links`, on the stage whose first global rank is `first_rank`. Raises as
+        `collective`.
+        """
         one, members = self.one, tuple(first_rank + rank for rank in self.ranks)
         cost = collective(one.kind, one.num_bytes, members, links)
         if self.tie is not None:
@@ -56,14 +62,17 @@ class ToldExchange:
 
 @dataclass(frozen=True)
 class StageFacts:
-    """Of one stage: what its ranks exchange, in the order of handlers, and the bytes that norm and update move."""
+    """Holds what the ranks of one stage exchange, in the order of handlers, and the bytes that norm and
+    update move on a rank.
+    """
 
     exchanges: tuple[ToldExchange, ...]
     update_bytes: int
 
 
 def stage_facts(plan: Plan, topology: Topology, stage: Stage, layers: Sequence[PricedLayer]) -> list[StageFacts]:
-    """Returns the facts of every stage. Stages with the same kinds of layers, and no tie, are alike: one is assembled.
+    """Returns what the ranks of each stage exchange and update, in the order of stages. Stages with layers of the same keys,
+    and no tie, are alike, and one of them is assembled in a fake world.
 
     stage: of any rank. layers: of the whole model, in order. Raises UntoldError for a handler that does not tell what it
     exchanges, PlanError "estimate-seconds" for an optimizer that cannot be tried, and all that `assemble` raises.
@@ -83,6 +92,9 @@ def stage_facts(plan: Plan, topology: Topology, stage: Stage, layers: Sequence[P
 
 
 def _facts(plan: Plan, topology: Topology, number: int, count: int) -> StageFacts:
+    """Returns the facts of stage `number`, from its first rank, which is assembled in a fake world. Exchanges of one rank with
+    itself are left out. count: tensors like the weight that the optimizer keeps.
+    """
     first = number * topology.ranks_per_stage
     with World.fake(first, topology.world) as world, assemble(plan, world) as run:
         told = tuple(
@@ -95,12 +107,16 @@ def _facts(plan: Plan, topology: Topology, number: int, count: int) -> StageFact
 
 
 def _asked(exchanges: Sequence[HandlerExchange] | None) -> Sequence[HandlerExchange]:
+    """Returns what a handler tells. Raises UntoldError for None: it does not tell."""
     if exchanges is None:
         raise UntoldError
     return exchanges
 
 
 def _told(parts: Parts, stepper: Stepper, one: HandlerExchange, handler: int) -> ToldExchange:
+    """Returns an exchange that a handler tells, with layers as chunk and number in it, and ranks counted from the rank that was
+    asked. handler: the number of the handler on its stage.
+    """
     places = {
         layer.name: (chunk, at)
         for chunk, layers in enumerate(stepper.executor.chunks)
@@ -115,6 +131,9 @@ def _told(parts: Parts, stepper: Stepper, one: HandlerExchange, handler: int) ->
 
 
 def _update_bytes(plan: Plan, parts: Parts, count: int) -> int:
+    """Returns the bytes that norm and update move on the rank: of the elements that it steps itself. count:
+    states per weight.
+    """
     # Not of `store.part`: a gradient that nobody reduces is an empty view before the first step.
     spans = [(entry, parts.store.span(entry)) for entry in parts.book.trainable]
     return moved_by_update(plan, count) * sum(entry.numel if span is None else span.numel for entry, span in spans)
@@ -122,8 +141,9 @@ def _update_bytes(plan: Plan, parts: Parts, count: int) -> int:
 
 def moved_by_update(plan: Plan, count: int) -> int:
     """Returns the bytes that norm, clipping and update move for each element that a rank steps: the gradient for the norm and
-    for the update, there and back where it is clipped; weight and states there and back; a working copy. count: of states, as
-    `num_states` says.
+    for the update, there and back where it is clipped; weight and states there and back; a working copy, if there is one.
+
+    count: how many tensors like the weight the optimizer keeps, which `num_states` returns.
     """
     config: Any = plan.optimizer.config
     times = 2 if config.clip_norm is None else 4
@@ -133,9 +153,10 @@ def moved_by_update(plan: Plan, count: int) -> int:
 
 
 def num_states(plan: Plan) -> int:
-    """Returns how many tensors like the weight the plan's optimizer keeps: counted after a step of one small weight.
+    """Returns how many tensors of the weight's shape the plan's optimizer keeps per weight, counted after a step of one 4 x 4
+    weight on the CPU.
 
-    Raises PlanError "estimate-seconds" for an optimizer that cannot be tried so.
+    Raises PlanError "estimate-seconds" for an optimizer that cannot be built or stepped so.
     """
     weight = nn.Parameter(torch.zeros(4, 4))
     try:

@@ -1,4 +1,4 @@
-"""Cross-entropy as a weight and a sum, so that its scale does not depend on how a batch is cut.
+"""Computes cross-entropy as a weight and a sum, so that its scale does not depend on how a batch is cut.
 
 Labels mean the same in every layout: `ignore_index` and negative labels are ignored, the others are classes or an
 error.
@@ -39,7 +39,8 @@ class CrossEntropy(Loss):
         self._is_first = not config.copying
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
-        """Returns how many labels of these samples are not ignored; reads the labels alone, on the host.
+        """Returns how many labels of these samples are not ignored; reads the labels alone, on the host. Also notes the highest
+        label, which `loss` compares with the number of classes.
 
         Raises RunError "labels-not-shifted" if the labels of the first batch are its tokens.
         """
@@ -90,7 +91,9 @@ class CrossEntropy(Loss):
         return lowest, highest
 
     def _checked(self, labels: Tensor, num_classes: int) -> Tensor:
-        """Returns the labels with `ignore_index` for all that are ignored; raises RunError "label-out-of-range"."""
+        """Returns the labels with `ignore_index` for all that are ignored. Raises RunError "label-out-of-range" if a label is
+        not below `num_classes`: on a CPU one of these, elsewhere one of any batch that was weighed.
+        """
         may_be_ignored = True
         if device_kind(labels) == "cpu":  # elsewhere asking would wait for the device
             lowest, self._highest = self._bounds_of(labels)
@@ -177,6 +180,7 @@ def wide(logits: Tensor) -> torch.dtype:
 
 
 def _chunk_elements(logits: Tensor) -> int:
+    """Returns how many logits are taken at a time on the device that these stand for."""
     return CHUNK_ELEMENTS["cpu" if device_kind(logits) == "cpu" else "cuda"]
 
 

@@ -49,4 +49,5 @@ def _is_next(labels: Tensor, tokens: Tensor, counts: Tensor, dim: int) -> bool:
 
 
 def _equal(labels: Tensor, tokens: Tensor, counts: Tensor) -> bool:
+    """Returns whether labels equal tokens wherever `counts` is True."""
     return bool(torch.where(counts, labels == tokens, True).all())

@@ -1,1 +1,1 @@
-"""What a run's memory holds, and how it leaves the device and comes back."""
+"""Knows what a run's memory holds, and moves it off the device and back."""

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 
 def memory_of(plan: Plan, parts: Parts, stepper: Stepper, numbers: MoveNumbers | None, undo: ExitStack) -> RunMemory:
-    """Returns the memory of a run whose other parts are attached. Attaches the plan's offload managers; `undo`
-    detaches them. numbers: what a plan with managers adds to each row.
+    """Builds the plan's offload managers, attaches them to a run whose other parts are attached, and returns the run's memory.
+    `undo` gets a call that detaches each.
+
+    numbers: what a plan with managers adds to each row; it is told of the managers. None without.
     """
     update = stepper.update
     sources: dict[Part, Held] = {
@@ -59,8 +61,8 @@ def memory_of(plan: Plan, parts: Parts, stepper: Stepper, numbers: MoveNumbers |
 
 
 def move_numbers(plan: Plan, parts: Parts) -> MoveNumbers | None:
-    """Returns what adds to each row how much memory moved, for a plan that has `[[offload]]`. Called before all ranks agree
-    on the names of such numbers.
+    """Adds numbers of how much memory moved to each row, and returns what fills them; None for a plan without `[[offload]]`. To
+    be called before all ranks agree on the names of such numbers.
     """
     if not plan.offload:
         return None
@@ -75,7 +77,7 @@ def _parts_of(manager: Component) -> Sequence[str]:
 
 
 def _roots(parts: Parts, stepper: Stepper) -> Iterator[tuple[str, object]]:
-    """Yields what holds tensors, by names that a user knows."""
+    """Yields objects of the run that hold tensors, by names that a user knows: layers, handlers, optimizer, store, stepper."""
     yield from ((f"layers[{at}].module", layer.module) for at, layer in enumerate(parts.layers))
     yield from ((f"handlers[{at}]", handler) for at, handler in enumerate(stepper.handlers))
     yield "optimizer", stepper.update.optimizer
@@ -84,13 +86,14 @@ def _roots(parts: Parts, stepper: Stepper) -> Iterator[tuple[str, object]]:
 
 
 def _buffers(parts: Parts) -> Iterator[tuple[str, Tensor]]:
+    """Yields name and tensor of all buffers of this rank's layers."""
     for layer in parts.layers:
         yield from layer.module.named_buffers(layer.name)
 
 
 def _states(update: Update) -> Iterator[tuple[str, Tensor]]:
-    """Yields `<parameter>.<state>` of each tensor in the optimizer's states, in the order of the parameters; then those that it
-    keeps under other keys. None before its first step.
+    """Yields name, `<parameter>.<state>`, and tensor of all optimizer states, in the order of the parameters; then those that
+    the optimizer keeps under other keys, as `optimizer.<state>`. None before its first step.
     """
     names = {id(stepped.parameter): stepped.name for stepped in update.masters.stepped}
     for stepped in update.masters.stepped:
@@ -101,18 +104,22 @@ def _states(update: Update) -> Iterator[tuple[str, Tensor]]:
 
 
 def _states_of(update: Update, stepped: Stepped) -> Iterator[tuple[str, Tensor]]:
+    """Returns name and tensor of the optimizer's states of one parameter."""
     return _under(stepped.name, optimizer_states(update, stepped))
 
 
 def _under(name: str, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Returns the tensors with `name.` in front of their names."""
     return ((f"{name}.{inner}" if inner else name, tensor) for inner, tensor in tensors)
 
 
 def _all_held(objects: Iterable[object]) -> Iterator[tuple[str, Tensor]]:
+    """Yields name and tensor of what those of `objects` hold that tell it."""
     for one in objects:
         if isinstance(one, Holds):
             yield from one.held()
 
 
 def _trim(of_part: Mapping[Part, Callable[[], Iterable[object]]], part: Part) -> int:
+    """Lets the objects of `part` free what they can allocate anew; returns the bytes, 0 for a part that has none."""
     return sum(one.trim() for one in of_part[part]() if isinstance(one, Trims)) if part in of_part else 0

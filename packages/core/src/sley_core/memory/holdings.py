@@ -1,4 +1,4 @@
-"""What every part of a run holds between steps, by storage: the one list that reports and offload managers share."""
+"""Lists what every part of a run holds between steps, by storage; reports and offload managers share this list."""
 
 from __future__ import annotations
 
@@ -53,24 +53,31 @@ class Holdings:
         yield from self._sources[part]()
 
     def tensors(self, part: Part) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and tensor of what `part` holds on the device, also while its memory is away."""
+        """Yields name and tensor of what `part` holds on the device, also while its memory is away; of optimizer states no
+        scalars.
+        """
         for name, tensor in self._sources[part]():
             if self._is_state(tensor) if part == "optimizer_states" else tensor.device == self.device:
                 yield name, tensor
 
     def pieces(self, part: Part) -> list[Holding]:
-        """Returns the storages of `part`, each once; one that an earlier part of `PARTS` has too is that part's alone."""
+        """Returns the storages that `part` holds on the device, each once, with the tensors in it; one that an earlier part of
+        `PARTS` has too is that part's alone.
+        """
         taken = self._taken_before(part)
         return [one for one in pieces_of(self.tensors(part)) if storage_id(one.memory) not in taken]
 
     def states_of(self, stepped: Sequence[Stepped]) -> list[Holding]:
-        """Returns the storages of the optimizer's states for these parameters; none before their first step."""
+        """Returns the storages of the optimizer's states for these parameters, each once, with the tensors in it; none before
+        their first step.
+        """
         found = chain.from_iterable(map(self._states_of, stepped))
         return pieces_of((name, state) for name, state in found if self._is_state(state))
 
     def shared_with(self, stepped: Sequence[Stepped]) -> set[int]:
-        """Returns `storage_id` of everything but the states of these parameters: of earlier parts, and of other parameters'
-        states. A storage that is among them cannot leave while only some parameters are stepped.
+        """Returns what identifies (`storage_id`) each storage of everything but the states of these parameters: of earlier
+        parts, and of other parameters' states. A storage that is among them cannot leave while only some parameters are
+        stepped.
         """
         own = {id(state) for one in stepped for _, state in self._states_of(one)}
         others = (state for _, state in self._sources["optimizer_states"]() if id(state) not in own)
@@ -81,19 +88,20 @@ class Holdings:
         return sum({storage_id(tensor): tensor.untyped_storage().nbytes() for _, tensor in self.tensors(part)}.values())
 
     def trim(self, part: Part) -> int:
-        """Frees what `part`, "pools" or "messages", can allocate anew; returns the bytes."""
+        """Frees what `part`, "pools" or "messages", can allocate anew; returns the bytes freed, 0 for any other part."""
         return self._trim(part)
 
     def _taken_before(self, part: Part) -> set[int]:
-        """Returns `storage_id` of all that the parts before `part` hold."""
+        """Returns what identifies (`storage_id`) each storage that the parts before `part` hold on the device."""
         return {storage_id(tensor) for before in PARTS[: PARTS.index(part)] for _, tensor in self.tensors(before)}
 
     def _is_state(self, tensor: Tensor) -> bool:
+        """Returns whether an optimizer state moves with its part: it is on the device, and no scalar."""
         return tensor.device == self.device and tensor.dim() > 0
 
 
 def pieces_of(tensors: Iterable[tuple[str, Tensor]]) -> list[Holding]:
-    """Returns the storages of `tensors`, each once."""
+    """Returns the storages of `tensors`, each once, with the tensors in it by name."""
     found: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors:
         found.setdefault(storage_id(tensor), {})[name] = tensor
@@ -101,7 +109,7 @@ def pieces_of(tensors: Iterable[tuple[str, Tensor]]) -> list[Holding]:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Returns what identifies the storage of `tensor` among those that exist, with or without memory."""
+    """Returns a number that identifies the storage of `tensor` among those that exist, with or without memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -114,7 +122,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def same_place(tensor: Tensor, memory: Tensor) -> Tensor:
-    """Returns what of `memory`, a copy of the storage of `tensor`, is `tensor`: its dtype, shape and strides; a view.
+    """Returns the view of `memory`, a copy of the storage of `tensor`, that lies there as `tensor` does in its storage: with
+    its dtype, shape and strides.
 
     memory: uint8 [bytes], which starts at a multiple of the dtype's size in its own storage.
     """

@@ -45,9 +45,10 @@ class Leak(NamedTuple):
 
 
 def find_leaks(device: torch.device, known: set[int], roots: Mapping[str, object], min_bytes: int) -> list[Leak]:
-    """Returns the storages on `device` of at least `min_bytes` that are not `known`, by `storage_id`, the largest first.
+    """Collects Python's garbage, then returns the storages on `device` of at least `min_bytes` that are not `known`, the
+    largest first, each with a path to a tensor in it.
 
-    roots: objects by name; paths from the first ones are preferred.
+    known: numbers that `storage_id` returned. roots: objects by name, from which paths begin where they can.
     """
     gc.collect()
     # tensors of a subclass, such as stand-ins of sharded weights, may refuse to be asked
@@ -56,6 +57,7 @@ def find_leaks(device: torch.device, known: set[int], roots: Mapping[str, object
 
 
 def _find(device: torch.device, known: set[int], roots: Mapping[str, object], min_bytes: int) -> list[Leak]:
+    """Returns the same as `find_leaks`, without collecting: of each storage the tensor with the shortest path."""
     found = {id(tensor): tensor for tensor in _tensors(device, min_bytes) if storage_id(tensor) not in known}
     paths = _paths(found, roots)
     best: dict[int, Leak] = {}
@@ -77,8 +79,8 @@ def _tensors(device: torch.device, min_bytes: int) -> Iterator[Tensor]:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of the storage; 0 where there is none, as of sparse tensors, stand-ins, an estimate's tensors, and
-    within a `vmap`.
+    """Returns the bytes of a tensor's storage; 0 where there is none, as of sparse tensors, stand-ins, an estimate's tensors,
+    and within a `vmap`.
     """
     try:
         storage = tensor.untyped_storage()
@@ -90,7 +92,9 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 def _paths(wanted: Mapping[int, Tensor], roots: Mapping[str, object]) -> dict[int, str]:
-    """Returns a path to each of `wanted`, by id, as far as there is one."""
+    """Returns a path to each of `wanted`, by id, as far as there is one: first from `roots`, then through functions and hooks,
+    then from all modules and running functions.
+    """
     found: dict[int, str] = {}
     hidden: dict[int, object] = {id(one): one for one in (wanted, found)}  # our own
     for stage, is_far in ((roots.items(), False), (roots.items(), True), (_everywhere(), True)):
@@ -108,7 +112,9 @@ def _paths(wanted: Mapping[int, Tensor], roots: Mapping[str, object]) -> dict[in
 
 
 def _everywhere() -> Iterator[tuple[str, object]]:
-    """Yields the contents of all modules but torch's and Python's, and the local variables of all functions that run."""
+    """Yields, with their paths, the contents of all modules but torch's and Python's, and the local variables of all running
+    functions.
+    """
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in OTHERS:
             continue
@@ -124,8 +130,8 @@ def _everywhere() -> Iterator[tuple[str, object]]:
 
 
 def _children(one: object, *, is_far: bool) -> Iterable[tuple[str, object]]:
-    """Returns what `one` refers to, with what leads there. is_far: also through functions and hooks, which lead to
-    the whole run.
+    """Returns what `one` refers to, each with the step that is added to the path. is_far: also through functions and hooks,
+    which lead to the whole run.
     """
     kind = type(one)  # not `isinstance`: some objects pretend to be of another class, or warn when they are asked
     if issubclass(kind, dict):
@@ -156,6 +162,9 @@ def _of_callable(one: Any) -> Iterable[tuple[str, object]]:
 
 
 def _of_module(module: object, *, is_far: bool) -> Iterator[tuple[str, object]]:
+    """Yields what an nn.Module holds, with steps of the path: entries of its registries by name, and attributes; hooks if
+    `is_far`.
+    """
     for key, value in _items(_get(module, "__dict__")):
         if key in ("_parameters", "_buffers", "_modules"):
             yield from ((f".{name}", child) for name, child in _items(value))
@@ -164,6 +173,9 @@ def _of_module(module: object, *, is_far: bool) -> Iterator[tuple[str, object]]:
 
 
 def _attributes(one: object) -> Iterator[tuple[str, object]]:
+    """Yields the attributes of an object, in slots and in its dict, with steps of the path; and the gradient
+    of a leaf tensor.
+    """
     names = [name for kind in type(one).__mro__ for name in _slots(kind)]
     yield from ((f".{name}", _get(one, name)) for name in names if not name.startswith("__"))
     yield from ((f".{key}", value) for key, value in _items(_get(one, "__dict__")))
@@ -172,7 +184,7 @@ def _attributes(one: object) -> Iterator[tuple[str, object]]:
 
 
 def _others(one: object) -> list[object]:
-    """What an object without attributes refers to: iterators, containers written in C."""
+    """Returns what an object without attributes refers to, such as an iterator or a container written in C; [] for others."""
     has_names = _get(one, "__dict__") is not None or any(_slots(kind) for kind in type(one).__mro__)
     if has_names or issubclass(type(one), Tensor):
         return []
@@ -212,6 +224,6 @@ def _content(cell: CellType) -> object:
 
 
 def _name(one: object) -> str:
-    """What a path calls an object without a name of its own."""
+    """Returns how a path names an object: its attribute `name` if that is a text, else its class."""
     name: object = (_get(one, "__dict__") or {}).get("name")
     return name if isinstance(name, str) else type(one).__name__

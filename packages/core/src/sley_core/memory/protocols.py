@@ -22,7 +22,7 @@ class OffloadManager(Protocol):
 
     @property
     def parts(self) -> Sequence[Part]:
-        """The parts that it moves."""
+        """Returns the parts of the run's memory that it moves."""
         ...
 
     def attach(self, parts: Parts, holdings: Holdings) -> None:

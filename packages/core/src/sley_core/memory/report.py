@@ -23,7 +23,7 @@ class CountsOf:
         self._manager = manager
 
     def counts(self) -> Mapping[str, float]:
-        """Returns the numbers of `Moved` of each part, and GB/s where seconds are known; those that are not zero."""
+        """Returns, by `<part>_<number>`, what moving each part has cost, without zeros; GB/s where seconds are known."""
         found: dict[str, float] = {}
         for part in self._manager.parts:
             found |= {f"{part}_{name}": value for name, value in self._manager.moved(part).numbers().items() if value}

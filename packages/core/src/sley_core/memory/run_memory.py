@@ -34,8 +34,8 @@ class Move:
         self._leaves = leaves
 
     def wait(self) -> None:
-        """Waits, on the host, until everything has left or come. Of an offload, also returns what torch's allocator keeps
-        for later to the driver: only then other programs can have the memory.
+        """Waits, on the host, until everything has left or come. After an offload on CUDA it also returns what torch's
+        allocator keeps for later to the driver: only then other programs can have the memory.
         """
         for wait in self._waits:
             wait()
@@ -75,24 +75,27 @@ class RunMemory:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Bytes of device memory that each part has now; 0 for one that is away. Optimizer states come in the first step."""
+        """Returns the bytes of device memory that each part has now, 0 for one that is away. Optimizer states come in the first
+        step.
+        """
         return {part: self.holdings.num_bytes(part) for part in PARTS}
 
     @property
     def where(self) -> dict[Part, Where]:
-        """Where each part is; parts that no manager of the plan moves are here."""
+        """Returns where each part is: here, leaving, away or coming; parts that no manager of the plan moves are here."""
         found = dict.fromkeys(PARTS, Where.HERE)
         for manager in self.managers:
             found.update({part: manager.where(part) for part in manager.parts})
         return found
 
     def offload(self, *parts: Part) -> Move:
-        """Moves `parts`, or all that the plan's managers move, off the device; those that are away stay so.
+        """Starts to move `parts`, or all that the plan's managers move, off the device; returns what waits for that. Parts that
+        are away stay so.
 
         Copies run beside other work: `wait` of the result, if another program is to have the memory. Gradients are freed, and
-        those of the last step are gone. Raises RunError `step-running` within a step, StateError `step-failed` after a step
-        or an evaluation that failed, of several ranks, and UsageError `no-offload` for a part that no `[[offload]]` of the
-        plan moves.
+        those of the last step are gone. Raises RunError `step-running` within a step, StateError `step-failed` after a step or
+        an evaluation that failed, of several ranks, and UsageError `no-offload` for a part that no `[[offload]]` of the plan
+        moves, `no-part` for one that there is not.
         """
         self.settle()
         self.check_free()
@@ -100,7 +103,11 @@ class RunMemory:
         return Move(waits, self.holdings.device)
 
     def onload(self, *parts: Part) -> Move:
-        """Brings `parts`, or all, back to the device; those that are here stay so. Raises as `offload`."""
+        """Starts to bring `parts`, or all, back to the device; returns what waits for that. Parts that are here stay so.
+
+        Raises RunError `step-running` within a step, and UsageError `no-offload` for a part that no `[[offload]]` of the plan
+        moves, `no-part` for one that there is not.
+        """
         self.settle()
         waits = []
         for part, manager in self._chosen(parts):
@@ -122,7 +129,7 @@ class RunMemory:
 
     @property
     def report(self) -> dict[Part, Moved]:
-        """What moving each part has cost since the run began."""
+        """Returns what moving each part has cost since the run began; parts that no manager moves are left out."""
         found: dict[Part, Moved] = {}
         for manager in self.managers:
             found.update({part: manager.moved(part) for part in manager.parts})
@@ -163,13 +170,18 @@ class RunMemory:
         return find_leaks(self.holdings.device, known, self.roots, min_bytes)
 
     def _copies(self) -> dict[int, Tensor]:
-        """Of all parts, by storage: one that two parts have moves with the first."""
+        """Returns the host's copies of all that is away or coming, by `storage_id`, uint8 [bytes]; of a storage that two parts
+        have there is one.
+        """
         return {
             key: copy for manager in self.managers for one in manager.parts for key, copy in manager.host(one).items()
         }
 
     def _chosen(self, parts: Sequence[Part]) -> list[tuple[Part, OffloadManager]]:
-        """The wanted parts with their managers, in the order in which they come back."""
+        """Returns `parts`, or all that move if it is empty, with their managers, in the order in which they come back.
+
+        Raises UsageError `no-part` for a part that there is not, `no-offload` for one that nothing in the plan moves.
+        """
         of_part = {part: manager for manager in self.managers for part in manager.parts}
         for part in parts:
             if part not in PARTS:
@@ -185,11 +197,15 @@ def _nothing() -> None: ...
 
 
 def _on_host(part: Part, tensor: Tensor, copies: Mapping[int, Tensor]) -> Tensor:
+    """Returns a tensor's value on the host: the view of its copy if it is away, else a new copy."""
     found = _where_it_lies(copies, tensor, part)
     return found.detach().to("cpu", copy=True) if found is tensor else found
 
 
 def _where_it_lies(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a part of the run") -> Tensor:
+    """Returns `tensor`, or if its storage has a copy on the host, the view of that copy. Raises StateError `memory-away` if its
+    memory is freed and the host has no whole copy. part: for the message.
+    """
     copy = copies.get(storage_id(tensor))
     if copy is None and tensor.numel() and not tensor.untyped_storage().nbytes():
         raise is_away(part, "reading on the host")
@@ -197,6 +213,7 @@ def _where_it_lies(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a 
 
 
 def _not_moved(part: str) -> UsageError:
+    """Returns the UsageError `no-offload` for a part that nothing in the plan moves."""
     return UsageError(
         "no-offload",
         f"nothing in the plan moves the run's {part.replace('_', ' ')}",

@@ -1,4 +1,4 @@
-"""Where a part of a run's memory is, and what moving it costs."""
+"""Says where a part of a run's memory is, and what moving it costs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Where(Enum):
 
 
 def is_away(part: str, what: str) -> StateError:
-    """The error `memory-away`. what: what was asked, as "a step"."""
+    """Returns the StateError `memory-away`. what: what was asked, as "a step"."""
     return StateError(
         "memory-away",
         f"{what} needs the run's {part.replace('_', ' ')}, which are away",
@@ -67,7 +67,9 @@ class Moved:
     num_no_ops: int = 0
 
     def numbers(self) -> dict[str, float]:
-        """Returns the numbers for a report; with `gb_per_s_out` and `gb_per_s_in` in place of what was timed."""
+        """Returns the numbers for a report, by name; with `gb_per_s_out` and `gb_per_s_in` (0 where no seconds are known) in
+        place of the bytes that were timed.
+        """
         found: dict[str, float] = asdict(self)
         for way in ("out", "in"):
             timed, seconds = found.pop(f"timed_{way}"), found[f"seconds_{way}"]

@@ -1,4 +1,4 @@
-"""How many floating-point operations a token costs a model, and how many a device can do.
+"""Counts the floating-point operations that a token costs a model, and those that a device can do.
 
 Model FLOPs utilisation is the first, times tokens per second, over the second. What recomputation adds is not counted,
 so that the same tokens per second give the same utilisation.

@@ -1,4 +1,4 @@
-"""JSON that every reader accepts, and files that are written completely or not at all. Imports no torch."""
+"""Makes JSON that every reader accepts, and writes files completely or not at all. Imports no torch."""
 
 from __future__ import annotations
 

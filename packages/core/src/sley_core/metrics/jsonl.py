@@ -1,4 +1,4 @@
-"""The metrics file of a run: one JSON object per line. Imports no torch."""
+"""Writes and reads the metrics file of a run: one JSON object per line. Imports no torch."""
 
 from __future__ import annotations
 

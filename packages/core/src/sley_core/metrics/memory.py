@@ -1,4 +1,4 @@
-"""The most memory that this process has held on its device."""
+"""Measures the most memory that this process has held on its device."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def private_mb() -> float:
 
 
 def _resource_mb() -> float:
+    """Returns the largest resident set of this process in MiB, as getrusage tells it."""
     import resource  # there is none on Windows
 
     unit = 2**20 if sys.platform == "darwin" else 2**10

@@ -1,4 +1,4 @@
-"""What the parts of one rank's run have counted."""
+"""Collects what the parts of one rank's run have counted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def counts_of(plan: Plan, stepper: Stepper, pools: Pools, memory: RunMemory) -> 
 
 
 def parts_of(plan: Plan, stepper: Stepper) -> list[tuple[Component | None, object]]:
-    """Returns the live parts of a run, each with the component of the plan that made it."""
+    """Returns pairs of the plan's component that made a live part of a run (None if the plan has no such
+    table) and that part.
+    """
     return [
         (plan.weights, stepper.executor.weights),
         (plan.link, stepper.executor.crossing.link),

@@ -1,4 +1,4 @@
-"""The totals of a run, in `summary.json`. Imports no torch."""
+"""Writes the totals of a run into `summary.json`. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Curves for TensorBoard: `tensorboard --logdir runs` shows every run side by side."""
+"""Writes curves for TensorBoard: `tensorboard --logdir runs` shows every run side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step took: its part of a metrics row, from a batch's size and the time of the step."""
+"""Tells what a step took: its part of a metrics row, from a batch's size and the time of the step."""
 
 from __future__ import annotations
 

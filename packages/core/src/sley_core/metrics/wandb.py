@@ -1,4 +1,4 @@
-"""Curves for Weights & Biases: a run there for each run here, with its plan; without a network in files of its own."""
+"""Writes curves for Weights & Biases: a run there for each run here, with its plan; without a network in files of its own."""
 
 from __future__ import annotations
 

@@ -58,10 +58,21 @@ class Estimator(Protocol):
 class Space(Protocol):
     """What there is to search: shapes, the same with less on the device, none of which is faster, and the layouts of each."""
 
-    def shapes(self) -> Iterable[Shape]: ...
-    def offloading(self, shape: Shape) -> Iterable[Shape]: ...
-    def within(self, shape: Shape) -> Iterable[Candidate]: ...
-    def num_within(self, shape: Shape) -> int: ...
+    def shapes(self) -> Iterable[Shape]:
+        """Yields shapes: sizes, and what changes how long a layer takes."""
+        ...
+
+    def offloading(self, shape: Shape) -> Iterable[Shape]:
+        """Yields the shapes that differ from `shape` in that optimizer states leave the device."""
+        ...
+
+    def within(self, shape: Shape) -> Iterable[Candidate]:
+        """Yields the layouts of a shape."""
+        ...
+
+    def num_within(self, shape: Shape) -> int:
+        """Returns how many layouts a shape has."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +95,7 @@ class SearchTally:
     refused: Counter[str] = field(default_factory=Counter)
 
     def refuse(self, error: SleyError, number: int = 1) -> None:
-        """Counts layouts that `error` refuses."""
+        """Counts `number` layouts that `error` refuses, under its code and message."""
         problem = error.diagnostics[0]
         self.refused[f"{problem.code}: {problem.message}"] += number
 
@@ -107,7 +118,8 @@ class InOrder:
             self._put_shape(shape)
 
     def next(self, below: int | None = None, slowest_s: float = inf) -> Seen | None:
-        """Returns the fastest layout that has not been given; None if there is none that takes at most `slowest_s`.
+        """Returns the next fastest layout that fits; None if none is left, or none that takes at most `slowest_s`. Estimates
+        layouts on the way, and counts them in `tally`.
 
         below: passes over layouts that need as many bytes or more, for good.
         """
@@ -125,7 +137,7 @@ class InOrder:
         return None
 
     def front(self, fastest: Iterable[Seen]) -> Iterator[Seen]:
-        """Yields layouts that are slower than `fastest`, which were given before: each the fastest of those that need a fifth
+        """Yields layouts that are slower than `fastest`, which `next` has returned: each the fastest of those that need a fifth
         less memory than all before it; none that takes over `SLOWEST` times as long as the first.
         """
         given = list(fastest)
@@ -139,9 +151,13 @@ class InOrder:
             yield found
 
     def _put(self, what: Shape | Candidate, seconds: float, num_bytes: int, *, is_estimated: bool = False) -> None:
+        """Puts a shape or a layout on the heap under seconds that it does not undercut."""
         heapq.heappush(self._heap, (seconds, next(self._numbers), what, num_bytes, is_estimated))
 
     def _put_shape(self, shape: Shape) -> None:
+        """Puts a shape on the heap under its least seconds. Where it is refused, or does not fit, counts all of its layouts,
+        and puts those shapes on that differ in what leaves the device.
+        """
         number = self._space.num_within(shape)
         try:
             least = self._estimator.least(shape)
@@ -179,6 +195,9 @@ class InOrder:
             self._offload(layout)
 
     def _estimate(self, layout: Candidate, below: int | None) -> None:
+        """Estimates a layout and puts it back on the heap, unless it does not fit, needs `below` bytes or more, or is refused;
+        counts which.
+        """
         try:
             num_bytes = self._estimator.num_bytes(layout)
             if not self._fits(num_bytes) or (below is not None and num_bytes >= below):
@@ -192,13 +211,16 @@ class InOrder:
         self._put(layout, seconds, num_bytes, is_estimated=True)
 
     def _fits(self, num_bytes: int, number: int = 1) -> bool:
+        """Returns whether `num_bytes` fit into the memory; counts `number` layouts as too large if not."""
         fits = self._memory is None or num_bytes <= self._memory
         self.tally.too_large += 0 if fits else number
         return fits
 
 
 def smallest(space: Space, estimator: Estimator) -> Seen | None:
-    """Returns the layout that needs the least memory, with the bound of its seconds; None if none can be assembled."""
+    """Returns the layout that needs the least memory, with a bound of its seconds; None if none can be assembled. Layouts that
+    are refused are passed over.
+    """
     least: list[tuple[int, int, Shape]] = []
     every = (one for shape in space.shapes() for one in (shape, *space.offloading(shape)))
     for number, shape in enumerate(every):

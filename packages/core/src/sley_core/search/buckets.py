@@ -1,4 +1,5 @@
-"""In how many pieces a reducer sums the gradients of each layer: what its record says of buckets, filled as the reducer does.
+"""Counts the pieces in which a reducer sums the gradients of each layer: what its record says of buckets, filled as it fills
+them.
 
 backward   |---- layer 3 ----|---- layer 2 ----|---- layer 1 ----|
 gradients   a  b    c         a  b    c         a  b    c
@@ -20,20 +21,26 @@ if TYPE_CHECKING:
 
 
 class Pieces(NamedTuple):
-    """What is exchanged once each layer's gradients are there: so many elements, in so many exchanges. One entry per layer."""
+    """Holds what is exchanged once each layer's gradients are there: how many elements, and in how many exchanges. Both
+    [layers].
+    """
 
     elements: NDArray[np.float64]
     counts: NDArray[np.float64]
 
 
 def bucket_bytes(reducer: Choice | None) -> float | None:
-    """Returns how many bytes of gradients a reducer sums at once, at most; None for those of each layer by themselves."""
+    """Returns how many bytes of gradients a reducer sums at once, at most; None if it sums those of each layer by themselves,
+    or there is no reducer.
+    """
     record = reducer.record if reducer else None
     return record.bucket_bytes(reducer.config) if reducer and isinstance(record, GradientHandlerRecord) else None
 
 
 def per_layer(elements: np.ndarray) -> Pieces:
-    """Returns the pieces of a reducer that sums the gradients of each layer by themselves. Pure."""
+    """Returns the pieces of a reducer that sums the gradients of each layer by themselves: one for each layer that has any.
+    Pure.
+    """
     return Pieces(elements.astype(np.float64), (elements > 0).astype(np.float64))
 
 

@@ -1,4 +1,4 @@
-"""What a search of layouts may put into a plan's tables: every installed plugin's records that declare `variants`.
+"""Finds what a search of layouts may put into a plan's tables: every installed plugin's records that declare `variants`.
 
 The plan's own choice comes first, whatever it is; a record without variants is taken only where the plan names it.
 """
@@ -38,7 +38,7 @@ class Choice:
 
     @property
     def table(self) -> dict[str, Any]:
-        """The table, as plain data."""
+        """Returns the table as plain data: `use`, and the options."""
         return {"use": self.name, **self.options}
 
     def __str__(self) -> str:
@@ -69,7 +69,9 @@ class Choices:
 
 
 def choices_of(plan: Plan) -> Choices:
-    """Returns what `plan` and the installed plugins offer. Imports these plugins; one that is broken is skipped, by name."""
+    """Imports the installed plugins and returns what `plan` and they offer for each table, the plan's own first. A plugin that
+    is broken is skipped, and named in `skipped`.
+    """
     offered = _Offered(plan.loader)
     reducers = [one for one in plan.gradient_handlers if _is_reducer(one.record)]
     handlers = [one for one in offered.of("gradient_handlers") if _is_reducer(one.record)]
@@ -97,7 +99,7 @@ class _Offered:
                 self.skipped.append(f"{name}: {error.diagnostics[0].message}")
 
     def of(self, kind: RecordKind) -> list[Choice]:
-        """Returns the variants of all records of a kind."""
+        """Returns the variants of all records of a kind; one that is no table of its record is added to `skipped` instead."""
         found = []
         for name, record in _records(self._plugins, kind):
             for options in record.variants:
@@ -111,13 +113,16 @@ class _Offered:
 
 
 def _records(plugins: list[Plugin], kind: RecordKind) -> Iterator[tuple[str, Record]]:
+    """Yields all records of a kind, each with its full name, `plugin.record`."""
     for plugin in plugins:
         for name, record in plugin.records.get(kind, {}).items():
             yield f"{plugin.name}.{name}", record
 
 
 def _offload(plan: Plan, offered: _Offered) -> tuple[Choice | None, ...]:
-    """Returns the ways in which the plan's optimizer can be stepped with its states elsewhere; the plan's own comes first."""
+    """Returns the ways in which optimizer states may be kept off the device in a step, the plan's own first; None stands for
+    staying on it. Left out are those that the plan's optimizer cannot be stepped with.
+    """
     found: list[Choice | None] = [next((_own(one) for one in plan.offload if _works_in_steps(one)), None)]
     for choice in (None, *offered.of("offload_managers")):
         if choice in found or (choice is not None and not _works_in_steps(choice)):
@@ -128,7 +133,9 @@ def _offload(plan: Plan, offered: _Offered) -> tuple[Choice | None, ...]:
 
 
 def offload_tables(plan: Plan, choice: Choice | None) -> list[dict[str, Any]]:
-    """Returns the plan's list `[[offload]]` with `choice` as what works in steps; of what that moves nothing else moves any."""
+    """Returns the plan's list `[[offload]]` with `choice` (None: nothing) in place of the manager that moves memory in every
+    step; managers that move one of its parts by call are left out too.
+    """
     taken = _moved_by(choice) if choice is not None else set()
     given = plan.document.tables.get("offload", ())
     kept = [
@@ -140,19 +147,21 @@ def offload_tables(plan: Plan, choice: Choice | None) -> list[dict[str, Any]]:
 
 
 def _works_in_steps(manager: Component | Choice) -> bool:
-    """Returns whether a manager of `[[offload]]` moves memory in every step, and not by call alone, as far as it tells."""
+    """Returns whether a manager of `[[offload]]` moves memory in every step; also if its record does not tell."""
     record = manager.record
     assert isinstance(record, OffloadManagerRecord), manager
     return record.steps_on_host or record.swaps(manager.config) is not False
 
 
 def _moved_by(manager: Component | Choice) -> set[str]:
+    """Returns the parts of a run's memory that a manager moves."""
     record = manager.record
     assert isinstance(record, OffloadManagerRecord), manager
     return set(record.parts(manager.config))
 
 
 def _is_reducer(record: object) -> bool:
+    """Returns whether a record is that of a gradient handler that sums gradients."""
     return isinstance(record, GradientHandlerRecord) and record.role == "reducer"
 
 
@@ -165,7 +174,7 @@ def _with_own(own: Component | None, offered: list[Choice]) -> tuple[Choice, ...
 
 
 def _own(component: Component) -> Choice:
-    """Returns a plan's table as a choice, without what its record's table has by default."""
+    """Returns a plan's table as a choice: its options are those that the plan writes, not its record's defaults."""
     given: Any = component.document.tables
     for part in component.path:
         if isinstance(given, dict) and part not in given:  # a default that the plan does not write

@@ -1,4 +1,4 @@
-"""What a layout takes by its own steps: the seconds and the bytes that `train-cli estimate` tells."""
+"""Finds what a layout takes by its own steps: the seconds and the bytes that `train-cli estimate` tells."""
 
 from __future__ import annotations
 
@@ -30,17 +30,21 @@ class ExactEstimate:
 
     @property
     def estimate(self) -> Estimate:
+        """Returns seconds of the step and bytes of the stage that holds most."""
         return Estimate(self.seconds.step.seconds, self.fullest.peak)
 
 
 def exact_of_plan(plan: Plan, size: int, machine: MachineFile) -> ExactEstimate:
-    """Returns the estimate of a plan as it is, on `size` ranks. Raises as `exact` does."""
+    """Returns the estimate of a plan as it is, on `size` ranks of `machine`, with the stage that holds most. Raises PlanError
+    for all that the plan's checks find, and RunError "estimate-layer" for a layer that cannot be called without values.
+    """
     fullest = max(stage_bytes(plan, size), key=lambda one: one.peak)
     return ExactEstimate(plan, estimate_seconds(plan, size, machine), fullest)
 
 
 def exact(quick: Quick, layout: Candidate, memory: int | None = None) -> ExactEstimate | None:
-    """Returns the estimate of a layout; None if a stage needs more than `memory` bytes.
+    """Returns the estimate of a layout, from steps of its stages without values; None if a stage needs more than `memory`
+    bytes, which ends it early.
 
     Raises PlanError for all that the plan's checks find, "estimate-seconds" for what steps do not tell, and RunError
     "estimate-layer" for a layer that cannot be called without values.

@@ -1,4 +1,4 @@
-"""Finds the fastest layouts that fit: put in order at a glance, and taken once their own steps have said the same.
+"""Finds the fastest layouts that fit: puts them in order at a glance, and takes one once its own steps have said the same.
 
 InOrder ──the next fastest──> exact ──fits──> one of the `top`
               ^                  └──no──> dropped
@@ -31,10 +31,12 @@ class Final:
 
     @property
     def seconds(self) -> float:
+        """Returns the seconds of its step: by its own steps if these were taken, else at a glance."""
         return self.exact.estimate.seconds if self.exact else self.seen.estimate.seconds
 
     @property
     def num_bytes(self) -> int:
+        """Returns the bytes of the stage that holds most: by its own steps if these were taken, else at a glance."""
         return self.exact.estimate.num_bytes if self.exact else self.seen.estimate.num_bytes
 
 
@@ -61,10 +63,11 @@ def find(
     verify: bool = True,
     tell: Callable[[Candidate], None] = lambda layout: None,
 ) -> SearchFound:
-    """Returns the `top` fastest layouts of `space` that need at most `memory` bytes on any rank.
+    """Returns the `top` fastest layouts of `space` that need at most `memory` bytes on any rank (None: any number), slower ones
+    that need less memory, and what was refused or did not fit; if nothing fits, the layout that needs least.
 
-    verify: whether the figures of these are those of `train-cli estimate`, and one that does not fit by them is replaced by the
-    next. tell: called with each layout before its steps are taken, which lasts.
+    verify: whether the figures of the fastest are those of `train-cli estimate`, and one that does not fit by them is replaced
+    by the next; else those at a glance. tell: called with each layout before its steps are taken, which lasts.
     """
     order = InOrder(space, quick, memory)
     found = SearchFound(order.tally)
@@ -95,7 +98,7 @@ def find(
 
 
 def _fastest(order: InOrder) -> Seen | None:
-    """Returns the next layout of `order`."""
+    """Returns the next fastest layout of `order`, None if there is none; without Python's collector meanwhile."""
     with _uncollected():
         return order.next()
 

@@ -1,4 +1,4 @@
-"""What a search can price at a glance: what records say of themselves. All else is refused by name, and never guessed."""
+"""Says what a search can price at a glance: what records say of themselves. All else is refused by name, and never guessed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ CODE = "not-at-a-glance"
 
 
 def check_plan_at_a_glance(plan: Plan) -> None:
-    """Raises PlanError "not-at-a-glance" for what a plan has in all of its layouts, and a search cannot price."""
+    """Raises PlanError "not-at-a-glance" for a plan with canonical sums: they are in all of its layouts, and a search cannot
+    price them.
+    """
     if plan.parallel.reduction == "canonical":
         message = "how long canonical sums take cannot be told of many layouts at a glance"
         hint = 'search with `--set parallel.reduction="fast"`, then ask `train-cli estimate --machine` of what is found'
@@ -30,7 +32,9 @@ def check_plan_at_a_glance(plan: Plan) -> None:
 
 
 def check_shape(shape: Shape) -> None:
-    """Raises PlanError "not-at-a-glance" for records of a shape whose seconds follow from nothing that they say."""
+    """Raises PlanError "not-at-a-glance" for a shape whose activation policy, offload, attention or weight communicator does
+    not say what it does, so that its seconds cannot be told.
+    """
     policy, attention, offload = shape.activations.record, shape.attention, shape.offload
     if not isinstance(policy, ActivationPolicyRecord):
         raise _refused(f"what `{shape.activations.name}` keeps and does again")
@@ -52,13 +56,17 @@ def check_reducer(reducer: Choice | None) -> None:
 
 
 def leaves_shards(reducer: Choice | None) -> bool:
-    """Returns whether behind this reducer a rank steps a part of its weights alone."""
+    """Returns whether this reducer leaves each rank a part of the gradients' sums, so that it steps that part of the weights
+    alone.
+    """
     record = reducer.record if reducer else None
     return isinstance(record, GradientHandlerRecord) and record.result == "shard"
 
 
 def reduces(weights: Choice | None) -> Literal["micro_batch", "step"] | None:
-    """Returns how often a weight communicator reduces gradients; None if its exchanges do not follow from that."""
+    """Returns how often a weight communicator reduces gradients: for each micro-batch, or once a step. None if its record does
+    not tell, or there is none.
+    """
     record = weights.record if weights else None
     return record.reduces(weights.config) if weights and isinstance(record, WeightCommunicatorRecord) else None
 
@@ -69,7 +77,7 @@ def copies(policy: Choice) -> bool:
 
 
 def _tells(record: OffloadManagerRecord, config: Any) -> bool:
-    """Returns whether a manager says what it does in a step."""
+    """Returns whether a manager's record says what it does in a step: it steps on the host, or says whether it swaps states."""
     return record.steps_on_host or record.swaps(config) is not None
 
 

@@ -1,4 +1,4 @@
-"""What every layer of a model takes in a layout: seconds of its actions and bytes, as arrays over the layers.
+"""Tells what every layer of a model takes in a layout: seconds of its actions and bytes, as arrays over the layers.
 
     traced on one sample and on two, once per policy ──> any micro-batch, any slice ──> seconds, bytes
     measured, in some variants                       ──> its own, or the measure of the nearest
@@ -69,22 +69,24 @@ class LayerColumns:
 
     @cached_property
     def least_back(self) -> Floats:
-        """Seconds of the cheaper way to go back: whole, or in two halves."""
+        """Returns each layer's seconds of the cheaper way to go back: whole, or in two halves."""
         return np.minimum(self.backward, self.input_gradient + self.weight_gradient)
 
     @cached_property
     def rows(self) -> Floats:
-        """Of each layer: seconds of its forward, until its input's gradient is there, of its cheaper way back; kept bytes."""
+        """Returns [4, layers]: seconds of a layer's forward, until its input's gradient is there, of its cheaper way back; kept
+        bytes.
+        """
         return np.array([self.forward, np.minimum(self.backward, self.input_gradient), self.least_back, self.kept])
 
     @cached_property
     def totals(self) -> tuple[float, float, int]:
-        """Of all layers: seconds of their forwards, of their cheaper ways back, and kept bytes."""
+        """Returns the sums over all layers: seconds of forwards, seconds of the cheaper ways back, kept bytes."""
         return float(self.forward.sum()), float(self.least_back.sum()), int(self.kept.sum())
 
     @cached_property
     def layers(self) -> list[LayerSeconds]:
-        """The seconds of each layer."""
+        """Returns the seconds of each layer as one object."""
         each = self.forward, self.backward, self.input_gradient, self.weight_gradient
         return [LayerSeconds(*values) for values in zip(*(values.tolist() for values in each), strict=True)]
 
@@ -111,19 +113,23 @@ class LayerTables:
         self._sizes: dict[Any, tuple[list[list[float]], list[list[float]]] | SleyError] = {}
 
     def keys(self, policy: Choice) -> list[str]:
-        """Returns a key for each layer under a policy; equal for layers that are alike."""
+        """Returns a key for each layer under a policy; equal for layers that take as long and as much memory as each other."""
         return self.variants.keys(Variant(policy, 1))
 
     def of(self, shape: Shape) -> LayerColumns:
-        """Returns the table of a shape. Raises PlanError for layers that cannot be counted, and for a machine file that lacks
-        what they need.
+        """Returns seconds and bytes of every layer in a shape; made once for all shapes that differ in nothing that matters to
+        layers.
+
+        Raises PlanError for layers that cannot be counted, and for a machine file that lacks what they need.
         """
         sizes = shape.sizes
         key = sizes.sp, sizes.wp, sizes.micro_size, str(shape.activations), str(shape.weights), str(shape.attention)
         return once(self._tables, key, lambda: self._sharded(shape) if sizes.wp > 1 else self._whole(shape))
 
     def cut(self, shape: Shape) -> Integers:
-        """Returns how many trained elements of each layer the shape's weight communicator shards."""
+        """Returns how many trained elements of each layer the shape's weight communicator shards: int64 [layers]; zeros without
+        one.
+        """
         if shape.weights is None:
             return np.zeros_like(self.numel)
 
@@ -136,9 +142,12 @@ class LayerTables:
         return once(self._cut, str(shape.weights), cut)
 
     def sizes(self, shape: Shape) -> tuple[list[list[float]], list[list[float]]]:
-        """Returns the elements that a rank has of each gradient, by layer: of those that are sharded, and of the others."""
+        """Returns, by layer, the elements that a rank has of each trained parameter's gradient: first of parameters that are
+        sharded, then of the others.
+        """
 
         def sizes() -> tuple[list[list[float]], list[list[float]]]:
+            """Computes it; a shard has 1/wp of the elements."""
             ids, wp = self._ids_cut(shape) if shape.weights else frozenset[int](), shape.sizes.wp
             shards = [[one.numel() / wp for one in some if id(one) in ids] for some in self.trained]
             whole = [[float(one.numel()) for one in some if id(one) not in ids] for some in self.trained]
@@ -147,8 +156,8 @@ class LayerTables:
         return once(self._sizes, (shape.sizes.wp, str(shape.weights)), sizes)
 
     def _sharded(self, shape: Shape) -> LayerColumns:
-        """Returns the table of sharded weights: a layer takes the longer of its computing and of what overlaps it of its
-        exchanges, and then the rest of them.
+        """Returns the table of a shape that shards weights, from that of whole ones: a layer takes the longer of its computing
+        and of those of its exchanges that run beside it, and then the rest of them.
         """
         whole = self.of(replace(shape, sizes=replace(shape.sizes, wp=1), weights=None))
         gather, reduce = once(self._exchanges, (shape.sizes.wp, str(shape.weights)), lambda: self._of_shards(shape))
@@ -162,8 +171,9 @@ class LayerTables:
         )
 
     def _added_s(self, shape: Shape) -> Floats:
-        """Returns the seconds by which adding up the gradients of shards takes longer than adding up whole ones: sums of rows
-        are added too. Products of the gradients' own dtype are written where they are reduced, and not added there.
+        """Returns the seconds, by layer, by which adding up the gradients of shards takes longer than adding up whole ones
+        (negative if shorter): sums of rows are added too. Products of the gradients' own dtype are written where they are
+        reduced, and not added there.
         """
         cut, (working, _) = self.cut(shape), dtypes(self.plan)
         gradients = DTYPES[self.plan.precision.gradients]
@@ -172,8 +182,8 @@ class LayerTables:
         return np.asarray((rows - written) * 3 * gradients.itemsize / self.machine.device.memory_bandwidth)
 
     def _of_shards(self, shape: Shape) -> tuple[Floats, Floats]:
-        """Returns the seconds of the gather of each layer's weights, and of the reduction of its gradients per micro-batch, as
-        `_exchanged` does.
+        """Returns the seconds of the gather of each layer's weights, and of the reduction of its gradients per micro-batch
+        (zeros if that comes once a step); both [2, layers]: what runs beside computing, and what does not.
         """
         cut, ranks = self.cut(shape), range(shape.sizes.wp)
         gather = self._exchanged("gather", cut * dtypes(self.plan)[0].itemsize, ranks)
@@ -181,8 +191,8 @@ class LayerTables:
         return gather, np.zeros_like(reduce) if reduces(shape.weights) == "step" else reduce
 
     def _exchanged(self, kind: Collective, sizes: Integers, ranks: Sequence[int]) -> Floats:
-        """Returns the seconds of an exchange of so many bytes for each layer, [2, layers]: what runs beside computing, and what
-        does not. None where there are no bytes.
+        """Returns the seconds of an exchange of `sizes` bytes for each layer among `ranks`, [2, layers]: what runs beside
+        computing, and what does not. Zeros where there are no bytes.
         """
         costs = {
             size: collective(kind, int(size), ranks, self.machine.links) if size else NOTHING for size in set(sizes)
@@ -191,7 +201,9 @@ class LayerTables:
         return np.array([known[size] for size in sizes]).T
 
     def _whole(self, shape: Shape) -> LayerColumns:
-        """Returns the table of whole weights."""
+        """Returns the table of a shape whose weights are whole: measured or counted seconds of layers, with the swaps of
+        attention over slices, and copies of a policy that moves what layers save to the host.
+        """
         sizes = shape.sizes
         variant = Variant(shape.activations, sizes.micro_size, sizes.sp)
         works = self.variants.works(variant)
@@ -216,7 +228,9 @@ class LayerTables:
         return LayerColumns(*of_seconds, waiting, handed, beside, is_measured)
 
     def _copy(self, shape: Shape, seconds: Floats, kept: list[int]) -> None:
-        """Lets what chosen layers save go to the host and come back, beside the computing of the next layer: changes both."""
+        """Changes `seconds`, [layers, 4], and `kept` for a policy that copies what chosen layers save to the host: copies count
+        beside the layer's own computing on CUDA, and behind it on a CPU; nothing of these layers is kept on the device.
+        """
         names = getattr(self.variants.policy(shape.activations), "names", ())
         runs_ahead = self.machine.device.kind == "cuda"
         for at, layer in enumerate(self.model.layers):
@@ -231,7 +245,9 @@ class LayerTables:
                 kept[at] = 0
 
     def _swapped(self, seconds: LayerSeconds, work: LayerWork, sp: int) -> LayerSeconds:
-        """Returns the seconds of a layer with the swaps of its attentions; who runs an attention again swaps again."""
+        """Returns the seconds of a layer with the swaps of its attentions over `sp` ranks: in the forward, in each backward,
+        and again where a backward runs attention again.
+        """
         there, again = self._swaps_s(work.forward, sp), self._swaps_s(work.recompute, sp)
         return LayerSeconds(
             seconds.forward + there,
@@ -241,18 +257,20 @@ class LayerTables:
         )
 
     def _swaps_s(self, operators: Iterable[Operator], sp: int) -> float:
-        """Returns the seconds of the two swaps around each attention: of what it reads, and of what it writes."""
+        """Returns the seconds of the two swaps around each attention in `operators`: of what it reads, and of
+        what it writes.
+        """
         each = [one.num_bytes for one in operators if one.name == ATTENTION]
         return sum(2 * sum(collective("swap", num_bytes // 2, range(sp), self.machine.links)) for num_bytes in each)
 
     def _ids_cut(self, shape: Shape) -> frozenset[int]:
-        """Returns the `id`s of the parameters that the shape's weight communicator shards. An element that several layers hold
-        counts in each.
-        """
+        """Returns the `id`s of the parameters that the shape's weight communicator shards."""
         return once(self._cut_ids, str(shape.weights), lambda: self._cut_by_communicator(shape))
 
     def _cut_by_communicator(self, shape: Shape) -> frozenset[int]:
-        """Asks the communicator, as a run does before it shards."""
+        """Builds the shape's weight communicator for two ranks and asks it, as a run does, which parameters it shards; returns
+        their `id`s.
+        """
         plan = Candidate(replace(shape, sizes=Sizes(1, 1, 2, 1), attention=None), None, None).plan(self.plan, 2)
         assert plan.weights is not None, shape
         communicator = plan.weights.build()
@@ -266,6 +284,8 @@ class LayerTables:
 
 
 def _beside(computing: Floats, exchanged: Floats) -> Floats:
-    """Returns the seconds of layers of which `exchanged` says what runs beside their computing, and what does not."""
+    """Returns the seconds of layers with an exchange, [2, layers], beside them: the longer of computing and of its first row,
+    and then its second row.
+    """
     overlapping, attended = exchanged
     return np.asarray(np.maximum(computing, overlapping) + attended)

@@ -1,4 +1,5 @@
-"""Every layout that a plan could have in a world of so many ranks: sizes, micro-batches, and what fills its tables.
+"""Enumerates every layout that a plan could have in a world of so many ranks: sizes, micro-batches, and what
+fills its tables.
 
     shape       sizes, activation policy, weight communicator, attention: what a layer takes
     candidate   a shape, with a schedule and a reducer
@@ -38,7 +39,7 @@ class Sizes:
     micro_size: int
 
     def micros(self, plan: Plan, world: int) -> int:
-        """Returns the micro-batches of a rank in a step of `plan`."""
+        """Returns how many micro-batches a rank takes in a step of `plan`, in a world of `world` ranks."""
         return plan.batch.global_size // (world // (self.pp * self.sp) * self.micro_size)
 
 
@@ -64,7 +65,10 @@ class Candidate:
     reducer: Choice | None
 
     def plan(self, plan: Plan, world: int) -> Plan:
-        """Returns `plan` in this layout, in a world of `world` ranks. Raises PlanError as any plan does that does not fit."""
+        """Returns `plan` with the tables of this layout, in a world of `world` ranks. Without stages, link, partition and
+        timeline are left out; so are lengths of stages that the plan writes for another number of stages, or another schedule.
+        Raises PlanError for tables that are no plan.
+        """
         sizes, shape = self.shape.sizes, self.shape
         tables: dict[str, Any] = {
             "parallel": _own_table(plan, "parallel")
@@ -84,6 +88,7 @@ class Candidate:
         return with_tables(plan, tables)
 
     def _moves_cuts(self, plan: Plan) -> bool:
+        """Returns whether this layout has another number of stages, or another schedule, than the plan."""
         own = plan.pipeline.name if plan.pipeline else None
         return plan.parallel.pp != self.shape.sizes.pp or self.schedule is None or self.schedule.name != own
 
@@ -99,6 +104,7 @@ class Candidate:
         return [*reducers, *self._ties(), *others]
 
     def _ties(self) -> list[dict[str, Any]]:
+        """Returns the table of the handler that sums tied weights over stages, if the schedule names one; else nothing."""
         record = self.schedule.record if self.schedule else None
         named = record.ties if isinstance(record, ScheduleRecord) else None
         return [{"use": named}] if named else []
@@ -126,7 +132,9 @@ class Layouts:
         self.keep = keep
 
     def shapes(self) -> Iterator[Shape]:
-        """Yields all shapes whose optimizer states stay on the device; if `keep` says so, all shapes."""
+        """Yields all shapes whose optimizer states stay on the device; if `keep` has "offload", all shapes with the plan's own
+        offload.
+        """
         policies = self._of("activations", self.choices.policies)
         for sizes in self.sizes():
             weights: tuple[Choice | None, ...] = self._of("wp", self.choices.weights) if sizes.wp > 1 else (None,)
@@ -135,16 +143,23 @@ class Layouts:
                 yield Shape(sizes, policy, communicator, attention, self._first)
 
     def offloading(self, shape: Shape) -> Iterator[Shape]:
-        """Yields the shapes which differ from one of `shapes` in that optimizer states leave the device: none is faster."""
+        """Yields the shapes that differ from `shape`, one of `shapes`, in that optimizer states leave the device: none is
+        faster. None if `keep` has "offload".
+        """
         if "offload" not in self.keep:
             yield from (replace(shape, offload=one) for one in self.choices.offload if one is not None)
 
     @property
     def _first(self) -> Choice | None:
+        """Returns how the optimizer's states of all `shapes` are offloaded: None, on the device, unless
+        `keep` has "offload".
+        """
         return self.choices.offload[0] if "offload" in self.keep else None
 
     def sizes(self) -> Iterator[Sizes]:
-        """Yields every division of the ranks and of the plan's batch that is whole."""
+        """Yields every division of the ranks and of the plan's batch that is whole, with micro-batches of powers of two; axes
+        in `keep` have the plan's own size.
+        """
         own, world, choices = self.plan.parallel, self.world, self.choices
         stages = [own.pp] if "pp" in self.keep else divisors(world) if choices.schedules else [1]
         slices = [own.sp] if "sp" in self.keep else divisors(world, MOST_SLICES) if choices.attention else [1]
@@ -162,17 +177,17 @@ class Layouts:
                     yield Sizes(pp, sp, wp, micro_size)
 
     def schedules(self, sizes: Sizes) -> tuple[Choice | None, ...]:
-        """Returns what may fill `[pipeline]` with these sizes."""
+        """Returns what may fill `[pipeline]` with these sizes; (None,) for one stage."""
         keeps = "schedule" in self.keep and self.plan.pipeline is not None
         offered = self.choices.schedules[:1] if keeps else self.choices.schedules
         return offered if sizes.pp > 1 else (None,)
 
     def reducers(self, sizes: Sizes) -> tuple[Choice | None, ...]:
-        """Returns what may sum gradients with these sizes."""
+        """Returns what may sum gradients with these sizes; (None,) where no two ranks hold the same weight."""
         return self._of("reducer", self.choices.reducers) if self.world > sizes.pp else (None,)
 
     def within(self, shape: Shape) -> Iterator[Candidate]:
-        """Yields every layout of a shape."""
+        """Yields every layout of a shape: it with each schedule and each reducer."""
         for schedule, reducer in product(self.schedules(shape.sizes), self.reducers(shape.sizes)):
             yield Candidate(shape, schedule, reducer)
 
@@ -181,6 +196,7 @@ class Layouts:
         return len(self.schedules(shape.sizes)) * len(self.reducers(shape.sizes))
 
     def _of(self, axis: Axis, offered: tuple[Choice, ...]) -> tuple[Choice, ...]:
+        """Returns what an axis may be: the plan's own, which stands first, if `keep` has the axis; else all that is offered."""
         return offered[:1] if axis in self.keep else offered
 
 
@@ -197,7 +213,9 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def _own_table(plan: Plan, key: str, default: Any = None) -> Any:
-    """Returns a copy of a table as the plan was given it; `default`, or an empty table, if it has none."""
+    """Returns a copy of the plan's table, or list of tables, `key` as the plan was given it; `default`, or an empty table, if
+    it has none.
+    """
     found = plan.document.tables.get(key)
     if found is None:
         return {} if default is None else default

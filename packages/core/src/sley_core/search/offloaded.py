@@ -1,4 +1,4 @@
-"""What optimizer states that are not on the device cost a layout at a glance: bytes that it does not hold, seconds of copies.
+"""Prices optimizer states that are not on the device: bytes that a layout does not hold, seconds of copies.
 
 swapped      bucket 0 comes │ update │ bucket 1 comes while 0 leaves │ update │ ...       the slower way counts
 on the host  gradients go   │ the host updates                      │ weights come        the slowest of the three counts
@@ -27,7 +27,7 @@ ELEMENTS = 1 << 24
 
 
 def stepping(offload: Choice | None) -> Stepping:
-    """Returns where a manager that works within steps leaves optimizer states."""
+    """Returns where this manager, which works within steps, leaves optimizer states; "here" without one."""
     if offload is None:
         return "here"
     record = offload.record
@@ -46,14 +46,16 @@ class StepCosts:
         self._moved = moved_by_update(plan, num_states)
 
     def state_bytes(self, where: Stepping) -> int:
-        """Returns the bytes that a device holds of master and states between two steps. A CPU's memory is its host's."""
+        """Returns the bytes that a device holds, per element, of master and states between two steps. A CPU's memory is its
+        host's.
+        """
         if where == "swapped":
             return self._master
         on_cuda = self._machine.device.kind == "cuda"
         return 0 if where == "on_host" and on_cuda else self._master + self._states
 
     def update_s(self, where: Stepping) -> float:
-        """Returns the seconds of norm and update.
+        """Returns the seconds, per element, of norm and update, with the copies that they need.
 
         Raises PlanError "machine-host" for a machine file that does not say what they need.
         """
@@ -69,5 +71,6 @@ class StepCosts:
         return here + max(each) if where == "swapped" else max(each)
 
     def _copied_s(self, kind: Literal["to_host", "to_device"], num_bytes: int) -> float:
+        """Returns the seconds, per element, of copies of `num_bytes` for each."""
         cost = copy_cost(kind, num_bytes * ELEMENTS, self._machine)
         return (cost.latency_s + cost.work_s) / ELEMENTS

@@ -1,4 +1,4 @@
-"""Seconds and bytes of a layout at a glance, to put thousands in order: what its layers take, and its lists.
+"""Estimates seconds and bytes of a layout at a glance, to put thousands in order: what its layers take, and its lists.
 
     what each layer takes, in its shape ──> seconds, kept bytes ──┐
     schedule ──> lists of all stages, lowered ────────────────────┼──> simulated step, held bytes
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class Quick:
     """Estimates layouts of `plan` on `world` ranks of `machine`.
 
-    Raises PlanError "not-at-a-glance" for a plan that has none which can be told so.
+    Raises PlanError "not-at-a-glance" for a plan with canonical sums, none of whose layouts can be priced so.
     """
 
     def __init__(self, plan: Plan, world: int, machine: MachineFile) -> None:
@@ -65,10 +65,11 @@ class Quick:
         self.peaks: dict[tuple[int, int, tuple[int, ...]], list[int] | SleyError] = {}
 
     def least(self, shape: Shape) -> Estimate:
-        """Returns seconds and bytes that no layout of a shape undercuts: what the average stage computes, and holds between
-        the first forward and its backward.
+        """Returns seconds and bytes that no layout of a shape undercuts: what the average stage computes, and holds between the
+        first forward and its backward.
 
-        Raises PlanError for a shape that no layout has, and "not-at-a-glance" for one with a part that tells too little.
+        Raises PlanError for a shape that no layout has, and "not-at-a-glance" for one with a part that does not say what it
+        does.
         """
         sizes, tables = shape.sizes, self.tables
         if sizes.pp > len(tables.model.layers):
@@ -86,7 +87,8 @@ class Quick:
         """Returns the seconds of a step in which the fullest stage never waits once it has begun, and the bytes that it holds
         with one micro-batch under way.
 
-        Raises PlanError for a layout that cannot be assembled, and "not-at-a-glance" as `least`.
+        Raises PlanError for a layout that cannot be assembled, and "not-at-a-glance" for a reducer that does not say that its
+        sums are plain.
         """
         check_reducer(layout.reducer)
         if layout.shape.offload is not None:  # as the only shapes of which `least` need not have been asked
@@ -99,38 +101,47 @@ class Quick:
         return once(self._bounds, (_alike(layout), self._cut(layout).parts), bound)
 
     def num_bytes(self, layout: Candidate) -> int:
-        """Returns the bytes of the stage that holds most. Raises as `bound` does."""
+        """Returns the bytes of the stage that holds most. Raises PlanError for a layout that cannot be assembled."""
         return max(self.step(layout).stage_bytes)
 
     def seconds(self, layout: Candidate) -> float:
-        """Returns the simulated seconds of a step. Raises as `bound` does."""
+        """Returns the simulated seconds of a step. Raises PlanError for a layout that cannot be assembled."""
         return once(self._seconds, (_alike(layout), str(layout.schedule)), self.step(layout).seconds)
 
     def passes(self, step: QuickStep) -> Passes:
-        """Returns what the layers of a step take; known of the last that was asked: alike layouts come one after another."""
+        """Returns, for each stage, seconds and bytes of what its layers do with a micro-batch in this step; kept for the last
+        cut and table that were asked, since alike layouts come one after another.
+        """
         known = self._passes
         if known is None or known[0] is not step.table or known[1] is not step.parts:
             self._passes = known = step.table, step.parts, step.passes()
         return known[2]
 
     def end_s(self, pp: int) -> float:
-        """Returns the seconds that end every step: what all stages sum, and what belongs to nothing else."""
+        """Returns the seconds that end every step with `pp` stages: a sum over all ranks where there are several, and what
+        belongs to nothing else.
+        """
         return (sum(self.together) if pp > 1 else 0.0) + self.machine.device.step_s
 
     @cached_property
     def together(self) -> Cost:
-        """The cost of what all ranks sum before the update."""
+        """Returns the cost of what all ranks sum before the update: loss, norm, votes."""
         return collective("sum", TOTALS_BYTES, range(self.world), self.machine.links)
 
     def step(self, layout: Candidate) -> QuickStep:
-        """Returns the layout's step. Raises PlanError for one that cannot be assembled."""
+        """Returns what estimates the layout's step. Raises PlanError for a layout that cannot be assembled."""
         return QuickStep(self, layout, self._cut(layout), self.tables.of(layout.shape))
 
     def _cut(self, layout: Candidate) -> StageCut:
-        """Returns how the layout's schedule cuts the model; the same for all layouts with the same stages."""
+        """Returns the lists and parts into which the layout's schedule cuts the model; one object for all layouts with as many
+        stages and the same schedule.
+        """
         key = layout.shape.sizes.pp, str(layout.schedule)
 
         def cut() -> StageCut:
+            """Makes them, of a plan with whole weights and sequences and micro-batches of one sample: none of these changes the
+            cut.
+            """
             sizes = replace(layout.shape.sizes, sp=1, wp=1, micro_size=1)
             plain = replace(layout, shape=replace(layout.shape, sizes=sizes, weights=None, attention=None))
             plan = plain.plan(self.plan, self.world)
@@ -143,15 +154,15 @@ class Quick:
         return once(self._cuts, key, cut)
 
     def _check_slices(self, shape: Shape) -> None:
-        """Raises PlanError as a run does for a model that cannot see slices of a sequence."""
+        """Raises PlanError, as a run does, for a model or attention that cannot work on slices of a sequence."""
         sizes = replace(shape.sizes, pp=1, wp=1, micro_size=1)
         plan = Candidate(replace(shape, sizes=sizes, weights=None), None, None).plan(self.plan, sizes.sp)
         draft_model(plan, self.tables.dataset.info)
 
 
 def _alike(layout: Candidate) -> Hashable:
-    """Returns a key that is equal for layouts which take the same at a glance but for their schedules: two reducers with plain
-    sums and the same buckets do.
+    """Returns a key that is equal for layouts which are estimated alike but for their schedules: the same shape, and reducers
+    with the same buckets that leave ranks the same part.
     """
     shape = layout.shape
     return (

@@ -1,4 +1,6 @@
-"""One layout's step at a glance: the least it takes, what a simulation of its lists says, and what its stages hold."""
+"""Estimates one layout's step at a glance: the least it takes, what a simulation of its lists says, and what
+its stages hold.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ if TYPE_CHECKING:
 
 
 class Passes(NamedTuple):
-    """What the layers of each stage take, whoever sums gradients. first: seconds before its first forward begins and behind its
-    last gradient; there, again: a micro-batch's forward and backward; kept: bytes.
+    """Holds, for each stage, what its layers take, whoever sums gradients. first: seconds before its first forward begins and
+    behind its last gradient; there, again: seconds of a micro-batch's forward and backward; kept: bytes that wait for a
+    backward.
     """
 
     first: Floats
@@ -41,7 +44,11 @@ class Passes(NamedTuple):
 
 
 class QuickStep:
-    """Raises PlanError "schedule-too-long" for a step of more micro-batches than any plan may have."""
+    """Estimates a step of `layout`, of which `cut` are the schedule's lists and parts, and `table` the seconds and bytes of
+    layers.
+
+    Raises PlanError "schedule-too-long" for a step of more micro-batches than any plan may have.
+    """
 
     def __init__(self, quick: Quick, layout: Candidate, cut: StageCut, table: LayerColumns) -> None:
         self.quick = quick
@@ -56,8 +63,8 @@ class QuickStep:
         self.shared = quick.shared.of(layout.shape, cut.parts, layout.reducer)
 
     def least_s(self) -> float:
-        """Returns the seconds that the fullest stage computes, from the arrival of its first micro-batch to the return of its
-        last gradient to the first stage.
+        """Returns seconds that the step does not undercut: those that the fullest stage computes, and before and after them
+        what passes until its first micro-batch arrives and its last gradient is back at the first stage.
         """
         first, there, again, _ = self.quick.passes(self)
         # gathers come before the last layer's first forward, and sums after the first gradients of the last backward
@@ -66,14 +73,18 @@ class QuickStep:
         return float((busy + first).max()) + self.quick.end_s(self.pp)
 
     def passes(self) -> Passes:
-        """Returns what the layers of each stage take."""
+        """Returns, for each stage, the seconds of a micro-batch's forward and backward, those before its first forward begins
+        and behind its last gradient, and the bytes that it keeps of a micro-batch.
+        """
         forward, through, *_ = by_position = self.parts.by_position(self.table.rows)
         before = np.concatenate(([0.0], np.cumsum((forward + through)[:-1] + self._both_ways)))
         there, _, again, kept = self.parts.sum_of_stages(by_position)
         return Passes(before[self.parts.firsts], there, again, kept)
 
     def seconds(self) -> float:
-        """Returns the simulated seconds of the step. Of many micro-batches a few are simulated: each further adds the same."""
+        """Returns the simulated seconds of the step. Of more than three micro-batches per stage, steps of two and of three per
+        stage are simulated: each further one adds the same.
+        """
         pp = self.pp
         if self.micros <= 3 * pp:
             return self._simulated(self.micros)
@@ -82,14 +93,16 @@ class QuickStep:
 
     @cached_property
     def stage_bytes(self) -> list[int]:
-        """Returns the bytes of each stage: weights, gradients, states, what waits for backwards, and what one of these has; or
-        what there is before the first step.
+        """Returns the most bytes of each stage: weights, gradients and states, what waits for backwards, and what one backward
+        has beside that; or what there is before the first step, if that is more.
         """
         held = self.shared.states_bytes + np.array(self._waiting_bytes()) + self._passing_bytes()
         return [int(count) for count in np.maximum(held, self.shared.start_bytes)]
 
     def least_bytes(self) -> int:
-        """Returns bytes that the fullest stage has in any case: one micro-batch waits for its backward."""
+        """Returns bytes that the fullest stage has in any case: weights, gradients and states, and one micro-batch that waits
+        for its backward.
+        """
         return int((self.shared.states_bytes + self.quick.passes(self).kept).max())
 
     def _waiting_bytes(self) -> list[int]:
@@ -105,12 +118,15 @@ class QuickStep:
         return once(self.quick.peaks, (id(self.cut), few, kept), held)
 
     def _passing_bytes(self) -> Floats:
-        """Returns the bytes that a backward of each stage has at once beside all that waits: of that of its chunks which has
-        fewest. What comes in a message waits already.
+        """Returns the bytes that a backward on each stage has at once beside all that waits: of its chunks, that with the
+        fewest.
         """
         table, bounds = self.table, self.parts.bounds
 
         def passing() -> Floats:
+            """Computes it for each position, layer by layer: what a backward has, less what the layers behind it have freed,
+            and less the gradient that came in a message, which waits already.
+            """
             found = []
             for first, last in pairwise(bounds):
                 freed = np.cumsum(table.kept[first:last][::-1])[::-1] - table.kept[first:last]  # by the layers behind
@@ -122,6 +138,7 @@ class QuickStep:
         return once(self.quick.passing, (id(self.parts), id(table.passing)), passing)
 
     def _simulated(self, micros: int) -> float:
+        """Returns the simulated seconds of a step of `micros` micro-batches."""
         layers = self.table.layers
         work = StepWork(
             parts=[layers[first:last] for first, last in pairwise(self.parts.bounds)],
@@ -135,7 +152,7 @@ class QuickStep:
 
     @cached_property
     def messages(self) -> list[Cost]:
-        """The cost of what crosses between each two positions; however weights are sharded, layers hand on as much."""
+        """Returns the cost of what each position but the last hands to the next; the same however weights are sharded."""
 
         def costs() -> list[Cost]:
             return [self._message(position) for position in range(len(self.parts.bounds) - 2)]
@@ -144,12 +161,12 @@ class QuickStep:
 
     @property
     def _both_ways(self) -> Floats:
-        """Seconds of the messages between each two positions, up, and down again."""
+        """Returns the seconds of the messages between each two positions, up and down again: [positions - 1]."""
         key = id(self.parts), id(self.table.output)
         return once(self.quick.both_ways, key, lambda: np.array([2 * sum(cost) for cost in self.messages]))
 
     def _message(self, position: int) -> Cost:
-        """Returns the cost of what position `position` of the model hands to the next one."""
+        """Returns the cost of what position `position` of the model hands to the next one; nothing where one stage has both."""
         sender, receiver = self.cut.placement.route[position : position + 2]
         if sender == receiver:
             return NOTHING
@@ -158,8 +175,9 @@ class QuickStep:
         return message(num_bytes, sender * size, receiver * size, self.quick.machine.links)
 
     def _exchanges(self, stage: int) -> Iterator[GradientExchange]:
-        """Yields, for each layer of a stage from the last on, a sum, or a reduction and a gather; where gradients of shards are
-        reduced once a step, that comes before.
+        """Yields the exchanges of each layer of a stage, from each chunk's last layer to its first: the sum of its gradients,
+        or their reduction and the gather of stepped weights; before it the reduction over shards, if that comes once a step.
+        Those that cost nothing are left out.
         """
         exchanged = self.shared.exchanged
         each = self._exchange_of(exchanged.once, "ready", "reduce wp")
@@ -173,5 +191,5 @@ class QuickStep:
     def _exchange_of(
         self, costs: Exchanged, starts: Starts, lane: str
     ) -> Callable[[int, tuple[Use, ...]], GradientExchange]:
-        """Returns what makes the exchange of a layer, by its number and its place in the stage."""
+        """Returns a function that makes the exchange of a layer, given its number in the model and its place in the stage."""
         return lambda at, uses: GradientExchange(Cost(*costs[:, at].tolist()), starts, uses, lane=lane)

@@ -1,4 +1,5 @@
-"""What layouts share that differ in their micro-batches alone: exchanges of gradients and weights, states, the update.
+"""Prices what layouts share that differ in their micro-batches alone: exchanges of gradients and weights,
+states, the update.
 
 stages, shards, parts of the model, reducer ──> per layer: elements held and stepped, costs of exchanges
                                             ──> per stage: seconds of sums, gathers and the update, bytes of states
@@ -46,8 +47,8 @@ Exchanged = NDArray[np.float64]
 
 
 class OfLayers(NamedTuple):
-    """Exchanges of each layer: sums of its gradients, or their reductions and gathers of what is stepped; once: reductions of
-    the gradients of shards that come once a step.
+    """Holds the costs of each layer's exchanges, [3, layers] each: sums of its gradients, or their reductions; gathers of the
+    weights that ranks step in parts; and in `once` reductions of sharded weights' gradients that come once a step.
     """
 
     sums: Exchanged
@@ -56,8 +57,9 @@ class OfLayers(NamedTuple):
 
 
 class OfStages(NamedTuple):
-    """Per stage: seconds of sums (or reductions), of gathers, of norm and update; bytes of weights, gradients and states; bytes
-    before the first step.
+    """Holds, for each stage: seconds of sums (or reductions) of gradients, of gathers of weights, of norm and update; bytes of
+    weights, gradients and optimizer states; bytes that there are before the first step. exchanged: costs of each layer's
+    exchanges.
     """
 
     sums: Floats
@@ -69,7 +71,9 @@ class OfStages(NamedTuple):
 
 
 class Least(NamedTuple):
-    """Of all layers: seconds of the cheapest exchanges and of the update; the fewest bytes of weights, gradients, states."""
+    """Holds, summed over all layers: seconds of the cheapest exchanges of gradients, seconds of the update, and the fewest
+    bytes of weights, gradients and optimizer states.
+    """
 
     exchanged_s: float
     update_s: float
@@ -77,7 +81,7 @@ class Least(NamedTuple):
 
 
 class StageCosts:
-    """Makes these for all layouts of a plan, each once."""
+    """Makes `OfStages` and `Least` for all layouts of a plan, each once."""
 
     def __init__(self, plan: Plan, world: int, machine: MachineFile, tables: LayerTables) -> None:
         self.plan = plan
@@ -90,15 +94,20 @@ class StageCosts:
         self._pieces: dict[Hashable, tuple[Pieces, Pieces] | SleyError] = {}
 
     def of(self, shape: Shape, parts: ModelParts, reducer: Choice | None) -> OfStages:
-        """Returns it for the layouts of a shape with these parts and this reducer."""
+        """Returns the seconds and bytes of each stage that layouts of a shape have in common, if the model is cut into `parts`
+        and `reducer` sums gradients.
+        """
         every, bucket = leaves_shards(reducer), bucket_bytes(reducer)
         key = shape.sizes.pp, shape.sizes.wp, str(shape.weights), str(shape.offload), parts, every, bucket
         return once(self._of, key, lambda: self._of_stages(shape, parts, every, bucket))
 
     def least(self, shape: Shape) -> Least:
-        """Returns what no layout of a shape undercuts."""
+        """Returns seconds of exchanges and update, and bytes of weights, gradients and states, summed over all layers, that no
+        layout of a shape undercuts: with each rank stepping a part of what it holds.
+        """
 
         def least() -> Least:
+            """Computes it: one exchange of all gradients together, and the update and states of what a rank steps itself."""
             held, owned = self._held_elements(shape, every=True)
             whole = [[(0, len(self.tables.numel))]]  # cut into stages, buckets are as many or more
             offered = [
@@ -114,6 +123,9 @@ class StageCosts:
         return once(self._least, (shape.sizes.pp, shape.sizes.wp, str(shape.weights), str(shape.offload)), least)
 
     def _of_stages(self, shape: Shape, parts: ModelParts, every: bool, bucket: float | None) -> OfStages:
+        """Returns seconds and bytes of each stage. every: whether each rank that holds an element alike steps a part of it.
+        bucket: bytes of gradients that are summed at once; None for those of each layer.
+        """
         pieces = once(
             self._pieces,
             (shape.sizes.wp, str(shape.weights), bucket, parts if bucket else None),
@@ -132,7 +144,7 @@ class StageCosts:
         return OfStages(sums_s, gathers_s, self._update_s(owned, shape), states, start, exchanged)
 
     def _by_stage(self, parts: ModelParts, costs: Exchanged) -> Floats:
-        """Returns the seconds of the exchanges of each stage's layers."""
+        """Returns the seconds of the exchanges of each stage's layers, all parts of their costs summed."""
         latency_s, work_s, attended_s = map(parts.by_stage, costs)
         return latency_s + work_s + attended_s
 
@@ -148,15 +160,18 @@ class StageCosts:
         return held, (shards / (ranks // sizes.wp) + whole / ranks) if every else held
 
     def _exchange(self, shape: Shape, kind: Collective | None, shards: Pieces, whole: Pieces) -> Exchanged:
-        """Returns the cost of the exchanges of each layer's gradients, or of its weights: of shards with their replicas, and of
-        the rest in the stage. None: nothing is exchanged. All stages are as the first.
+        """Returns the cost of exchanging each layer's gradients, or weights, [3, layers]: of shards among the ranks that hold
+        the same one, and of weights that are whole among all of the stage. None: nothing is exchanged. All stages are taken as
+        the first.
         """
         topology = Topology(self.world, shape.sizes.pp, wp=shape.sizes.wp)
         one = self._of_pieces(kind, shards, topology.ranks_of("wdp", 0))
         return one + self._of_pieces(kind, whole, topology.ranks_of("stage", 0))
 
     def _per_layer(self, shape: Shape) -> tuple[Pieces, Pieces]:
-        """Returns the pieces of a reducer that sums layer by layer: of shards, and of the rest."""
+        """Returns the pieces of a reducer that sums layer by layer: of sharded weights, a rank's part of each, and of whole
+        ones.
+        """
         cut = self.tables.cut(shape)
         return per_layer(-(-cut // shape.sizes.wp)), per_layer(self.tables.numel - cut)
 
@@ -169,12 +184,16 @@ class StageCosts:
         return shards, whole
 
     def _reduced_once(self, shape: Shape) -> Exchanged:
-        """Returns the same of the reductions of shards' gradients that come once a step."""
+        """Returns the cost of reducing each layer's gradients over the ranks that share its weights, [3, layers], if that comes
+        once a step; else zeros.
+        """
         is_once = reduces(shape.weights) == "step"
         return self._of_pieces("reduce" if is_once else None, per_layer(self.tables.cut(shape)), range(shape.sizes.wp))
 
     def _of_pieces(self, kind: Collective | None, pieces: Pieces, ranks: Sequence[int]) -> Exchanged:
-        """Returns the cost of pieces that are exchanged among `ranks`: one after another, and linear in their bytes."""
+        """Returns the cost of each layer's pieces, [3, layers], exchanged among `ranks` one after another; zeros if `kind` is
+        None. It is linear in bytes and in their number.
+        """
         if kind is None or not pieces.counts.any():
             return np.zeros((len(NOTHING), len(pieces.counts)))
         itemsize = dtypes(self.plan)[0].itemsize if kind == "gather" else DTYPES[self.plan.precision.gradients].itemsize
@@ -182,11 +201,13 @@ class StageCosts:
         return np.outer(empty, pieces.counts) + np.outer((large - empty) / LARGE_BYTES, pieces.elements * itemsize)
 
     def _update_s(self, owned: Owned, shape: Shape) -> Owned:
-        """Returns the seconds of the norm and update of so many elements, copies to the host and back included."""
+        """Returns the seconds of norm and update of so many elements, copies of offloaded states included."""
         return owned * self.steps.update_s(stepping(shape.offload))
 
     def _gathered_bytes(self, shape: Shape, parts: ModelParts) -> Floats:
-        """Returns the bytes of whole weights, and of whole gradients, that each stage has for a while."""
+        """Returns the bytes of whole weights and whole gradients that each stage has for a while beside its shards; zeros
+        without sharding.
+        """
         if shape.weights is None:
             return np.zeros(shape.sizes.pp)
         cut = self.tables.cut(shape)
@@ -198,12 +219,12 @@ class StageCosts:
 
     @cached_property
     def steps(self) -> StepCosts:
-        """What an element costs the rank that steps it."""
+        """Returns what prices an element for the rank that steps it."""
         return StepCosts(self.plan, self.machine, num_states(self.plan))
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of a parameter that every rank holds that has it: its working copy and its gradient."""
+        """Returns the bytes of a parameter on every rank that has it: its working copy and its gradient."""
         return dtypes(self.plan)[0].itemsize + DTYPES[self.plan.precision.gradients].itemsize
 
 

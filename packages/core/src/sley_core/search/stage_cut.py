@@ -1,4 +1,4 @@
-"""How a schedule cuts the model: which layers are one part, which stage holds it, and what the stages' lists are.
+"""Tells how a schedule cuts the model: which layers are one part, which stage holds it, and what the stages' lists are.
 
 layers      0 1 2 3 4 5 6 7      values of layers are summed
 positions   0   1   2   3        by position,
@@ -35,35 +35,37 @@ class ModelParts:
 
     @cached_property
     def starts(self) -> NDArray[np.intp]:
-        """The first layer of each position."""
+        """Returns the number of the first layer of each position."""
         return np.array(self.bounds[:-1])
 
     @cached_property
     def places(self) -> NDArray[np.intp]:
-        """The position of each chunk of each stage: [chunk, stage]."""
+        """Returns the position of each chunk of each stage: [chunk, stage]."""
         stages, chunks = range(self.placement.stages), range(self.placement.chunks)
         return np.array([[self.placement.position(stage, chunk) for stage in stages] for chunk in chunks])
 
     @cached_property
     def firsts(self) -> NDArray[np.intp]:
-        """The first position of each stage."""
+        """Returns the first position of each stage."""
         return np.asarray(self.places.min(axis=0))
 
     def of_stage(self, stage: int) -> list[tuple[int, int]]:
-        """Returns the first layer of each chunk of a stage, and the one behind its last."""
+        """Returns, for each chunk of a stage, the number of its first layer and of the one behind its last."""
         bounds = list(pairwise(self.bounds))
         return [bounds[self.placement.position(stage, chunk)] for chunk in range(self.placement.chunks)]
 
     def by_position(self, values: Sequence[float] | np.ndarray) -> Floats:
-        """Returns the sums of layers' values over each position. Layers are the last dim."""
+        """Returns, for values of each layer, [..., layers], their sums over each position: [..., positions]."""
         return np.add.reduceat(np.asarray(values, dtype=np.float64), self.starts, axis=-1)
 
     def by_stage(self, values: Sequence[float] | np.ndarray) -> Floats:
-        """Returns the sums of layers' values over each stage, position by position. Layers are the last dim."""
+        """Returns, for values of each layer, [..., layers], their sums over each stage, [..., stages], added position by
+        position.
+        """
         return self.sum_of_stages(self.by_position(values))
 
     def sum_of_stages(self, values: Floats) -> Floats:
-        """Returns the sums of positions' values over each stage. Positions are the last dim."""
+        """Returns, for values of each position, [..., positions], their sums over each stage: [..., stages]."""
         dealt = values[..., self.places]
         total: Floats = dealt[..., 0, :]
         for chunk in range(1, self.placement.chunks):
@@ -85,13 +87,15 @@ class StageCut:
         return self.parts.placement
 
     def outline(self, micros: int) -> Outline:
-        """Returns the lists of a step of `micros` micro-batches, as the simulation takes them."""
+        """Returns the lists of a step of `micros` micro-batches as numbers, which the simulation takes; made once for each
+        `micros`.
+        """
         if micros not in self._outlines:
             self._outlines[micros] = Outline(self.lists.of_all_stages(micros), self.placement)
         return self._outlines[micros]
 
     def held(self, micros: int) -> Held:
-        """Returns what stages hold in a step of `micros` micro-batches."""
+        """Returns what counts the bytes that stages hold in a step of `micros` micro-batches; made once for each `micros`."""
         if micros not in self._held:
             self._held[micros] = Held(self.lists.of_all_stages(micros), self.placement)
         return self._held[micros]

@@ -71,13 +71,13 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         self._thread = threading.get_ident()
 
     def saw(self, name: str, accesses: Sequence[Access]) -> None:
-        """Is told what the operation `name` is about to read and write; views and questions about shapes do neither."""
+        """Hears what the operation `name` is about to read and write; views and questions about shapes do neither."""
 
     def made(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Is told what new tensors the operation `name` has filled."""
+        """Hears what new tensors the operation `name` has filled."""
 
     def resizes(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[], None] | None:
-        """Is told that `storage` is about to get `num_bytes`; returns what to call when it has them, if anything."""
+        """Hears that `storage` is about to get `num_bytes`; returns what to call when it has them, or None."""
         return None
 
     @contextmanager

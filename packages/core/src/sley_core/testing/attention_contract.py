@@ -1,4 +1,4 @@
-"""Tests that every sequence attention must pass; the tests of a plugin inherit them.
+"""Tests what every sequence attention must pass; the tests of a plugin inherit them.
 
     class TestRing(SequenceAttentionContract):
         sequence = {"use": "ring.attention"}

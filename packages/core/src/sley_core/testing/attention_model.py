@@ -1,4 +1,4 @@
-"""The model, data and plan with which `attention_contract` tries a sequence attention."""
+"""Makes the model, data and plan with which `attention_contract` tries a sequence attention."""
 
 from __future__ import annotations
 
@@ -82,12 +82,14 @@ class Head(nn.Module):
 
 
 def layers(dropout: float = 0.0) -> list[tuple[str, nn.Module]]:
-    """The layers of the contract's model."""
+    """Returns the layers of the contract's model, by name."""
     return [("embed", Embed()), ("first", Block(dropout)), ("second", Block(dropout)), ("head", Head())]
 
 
 def tables(sequence: dict[str, Any] | None, dropout: float = 0.0, **changes: Any) -> dict[str, Any]:
-    """The contract's plan, whose sequences two ranks share by the attention `sequence`; None has them whole."""
+    """Returns the contract's plan, as tables, whose sequences two ranks share by the attention `sequence`;
+    None has them whole.
+    """
     found = contract_plan(
         __name__,
         model={"factory": f"{__name__}:layers", "options": {"dropout": dropout}},

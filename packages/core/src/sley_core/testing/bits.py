@@ -1,4 +1,4 @@
-"""One hash of all that a run has learned, whatever its layout: weights, masters and optimizer states, and the rows' numbers.
+"""Hashes all that a run has learned, whatever its layout: weights, masters and optimizer states, and the rows' numbers.
 
     bits = ranks(4)(trained, tables, 3, folder=texts)           # on each rank, what it holds, whole
     assert digest(bits) == digest([trained(tables, 3, folder=texts)])

@@ -1,4 +1,4 @@
-"""A recorded run beside the loop by hand of `testing.plain`, over the same batches: one call for the tests of a layout.
+"""Runs a recorded run beside the loop by hand of `testing.plain`, over the same batches: one call for the tests of a layout.
 
 found = record(tables, 3, batches=batches)                                # any layout of the plan
 assert_by_hand(found, layers(info), batches, partial(torch.optim.SGD, lr=0.1), micro_size=1)
@@ -28,7 +28,8 @@ def assert_by_hand(
     first: Mapping[str, Tensor] | None = None,
     tolerance: float = 1e-9,
 ) -> None:
-    """What `recorded` saw of `batches`, one a step, are loss, norm, gradients and weights of the loop by hand, relative.
+    """Trains by hand on `batches`, one a step, and asserts that loss, norm, gradients and weights that `recorded` saw of them
+    are the same within `tolerance`, relative.
 
     named: fresh layers, which get the dtype of the run's. first: the weights of the whole model at the start, where
     `recorded` holds a part of it.

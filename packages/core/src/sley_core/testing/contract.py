@@ -1,4 +1,4 @@
-"""Tests that every gradient handler must pass; the tests of a plugin inherit them.
+"""Tests what every gradient handler must pass; the tests of a plugin inherit them.
 
     class TestTopK(GradientHandlerContract):
         handler = {"use": "topk.compressed", "ratio": 0.1}

@@ -1,4 +1,4 @@
-"""What the models, data, losses and plans of the contracts have in common."""
+"""Makes what the models, data, losses and plans of the contracts have in common."""
 
 from __future__ import annotations
 

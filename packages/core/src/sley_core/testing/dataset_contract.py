@@ -1,4 +1,4 @@
-"""Tests that every dataset must pass; the tests of a plugin inherit them.
+"""Tests what every dataset must pass; the tests of a plugin inherit them.
 
     class TestReviews(DatasetContract):
         data = {"use": "reviews.jsonl", "files": ["*.jsonl"], "sequence": 32}
@@ -56,7 +56,7 @@ class DatasetContract:
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
-        """The plan's folder, with its files."""
+        """Returns the plan's folder, with its files."""
         self.write_files(tmp_path)
         return tmp_path
 

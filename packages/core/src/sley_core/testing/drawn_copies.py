@@ -1,4 +1,4 @@
-"""A CPU device whose copies happen as late, and in any order between streams, as a program's waits permit.
+"""Stands for a CPU device whose copies happen as late, and in any order between streams, as a program's waits permit.
 
     device = DrawnDevice(order=7)
     with device.watching(), World.alone(device) as world, assemble(plan, world) as run:

@@ -1,4 +1,4 @@
-"""What a plan of one process is estimated to take, beside what its run takes: bytes at the peak, and seconds of a step.
+"""Compares the estimate of a plan of one process with its run: bytes at the peak, and seconds of a step.
 
     machine = machine_for(device, plans)              # measured as `calibrate` measures it
     compared = compare("wide", plan, machine)         # on a CPU, or on the CUDA device of the plan
@@ -140,12 +140,12 @@ class Compared:
 
     @property
     def bytes_error(self) -> float:
-        """How much more was estimated than there was at the peak, relative."""
+        """Returns how much more was estimated than there was at the peak, relative to that."""
         return self.num_bytes / self.peak.num_bytes - 1
 
     @property
     def seconds_error(self) -> float | None:
-        """How much longer the estimated step is than the real one, relative."""
+        """Returns how much longer the estimated step is than the real one, relative to that."""
         return None if self.seconds is None else self.seconds / self.real_seconds - 1
 
     def __str__(self) -> str:

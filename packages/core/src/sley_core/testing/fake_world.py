@@ -1,4 +1,4 @@
-"""One rank of a world of any size in this one process, without peers: torch's "fake" backend.
+"""Opens one rank of a world of any size in this one process, without peers: torch's "fake" backend.
 
 Groups, ranks and shapes are real; no data moves, so that a collective leaves whatever its result held before. For
 layout, group tables and orders of collectives, not for numbers.
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """The default group is that of rank `rank` of `size` within the block; afterwards there is none, as before.
+    """Makes the default group that of rank `rank` of `size` within the block; afterwards there is none, as before.
 
         for rank in range(64):
             with fake_world(rank, 64):

@@ -1,4 +1,5 @@
-"""Figures that tests and benchmarks measure, each beside its target: noted where they come up, and told in one table.
+"""Collects figures that tests and benchmarks measure, each beside its target: noted where they come up, and
+told in one table.
 
     SLEY_FIGURES=figures.jsonl pytest -m gpu --junitxml tests.xml          # tests and benchmarks call `note`
     python -m sley_core.testing.figures figures.jsonl --tests tests.xml    # prints the table; exit code 1 if a target is missed

@@ -53,12 +53,12 @@ class ForkedProgram:
         return self.poll()
 
     def poll(self) -> int | None:
-        """The exit code, or None while it runs. Any thread may ask."""
+        """Returns the exit code, or None while it runs. Any thread may ask."""
         with self._lock:  # the server says once how a process ended
             return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, once there is one; `subprocess.TimeoutExpired` after `timeout` seconds."""
+        """Returns the exit code, once there is one; raises `subprocess.TimeoutExpired` after `timeout` seconds."""
         wait([self._process.sentinel], timeout)
         code = self.poll()
         if code is None:
@@ -73,7 +73,7 @@ def _text(stream: Connection) -> TextIO:
 
 
 def _main(module: str, arguments: list[str], cwd: str, env: dict[str, str], out: Connection, err: Connection) -> None:
-    """The target of the process: takes over folder, environment and streams, and becomes `python -m module`."""
+    """Takes over folder, environment and streams in the new process, and becomes `python -m module`."""
     os.setsid()
     _end_with_the_server()
     os.chdir(cwd)
@@ -86,7 +86,9 @@ def _main(module: str, arguments: list[str], cwd: str, env: dict[str, str], out:
 
 
 def _end_with_the_server() -> None:
-    """A killed pytest closes no program; its server ends with it, and on Linux the program with the server."""
+    """Makes this program's server end with pytest, and on Linux this program with its server: a killed pytest
+    closes neither.
+    """
     if sys.platform != "linux":
         return
     # The server ends when nobody has the other end of this pipe, of which it gives each process it forks a copy.

@@ -31,7 +31,9 @@ _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
 def fork_children(path: Sequence[str]) -> None:
-    """From now on this process forks where it starts a module of Python by `subprocess`. path: `sys.path` of a fresh one."""
+    """Makes this process fork, from now on, where it starts a module of Python by `subprocess`. path: `sys.path` of a fresh
+    one.
+    """
 
     def execute(self: Any, *given: Any) -> None:
         asked = dict(zip(_ASKED, (self, *given), strict=True))
@@ -55,7 +57,7 @@ def fork_children(path: Sequence[str]) -> None:
 
 
 def _module_of(command: Any) -> tuple[bool, str, list[str]] | None:
-    """Whether the current folder stays out of the path, the module, and its arguments; None for another command."""
+    """Returns whether the current folder stays out of the path, the module, and its arguments; None for another command."""
     if not isinstance(command, list | tuple) or list(command[:1]) != [sys.executable]:
         return None
     rest = [str(one) for one in command[1:]]
@@ -138,7 +140,7 @@ def _is_as_fresh() -> bool:
 
 
 def _code_of(error: SystemExit) -> int:
-    """The exit code that Python makes of it."""
+    """Returns the exit code that Python makes of it."""
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
     print(error.code, file=sys.stderr)

@@ -1,4 +1,5 @@
-"""What people write around a linear, in one model each: `factory = "sley_core.testing.habits:model"`, `options.habit`.
+"""Makes small models, each with one habit of people's code around a linear: `factory = "sley_core.testing.habits:model"`,
+`options.habit`.
 
 Whoever puts something in the place of a linear gives the numbers of a loop by hand for all `HABITS` (`testing.by_hand`).
 """
@@ -218,7 +219,7 @@ class Embed(nn.Embedding):
 
 
 def layers(data: DataInfo, habit: str, hidden: int = 8) -> list[tuple[str, nn.Module]]:
-    """Two blocks of one habit between an embedding and a head."""
+    """Returns two blocks of one habit between an embedding and a head, by name."""
     assert data.vocab_size is not None
     kind = (HABITS | OF_WHOLE_GRADIENTS)[habit]
     blocks = [(f"blocks.{at}", kind(hidden)) for at in range(2)]

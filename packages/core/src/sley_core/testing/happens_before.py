@@ -53,7 +53,9 @@ class Copied:
         return self.number <= clock.get(self.stream, 0)
 
     def covers(self, other: Copied) -> bool:
-        """Whether whoever is ordered after this one is so after `other` too, and no access conflicts with `other` alone."""
+        """Returns whether whoever is ordered after this one is so after `other` too, and no access conflicts with `other`
+        alone.
+        """
         return (
             self.stream == other.stream
             and self.first <= other.first

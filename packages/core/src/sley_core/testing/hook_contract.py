@@ -1,4 +1,4 @@
-"""Tests that every scheduler hook must pass; the tests of a plugin inherit them.
+"""Tests what every scheduler hook must pass; the tests of a plugin inherit them.
 
     class TestWatch(SchedulerHookContract):
         hook = {"use": "watch.outputs"}

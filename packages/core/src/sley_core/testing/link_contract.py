@@ -1,4 +1,4 @@
-"""Tests that every stage link must pass; the tests of a plugin inherit them.
+"""Tests what every stage link must pass; the tests of a plugin inherit them.
 
     class TestMine(StageLinkContract):
         link = {"use": "mine.link"}
@@ -55,7 +55,9 @@ def observe(link: Table, route: tuple[int, ...], walks: Sequence[Sequence[int]],
 
 
 def differ(link: Table, route: tuple[int, ...], by_stage: Sequence[Sequence[int]]) -> str:
-    """The code of the error with which a walk ends where each stage has lengths of its own; "" where it does not."""
+    """Walks over the link with other lengths on each stage; returns the code of the error with which that ends, "" if it does
+    not.
+    """
     placement = Placement(route)
     with linked(link) as (made, stage):
         try:
@@ -67,7 +69,7 @@ def differ(link: Table, route: tuple[int, ...], by_stage: Sequence[Sequence[int]
 
 
 def abandon(link: Table) -> float:
-    """The seconds that the first stage takes to abort a walk which no other stage begins, and another one after it."""
+    """Begins two walks on the first stage, which no other stage begins, and aborts each; returns the seconds that it took."""
     placement = Placement((0, 1, 1, 0))
     steps = lower(any_lists(placement, 2, Random(1)), placement, 2)[0]
     with linked(link) as (made, stage):

@@ -34,7 +34,9 @@ WAIT_S = 10.0
 
 @contextmanager
 def linked(table: dict[str, Any]) -> Iterator[tuple[StageLink, int]]:
-    """The link that `[link]` would have with `table`, prepared, and this rank's stage, in a world of which each rank is one."""
+    """Yields the link that `[link]` would have with `table`, prepared, and this rank's stage, in a world of which each rank is
+    one.
+    """
     loader = Loader()
     record = loader.record("stage_links", table["use"])
     config = record.config.model_validate({key: value for key, value in table.items() if key != "use"})
@@ -146,7 +148,7 @@ class Walker:
         ]
 
     def _output(self, position: int, micro: int) -> tuple[Description, list[Tensor]]:
-        """What the chunk at `position` gives: several dtypes, an empty tensor, one twice, two that overlap."""
+        """Returns what the chunk at `position` gives: several dtypes, an empty tensor, one twice, two that overlap."""
         chance, length = self._chance(position, micro, 0), self._lengths[micro]
         hidden = torch.randn(length + 2, 3, generator=chance)
         counts = torch.randint(0, 99, (2,), generator=chance)
@@ -158,7 +160,7 @@ class Walker:
         return Description(tuple(leaves), {"tuple": list(range(6))}), tensors
 
     def _gradients(self, position: int, micro: int, description: Description) -> list[Tensor]:
-        """What the chunk at `position` gives back for what it took."""
+        """Returns the gradients that the chunk at `position` gives back for what it took."""
         chance = self._chance(position, micro, 1)
         return [torch.randn(leaf.shape, generator=chance, dtype=leaf.dtype) for leaf in description.leaves]
 

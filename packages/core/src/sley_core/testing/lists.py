@@ -1,4 +1,4 @@
-"""Lists of actions for tests: any that can run, on any placement."""
+"""Makes lists of actions for tests: any that can run, on any placement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from sley_core.actions.placement import Placement
 
 
 def any_lists(placement: Placement, micros: int, chance: Random) -> list[list[Action]]:
-    """The lists of a walk that does whatever could be done next, backwards whole or split: they can run, that is all."""
+    """Returns the lists of a walk that does whatever could be done next, backwards whole or split: they can
+    run, that is all.
+    """
     made: list[list[Action]] = [[] for _ in range(placement.stages)]
     last = placement.num_positions - 1
     ready = [(Kind.FORWARD, 0, micro) for micro in range(micros)]

@@ -1,4 +1,4 @@
-"""The most tensor bytes that were alive at once on the host, as torch's profiler hears of the allocator.
+"""Counts the most tensor bytes that were alive at once on the host, as torch's profiler hears of the allocator.
 
     with memory_profile() as profile:
         run.step()

@@ -1,4 +1,4 @@
-"""Tests that every loss must pass; the tests of a plugin inherit them.
+"""Tests what every loss must pass; the tests of a plugin inherit them.
 
     class TestHuber(LossContract):
         loss = {"use": "robust.huber"}

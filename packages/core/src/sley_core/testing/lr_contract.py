@@ -1,4 +1,4 @@
-"""Tests that every learning-rate schedule must pass; the tests of a plugin inherit them.
+"""Tests what every learning-rate schedule must pass; the tests of a plugin inherit them.
 
     class TestRoot(LRScheduleContract):
         learning_rate = {"use": "root.schedule", "warmup_steps": 10}

@@ -1,4 +1,4 @@
-"""Tests that every offload manager must pass; the tests of a plugin inherit them.
+"""Tests what every offload manager must pass; the tests of a plugin inherit them.
 
     class TestMine(OffloadManagerContract):
         offload = {"use": "mine.manager"}

@@ -18,7 +18,7 @@ _SHOWN = 5
 def relative_errors(
     reference: Mapping[str, Tensor], other: Mapping[str, Tensor], *, floor: float = 0.0
 ) -> dict[str, float]:
-    """The error of every parameter, in the order of `reference`; infinite where a value is not finite.
+    """Returns the error of every parameter, in the order of `reference`; infinite where a value is not finite.
 
     floor: a norm of the reference below it counts as `floor`, for gradients that are zero but for rounding.
     Raises AssertionError when the two do not have the same names and shapes.
@@ -30,7 +30,9 @@ def relative_errors(
 def assert_close_gradients(
     reference: Mapping[str, Tensor], other: Mapping[str, Tensor], relative: float, *, floor: float = 0.0
 ) -> None:
-    """Every parameter of `other` is within `relative` of `reference`; the message lists the worst with their errors."""
+    """Asserts that every parameter of `other` is within `relative` of `reference`; the message lists the worst with their
+    errors.
+    """
     errors = relative_errors(reference, other, floor=floor)
     wrong = sorted(((error, name) for name, error in errors.items() if not error <= relative), reverse=True)
     if wrong:
@@ -41,7 +43,7 @@ def assert_close_gradients(
 
 
 def assert_same_bits(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
-    """Every tensor of `other` equals that of `reference` in each bit; the message lists those that do not."""
+    """Asserts that every tensor of `other` equals that of `reference` in each bit; the message lists those that do not."""
     _assert_same_layout(reference, other)
     wrong = [name for name, value in reference.items() if not _same_bits(value, other[name])]
     if wrong:

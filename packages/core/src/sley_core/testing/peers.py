@@ -1,4 +1,4 @@
-"""Whether processes of this user may read each other's memory here, which tests of that need."""
+"""Tells whether processes of this user may read each other's memory here, which tests of that need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 def can_read_peers() -> bool:
-    """On x86-64 Linux, unless Yama lets parents only; root may in any case."""
+    """Returns whether a process may read another of this user: on x86-64 Linux, unless Yama lets parents only; root may in any
+    case.
+    """
     if platform.machine() != "x86_64" or sys.platform != "linux":
         return False
     return os.geteuid() == 0 or not YAMA.exists() or YAMA.read_text("ascii").strip() == "0"

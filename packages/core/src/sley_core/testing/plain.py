@@ -1,4 +1,4 @@
-"""The training loop that everybody writes by hand, as the oracle of every run: torch's autograd and optimizer, no engine.
+"""Trains by the loop that everybody writes by hand, as the oracle of every run: torch's autograd and optimizer, no engine.
 
 loop = PlainLoop(layers, CrossEntropy(config), optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
 loop.load(first)                                 # the weights that the run began with, by name
@@ -80,7 +80,7 @@ class PlainLoop:
         self.clip_kind = clip_kind
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Every parameter gets the value of its name; KeyError where one is missing."""
+        """Gives every parameter the value of its name; raises KeyError where one is missing."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(values[name])
@@ -91,7 +91,7 @@ class PlainLoop:
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def step(self, micros: Sequence[Batch]) -> PlainStep:
-        """One optimizer step on the micro-batches of a global batch.
+        """Takes one optimizer step on the micro-batches of a global batch; returns what it made.
 
         Raises NothingToTrainError where a micro-batch's loss has no gradient.
         """
@@ -115,13 +115,13 @@ class PlainLoop:
 
     @torch.no_grad()
     def evaluate(self, micros: Sequence[Batch]) -> float:
-        """The mean loss of these micro-batches; changes nothing."""
+        """Returns the mean loss of these micro-batches; changes nothing."""
         total = sum(self.loss.weight(micro) for micro in micros)
         found = sum(self.loss.loss(self.forward(micro), micro).item() for micro in micros)
         return found / total if total > 0 else 0.0
 
     def forward(self, micro: Batch) -> Any:
-        """The last layer's output."""
+        """Returns the last layer's output."""
         args: tuple[Any, ...] = ()
         for _, module in self.layers:
             args = (module(*args, **_fields(module, micro, len(args))),)
@@ -129,7 +129,7 @@ class PlainLoop:
 
 
 def named_parameters(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter once, under the name by which the first layer that holds it knows it."""
+    """Returns every parameter once, under the name by which the first layer that holds it knows it."""
     seen: set[int] = set()
     for name, module in layers:
         for path, parameter in module.named_parameters(name):
@@ -139,7 +139,7 @@ def named_parameters(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[
 
 
 def decay_groups(named: Named, weight_decay: float) -> list[dict[str, Any]]:
-    """torch.optim's groups by a plan's rule for models without norms of matrices: matrices decay, vectors do not."""
+    """Returns torch.optim's groups by a plan's rule for models without norms of matrices: matrices decay, vectors do not."""
     matrices = [parameter for _, parameter in named if parameter.ndim >= 2]
     vectors = [parameter for _, parameter in named if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -149,7 +149,7 @@ def decay_groups(named: Named, weight_decay: float) -> list[dict[str, Any]]:
 def assert_step(
     wanted: PlainStep, row: Mapping[str, float], gradients: Tensors, weights: Tensors, relative: float = 1e-9
 ) -> None:
-    """A run's step equals the loop's: loss, gradient norm, and those gradients and weights that are given.
+    """Asserts that a run's step equals the loop's: loss, gradient norm, and those gradients and weights that are given.
 
     A rank of a pipeline gives those of its stage; buffers among the weights are left out. The message says what differs
     most, and by how much.
@@ -164,7 +164,7 @@ def assert_step(
 
 
 def _fields(module: nn.Module, micro: Batch, skipped: int) -> dict[str, Tensor]:
-    """The fields that its forward names; the first parameter is the output before, but for the first layer."""
+    """Returns the fields that a layer's forward names; the first parameter is the output before, but for the first layer."""
     # what torch.compile wraps takes anything, and hands it on
     parameters = list(inspect.signature(getattr(module, "_orig_mod", module).forward).parameters.values())
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):

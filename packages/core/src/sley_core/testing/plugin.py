@@ -1,4 +1,4 @@
-"""The pytest plugin `sley`: fixtures whose modules, and torch with them, are imported when a test first asks for them.
+"""Gives pytest the plugin `sley`: fixtures whose modules, and torch with them, are imported when a test first asks for them.
 
 pytest loads this before it measures coverage and before any test needs torch, so only pytest is imported here.
 """

@@ -1,4 +1,4 @@
-"""Memory that may be given back while a copy of it is under way, and what lies in it until a copy has happened."""
+"""Refers to memory that may be given back while a copy of it is under way, and poisons it until the copy has happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that every memory pool must pass; the tests of a plugin inherit them.
+"""Tests what every memory pool must pass; the tests of a plugin inherit them.
 
     class TestSlabs(MemoryPoolContract):
         pool = {"use": "slabs.pool"}

@@ -1,4 +1,4 @@
-"""What the fork server imports once, so that a rank starts in milliseconds with everything in place.
+"""Imports once, in the fork server, what ranks need, so that a rank starts in milliseconds with everything in place.
 
 torch's own late imports are here too: the first optimizer of a process imports torch._dynamo, which takes a second.
 A module that does not import here is left to the rank that needs it, whose error then names the test.
@@ -42,11 +42,11 @@ def _all_of(package: ModuleType) -> Iterator[str]:
 
 
 def _leave_it(name: str) -> None:
-    """A package that does not import is not walked."""
+    """Does nothing: a package that does not import is not walked."""
 
 
 def tables() -> Iterator[type[Table]]:
-    """Every class of tables that has been imported; pydantic makes its validator when it is first used."""
+    """Yields every class of tables that has been imported; pydantic makes its validator when it is first used."""
     found: list[type[Table]] = [Table]
     for table in found:
         found += table.__subclasses__()

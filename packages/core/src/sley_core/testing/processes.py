@@ -1,4 +1,4 @@
-"""Which processes a test has left behind, and on which addresses one listens; read from /proc, so on Linux only."""
+"""Finds the processes that a test has left behind, and the addresses on which one listens; reads /proc, so on Linux only."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ class Listener:
 
 
 def descendants(pid: int | None = None) -> list[Process]:
-    """Every process below `pid` (default: this one), but for Python's fork server and resource tracker themselves, and for
-    ranks that wait for their next call."""
+    """Returns every process below `pid` (default: this one), but for Python's fork server and resource tracker themselves, and
+    for ranks that wait for their next call.
+    """
     root, idle = os.getpid() if pid is None else pid, idle_processes()
     everything = [process for process in _processes() if process.pid not in idle]
     # What a fork server has forked, and what that forks, shows the server's command line: only a server itself is left out.
@@ -69,7 +70,8 @@ def descendants(pid: int | None = None) -> list[Process]:
 
 
 def processes_with(variable: str, value: str) -> list[Process]:
-    """Every process that was started with `variable=value` in its environment: finds orphans too, whoever has them now.
+    """Returns every process that was started with `variable=value` in its environment: finds orphans too,
+    whoever has them now.
 
     A test gives the program it starts a variable of its own, and asks for it when the program is gone.
     """
@@ -91,7 +93,7 @@ def call_itself(env: Mapping[str, str]) -> None:
 
 
 def assert_none_left(find: Callable[[], list[Process]] = descendants, *, within_s: float = 1.0) -> None:
-    """`find()` is empty now or within `within_s`; else an AssertionError that lists the processes."""
+    """Asserts that `find()` is empty now or within `within_s`; else raises an AssertionError that lists the processes."""
     deadline = time.monotonic() + within_s
     while left := find():
         lines = "\n".join(f"  {process.pid}: {process.command}" for process in left)
@@ -100,7 +102,7 @@ def assert_none_left(find: Callable[[], list[Process]] = descendants, *, within_
 
 
 def listening_sockets(pid: int) -> list[Listener]:
-    """The TCP sockets, IPv4 and IPv6, on which process `pid` listens now; empty if it is gone."""
+    """Returns the TCP sockets, IPv4 and IPv6, on which process `pid` listens now; none if it is gone."""
     sockets = set()
     with suppress(OSError):
         for descriptor in (_PROC / str(pid) / "fd").iterdir():
@@ -117,7 +119,7 @@ def listening_sockets(pid: int) -> list[Listener]:
 
 
 def _listener(text: str) -> Listener:
-    """From the kernel's form, all in hex: the address as 32-bit words of the host's byte order, a colon, the port."""
+    """Reads the kernel's form, all in hex: the address as 32-bit words of the host's byte order, a colon, the port."""
     address, port = text.split(":")
     words = [int(address[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(address), 8)]
     packed = b"".join(words)

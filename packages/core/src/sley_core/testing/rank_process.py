@@ -1,4 +1,4 @@
-"""One rank of a test: what the process that `ranks` starts does, from its first line to its last.
+"""Runs one rank of a test: all that the process that `ranks` starts does, from its first line to its last.
 
     receive the job ─> take over the parent's surroundings ─> join the world ─> call ─> send the outcome ─┐
            └──────── if nothing is left of the call <──────── leave the world <─ wait for the others <───┘
@@ -78,7 +78,7 @@ class Outcome:
 
     @classmethod
     def lost(cls, rank: int, how: str, ended: float, trace: str = "") -> Outcome:
-        """A rank that never told how it ended."""
+        """Returns the outcome of a rank that never told how it ended."""
         return cls(rank, True, summary=how, trace=trace, ended=ended)
 
 
@@ -91,7 +91,9 @@ def stacks_file(folder: str, rank: int) -> Path:
 
 
 def rank_main(connection: Connection) -> None:
-    """The target of the process. Ends quietly if the parent is gone before it sent a job, or another one."""
+    """Serves jobs in a process of its own until one may not follow another. Ends quietly if the parent is gone before it sent a
+    job.
+    """
     # A group of its own: the parent can end the rank with whatever it started, and Ctrl-C reaches the parent alone.
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
@@ -108,7 +110,7 @@ def rank_main(connection: Connection) -> None:
 
 
 def _serve(connection: Connection) -> bool:
-    """Does one job; whether the parent wants to give another one. EOFError where there is none."""
+    """Does one job; returns whether the parent wants to give another one. Raises EOFError where there is none."""
     job: Job = pickle.loads(connection.recv_bytes())
     again = False
     with _surroundings(job):
@@ -155,7 +157,9 @@ def _leave() -> None:
 
 @contextlib.contextmanager
 def _surroundings(job: Job) -> Iterator[None]:
-    """The parent's folder, path, environment and warning filters; output and stacks go to files of the run's folder."""
+    """Takes over the parent's folder, path, environment and warning filters; output and stacks go to files of
+    the run's folder.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.chdir(job.cwd)
     sys.path[:] = job.sys_path
@@ -195,7 +199,7 @@ def _apply_filters(filters: list[tuple[Any, ...]]) -> None:
 
 @contextlib.contextmanager
 def _background_failures_are_warnings() -> Iterator[None]:
-    """What fails in a thread, or where nothing can be raised, is a warning of pytest's kind once the block is left."""
+    """Turns what fails in a thread, or where nothing can be raised, into warnings of pytest's kind once the block is left."""
     found: list[Warning] = []
 
     def in_thread(failure: threading.ExceptHookArgs) -> None:
@@ -224,7 +228,7 @@ def _end_with_parent() -> None:
 
 
 def _pickled(error: BaseException) -> bytes:
-    """`error` as a pickle that loads to the same, or nothing.
+    """Returns `error` as a pickle that loads to the same, or b"".
 
     Exceptions whose constructor takes other arguments than `args` do not survive pickle's own way; they are rebuilt
     without calling it.
@@ -257,7 +261,7 @@ def _rebuild(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, A
 
 
 def _trace(error: BaseException) -> str:
-    """The traceback without the kit's own frames; of a failed assertion, the local values of its last frame too."""
+    """Returns the traceback without the kit's own frames; of a failed assertion, the local values of its last frame too."""
     own = str(Path(__file__))
     step = error.__traceback__
     while step and step.tb_frame.f_code.co_filename == own:

@@ -1,4 +1,4 @@
-"""The processes that ranks of tests are: forked from one server, and kept from one call to the next where they may be."""
+"""Keeps the processes that ranks of tests are: forked from one server, and kept from one call to the next where they may be."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ _lock = threading.Lock()
 
 
 def take(size: int, environ: Mapping[str, str]) -> Team:
-    """A team that waits for a call of as many ranks in this environment; or a new one, which has no processes yet."""
+    """Returns a team that waits for a call of as many ranks in this environment; or a new one, which has no processes yet."""
     with _lock:
         found = next((one for one in _idle if len(one.processes) == size and one.environ == environ), None)
         if found is not None:
@@ -126,7 +126,7 @@ def end_idle() -> None:
 
 
 def idle_processes() -> set[int]:
-    """The ids of the processes that wait for a call."""
+    """Returns the ids of the processes that wait for a call."""
     return {process.pid for team in _idle for process in team.processes if process.pid is not None}
 
 

@@ -73,7 +73,8 @@ class Ranks:
         return [pickle.loads(value) for value in self._values(pack((function, args, kwargs)))]
 
     def once(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
-        """As a call, of a function that always gives the same: what this process has called before is not called again.
+        """Calls a function that always gives the same on the ranks and returns its results; what this process has called before
+        is not called again.
 
         For references that several tests compare with. Each gets results of its own. Another path, folder or environment is
         another call.
@@ -86,7 +87,7 @@ class Ranks:
         return [pickle.loads(value) for value in _known[key]]
 
     def _values(self, call: Packed) -> list[bytes]:
-        """What `call` returns on each rank, pickled."""
+        """Returns what `call` returns on each rank, pickled."""
         __tracebackhide__ = True
         with tempfile.TemporaryDirectory(prefix="sley-ranks-") as folder:
             team = rank_teams.take(self.size, _environ()) if self.again else Team(_environ())
@@ -132,7 +133,7 @@ _known: dict[Hashable, list[bytes]] = {}
 
 
 def _environ() -> dict[str, str]:
-    """The environment, without what pytest changes for each test."""
+    """Returns the environment, without what pytest changes for each test."""
     return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
@@ -167,7 +168,7 @@ class _World:
             _echo(rank, output_file(self.folder, rank))
 
     def collect(self, deadline: float, timeout_s: float) -> list[Outcome]:
-        """One outcome per rank, at the latest shortly after `deadline` (of the monotonic clock)."""
+        """Returns one outcome per rank, at the latest shortly after `deadline` (of the monotonic clock)."""
         __tracebackhide__ = True
         outcomes: dict[int, Outcome] = {}
         failed = False
@@ -206,7 +207,7 @@ class _World:
             return Outcome.lost(rank, how, ended=0.0, trace=self._stacks(rank))
 
     def _stacks(self, rank: int) -> str:
-        """The Python stacks that faulthandler wrote in `rank`, each down to where the kit called the function."""
+        """Returns the Python stacks that faulthandler wrote in `rank`, each down to where the kit called the function."""
         kept: list[str] = []
         for thread in _read(stacks_file(self.folder, rank)).split("\n\n"):
             frames = [line for line in thread.splitlines() if line.startswith(("Thread", "Current thread", "  File"))]
@@ -232,7 +233,7 @@ class _World:
 
 
 def _first_failure(failed: list[Outcome], size: int) -> BaseException:
-    """The exception to raise for `failed`, which is in order of time and not empty."""
+    """Returns the exception to raise for `failed`, which is in order of time and not empty."""
     first, *others = failed
     error = pickle.loads(first.error) if first.error else None
     if not isinstance(error, BaseException) or isinstance(error, SystemExit | KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""The bytes that a run on CPUs really takes, as the allocator tells: the oracle of what is estimated.
+"""Counts the bytes that a run on CPUs really takes, as the allocator tells: the oracle of what is estimated.
 
     real = ranks(2, 120)(real_bytes, tables, 3, folder=texts)     # of each rank
     estimated = rank_bytes(plan, rank, 2)

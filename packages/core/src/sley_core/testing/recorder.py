@@ -57,7 +57,7 @@ _NUM_SITES = 3
 
 @contextmanager
 def collectives() -> Iterator[list[Collective]]:
-    """The list to which the collectives of the block are added, in the order in which this rank issues them."""
+    """Yields the list to which the collectives of the block are added, in the order in which this rank issues them."""
     recorder = _Recorder()
     with recorder, _wrapped(recorder.saw):
         yield recorder.calls
@@ -153,7 +153,7 @@ def _asked_for(communicator: str) -> str:
 
 
 def _contribution(op: str, given: Mapping[str, Any]) -> Any:
-    """The argument whose size is the same on all ranks: the input, the only one, or the output of a scatter."""
+    """Returns the argument whose size is the same on all ranks: the input, the only one, or the output of a scatter."""
     prefix = "output" if op == "scatter" else "input"
     return next((value for key, value in given.items() if key.startswith(prefix)), next(iter(given.values())))
 

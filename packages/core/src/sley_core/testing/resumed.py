@@ -1,4 +1,4 @@
-"""Runs that stop at a checkpoint and go on from it, in the same layout or another, beside one that was never stopped.
+"""Runs plans that stop at a checkpoint and go on from it, in the same layout or another, beside one that was never stopped.
 
     path = ranks(2)(stretch, tables, 3, folder=texts, save=path)         # three steps, then a checkpoint
     after = ranks(4)(stretch, other, 3, folder=texts, load=path)         # three more, in another layout
@@ -86,7 +86,7 @@ def _let_save(step: int, path: Path, run: Run) -> None:
 
 
 def assert_same_stretch(reference: Sequence[Stretch], others: Sequence[Stretch]) -> None:
-    """Every rank's last rows, weights, masters and optimizer states are equal bit for bit."""
+    """Asserts that every rank's last rows, weights, masters and optimizer states are equal bit for bit."""
     for wanted, found in zip(reference, others, strict=True):
         for one, other in zip(wanted.rows[-len(found.rows) :], found.rows, strict=True):
             keys = ("step", "loss", "grad_norm", "lr", "loss_scale", "skipped")
@@ -97,7 +97,9 @@ def assert_same_stretch(reference: Sequence[Stretch], others: Sequence[Stretch])
 
 
 def assert_goes_on(reference: Stretch, others: Sequence[Stretch], precision: str) -> None:
-    """Every rank of `others` goes on as the undisturbed one-process `reference`, within the parity of this precision."""
+    """Asserts that every rank of `others` goes on as the undisturbed one-process `reference`, within the parity of this
+    precision.
+    """
     limit = WEIGHTS[precision]
     for rank, other in enumerate(others):
         for wanted, found in zip(reference.rows[-len(other.rows) :], other.rows, strict=True):

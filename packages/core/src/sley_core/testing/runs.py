@@ -87,7 +87,8 @@ def record(
 
 
 def alone(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> Recorded:
-    """As `record`, of one process; a plan that this process has recorded so is not run again. Do not change what it returns.
+    """Runs a plan of one process and returns what `record` notes of it; a plan that this process has recorded so is not run
+    again. Do not change what it returns.
 
     For references, which many layouts are compared with. Not for a test that changes what runs other than by the plan.
     """
@@ -115,7 +116,9 @@ def gradients(run: Run) -> Tensors:
 
 
 def _from_parts(run: Run) -> dict[Entry, Tensor]:
-    """Whole gradients of the entries whose buffers are cut; a collective of their ranks per buffer, in one order on all."""
+    """Returns whole gradients of the entries whose buffers are cut; a collective of their ranks per buffer, in one order on
+    all.
+    """
     found: dict[Entry, Tensor] = {}
     for buffer in run.store.buffers:
         if buffer.cut is not None:
@@ -156,7 +159,9 @@ def assert_same_run(reference: Recorded, other: Recorded) -> None:
 
 
 def assert_parity(reference: Recorded, others: Sequence[Recorded], precision: str) -> None:
-    """Every one of `others` equals the one-process `reference`, within what `GRADIENTS` and `WEIGHTS` allow this precision."""
+    """Asserts that each of `others` equals the one-process `reference`, within what `GRADIENTS` and `WEIGHTS` allow this
+    precision.
+    """
     for rank, other in enumerate(others):
         assert_same_bits(reference.first, other.first)
         near, far = GRADIENTS[precision], WEIGHTS[precision]
@@ -170,7 +175,9 @@ def assert_parity(reference: Recorded, others: Sequence[Recorded], precision: st
 
 
 def assert_parity_of_parts(reference: Recorded, layouts: Sequence[Recorded], precision: str) -> None:
-    """As `assert_parity`, for ranks that hold a part of the model each, as the stages of a pipeline; each is on some rank."""
+    """Asserts the parity of ranks that hold a part of the model each, as the stages of a pipeline, with the one-process
+    `reference`; and that each part is on some rank.
+    """
     near, far = GRADIENTS[precision], WEIGHTS[precision]
     for rank, layout in enumerate(layouts):
         assert_same_bits(_part(reference.first, layout.first), layout.first)
@@ -198,11 +205,11 @@ def _part(whole: Tensors, of: Tensors) -> Tensors:
 
 
 def _floor(gradients: Tensors) -> float:
-    """A gradient that is zero but for rounding is measured against the largest of the model."""
+    """Returns the norm below which a gradient counts as zero but for rounding: 1e-6 of the largest of the model."""
     return 1e-6 * max((float(gradient.double().norm()) for gradient in gradients.values()), default=0.0)
 
 
 def same_on_all(recorded: Sequence[Recorded]) -> None:
-    """Weights of replicas are equal bit for bit, step after step."""
+    """Asserts that weights of replicas are equal bit for bit, step after step."""
     for other in recorded[1:]:
         assert_same_bits(recorded[0].weights, other.weights)

@@ -1,4 +1,4 @@
-"""Tests that every pipeline schedule must pass; the tests of a plugin inherit them.
+"""Tests what every pipeline schedule must pass; the tests of a plugin inherit them.
 
     class TestHanayo(ScheduleContract):
         pipeline = {"use": "mine.hanayo", "waves": 2}

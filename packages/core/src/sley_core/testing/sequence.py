@@ -1,4 +1,4 @@
-"""The proof that ranks issue their collectives in one order, and where they part ways if they do not.
+"""Proves that ranks issue their collectives in one order, or finds where they part ways.
 
 Ranks of a group that issue the same collectives in another order hang, or sum the wrong tensors without an error.
 """
@@ -43,14 +43,15 @@ class Collective:
 
     @property
     def agreed(self) -> tuple[object, ...]:
-        """What all members of the communicator must do alike; both ends, of a send and its receive."""
+        """Returns what all members of the communicator must do alike; both ends, of a send and its receive."""
         if self.op in _PAIRED:
             return self.group, self.numel, self.dtype
         return self.group, self.op, None if self.op in _UNEVEN else self.numel, self.dtype, self.peer
 
 
 def assert_same_sequence(sequences: Sequence[Sequence[Collective]] | Mapping[int, Sequence[Collective]]) -> None:
-    """All members of every group issued the same collectives in the same order, and every send meets its receive.
+    """Asserts that all members of every group issued the same collectives in the same order, and every send
+    meets its receive.
 
     sequences: what each rank recorded, by rank. Ranks that are left out of a mapping are not compared.
     Raises AssertionError for the first call that differs, with what the ranks do there and where in their code.
@@ -69,7 +70,9 @@ def assert_same_sequence(sequences: Sequence[Sequence[Collective]] | Mapping[int
 def _by_group(
     by_rank: Mapping[int, Sequence[Collective]],
 ) -> dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]]:
-    """Per communicator, the calls of each of its members, none for one that never used it; in the order of first use."""
+    """Returns, per communicator, the calls of each of its members, none for one that never used it; in the
+    order of first use.
+    """
     groups: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(dict)
     for rank, calls in by_rank.items():
         for call in calls:
@@ -81,7 +84,7 @@ def _by_group(
 
 
 def _pairs(members: Mapping[int, list[Collective]]) -> Iterator[dict[int, list[Collective]]]:
-    """What each source sends to each target beside what that target receives from it, where both were recorded."""
+    """Returns what each source sends to each target beside what that target receives from it, where both were recorded."""
     between: dict[tuple[int, int], dict[int, list[Collective]]] = {}
     for rank, calls in members.items():
         for call in calls:

@@ -39,7 +39,7 @@ class Packed:
 
 
 def pack(value: Any) -> Packed:
-    """`value`, ready for another process.
+    """Returns `value` as bytes, ready for another process.
 
     Raises TypeError that says what to do if `value` holds a lambda, a nested function or anything else unpicklable.
     """
@@ -55,14 +55,14 @@ def pack(value: Any) -> Packed:
 
 
 def unpack(packed: Packed) -> Any:
-    """The value that `pack` was given; loads the modules that it needs first."""
+    """Returns the value that `pack` was given; loads the modules that it needs first."""
     for name, source in packed.sources.items():
         _ensure(name, source)
     return pickle.loads(packed.data)
 
 
 def pack_result(value: Any) -> bytes:
-    """`value`, as `pickle.loads` takes it; tensors as their bytes, where torch's own way writes a file for each."""
+    """Returns `value` as `pickle.loads` takes it; tensors as their bytes, where torch's own way writes a file for each."""
     buffer = io.BytesIO()
     _ResultPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()

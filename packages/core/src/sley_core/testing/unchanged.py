@@ -1,4 +1,4 @@
-"""Whether a process is as it was before it ran a test, so that it can run another.
+"""Tells whether a process is as it was before it ran a test, so that it can run another.
 
 What can be undone is undone (`Before.restore`): modules of tests are forgotten, caches emptied, random numbers set back. What
 cannot be is looked for, and named where it is found: names in our modules, in their classes and objects and in those of torch
@@ -179,13 +179,13 @@ def _contents(container: Any) -> list[Any]:
 
 
 def _loggers() -> dict[logging.Logger, tuple[int, bool, bool, Sequence[logging.Handler]]]:
-    """Level, propagation, whether it is off, and handlers of each logger."""
+    """Returns level, propagation, whether it is off, and handlers of each logger."""
     known = [one for one in logging.Logger.manager.loggerDict.values() if isinstance(one, logging.Logger)]
     return {one: (one.level, one.propagate, one.disabled, tuple(one.handlers)) for one in (logging.root, *known)}
 
 
 def _namespaces() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The names of each module that is looked into, and those of the classes and objects that it made."""
+    """Yields the names of each module that is looked into, and those of the classes and objects that it made."""
     for name, module in list(sys.modules.items()):
         if not (name.startswith(OURS) or name in PYTHONS | TORCHS):
             continue
@@ -199,14 +199,14 @@ def _namespaces() -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _is_harmless(place: str, name: str, now: Any) -> bool:
-    """What Python and imports put into modules and classes by themselves."""
+    """Returns whether a changed name is what Python and imports put into modules and classes by themselves, or is meant."""
     by_python = ("__warningregistry__", "__annotations__", "__slotnames__")
     meant = f"{place}.{name}" in MEANT
     return meant or type(now) is ModuleType or name in by_python or (place in PYTHONS and name.startswith("_"))
 
 
 def _is_installed(module: ModuleType) -> bool:
-    """Whether it belongs to Python, to a package of its environment, or to one that was there before any test."""
+    """Returns whether a module belongs to Python, to a package of its environment, or to one that was there before any test."""
     file = getattr(module, "__file__", None)
     if file is None:
         return not hasattr(module, "__path__")  # built in; what pytest makes up for folders has no file either
@@ -214,7 +214,7 @@ def _is_installed(module: ModuleType) -> bool:
 
 
 def _flags() -> dict[str, Any]:
-    """What a program sets for its whole process, or thread."""
+    """Returns what a program sets for its whole process, or thread, by name."""
     return {
         "default dtype": torch.get_default_dtype(),
         "grad mode": torch.is_grad_enabled(),
@@ -241,12 +241,12 @@ def _flags() -> dict[str, Any]:
 
 
 def _handlers() -> dict[str, Any]:
-    """What each signal does."""
+    """Returns what each signal does, by name."""
     return {number.name: signal.getsignal(number) for number in signal.Signals if number.name != "SIGCHLD"}
 
 
 def _own() -> dict[str, Any]:
-    """What this process has that others cannot have from it."""
+    """Returns what this process has that others cannot have from it: threads, open files, children, mask of new files."""
     tasks = len(list(Path("/proc/self/task").iterdir())) if sys.platform == "linux" else threading.active_count()
     os.umask(mask := os.umask(0))
     files = len(list(Path("/dev/fd").iterdir()))
@@ -254,7 +254,7 @@ def _own() -> dict[str, Any]:
 
 
 def _memory_bytes() -> int:
-    """What this process has in memory; 0 where the system does not say."""
+    """Returns the bytes of this process that are in memory; 0 where the system does not say."""
     if sys.platform != "linux":
         return 0
     return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * resource.getpagesize()

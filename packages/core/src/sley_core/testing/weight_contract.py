@@ -1,4 +1,4 @@
-"""Tests that every weight communicator must pass; the tests of a plugin inherit them.
+"""Tests what every weight communicator must pass; the tests of a plugin inherit them.
 
     class TestRing(WeightCommunicatorContract):
         weights = {"use": "ring.communicator"}
@@ -87,7 +87,7 @@ def observe(plan: Table, change: Change | None = None) -> Seen:
 
 
 def rewrite(run: Run, number: int) -> None:
-    """Between steps: evaluates, writes to weights, freezes a trained one and unfreezes it."""
+    """Evaluates, writes to weights, freezes a trained one and unfreezes it, between steps."""
     if number == 1:
         run.evaluate()
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The model, data, loss and plan with which `weight_contract` tries a weight communicator."""
+"""Makes the model, data, loss and plan with which `weight_contract` tries a weight communicator."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Head(nn.Module):
 
 
 def layers() -> list[tuple[str, nn.Module]]:
-    """The layers; the first and the last share their weight."""
+    """Returns the layers, by name; the first and the last share their weight."""
     embed, head = Embed(), Head()
     head.out.weight = embed.table.weight
     return [("embed", embed), ("first", Block()), ("second", Block()), ("head", head)]
@@ -96,7 +96,9 @@ def layers() -> list[tuple[str, nn.Module]]:
 def tables(
     weights: dict[str, Any] | None, wp: int, global_size: int, micro_size: int, **changes: Any
 ) -> dict[str, Any]:
-    """The contract's plan with its weights over `wp` ranks by the communicator `weights`; None holds them whole."""
+    """Returns the contract's plan, as tables, with its weights over `wp` ranks by the communicator `weights`; None holds them
+    whole.
+    """
     found = contract_plan(
         __name__,
         loss=SQUARES,

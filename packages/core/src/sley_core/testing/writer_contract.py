@@ -1,4 +1,4 @@
-"""Tests that every metrics writer must pass; the tests of a plugin inherit them.
+"""Tests what every metrics writer must pass; the tests of a plugin inherit them.
 
     class TestCsv(MetricsWriterContract):
         writer = {"use": "csv.writer"}

@@ -1,4 +1,4 @@
-"""Host memory for what is away: exact, page-locked up to a budget, and used again."""
+"""Lends host memory for what is away: exact, page-locked up to a budget, and used again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALIGNMENT = 256
 
 
 def aligned(size: int) -> int:
-    """Returns the bytes that a place of `size` takes."""
+    """Returns the bytes that a place of `size` takes: the next multiple of 256."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -50,12 +50,13 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the host that it takes, in whole pages."""
+        """Returns the bytes of the host that it takes, in whole pages."""
         return sum(block.memory.num_bytes for block in self._blocks)
 
     def places(self, sizes: Sequence[int], moved: Moved) -> list[Tensor]:
-        """Returns a place for each of `sizes`, in bytes above 0: uint8 [size], aligned. Those that were given back come first,
-        the rest lie side by side in one new block, which counts in `moved`.
+        """Returns a place for each of `sizes`, in bytes above 0: uint8 [size], aligned to 256 bytes. Places that were given
+        back are used first; the rest lie side by side in one new block, which counts in `moved`, and for which unused blocks
+        are freed.
         """
         found = [self._spare(size) for size in sizes]
         if missing := [size for size, place in zip(sizes, found, strict=True) if place is None]:
@@ -63,12 +64,14 @@ class Arena:
         return [(place if place is not None else next(new))[:size] for size, place in zip(sizes, found, strict=True)]
 
     def give(self, place: Tensor) -> None:
-        """Takes a place back. Copies that read or write it come before those of its next owner, on the same streams."""
+        """Takes a place back, for whoever asks next. Copies that read or write it come before those of its next owner, on the
+        same streams.
+        """
         block, whole = self._taken.pop(place.data_ptr())
         block.spare.append(whole)
 
     def _spare(self, size: int) -> Tensor | None:
-        """Returns the smallest place of `size` or more that was given back, None if there is none."""
+        """Takes the smallest place of `size` or more that was given back and returns it, in full; None if there is none."""
         fitting = [(whole.numel(), at) for at, block in enumerate(self._blocks) for whole in block.spare]
         least, at = min(((numel, at) for numel, at in fitting if numel >= size), default=(0, -1))
         if at < 0:
@@ -79,8 +82,8 @@ class Arena:
         return whole
 
     def _side_by_side(self, sizes: Sequence[int], moved: Moved) -> list[Tensor]:
-        """Returns places in a new block. Blocks that nobody uses go first: what changes its size at each offload would else
-        take more of the host each time.
+        """Allocates a block and returns its places. Frees blocks that nobody uses first: what changes its size at each offload
+        would else take more of the host each time.
         """
         self._drop()
         starts, end = [], 0
@@ -104,6 +107,7 @@ class Arena:
             block.moved.host_bytes -= block.memory.num_bytes
 
     def _memory(self, num_bytes: int) -> HostMemory:
+        """Returns new memory of the host, page-locked if the budget allows it, else pageable, with a warning the first time."""
         locked = sum(block.memory.num_bytes for block in self._blocks if block.memory.is_locked)
         if self._budget is None or locked + num_bytes <= self._budget:
             return self._make(num_bytes)

@@ -1,4 +1,4 @@
-"""Optimizer states that are on the device only while their own weights are stepped.
+"""Keeps optimizer states on the device only while their own weights are stepped.
 
     tail of the backward    update of 0      update of 1                  update of 2      next forward
     0 comes ............... 1 comes ........ 0 leaves, 2 comes .......... 1 leaves ....... 2 leaves
@@ -47,15 +47,15 @@ class BetweenSteps:
 
     @property
     def where(self) -> Where:
-        """Away, between two steps."""
+        """Returns where the states are: away, between two steps; else where the first bucket is that is not away."""
         return next((one.where for _, one in self._buckets if one.where is not Where.AWAY), Where.AWAY)
 
     def offload(self) -> None:
-        """Does nothing: the states are away."""
+        """Does nothing but count the call: the states are away."""
         self._moved.num_no_ops += 1
 
     def onload(self) -> None:
-        """Does nothing: the states come when their weights are stepped."""
+        """Does nothing but count the call: the states come when their weights are stepped."""
         self._moved.num_no_ops += 1
 
     def require(self) -> None: ...
@@ -66,21 +66,24 @@ class BetweenSteps:
             parked.wait()
 
     def host(self) -> Mapping[int, Tensor]:
-        """Returns the host's copies of the states of all buckets."""
+        """Waits for copies to the host; returns those of the states of all buckets, by `storage_id`, uint8 [bytes]."""
         return {key: copy for _, parked in self._buckets for key, copy in parked.host().items()}
 
     def _began(self) -> None:
-        """Sends away what a failed step left here."""
+        """Sends away what a failed step left on the device; the next gradient is the step's first."""
         self._leave()
         self._is_first = True
 
     def _gradient_ready(self, _entry: Entry) -> None:
-        """Lets the first bucket come while the rest of the backward runs."""
+        """Starts to bring the first bucket at the step's first gradient, while the rest of the backward runs."""
         if self._is_first:
             self._is_first = False
             self._come(0)
 
     def _step(self, stepped: Sequence[Stepped]) -> Iterator[Sequence[Stepped]]:
+        """Yields each bucket of weights to be stepped, once its states are on the device; meanwhile the next one's come, and
+        afterwards its own leave.
+        """
         self._plan(stepped)
         self._come(0)
         for at, (bucket, parked) in enumerate(self._buckets):
@@ -90,10 +93,12 @@ class BetweenSteps:
             parked.offload()
 
     def _come(self, at: int) -> None:
+        """Starts to bring the states of bucket number `at`, if there is one and they are away."""
         if at < len(self._buckets) and self._buckets[at][1].where in (Where.LEAVING, Where.AWAY):
             self._buckets[at][1].onload()
 
     def _leave(self) -> None:
+        """Sends away the states of all buckets that are here or coming."""
         for _, parked in self._buckets:
             if parked.where in (Where.HERE, Where.COMING):
                 parked.offload()
@@ -109,11 +114,16 @@ class BetweenSteps:
             self._buckets.append((bucket, parked))
 
     def _states(self, bucket: Sequence[Stepped]) -> Callable[[], list[Holding]]:
-        """Returns what lists the states of a bucket's weights that can leave while other weights are stepped."""
+        """Returns a function that lists the states of a bucket's weights, small ones laid together: those whose storages
+        nothing else uses, so that they can leave while other weights are stepped.
+        """
         known: set[int] = set()
         shared: set[int] = set()
 
         def own() -> list[Holding]:
+            """Lists them; looks again for storages that others use where some are new: in the first step, and once a program
+            has loaded states.
+            """
             found = self._holdings.states_of(bucket)
             keys = {storage_id(piece.memory) for piece in found}
             if not keys <= known:  # new in the first step, and where a program has loaded states

@@ -24,13 +24,15 @@ CHUNK = {"cpu": 64}
 
 
 def versions(piece: Holding) -> tuple[int, ...]:
-    """Returns the versions of all tensors that lie in a piece, and their number: how often torch has written to them."""
+    """Returns how often torch has written to each of the tensors that lie in a piece."""
     return tuple(tensor._version for tensor in piece.tensors.values())
 
 
 def fingerprints(memories: Sequence[Tensor]) -> list[int]:
-    """Returns a number for each of `memories`: uint8 [bytes], of one device, each starting at a multiple of 4 bytes. Waits for
-    the device.
+    """Returns a number for each of `memories`, which differs, but for a chance of 2^-31, where their bytes do. Waits for the
+    device.
+
+    memories: uint8 [bytes], of one device, each starting at a multiple of 4 bytes.
     """
     if not memories:
         return []
@@ -42,7 +44,9 @@ def fingerprints(memories: Sequence[Tensor]) -> list[int]:
 
 
 def _fingerprint(memory: Tensor, drawn: Tensor) -> Tensor:
-    """Returns an int64 scalar on the device. drawn: the numbers of the places in a row, then those of rows and of the rest."""
+    """Returns the fingerprint of a memory, an int64 scalar on the device. drawn: the numbers of the places in a row, then those
+    of rows and of the rest.
+    """
     of_places, of_rest = drawn[:WIDTH], drawn[WIDTH:]
     num_words = memory.numel() // 4
     words = memory[: num_words * 4].view(torch.int32)

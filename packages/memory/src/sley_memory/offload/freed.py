@@ -1,4 +1,4 @@
-"""Memory that is given back and made anew, never copied: gradients, and what pools and pipeline links do not lend."""
+"""Gives memory back and makes it anew, never copied: gradients, and what pools and pipeline links do not lend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Freed:
-    """Gradients: discarded by an offload, zeroed memory again after an onload. free, build: the gradient store's.
+    """Discards gradients by an offload, and makes zeroed memory for them by an onload. free, build: the gradient store's.
 
     num_bytes: what they take now.
     """
@@ -27,7 +27,7 @@ class Freed:
         self.where = Where.HERE
 
     def offload(self) -> None:
-        """Frees the memory, once."""
+        """Frees the gradients' memory; of memory that is away, only counts the call."""
         if self.where is Where.AWAY:
             self._moved.num_no_ops += 1
             return
@@ -36,7 +36,7 @@ class Freed:
         self.where = Where.AWAY
 
     def onload(self) -> None:
-        """Makes the memory again, zeroed."""
+        """Makes the gradients' memory again, zeroed; of memory that is here, only counts the call."""
         if self.where is Where.HERE:
             self._moved.num_no_ops += 1
             return
@@ -53,7 +53,7 @@ class Freed:
 
 
 class Trimmed:
-    """What its owner allocates anew when it needs it: it is never away."""
+    """Frees what its owner allocates anew when it needs it: such a part is never away."""
 
     def __init__(self, trim: Callable[[], int], moved: Moved) -> None:
         self._trim = trim
@@ -61,7 +61,7 @@ class Trimmed:
         self.where = Where.HERE
 
     def offload(self) -> None:
-        """Frees what is not lent."""
+        """Frees what is not lent, and counts its bytes."""
         self._moved.given_back = self._trim()
 
     def onload(self) -> None: ...

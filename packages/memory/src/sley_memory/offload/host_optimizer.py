@@ -1,4 +1,4 @@
-"""Masters and optimizer states that live on the host, where the optimizer steps them: the device keeps weights and gradients.
+"""Keeps masters and optimizer states on the host, where the optimizer steps them: the device has weights and gradients.
 
     gradients to the host   0 | 1 | 2 | ...
     optimizer on the host       0 | 1 | 2 | ...
@@ -62,6 +62,7 @@ class HostOptimizer(OffloadManager):
         return self.config.moves
 
     def attach(self, parts: Parts, holdings: Holdings) -> None:
+        """Takes the run's gradient store and two copy streams of its device, and registers itself for the update."""
         self._store = parts.store
         self._device = parts.world.device
         if self._device.is_real:
@@ -69,12 +70,12 @@ class HostOptimizer(OffloadManager):
         parts.events.step_in_buckets = self._step
 
     def offload(self, part: Part) -> Callable[[], None]:
-        """Does nothing: they are on the host."""
+        """Does nothing but count the call: they are on the host. Returns a function that does nothing."""
         self._moved[part].num_no_ops += 1
         return _nothing
 
     def onload(self, part: Part) -> Callable[[], None]:
-        """Does nothing: they stay on the host."""
+        """Does nothing but count the call: they stay on the host. Returns a function that does nothing."""
         return self.offload(part)
 
     def require(self, part: Part, what: str) -> None: ...
@@ -90,7 +91,9 @@ class HostOptimizer(OffloadManager):
             self._streams.wait()  # of a step that failed; host memory goes with this object
 
     def _step(self, stepped: Sequence[Stepped]) -> Iterator[Sequence[Stepped]]:
-        """Yields each bucket when its gradients are on the host, and sends its weights when it was stepped."""
+        """Yields each bucket when its gradients are on the host, to be stepped there, and sends its weights to the device
+        afterwards; waits for those copies at the end.
+        """
         self._plan(stepped)
         streams = self._streams
         streams.out.follow()  # gradients are clipped
@@ -132,7 +135,9 @@ class HostOptimizer(OffloadManager):
         return fetched
 
     def _send(self, at: int) -> None:
-        """Starts to copy a bucket's new weights to the device, rounded to its format on the host."""
+        """Rounds the new weights of bucket number `at` to the device's format, on the host, and starts to copy them to the
+        device.
+        """
         bucket = self._buckets[at]
         dtype = bucket[0].original.dtype
         is_direct = dtype == bucket[0].parameter.dtype and not self._device.is_async
@@ -165,7 +170,9 @@ class HostOptimizer(OffloadManager):
         self._moved["masters"].timed_in += sent.num_bytes
 
     def _plan(self, stepped: Sequence[Stepped]) -> None:
-        """Makes buckets, and host memory for two, in the first step; and again where weights were unfrozen since."""
+        """Makes buckets of `stepped`, and host memory for two of them, in the first step; and again where weights were unfrozen
+        since.
+        """
         if sum(map(len, self._buckets)) == len(stepped):
             return
         self._buckets = by_bytes(stepped, int(self.config.bucket_mb * MB))
@@ -178,11 +185,12 @@ class HostOptimizer(OffloadManager):
         )
 
     def _bytes(self, bucket: Sequence[Stepped], dtype: torch.dtype) -> int:
+        """Returns the bytes that a bucket takes in `dtype`, each weight aligned to 256 bytes."""
         return sum(-(-one.parameter.numel() * dtype.itemsize // 256) * 256 for one in bucket)
 
 
 def _views(memory: Tensor, bucket: Sequence[Stepped], dtype: torch.dtype) -> list[Tensor]:
-    """Returns one view of `memory`, uint8, for each of `bucket`: its shape, in `dtype`, aligned."""
+    """Returns one view of `memory`, uint8 [bytes], for each weight of `bucket`: its shape, in `dtype`, aligned to 256 bytes."""
     views = []
     start = 0
     for one in bucket:

@@ -1,4 +1,4 @@
-"""The offload manager of core's `[[offload]]`: one mover for each part of the run's memory that the table names."""
+"""Moves the parts of a run's memory that a table `[[offload]]` names: one mover for each part."""
 
 from __future__ import annotations
 
@@ -33,13 +33,29 @@ class Mover(Protocol):
     """Moves one part. `where`: where it is."""
 
     @property
-    def where(self) -> Where: ...
+    def where(self) -> Where:
+        """Returns where the part is: here, leaving, away or coming."""
+        ...
 
-    def offload(self) -> None: ...
-    def onload(self) -> None: ...
-    def require(self) -> None: ...
-    def wait(self) -> None: ...
-    def host(self) -> Mapping[int, Tensor]: ...
+    def offload(self) -> None:
+        """Starts to move the part off the device; of one that is away, only counts the call."""
+        ...
+
+    def onload(self) -> None:
+        """Starts to bring the part back; of one that is here, only counts the call."""
+        ...
+
+    def require(self) -> None:
+        """Makes the device's work wait for the part if it is coming."""
+        ...
+
+    def wait(self) -> None:
+        """Waits, on the host, for copies in flight."""
+        ...
+
+    def host(self) -> Mapping[int, Tensor]:
+        """Waits for copies to the host; returns those of what is away or coming, by `storage_id`, uint8 [bytes]."""
+        ...
 
 
 class Manager(OffloadManager):
@@ -61,6 +77,7 @@ class Manager(OffloadManager):
         return self.config.moves
 
     def attach(self, parts: Parts, holdings: Holdings) -> None:
+        """Makes the mover of each part, and its copy streams and host memory. Does nothing on a device without memory."""
         device = parts.world.device
         if not device.is_real:
             return
@@ -95,6 +112,9 @@ class Manager(OffloadManager):
         self._is_attached = True
 
     def offload(self, part: Part) -> Callable[[], None]:
+        """Starts to move `part` off the device; returns what waits for it. While weights or buffers are away, calls of layers
+        are refused.
+        """
         if part in OF_LAYERS:
             self._gate.close()
         self._movers[part].offload()
@@ -109,6 +129,9 @@ class Manager(OffloadManager):
         return self._movers[part].host() if self._is_attached else {}
 
     def require(self, part: Part, what: str) -> None:
+        """Makes the device's work wait for `part` if it is coming. Raises StateError `memory-away` if it is away, or on its way
+        there; states that come for their step by themselves are never missing.
+        """
         if not self._is_attached:
             return
         mover = self._movers[part]
@@ -124,6 +147,7 @@ class Manager(OffloadManager):
         return self._moved[part]
 
     def detach(self) -> None:
+        """Brings weights and buffers back, so that layers are ordinary modules again, and waits for all copies."""
         if not self._is_attached:
             return
         for part in OF_LAYERS:
@@ -152,7 +176,7 @@ class Manager(OffloadManager):
 
 
 def _pieces(holdings: Holdings, part: Part, bucket_bytes: int) -> Pieces:
-    """Returns what lists the storages of `part`."""
+    """Returns a function that lists the storages of `part`, each once; small optimizer states it lays together first."""
     if part == "optimizer_states":
         return lambda: packed(holdings.pieces(part), bucket_bytes)
     return partial(holdings.pieces, part)

@@ -1,4 +1,4 @@
-"""Small optimizer states lie together once they have left: one copy moves many of them.
+"""Lays small optimizer states together once they have left: one copy moves many of them.
 
 A model of 500 small parameters has 1000 states, and a copy of a few hundred bytes takes as long as one of 200 KB. The tensors
 stay the objects that the optimizer has; what changes, once, is the storage in which they lie.
@@ -23,10 +23,11 @@ OWNERS = 3
 
 
 def packed(pieces: Sequence[Holding], most_bytes: int) -> list[Holding]:
-    """Lays small storages that one tensor alone looks at together, `most_bytes` at a time; returns what there is then.
+    """Moves small storages that one tensor alone looks at into larger ones of up to `most_bytes`; returns all storages that
+    there are then.
 
     The device's memory must be here. What a program has of a state beside the optimizer's own tensor, such as a view, would
-    look at the old memory: then that state stays where it is.
+    look at the old memory: such a state stays where it is.
     """
     found = [piece for piece in pieces if not _is_movable(piece)]
     for run in _runs([piece for piece in pieces if _is_movable(piece)], most_bytes):
@@ -35,6 +36,9 @@ def packed(pieces: Sequence[Holding], most_bytes: int) -> list[Holding]:
 
 
 def _is_movable(piece: Holding) -> bool:
+    """Returns whether a storage may be laid together with others: at most 1 MiB, torch's own, of one plain tensor, and known to
+    nobody else.
+    """
     if len(piece.tensors) > 1 or not 0 < piece.memory.numel() <= SMALL or not can_leave(piece):
         return False
     (tensor,) = piece.tensors.values()
@@ -45,6 +49,7 @@ def _is_movable(piece: Holding) -> bool:
 
 
 def _runs(pieces: Sequence[Holding], most_bytes: int) -> Iterator[list[Holding]]:
+    """Yields the pieces in runs of at most `most_bytes`, each aligned to 256 bytes; a larger one is alone."""
     run: list[Holding] = []
     size = 0
     for piece in pieces:
@@ -59,7 +64,7 @@ def _runs(pieces: Sequence[Holding], most_bytes: int) -> Iterator[list[Holding]]
 
 @torch.no_grad()
 def _together(run: Sequence[Holding]) -> Holding:
-    """Moves the tensors of `run` into one new storage."""
+    """Moves the tensors of `run` into one new storage, which it returns with them; the tensors stay the same objects."""
     flat = torch.zeros(
         sum(aligned(piece.memory.numel()) for piece in run), dtype=torch.uint8, device=run[0].memory.device
     )

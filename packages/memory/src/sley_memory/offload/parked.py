@@ -1,4 +1,4 @@
-"""Some memory that is copied to the host and back, as one unit: a part of a run, or one bucket of its states.
+"""Copies some memory to the host and back, as one unit: a part of a run, or one bucket of its states.
 
         offload                                onload
 HERE ────────────> LEAVING ──────────> AWAY ────────────> COMING ────────> HERE
@@ -63,7 +63,9 @@ class HostCopy:
         return self._rests_left < 0
 
     def has_changed(self, found: int) -> bool:
-        """Returns whether the piece, of this fingerprint, differs from what the host has; the host will have it."""
+        """Returns whether the piece, whose fingerprint is `found`, differs from what the host has, or nothing is known of that.
+        Keeps the fingerprint, since the piece is copied then, and how long not to compare again.
+        """
         before, self.print = self.print, found
         if before is None:
             return True
@@ -122,13 +124,16 @@ class Parked:
 
     @property
     def where(self) -> Where:
-        """Where the memory is now."""
+        """Returns where the memory is now; notes copies that are done."""
         if self._event is not None and self._event.is_done():
             self._arrived()
         return self._where
 
     def offload(self) -> None:
-        """Starts to copy what has changed to the host, and frees all; of memory that is away, counts the call."""
+        """Starts to copy what has changed to the host, and frees all; of memory that is leaving or away, only counts the call.
+
+        If it fails in the middle, everything is brought back first. May wait for the device, to compare.
+        """
         if self._where in (Where.LEAVING, Where.AWAY):
             self._moved.num_no_ops += 1
             return
@@ -168,7 +173,7 @@ class Parked:
         self.require()
 
     def onload(self) -> None:
-        """Starts to copy everything back; of memory that is here or coming, counts the call."""
+        """Starts to allocate and copy everything back; of memory that is here or coming, only counts the call."""
         if self._where in (Where.HERE, Where.COMING):
             self._moved.num_no_ops += 1
             return
@@ -197,7 +202,7 @@ class Parked:
             self._where, self._event, self._away = Where.HERE, None, []
 
     def wait(self) -> None:
-        """Waits, on the host, for copies in flight."""
+        """Waits, on the host, for copies in flight, and notes that they are done."""
         if self._event is not None:
             self._event.wait()
             self._arrived()
@@ -218,13 +223,13 @@ class Parked:
         self._go(Where.LEAVING, copied)
 
     def _go(self, where: Where, num_bytes: int) -> None:
-        """Notes that copies of `num_bytes` are in flight."""
+        """Notes that copies of `num_bytes` are in flight to `where`; if they are done at once, notes that too."""
         stream = self._streams.out if where is Where.LEAVING else self._streams.into
         self._where, self._event, self._moving = where, stream.record(), num_bytes
         self.where  # noqa: B018  # a copy that is done at once takes until now, and not until somebody asks
 
     def _arrived(self) -> None:
-        """Notes that the copies in flight are done."""
+        """Counts the seconds and bytes of the copies in flight, which are done; what left is away, and what came is here."""
         seconds = time.perf_counter() - self._began
         if self._where is Where.LEAVING:
             self._moved.seconds_out += seconds
@@ -237,7 +242,9 @@ class Parked:
         self._event = None
 
     def _placed(self, pieces: Sequence[Holding]) -> list[tuple[Holding, HostCopy, int]]:
-        """Returns each piece that can leave with its place and its bytes; makes places for new ones."""
+        """Returns each piece that can leave, with its place on the host and its bytes. Makes places for new pieces, and gives
+        back those of pieces that are gone or have another size.
+        """
         able = [piece for piece in pieces if piece.memory.numel() and self._can_leave(piece)]
         sizes = {storage_id(piece.memory): piece.memory.numel() for piece in able}
         for key in [key for key, place in self._places.items() if place.host.numel() != sizes.get(key)]:
@@ -248,6 +255,7 @@ class Parked:
         return [(piece, self._places[key], size) for piece, (key, size) in zip(able, sizes.items(), strict=True)]
 
     def _can_leave(self, piece: Holding) -> bool:
+        """Returns whether a piece can leave the device; warns, once, of one that cannot."""
         if can_leave(piece):
             return True
         if not self._has_warned:
@@ -257,7 +265,9 @@ class Parked:
         return False
 
     def _changed(self, placed: Sequence[tuple[Holding, HostCopy, int]]) -> dict[int, bool]:
-        """Returns, by id of the piece, whether it differs from what its place has; waits for the device to know."""
+        """Returns, by `id` of the piece, whether it differs from its copy on the host; always True where it is not compared.
+        Waits for the device if any is.
+        """
         changed = {id(piece): True for piece, _, _ in placed}
         asked = []
         step = self._step()
@@ -292,7 +302,9 @@ class Parked:
 
 
 def can_leave(piece: Holding) -> bool:
-    """Returns whether the memory of `piece` is torch's own, to free and to grow."""
+    """Returns whether the memory of `piece` is torch's own, to free and to grow: not shared between processes, nor another
+    library's.
+    """
     storage = piece.memory.untyped_storage()
     # A host tensor that processes share says that it can be resized; to grow it again ends the process.
     return storage.resizable() and not (piece.memory.device.type == "cpu" and storage.is_shared())

@@ -1,4 +1,4 @@
-"""Memory that several ranks have in common, of which each keeps a part on its host.
+"""Moves memory that several ranks have in common, of which each keeps a part on its host.
 
     rank 0   a a a a b b b c c   ── offload ──>  host of rank 0:  a a a a b     what is equal, end to end, in even parts
     rank 1   a a a a b b b c c                   host of rank 1:  b b c c
@@ -69,12 +69,13 @@ class SharedCopies:
 
     @property
     def where(self) -> Where:
-        """Where the memory is now."""
+        """Returns where the memory is now."""
         rest = self._rest.where
         return Where.AWAY if self._is_away and rest is Where.HERE else rest
 
     def offload(self) -> None:
         """Copies this rank's part of what all ranks of the group have in common, and everything else in full; frees all of it.
+        Of memory that is away, only counts the call.
 
         All ranks of the run call it. Raises RunError `ranks-differ` on all of them, and frees nothing, if one makes another
         call.
@@ -106,7 +107,9 @@ class SharedCopies:
         self._free()
 
     def _send(self, pieces: list[Holding], prints: Told) -> None:
-        """Copies this rank's part of `pieces` to the host, unless it is there from before."""
+        """Copies this rank's part of `pieces`, which all ranks of the group have, to the host, unless it is there from before.
+        prints: name, bytes and fingerprint of each.
+        """
         self._alike = pieces
         size = self._share()
         is_known = self._host is not None and self._prints == prints
@@ -129,7 +132,7 @@ class SharedCopies:
         self._moved.skipped += size if is_known else 0
 
     def _free(self) -> None:
-        """Frees what is alike; from then on it is away."""
+        """Frees the pieces that all ranks of the group have, which are away from then on; counts their bytes."""
         self._is_away = True
         freed = sum(free(piece.memory) for piece in self._alike)
         # The rest counts in the same place; each adds what its own last offload freed.
@@ -137,7 +140,8 @@ class SharedCopies:
         self._given_back = freed
 
     def onload(self) -> None:
-        """Brings everything back: this rank's part from its host, the others from their ranks, bucket by bucket.
+        """Brings everything back: this rank's part from its host, the others from their ranks, bucket by bucket. Of memory that
+        is here, only counts the call.
 
         All ranks of the run call it. Raises RunError `ranks-differ` if one makes another call, and `collective-failed` if a
         peer has died; the memory is away then.
@@ -161,7 +165,9 @@ class SharedCopies:
         self._rest.onload()
 
     def _gather(self) -> None:
-        """Gathers all parts, a bucket at a time, and puts them in their places."""
+        """Copies this rank's part to the device and gathers the others' from their ranks, a bucket at a time, into their
+        places.
+        """
         size, count = self._share(), self._group.size
         if not size:
             return
@@ -203,11 +209,13 @@ class SharedCopies:
         self._rest.wait()
 
     def host(self) -> Mapping[int, Tensor]:
-        """Returns the copies of what is on this rank's host as a whole."""
+        """Waits for copies to the host; returns those that this rank's host has whole, by `storage_id`, uint8 [bytes]."""
         return self._rest.host()
 
     def close(self) -> None:
-        """Brings the memory back for whoever uses it after the run, as far as other ranks still answer; else it is NaN."""
+        """Brings the memory back for whoever uses it after the run; where other ranks do not answer, what they shared is lost,
+        with a warning, and every byte of it 255 (NaN in floating point).
+        """
         if self._is_away:
             with suppress(RunError):
                 self.onload()
@@ -216,7 +224,9 @@ class SharedCopies:
         self._rest.wait()
 
     def _lose(self) -> None:
-        """Gives the memory back without what was in it, and says so."""
+        """Allocates the shared memory again, filled with bytes of 255, brings the rest back, and warns that the contents are
+        lost.
+        """
         for piece, size in zip(self._alike, self._sizes(), strict=True):
             grow(piece.memory, size)
             piece.memory.fill_(255)
@@ -227,7 +237,10 @@ class SharedCopies:
         warnings.warn(message, RuntimeWarning, 4)
 
     def _agree(self, call: str, told: Told) -> dict[int, Told]:
-        """Returns what every rank tells; raises RunError `ranks-differ`, on all ranks alike, unless they do the same."""
+        """Exchanges what every rank calls and tells; returns what each tells, by global rank.
+
+        Raises RunError `ranks-differ`, on all ranks alike, unless all make the same call for the same part in the same state.
+        """
         own = [call, self._part, self._is_away]
         # Over all ranks: every one of them calls this for each call of `offload` and `onload` and each part, in one order.
         every = gather_objects([own, told], self._control, what=f"what `run.memory.{call}` moves")
@@ -245,15 +258,20 @@ class SharedCopies:
         }
 
     def _sizes(self) -> list[int]:
+        """Returns the bytes of each piece that all ranks of the group have."""
         return [piece.memory.numel() for piece in self._alike]
 
     def _share(self) -> int:
-        """Returns how many bytes of what is alike each rank keeps: an even part of all pieces end to end, each aligned."""
+        """Returns how many bytes each rank keeps of what all of the group have: an even part of the pieces end to end, each
+        aligned.
+        """
         total = sum(aligned(size) for size in self._sizes())
         return aligned(-(-total // self._group.size))
 
     def _within(self, first: int, length: int) -> Iterator[tuple[Tensor, int]]:
-        """Yields the parts of pieces in `length` bytes from `first` on, of all pieces end to end, and where each starts."""
+        """Yields the parts of shared pieces that lie in `length` bytes from `first` on, if all pieces lie end to end, aligned;
+        each with the byte, from `first`, where it starts.
+        """
         start = 0
         for piece, size in zip(self._alike, self._sizes(), strict=True):
             begin, end = max(first, start), min(first + length, start + size)
@@ -272,4 +290,5 @@ def _by_name(pieces: Iterable[Holding]) -> dict[str, Holding]:
 
 
 def _said(call: str, part: str, is_away: bool) -> str:
+    """Returns words for what a rank calls, for an error."""
     return f"calls `run.memory.{call}` for {part.replace('_', ' ')} that are {'away' if is_away else 'here'}"

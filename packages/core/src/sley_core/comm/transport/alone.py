@@ -1,4 +1,4 @@
-"""The transport of a group of one rank: every exchange is the identity, and over when it begins."""
+"""Exchanges in a group of one rank: every exchange is the identity, and over when it begins."""
 
 from __future__ import annotations
 

@@ -88,22 +88,26 @@ def can_coalesce(lane: dist.ProcessGroup) -> bool:
 
 
 def _gather_coalesced(wholes: Sequence[Tensor], shards: Sequence[Tensor], lane: dist.ProcessGroup) -> list[Any]:
+    """Starts to fill all of `wholes` in one call; returns its work."""
     return [getattr(lane, _GATHER)(list(wholes), list(shards))]
 
 
 def _gather_each(wholes: Sequence[Tensor], shards: Sequence[Tensor], lane: dist.ProcessGroup) -> list[Any]:
+    """Starts to fill each of `wholes` in a call of its own; returns their works."""
     parts = [list(whole.view(lane.size(), *shard.shape)) for whole, shard in zip(wholes, shards, strict=True)]
     return [dist.all_gather(rows, shard, group=lane, async_op=True) for rows, shard in zip(parts, shards, strict=True)]
 
 
 def _reduce_coalesced(own: Sequence[Tensor], wholes: Sequence[Tensor], lane: dist.ProcessGroup) -> list[Any]:
-    """NCCL sums in place where an output is at its rank's offset in the input (user guide, "In-place Operations").
+    """Starts to sum all of `own` in one call, in place, and returns its work; the other rows of `wholes` are undefined
+    afterwards.
 
-    Megatron-LM reduces its buckets so, several in one call (megatron/core/distributed/param_and_grad_buffer.py). The other
-    rows of `wholes` are undefined afterwards.
+    NCCL sums in place where an output is at its rank's offset in the input (user guide, "In-place Operations"). Megatron-LM
+    reduces its buckets so, several in one call (megatron/core/distributed/param_and_grad_buffer.py).
     """
     return [getattr(lane, _REDUCE)(list(own), list(wholes))]
 
 
 def _reduce_each(own: Sequence[Tensor], wholes: Sequence[Tensor], lane: dist.ProcessGroup) -> list[Any]:
+    """Starts to sum each of `wholes` on all ranks, in place, in a call of its own; returns their works."""
     return [dist.all_reduce(whole, group=lane, async_op=True) for whole in wholes]

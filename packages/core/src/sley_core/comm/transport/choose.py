@@ -29,7 +29,10 @@ def is_from_host(backend: str, device: torch.device) -> bool:
 def message_transports(
     members: Members, lanes: Mapping[str, dist.ProcessGroup], log: ExchangeLog, device: torch.device
 ) -> dict[str, Transport]:
-    """Returns a transport by messages for each of `lanes`, for tensors on `device`. log: of what carries no mark."""
+    """Returns a transport by messages, or by the backend's own collectives, for each of `lanes`, for tensors on `device`.
+
+    log: notes what the backend's collectives exchange, which carry no mark; ranks compare it before a step ends.
+    """
     found: dict[str, Transport] = {}
     for name, lane in lanes.items():
         if is_from_host(dist.get_backend(lane), device):
@@ -40,12 +43,14 @@ def message_transports(
 
 
 def attached(members: Members, lanes: Mapping[str, dist.ProcessGroup], timeout_s: float) -> dict[str, Transport]:
-    """Returns a transport by cross-memory attach for each of `lanes`; on all ranks none, where one cannot read a peer's memory.
+    """Connects `members` by cross-memory attach; returns a transport by it for each of `lanes`, or {} on all ranks, where one
+    cannot read a peer's memory. For tensors on the host. All members call it.
 
-    For tensors on the host. All members call it. timeout_s: of every wait.
+    timeout_s: of every wait.
     """
 
     def connect() -> Connection | None:
+        """Connects this rank to the others; None on all of them if any two cannot read each other."""
         # The first lane's members, in the order of the table of groups.
         return Connection.open(members, RINGS * len(lanes), next(iter(lanes.values())), timeout_s)
 
@@ -56,7 +61,8 @@ def attached(members: Members, lanes: Mapping[str, dist.ProcessGroup], timeout_s
 def silent_transports(
     members: Members, lanes: Mapping[str, dist.ProcessGroup], device: torch.device, *, attaches: bool
 ) -> dict[str, Transport]:
-    """Returns transports for `lanes` of a fake world, which take memory as those of a real one on `device` do.
+    """Returns transports that exchange nothing for `lanes` of a fake world; they take memory as those of a real one on `device`
+    do.
 
     attaches: whether that would use cross-memory attach, as it does where all its ranks are on one host.
     """

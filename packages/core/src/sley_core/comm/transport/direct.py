@@ -1,4 +1,4 @@
-"""Exchanges on gloo from the host's memory: every rank sends to every other itself, and announces each by a header.
+"""Exchanges on gloo from the host's memory: every rank sends to every other itself, and announces each exchange by a header.
 
     header to every peer ──> headers of the peers, compared ──> what comes from them, which had its place from the start
     parts to every peer  ──────────────────────────────────────>
@@ -46,7 +46,7 @@ class Direct(Transport):
         return started
 
     def num_scratch_rows(self, num_rows: int) -> int:
-        """What comes from the peers arrives beside the whole."""
+        """Returns the rows for what comes from all peers, which arrives beside the whole: `num_rows` for each of them."""
         return num_rows * len(self._peers)
 
     def reduce_scatter(
@@ -73,7 +73,7 @@ class Direct(Transport):
         return started
 
     def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
-        """gloo's own ring, which is faster than messages to every other."""
+        """Starts gloo's own ring, which is faster than messages to every other. Nothing checks that the ranks sum the same."""
         return all_reduced(tensor, self.members, self._name, self._lane, what)
 
     def _pass_around(
@@ -84,14 +84,18 @@ class Direct(Transport):
         operation: str,
         finish: Callable[[], None] | None = None,
     ) -> Work:
-        """Starts to send the i-th peer the i-th tensor of every row of `parts`, and to receive from it into `places`.
+        """Starts to send the i-th peer the i-th tensor of every row of `parts`, and to receive from it into the i-th of every
+        row of `places`; returns the exchange's handle.
 
-        All are contiguous, on the host, and must not be touched until `wait_sent`. All members call this in one order.
+        All are contiguous, on the host, and must not be touched until `wait_sent`. All members call this in one order. mark:
+        what is exchanged, which peers' headers are compared with. operation: for errors. finish: called once, when all was
+        received.
         """
         received: list[Any] = []
         sent: list[Any] = []
 
         def start() -> _Headers:
+            """Starts the header, then all receives, then all sends of each row; returns the headers."""
             headers = _Headers(self.members, self._lane, mark)
             sent.extend(headers.sent)
             for into, out in zip(places, parts, strict=True):

@@ -1,4 +1,4 @@
-"""What every transport does: gathers and reduces shards of rows, swaps rows, sums tensors.
+"""Says what every transport does: gathers and reduces shards of rows, swaps rows, sums tensors.
 
     all_gather   rank 0: a0      a0 a1    reduce_scatter   rank 0: a0 a1   a0 + b0    all_to_all   rank 0: a0 a1   a0 b0
                  rank 1:    a1   a0 a1                     rank 1: b0 b1   a1 + b1                 rank 1: b0 b1   a1 b1
@@ -77,10 +77,10 @@ class Transport(Gathers, Protocol):
     """Exchanges tensors with the other members of a group on one lane."""
 
     def publish(self, shards: Sequence[Tensor], *, what: str) -> Published:
-        """Says that `shards`, contiguous, stay as they are until `wait_sent` of the result, which gathers them.
+        """Says that `shards`, contiguous, stay as they are from now on; returns what gathers them until its `wait_sent`.
 
         All ranks of the group call it, and `wait_sent`, in one order with what else runs here; one is open at a time. A
-        transport for which that changes nothing gathers as ever.
+        transport for which that changes nothing gathers each time anew.
         """
         return Unpublished(self)
 
@@ -91,29 +91,31 @@ class Transport(Gathers, Protocol):
     def reduce_scatter(
         self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0
     ) -> Work:
-        """Starts to sum each of `wholes` [size x n, ...] over the group; after `wait` this rank's n rows hold the sum.
+        """Starts to sum each of `wholes` [size x n, ...] over the group; after `wait` of the result this rank's n rows hold the
+        sum.
 
-        scratches: [`num_scratch_rows(n)`, ...] of the same type. All are contiguous and the exchange's until `wait_sent` has
+        scratches: [`num_scratch_rows(n)`, ...] of the same dtype. All are contiguous and the exchange's until `wait_sent` has
         returned, but for this rank's rows, which may be written after `wait`; the other ranks' rows of `wholes` are undefined
-        then. contents: a checksum of what `what` leaves open.
+        then. contents: a checksum of what `what` leaves open, compared between ranks.
         """
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
         """Starts an exchange: row i of `sent` [size, ...] goes to the i-th rank, row i of `received` comes from it.
 
-        Both are contiguous, of one shape and dtype, and the exchange's until `wait_sent` has returned. contents: as for
-        `reduce_scatter`.
+        Both are contiguous, of one shape and dtype, and the exchange's until `wait_sent` has returned. contents: a checksum of
+        what `what` leaves open, compared between ranks.
         """
 
     def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
         """Starts to sum `tensor`, contiguous, in place over the group; it is the exchange's until `wait_sent` has returned.
 
-        All ranks hold the same bits afterwards. contents: as for `reduce_scatter`, for a transport that says what it sums.
+        All ranks hold the same bits afterwards. contents: a checksum of what `what` leaves open, which only some transports
+        compare between ranks.
         """
 
 
 def put(shard: Tensor, place: Tensor) -> None:
-    """Copies `shard` into `place`, unless it lies there."""
+    """Copies `shard` into `place`, of equal shape, unless it begins at the same address."""
     if shard.data_ptr() != place.data_ptr():
         place.copy_(shard)
 
@@ -128,4 +130,4 @@ class Unpublished(Published):
         return self._transport.all_gather(wholes, shards, what=what)
 
     def wait_sent(self) -> None:
-        """Each gather has been ended by itself."""
+        """Returns at once: each gather has been ended by itself."""

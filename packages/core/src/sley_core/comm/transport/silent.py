@@ -1,4 +1,4 @@
-"""The transport of a group whose other members exist in a fake world only: every exchange is over when it begins.
+"""Exchanges nothing, in a group whose other members exist in a fake world only: every exchange is over when it begins.
 
 Nothing comes, and results keep what they held. The memory that an exchange takes beside its tensors is taken as the real
 transport takes it, by that one's own functions.
@@ -26,7 +26,9 @@ def nothing(own: Tensor) -> None:
 
 
 def told(members: Members, kind: Collective, lane: str, num_bytes: int) -> Callable[[], None]:
-    """Tells who listens to this rank that an exchange begins; returns what tells that the rank waits for it."""
+    """Tells who listens to this rank, if anybody, that an exchange of `num_bytes` begins on `lane`; returns a function to call
+    where the rank waits for it.
+    """
     listener = members.progress.listener
     return nobody_listens if listener is None else listener.began(kind, members.axis, lane, num_bytes)
 
@@ -58,8 +60,8 @@ class Silenced(Done):
 
 
 class Silent(Transport):
-    """In place of the transport of `lane` that needs `scratch_rows(n)` rows of its callers for a shard of n, and that takes
-    memory by `scratch(own)` while it sums `own`.
+    """Stands for the transport of `lane` that needs `scratch_rows(n)` rows of its callers for a shard of n, and that takes
+    memory by `scratch(own)` while it sums `own`: takes as much, exchanges nothing.
     """
 
     def __init__(
@@ -97,4 +99,5 @@ class Silent(Transport):
         return self._told("sum", [tensor])
 
     def _told(self, kind: Collective, tensors: Sequence[Tensor]) -> Work:
+        """Tells who listens that an exchange of these tensors begins, and returns its handle."""
         return Silenced(told(self._members, kind, self._lane, sum(tensor.nbytes for tensor in tensors)))

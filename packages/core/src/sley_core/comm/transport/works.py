@@ -1,4 +1,4 @@
-"""Exchanges that torch's process groups carry: the handle of some of their works, and what is left to do with what came."""
+"""Waits for exchanges that torch's process groups carry, and does what is left to do with what came."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sley_core.errors import RunError
 
 
 class Announced(Protocol):
-    """What the peers say that an exchange is. works: by which that comes."""
+    """Tells what the peers say that an exchange is. works: of the process group, by which that comes."""
 
     works: list[Any]
 
@@ -49,8 +49,8 @@ class Works(Work):
         return all(work.is_completed() for work in (*announced, *self._received))
 
     def wait(self) -> None:
-        """Compares the peers' headers before it waits for their data, so a different exchange is an error and not wrong
-        numbers.
+        """Waits until everything was received and is in its place. Compares the peers' headers before it waits for their data,
+        so that a different exchange is an error and not wrong numbers.
         """
         if self._headers is not None:
             self._await(self._headers.works)
@@ -82,11 +82,14 @@ class Works(Work):
         progress.waited()
 
     def _await(self, works: Sequence[Any]) -> None:
+        """Waits for works of the process group, under the name of this exchange."""
         for work in works:
             guarded(work.wait, self._turn)
 
 
 def all_reduced(tensor: Tensor, members: Members, name: str, lane: dist.ProcessGroup, what: str) -> Work:
-    """Starts the backend's own all-reduce of `tensor`, in place, on `lane`, which is lane `name` of the group."""
+    """Starts the backend's own all-reduce of `tensor`, in place, on `lane`, which is lane `name` of the group; returns its
+    handle. Nothing checks that the ranks sum the same.
+    """
     turn = turn_of("all-reduce", members, what, name, tensor.nbytes)
     return Works([guarded(lambda: dist.all_reduce(tensor, group=lane, async_op=True), turn)], [], turn)

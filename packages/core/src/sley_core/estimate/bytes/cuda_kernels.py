@@ -1,4 +1,5 @@
-"""What layers keep and take on CUDA otherwise than on a CPU, on whose tensors an estimate takes its steps.
+"""Makes layers keep and take what they do on CUDA, where that differs from a CPU, on whose tensors an
+estimate takes its steps.
 
               on a CPU                                       on CUDA
 RMSNorm       its formula, which keeps the input in fp32     one kernel, which keeps the input and a number per row
@@ -27,7 +28,7 @@ from sley_core.model.device_kind import standing_for
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Within the block layers, and the loss, keep what they would on CUDA."""
+    """Makes layers, and the loss, keep within the block what they would keep on CUDA."""
     with standing_for("cuda"), CudaKernels():
         yield
 
@@ -57,12 +58,14 @@ class CudaKernels(FusedKernels):
 def _is_fused(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> bool:
-    """Returns whether CUDA has one kernel for an RMSNorm: not for a weight of another type."""
+    """Returns whether CUDA has one kernel for this RMSNorm: without a weight, or with one of the input's dtype."""
     return weight is None or weight.dtype == input.dtype
 
 
 def _dropped(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor | None:
-    """Returns what dropout makes of `input`; None where it is no kernel of its own."""
+    """Returns what dropout makes of `input`, and keeps one byte per element for its backward, as CUDA's kernel does; None where
+    no such kernel runs: outside of training, in place, or with p of 0 or 1.
+    """
     if not training or inplace or not 0 < p < 1:
         return None
     found: Tensor = _Dropout.apply(input)  # type: ignore[no-untyped-call]  # torch's

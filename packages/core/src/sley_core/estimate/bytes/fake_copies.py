@@ -1,4 +1,6 @@
-"""Copies to and from the host in a fake world: nothing moves, and a listener is told what would, and who waits for it."""
+"""Stands for copies to and from the host in a fake world: nothing moves; a listener is told what would, and
+who waits for it.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,14 @@ class CopyListener(Protocol):
     """Is told of copies between a device and its host, and of waits for them."""
 
     def copied(self, kind: CopyKind, stream: int, num_bytes: int, after: int | None) -> int:
-        """Notes that stream number `stream` is given a copy; returns the copy's number.
+        """Notes a copy of `num_bytes` on stream number `stream`; returns a number for the copy, above those of all before it.
 
-        after: the number of a copy of another stream that has to be done before.
+        after: the number of a copy of another stream that has to be done before; None if there is none.
         """
         ...
 
     def awaited(self, number: int) -> None:
-        """Notes that the device's work, or the host, waits for a copy."""
+        """Notes that the device's work, or the host, waits for the copy that has this number."""
         ...
 
 
@@ -61,12 +63,12 @@ class FakeCopies:
         self._num_streams = 0
 
     def stream(self) -> FakeStream:
-        """Returns a new stream."""
+        """Returns a new stream of copies; streams are numbered from 0 as they are asked for."""
         self._num_streams += 1
         return FakeStream(self, self._num_streams - 1)
 
     def memory(self, num_bytes: int) -> FakeHostMemory:
-        """Returns memory of the host, which is none of the device's."""
+        """Returns `num_bytes` of memory of the host. It never counts as the device's, and copies into it count as "to_host"."""
         made = FakeHostMemory(self._tensors.uncounted(num_bytes, torch.uint8))
         storage = made.data.untyped_storage()
         place = storage._cdata
@@ -79,7 +81,7 @@ class FakeCopies:
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
-        """Within the block operations are told to nobody: a copy is no operator of the device."""
+        """Keeps the operations within the block from the listener of operators: a copy is no operator of the device."""
         listener, self._tensors.listener = self._tensors.listener, None
         try:
             yield
@@ -101,6 +103,9 @@ class FakeStream(HostStream):
         self._after = event.last
 
     def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copies nothing, but tells the listener of the copy, and which copy it comes after; waits for it at once unless copies
+        run beside other work.
+        """
         with self._copies.unheard():
             super().copy(target, source)
         kind: CopyKind = "to_host" if self._copies.is_on_host(target) else "to_device"
@@ -113,7 +118,7 @@ class FakeStream(HostStream):
         return FakeEvent(self, self.under_way[-1] if self.under_way else None)
 
     def wait_until(self, number: int) -> None:
-        """Tells the listener that somebody waits for the copy `number`, and so for all before it."""
+        """Tells the listener that somebody waits for the copy `number` and for all before it on this stream, each copy once."""
         while self.under_way and self.under_way[0] <= number:
             self._copies.listener.awaited(self.under_way.popleft())
 

@@ -1,4 +1,4 @@
-"""The device of a fake world that takes steps: tensors on it have shapes, types and storages, and no values."""
+"""Stands for the device of a fake world that takes steps: tensors on it have shapes, types and storages, and no values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ class FakeDevice(Device):
         return usual
 
     def move(self, tensor: Tensor) -> Tensor:
-        """On a CPU what moves is where it was: a batch, which is counted once for all. On CUDA it counts while it is there."""
+        """Returns `tensor` as a fake tensor on the device; one that is fake is returned as it is.
+
+        Its memory counts as new where copies run beside the device's work, as on CUDA, or the device is of another kind than
+        the tensor's. On a CPU it is the memory of `tensor`, which is not counted here: a batch counts once for all.
+        """
         if isinstance(tensor, FakeTensor):
             return tensor
         if self.torch_device == tensor.device:

@@ -48,7 +48,9 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Asked by torch, which would guard `__torch_dispatch__` from being compiled: `dispatch` is guarded instead."""
+        """Returns False. torch asks, and would guard `__torch_dispatch__` from being compiled: `dispatch` is
+        guarded instead.
+        """
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,7 +59,12 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
         return self.dispatch(func, types, args, kwargs)
 
     def made(self, elem: Tensor, device: torch.device) -> FakeTensor:
-        """Returns `FakeTensor(self, elem, device)`, made in a fifth of the time: with attributes as the first such has."""
+        """Returns a fake tensor on `device` with the shape, strides and dtype of `elem`, which is on meta. It is not counted
+        here.
+
+        It is `FakeTensor(self, elem, device)` in a fifth of the time: attributes are copied from the first one made for
+        `device`.
+        """
         if device not in self._attributes:
             self._attributes[device] = dict(vars(FakeTensor(self, elem, device)))
         fake: FakeTensor = Tensor._make_subclass(
@@ -69,6 +76,13 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # torch's
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one operation of torch without values and returns its result, made anew from `recipes` where these know the
+        call.
+
+        Counts new memory, and what the operator takes while it runs, in the ledger, and tells the listener. What torch calls
+        within another operation is a part of that and is neither counted nor told. Of `set_` with a storage only the memory is
+        counted.
+        """
         kwargs = kwargs or {}
         if func in _TAKES_STORAGE:  # torch's cache of results would keep the storage, as a part of its key
             with in_kernel_invocation_manager(self):
@@ -94,7 +108,13 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
         return found
 
     def _ask(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Asks torch what an operation makes."""
+        """Asks torch for the result of an operation and returns it; None for one that returns nothing and that torch cannot run
+        without values, such as a fused optimizer's step.
+
+        Unless it is called within another operation, also counts the result's memory and the operator's scratch bytes in the
+        ledger, and tells the listener. Raises UnsupportedOperatorException for any other operation that torch cannot run
+        without values.
+        """
         self._depth += 1
         try:
             found = super().dispatch(func, types, args, kwargs)
@@ -112,9 +132,11 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
         return found
 
     def _scratch(self, func: Any, args: Any, kwargs: Any, found: Any) -> int:
+        """Returns the bytes that the operator takes while it runs, beside its result; 0 unless `has_scratch`."""
         return scratch_bytes(func, args, kwargs, found) if self.has_scratch else 0
 
     def _see(self, found: Any) -> None:
+        """Counts the memory of a result: of a fake tensor, or of each in a tuple or list, however deep; nothing else counts."""
         if isinstance(found, FakeTensor):
             self.ledger.see(found)
         elif isinstance(found, tuple | list):
@@ -122,7 +144,9 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
                 self._see(each)
 
     def uncounted(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns a new fake tensor, [numel], whose memory is none, or is counted as another's."""
+        """Returns a new fake tensor, [numel], whose memory the ledger never counts: it is none of the
+        device's, or another's.
+        """
         with self:
             fake: Any = super().dispatch(torch.ops.aten.empty.memory_format, (), ([numel],), {"dtype": dtype})
         self.ledger.ignore(fake)
@@ -131,8 +155,8 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within the block the ledger hears of storages that change their size without an operation, and fake tensors count as
-        plain ones and have addresses: torch gives all of them 0.
+        """Patches torch within the block: the ledger hears of storages that change their size without an operation, and of
+        those that torch refers to weakly; fake tensors have addresses, which torch gives as 0 for all, and count as plain ones.
         """
         kind, ledger = torch.UntypedStorage, self.ledger
         resize, address, refer = kind.resize_, kind.data_ptr, kind._weak_ref
@@ -168,8 +192,9 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
             yield
 
     def of(self, value: Tensor, *, counts: bool = False) -> Tensor:
-        """Returns a fake tensor that stands for `value`, which has numbers; what is computed from such tensors alone has some
-        too. counts: whether its memory is its own; else it is that of `value`, and none.
+        """Returns a fake tensor that stands for `value` and keeps its numbers; so do results computed from such tensors alone.
+
+        counts: whether the ledger counts its memory; else that is taken for the memory of `value` and never counted.
         """
         fake = self.fake_tensor_converter.from_real_tensor(self, value, make_constant=True)
         if counts:
@@ -179,5 +204,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
         return fake
 
     def may_turn_const(self, t: Tensor) -> bool:
-        """Asked by torch, whose own limit is one element: whether the numbers of a result are kept."""
+        """Returns whether the numbers of a result `t` are kept: of one on the CPU that has numbers and at most `MOST_NUMBERS`
+        elements. torch asks, whose own limit is one element.
+        """
         return t.numel() <= MOST_NUMBERS and not self.is_our_fake(t) and t.device.type == "cpu" and not t.is_sparse

@@ -1,4 +1,4 @@
-"""Calls that take seconds, each in a process forked from this one, several at a time.
+"""Makes calls that take seconds, each in a process forked from this one, several at a time.
 
 this process ──fork──> call, its result by a pipe, the end     (once for each call)
 """
@@ -35,11 +35,12 @@ def can_fork() -> bool:
 
 
 def forked(calls: Sequence[Callable[[], T]], at_once: int, limit_s: float) -> Iterator[tuple[int, T]]:
-    """Yields the number and the result of each call, as they come. A call sees what was done here when it was started.
+    """Yields the number of each call, from 0, and its result, as they end; at most `at_once` processes run at a time. A call
+    sees what was done in this process by the time it was started.
 
     Results cross by pickle. Raises what a call raises, RunError `estimate-ended` for a process that ends before its call, and
     `estimate-late` for a call that takes longer than `limit_s`; then, and when the caller wants no more, the other processes
-    are ended.
+    are killed.
     """
     context = multiprocessing.get_context("fork")
     left = enumerate(calls)
@@ -70,6 +71,10 @@ def forked(calls: Sequence[Callable[[], T]], at_once: int, limit_s: float) -> It
 
 
 def _received(receiver: Any, process: Any) -> Any:
+    """Returns the result that a forked process sends, and waits for the end of the process.
+
+    Raises what its call raised, and RunError `estimate-ended` if it ended without sending anything.
+    """
     try:
         is_done, result = receiver.recv()
     except EOFError:
@@ -86,6 +91,7 @@ def _received(receiver: Any, process: Any) -> Any:
 
 
 def _work(call: Callable[[], Any], sender: Connection) -> None:
+    """Makes the call in a forked process, with one thread, and sends (True, its result) or (False, the exception)."""
     gc.freeze()  # what was inherited is neither walked through nor, by that, copied
     torch.set_num_threads(1)  # those of OpenMP did not come along
     try:
@@ -95,5 +101,6 @@ def _work(call: Callable[[], Any], sender: Connection) -> None:
 
 
 def _backward() -> bool:
+    """Runs the backward of one element and returns True: where torch refuses backwards in a fork it raises."""
     torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]  # torch's
     return True

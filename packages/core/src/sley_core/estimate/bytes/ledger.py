@@ -1,4 +1,4 @@
-"""What memory is born and freed, in order: every storage once, whoever looks at it."""
+"""Notes which memory comes and goes, in order: every storage once, whoever looks at it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ class Ledger:
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def see(self, tensor: Tensor) -> None:
-        """Notes the memory of `tensor` unless it is known, and follows it from now on."""
+        """Counts the storage of `tensor` from now on, until it is gone; if it is counted already, notes a change of its size.
+
+        Does nothing for a storage that is ignored. First notes the end of storages that `ask` follows and that are gone.
+        """
         if self._silent:
             self._look()
         storage = tensor.untyped_storage()
@@ -75,14 +78,15 @@ class Ledger:
         self.resized(storage)
 
     def ignore(self, tensor: Tensor) -> None:
-        """Never counts the memory of `tensor`, whatever is made of it."""
+        """Makes `see` pass over the storage of `tensor`, as long as that lives. What was counted of it before stays counted."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         self._ignored[key] = weakref.ref(storage, partial(self._forget, key))
 
     def ask(self, storage: torch.UntypedStorage) -> None:
-        """From now on asks whether `storage` is alive, before memory comes: a weak reference of torch's own keeps the Python
-        object of a storage that is gone, so that nobody is told.
+        """Checks from now on, at each `see`, whether `storage` is gone: once torch holds a weak reference of its own to it,
+        that keeps its Python object, and Python's weak references do not tell. A storage that is not counted yet is checked
+        once it is.
         """
         key = storage._cdata
         if key not in self._watched:
@@ -91,7 +95,9 @@ class Ledger:
             self._silent[key] = torch._C.StorageBase._weak_ref(storage)  # type: ignore[attr-defined]  # torch's
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Notes that a storage that is followed may have another size now."""
+        """Notes the size that a counted storage has now: if it changed, its piece ends, and another begins unless it is empty.
+        Does nothing for a storage that is not counted.
+        """
         key = storage._cdata
         if key not in self._watched:
             return
@@ -107,14 +113,21 @@ class Ledger:
             self.now += num_bytes
 
     def pass_by(self, num_bytes: int) -> None:
-        """Notes memory that comes and goes at once: an operator's own, beside its result."""
+        """Adds a piece of `num_bytes` that comes and goes at once: what an operator takes beside its result. Nothing for 0
+        bytes.
+        """
         if num_bytes:
             self.num_events += 2
             place = self.where()
             self.pieces.append(MemoryPiece(num_bytes, self.num_events - 1, place, self.num_events, place))
 
     def address(self, storage: torch.UntypedStorage) -> int:
-        """Returns where `storage` would lie: no two that are there overlap. 0 for one without memory, as torch says."""
+        """Returns an address for `storage` such that no two storages that are there overlap; 0 for one without memory, as torch
+        says.
+
+        It stays the same until the storage is gone or has another size; one that is neither counted nor ignored gets a new one
+        at each call.
+        """
         key, num_bytes = storage._cdata, storage.nbytes()
         if not num_bytes:
             return 0
@@ -126,18 +139,22 @@ class Ledger:
         return first
 
     def lies_in(self, tensor: Tensor, memory: Tensor) -> None:
-        """Notes that the storage of `tensor`, which is ignored, begins where `memory` does: by address they are one."""
+        """Sets the address of the storage of `tensor`, which must be ignored, to where the data of `memory` begin: both are one
+        memory.
+        """
         storage = tensor.untyped_storage()
         assert storage._cdata in self._ignored, "memory of two storages would count twice"
         start = self.address(memory.untyped_storage()) + int(memory.storage_offset()) * memory.element_size()
         self._addresses[storage._cdata] = start, storage.nbytes()
 
     def piece_of(self, tensor: Tensor) -> MemoryPiece | None:
-        """Returns the memory that `tensor` has now; None where it has none, or was never seen."""
+        """Returns the piece that counts the memory of `tensor` now; None where it has no memory, or is not counted."""
         return self._live.get(tensor.untyped_storage()._cdata)
 
     def forgo(self, tensor: Tensor) -> None:
-        """Counts the memory of `tensor` as none, also of the time before: it lies elsewhere."""
+        """Sets the piece of `tensor` to 0 bytes, also for the time before, and ignores its storage from now on: it lies
+        elsewhere.
+        """
         key = tensor.untyped_storage()._cdata
         self._watched.pop(key, None)
         if (piece := self._live.pop(key, None)) is not None:
@@ -146,25 +163,31 @@ class Ledger:
         self.ignore(tensor)
 
     def move_up(self, owners: Collection[str], event: int, place: StepPlace) -> None:
-        """Lets what `owners` have and got after `event` be there from then on, in `place`: they do not give it back."""
+        """Dates back the pieces that are there, belong to one of `owners` and came after event number `event`: they count as
+        there from that event on, in `place`, since a long run does not give them back.
+        """
         for piece in self._live.values():
             if piece.owner in owners and piece.born > event:
                 piece.born, piece.place = event, place
 
     def peak(self) -> tuple[int, int]:
-        """Returns the most bytes that were there at once, and the number of the last event that brought as many."""
+        """Returns the most bytes that were there at once, and the number of the last event at which there were as many; (0, 0)
+        if there was never any memory.
+        """
         return max(((total, at) for at, total, _ in self._totals()), default=(0, 0))
 
     def alive_at(self, event: int) -> list[MemoryPiece]:
-        """Returns the pieces that were there right after an event."""
+        """Returns the pieces that were there right after event number `event`, in the order in which they came."""
         return [one for one in self.pieces if one.born <= event and (one.died is None or one.died > event)]
 
     def place_at(self, event: int) -> StepPlace:
-        """Returns where the step was at an event that brought memory."""
+        """Returns where the step was when event number `event` brought memory; step 0, with empty words, if it brought none."""
         return next((one.place for one in self.pieces if one.born == event), StepPlace(0, "", ""))
 
     def curve(self, step: int) -> list[tuple[str, int]]:
-        """Returns the entries of step `step` in which memory came or went, in order, each with the most bytes in it."""
+        """Returns pairs of an entry of step `step` and the most bytes that were there during it, in order; only entries in
+        which memory came or went.
+        """
         found: list[tuple[str, int]] = []
         for _, total, place in self._totals():
             if place.step != step:
@@ -176,7 +199,7 @@ class Ledger:
         return found
 
     def _totals(self) -> Iterator[tuple[int, int, StepPlace]]:
-        """Yields every event's number, the bytes after it, and where the step was."""
+        """Yields, for each event in order, its number, the bytes that are there after it, and where the step was."""
         events = [(one.born, one.num_bytes, one.place) for one in self.pieces]
         events += [(one.died, -one.num_bytes, one.ended) for one in self.pieces if one.died and one.ended]
         total = 0
@@ -185,7 +208,7 @@ class Ledger:
             yield at, total, place
 
     def _look(self) -> None:
-        """Notes those that are gone of whom nobody tells."""
+        """Notes the end of all storages that `ask` follows and that are gone."""
         for key, reference in list(self._silent.items()):
             if torch.UntypedStorage._expired(reference):
                 del self._silent[key]
@@ -193,16 +216,19 @@ class Ledger:
                 self._gone(key, None)
 
     def _forget(self, key: int, _: object) -> None:
+        """Drops what is known of an ignored storage that is gone."""
         del self._ignored[key]
         self._addresses.pop(key, None)
 
     def _gone(self, key: int, _: object) -> None:
+        """Drops what is known of a counted storage that is gone, and ends its piece, if it has one."""
         self._watched.pop(key, None)
         self._addresses.pop(key, None)
         if key in self._live:
             self._free(key)
 
     def _free(self, key: int) -> None:
+        """Ends the piece of a storage now: a new event, and fewer bytes."""
         piece = self._live.pop(key)
         self.num_events += 1
         piece.died, piece.ended = self.num_events, self.where()

@@ -1,4 +1,4 @@
-"""A time limit for steps that are taken in this process: what waits for ever, as a layer for a lock, is interrupted."""
+"""Limits the time of steps that are taken in this process: what waits for ever, as a layer for a lock, is interrupted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def limited(limit_s: float) -> Iterator[None]:
 
 
 def late_error(limit_s: float) -> RunError:
-    """Returns the error of steps that lasted too long, in this process or in one of their own."""
+    """Returns the RunError `estimate-late` of steps that took longer than `limit_s`, in this process or in one of their own."""
     return RunError(
         "estimate-late",
         f"the steps of a stage, without values, were not done after {limit_s:g} s",

@@ -1,4 +1,4 @@
-"""How many micro-batches show a step's peak: a step of a thousand holds no more at once than one of a few."""
+"""Finds how many micro-batches show a step's peak: a step of a thousand holds no more at once than one of a few."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ LEAST_BETWEEN_STAGES = 12
 
 
 def fewest_micros(lists: Lists, num_micros: int) -> int:
-    """Returns the smallest number of micro-batches, up to `num_micros`, with which this stage's list has the same peaks: of
-    pairs in flight, graphs, receives, and of all three together.
+    """Returns the smallest number of micro-batches with which this stage's list has the same peaks as with `num_micros`: of
+    pairs in flight, graphs, receives, and of all three together. At least 3, or 12 where the model is cut into several parts;
+    `num_micros` if it is less, or no smaller number will do.
     """
     wanted = _peaks(lists, num_micros)
     least = LEAST if lists.placement.num_positions == 1 else LEAST_BETWEEN_STAGES
@@ -46,6 +47,9 @@ def least_micros(lists: Lists, num_micros: int) -> int:
 
 
 def _peaks(lists: Lists, num_micros: int) -> Peaks:
+    """Returns the most that this stage's list with `num_micros` micro-batches holds at once, of each kind and
+    of all together.
+    """
     positions = lists.placement.num_positions
     # A graph, a deferred weight gradient and a message of sizes whose sums do not meet.
     costs = replace(

@@ -1,4 +1,4 @@
-"""What one rank of a run holds, step by step: its own steps, on tensors without values.
+"""Finds what one rank of a run holds, step by step, by taking its own steps on tensors without values.
 
 fake world ──> assemble ──> first step ──> second ──> third: the curve
                              states are made, orders are learned
@@ -92,10 +92,12 @@ class RankBytes:
 def rank_bytes(
     plan: Plan, rank: int, size: int, recipes: Recipes | None = None, draft: Draft | None = None
 ) -> RankBytes:
-    """Returns what rank `rank` of `size` holds. Needs neither devices nor peers; blocks no other rank.
+    """Returns the bytes that rank `rank` of `size` holds, from steps that it takes in a fake world: no devices, no peers.
 
-    recipes: of ranks of this plan that were asked before, which spare time. draft: as `assemble` takes it.
-    Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a layer that needs values.
+    recipes: what operations made on ranks of this plan that were asked before, which saves time; what is learned is added to
+    it. draft: the plan's model and stages, if they are known; else they are made. Raises PlanError for all that the plan's
+    checks find, RunError `estimate-layer` for a layer that needs values, `estimate-late` once `limits.estimate_timeout_s` has
+    passed.
     """
     recipes = recipes or Recipes()
     found, is_exact = _looked_at(plan, rank, size, recipes, draft, is_first_whole=False)
@@ -107,9 +109,11 @@ def rank_bytes(
 def _looked_at(
     plan: Plan, rank: int, size: int, recipes: Recipes, draft: Draft | None, *, is_first_whole: bool
 ) -> tuple[RankBytes, bool]:
-    """Returns what rank `rank` holds, and whether the first step took as many micro-batches as show its peak.
+    """Takes `STEPS` steps in a fake run; returns what rank `rank` holds, and whether the first step took as many micro-batches
+    as the last, which takes as many as show a step's peak.
 
-    If it did not, what a long run keeps counts as there from its start: its peak is not below the true one.
+    is_first_whole: let it; else it takes as few as the schedule allows, and what a long run keeps counts as there from its
+    start: the peak is then not below the true one.
     """
     with fake_run(plan, rank, size, recipes, draft) as (run, ledger, _):
         of_micros = plan.num_micros(run.topology)
@@ -141,12 +145,14 @@ def fake_run(
     *,
     runs_ahead: bool | None = None,
 ) -> Iterator[tuple[Run, Ledger, FakeTensors]]:
-    """Gives the run of rank `rank` of `size`, on tensors without values, what notes their memory, and what makes them.
+    """Yields the run of rank `rank` of `size`, assembled in a fake world, the ledger that counts its memory, and the mode that
+    makes its tensors, which have no values. The run is closed after the block.
 
-    runs_ahead: whether copies to the host run beside the device's work, as on CUDA; None: as on the plan's device.
+    recipes: what operations make, remembered; added to. draft: the plan's model and stages, if they are known. runs_ahead:
+    whether copies to the host run beside the device's work, as on CUDA; None: as on the plan's device.
 
-    Raises PlanError for all that the plan's checks find, RunError `estimate-late` in what is done with it once that has lasted
-    `limits.estimate_timeout_s`.
+    Raises PlanError for all that the plan's checks find, and in the block RunError `estimate-late` once
+    `limits.estimate_timeout_s` has passed.
     """
     standing = _Standing()
     ledger = Ledger(standing.place)
@@ -164,7 +170,10 @@ def fake_run(
 
 
 def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
-    """Takes a step of a fake run. Raises RunError `estimate-layer` where it needs the values of a tensor."""
+    """Takes a step of a fake run on `batch`, a mapping for each micro-batch.
+
+    Raises RunError `estimate-layer`, which names operator and place, where the step needs the values of a tensor.
+    """
     try:
         run.step(batch)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
@@ -177,22 +186,22 @@ def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
 
 
 def _again(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the micro-batch in tensors of their own: what layers keep of one they keep of each."""
+    """Returns the micro-batch in new tensors over the same memory: what layers keep of a tensor they keep of each."""
     return {name: value.detach() for name, value in batch.items()}
 
 
 class _Standing:
-    """Where a run's step is."""
+    """Tells where a run's step is, once it follows a run."""
 
     def __init__(self) -> None:
         self._run: Run | None = None
 
     def follow(self, run: Run) -> None:
-        """From now on `place` tells where `run` is."""
+        """Makes `place` tell where `run` is, from now on."""
         self._run = run
 
     def place(self) -> StepPlace:
-        """Returns the present place."""
+        """Returns step, entry and layer that the run is at; step 0, "the start of the run", before there is one to follow."""
         if self._run is None:
             return StepPlace(0, "the start of the run", "")
         standing = self._run.groups.progress.standing
@@ -200,12 +209,19 @@ class _Standing:
 
 
 def _on_host(plan: Plan, run: Run) -> frozenset[str]:
-    """Returns the parts whose memory is the host's, and not the device's: on a CPU it is both."""
+    """Returns the parts of the run whose memory is the host's and not the device's: the optimizer's on CUDA if it steps on the
+    host; else none, and on a CPU never any.
+    """
     is_elsewhere = plan.run.device == "cuda" and run.stepper.update.masters.home is not None
     return STEPPED if is_elsewhere else frozenset()
 
 
 def _told(run: Run, ledger: Ledger, batch: int, num_micros: int, of_micros: int, on_host: Collection[str]) -> RankBytes:
+    """Returns what the ledger counted, as bytes of the run's rank at its peak.
+
+    batch: bytes of samples on a CPU, which are added to the peak, to every moment and to what was alive. on_host: parts that
+    count as 0 bytes.
+    """
     peak, at = ledger.peak()
     place = ledger.place_at(at)
     alive = Counter({"batch": batch} if batch else {})
@@ -226,7 +242,9 @@ def _told(run: Run, ledger: Ledger, batch: int, num_micros: int, of_micros: int,
 
 
 def _own(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
-    """Notes which part of the run has each piece of memory that is there between two steps; parts `on_host` do not count."""
+    """Notes in each piece that is there between two steps which part of the run has it, unless it has an owner; takes the
+    memory of parts `on_host` off all counts.
+    """
     for part in PARTS:
         for _, tensor in run.memory.holdings.everything(part):
             if part in on_host:
@@ -236,7 +254,9 @@ def _own(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
 
 
 def _kind(piece: MemoryPiece) -> str:
-    """Returns whose a piece is that no part of the run keeps: it is of activations if it outlives the entry that made it."""
+    """Returns what a piece is that no part of the run keeps: "at work" if it ends in the step and entry that made it, else
+    "activations".
+    """
     if piece.ended is not None and piece.ended[:2] == piece.place[:2]:
         return "at work"
     return "activations"

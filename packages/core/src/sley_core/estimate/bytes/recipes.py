@@ -1,4 +1,4 @@
-"""What an operation makes of tensors of known shapes, remembered: a model's layers do the same again and again.
+"""Remembers what an operation makes of tensors of known shapes: a model's layers do the same again and again.
 
 torch's own cache of fake results makes a thorough key of each call, which takes longer than all else. Here a call is known by
 operation, sizes, strides, offsets and types; what it made is new memory, a view of an argument, or an argument itself. Whatever
@@ -27,18 +27,20 @@ class _UnknownError(Exception):
 
 
 class Recipes:
-    """Remembers what operations make, in any mode of fake tensors. num_used: how often that was enough."""
+    """Remembers what operations make, in any mode of fake tensors. num_used: how many calls were made again from memory."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Any] = {}
         self.num_used = 0
 
     def learn(self, other: Recipes) -> None:
-        """Takes over what `other` remembers."""
+        """Takes over what `other` remembers; where both know a call, as `other` does."""
         self._made |= other._made
 
     def key(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable | None:
-        """Returns what a call is known by; None for one that is never remembered."""
+        """Returns what a call is known by: its operator's name, and sizes, strides, offsets, dtypes and devices of its tensors,
+        and its plain arguments. None for a call that is never remembered. It can be pickled.
+        """
         if func in _NEVER or torch.Tag.inplace_view in func.tags or torch.Tag.data_dependent_output in func.tags:
             return None
         try:
@@ -50,8 +52,10 @@ class Recipes:
     def make(
         self, mode: FakeTensors, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Any, Sequence[Tensor], int] | None:
-        """Returns the result of a call as it was before, of fake tensors of `mode`, which of them have new memory, and its
-        scratch bytes; None if it is not known.
+        """Returns None if the call `key` is not remembered; else its result, made anew of fake tensors of `mode`, the tensors
+        of it that have memory of their own, which the caller has to count, and the bytes that the operator takes while it runs.
+
+        args, kwargs: of this call; views are of these, and what was returned as given is. Counts in `num_used`.
         """
         if key not in self._made:
             return None
@@ -63,7 +67,11 @@ class Recipes:
         return (made[0](results) if made[0] is not None else results[0]), new, made[2]
 
     def remember(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any], found: Any, scratch: int) -> None:
-        """Takes note of what a call made, if it can be made again. scratch: bytes that it took while it ran."""
+        """Remembers that the call `key` made `found` of `args` and `kwargs`, unless it cannot be made again.
+
+        Can be: None, and fake tensors without numbers that are an argument, a view of one, or memory of their own; and tuples
+        and lists of those. scratch: bytes that the operator took while it ran.
+        """
         given = _tensors(args, kwargs)
         kind = type(found) if isinstance(found, tuple | list) else None
         try:
@@ -81,6 +89,9 @@ class Recipes:
 
 
 def _result(mode: FakeTensors, made: Any, given: Sequence[FakeTensor], new: list[Tensor]) -> Any:
+    """Returns one result as a recipe of `_recipe` says: an argument of `given`, a view of one, or a new tensor of `mode`, which
+    is also added to `new`.
+    """
     if made is None:
         return None
     kind, what, size, stride, dtype, device = made
@@ -99,6 +110,11 @@ def _result(mode: FakeTensors, made: Any, given: Sequence[FakeTensor], new: list
 
 
 def _key(value: Any) -> Hashable:
+    """Returns what an argument is known by: shape, strides, offset, dtype and device of a fake tensor, type and value of a
+    plain one, and of each in a list or tuple.
+
+    Raises _UnknownError for any other, and for fake tensors that have numbers or are not strided.
+    """
     kind = type(value)
     if kind is FakeTensor:
         if value.constant is not None or value.layout is not torch.strided:
@@ -113,7 +129,7 @@ def _key(value: Any) -> Hashable:
 
 
 def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[FakeTensor]:
-    """Returns the fake tensors of a call in their order."""
+    """Returns the fake tensors of a call in the order of its arguments, those in lists and tuples included."""
     found: list[FakeTensor] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, FakeTensor):
@@ -124,7 +140,8 @@ def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[FakeTensor]:
 
 
 def _recipe(found: Any, given: Sequence[FakeTensor]) -> Any:
-    """Returns how to make `found` again of arguments like `given`.
+    """Returns how to make `found` again of arguments like `given`: kind, which argument and offset, sizes, strides, dtype,
+    device. Its kind is "same" for an argument itself, "view" for a view of one, "new" for memory of its own. None for None.
 
     Raises _UnknownError for what is more than memory and a shape.
     """

@@ -1,4 +1,5 @@
-"""What operators on a CPU take inside themselves, which no fake tensor shows: copies of their tensors in a common type.
+"""Counts what operators on a CPU take inside themselves, which no fake tensor shows: copies of their tensors
+in a common type.
 
 fp32.add_(fp16)    the fp16 tensor as fp32 first: torch's TensorIterator has kernels of one type only
 """
@@ -22,7 +23,10 @@ _REDUCE = {_aten.sum, _aten.mean, _aten.prod, _aten.linalg_vector_norm}
 
 
 def scratch_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Any) -> int:
-    """Returns the bytes that the CPU's operator `func` takes while it runs, and has given back when `found` is there."""
+    """Returns the bytes that the CPU's operator `func` takes while it runs and gives back by its end: copies of tensors in the
+    dtype in which it computes. 0 for operators that are neither element by element nor a sum, mean, product or norm. found: its
+    result.
+    """
     packet = func._overloadpacket
     if packet in _REDUCE:
         is_mean = packet is _aten.mean and found.dtype.is_floating_point
@@ -45,5 +49,5 @@ def scratch_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fou
 
 
 def _copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> int:
-    """Returns the bytes of copies in `dtype` of those that are of another."""
+    """Returns the bytes of copies in `dtype` of those of `tensors` that have another dtype."""
     return sum(tensor.numel() * dtype.itemsize for tensor in tensors if tensor.dtype != dtype)

@@ -1,4 +1,4 @@
-"""Which stages hold as much as each other: those that do the same, in the same order, with layers of the same kinds."""
+"""Finds stages that hold as much as each other: those that do the same, in the same order, with layers of the same kinds."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def stage_kinds(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]:
 
 
 def _does(lists: Lists, of_micros: int) -> Hashable:
-    """Returns the lists that an estimate of this stage takes, with neighbours as distances."""
+    """Returns the actions and transfers of the one or two steps that an estimate of this stage takes; a transfer's peer stands
+    there as its distance from this stage, so that alike stages have equal ones.
+    """
     taken = {least_micros(lists, of_micros), fewest_micros(lists, of_micros)}
     return tuple(
         tuple(step if isinstance(step, Action) else replace(step, peer=step.peer - lists.stage) for step in steps)
@@ -61,7 +63,9 @@ def _does(lists: Lists, of_micros: int) -> Hashable:
 
 
 def _named(plan: Plan, layers: Sequence[Layer]) -> dict[str, Hashable]:
-    """Returns for each layer what of it the plan may mean by a name or pattern: texts, and what in the layer fits them."""
+    """Returns for each layer, by name, the texts of the plan that match a name in it (of a module or parameter), each with the
+    part of that name behind the layer's: equal for layers that the plan means alike.
+    """
     texts = {text for _, value in leaves(plan.tables) for text in _texts(value)}
     return {
         layer.name: frozenset(
@@ -78,6 +82,7 @@ def _named(plan: Plan, layers: Sequence[Layer]) -> dict[str, Hashable]:
 
 
 def _texts(value: object) -> list[str]:
+    """Returns the texts in a value: itself, or those in a list, however deep; none of any other."""
     if isinstance(value, list):
         return [text for one in value for text in _texts(one)]
     return [value] if isinstance(value, str) else []

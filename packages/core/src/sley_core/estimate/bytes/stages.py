@@ -1,4 +1,5 @@
-"""What the stages of a run hold: one rank of each kind of stage, since the ranks of a stage hold as much as each other.
+"""Finds what the stages of a run hold: of one rank of each kind of stage, since the ranks of a stage hold as much as each
+other.
 
 plan ──draft──> kinds of stages ──> first of each kind: `rank_bytes`, in processes of their own where there are several
 """
@@ -57,7 +58,9 @@ def stage_bytes(plan: Plan, size: int, cores: int = 1) -> Iterator[RankBytes]:
 
 
 def _as_on(one: RankBytes, stage: Stage, topology: Topology) -> RankBytes:
-    """Returns what the first rank of `stage` holds, given what that of a stage of the same kind does: words differ."""
+    """Returns what the first rank of `stage` holds, given what that of a stage of the same kind does: the same bytes, with this
+    stage's number, rank, entries and layers in the words.
+    """
     number, same = stage.lists.stage, stage.at(one.stage)
     layers = {here.name: there.name for here, there in zip(same.layers, stage.layers, strict=True)}
     lists = (same.lists.training(one.num_micros), stage.lists.training(one.num_micros))
@@ -73,7 +76,9 @@ def _as_on(one: RankBytes, stage: Stage, topology: Topology) -> RankBytes:
 
 
 def _in_forks(plan: Plan, ranks: Sequence[int], size: int, draft: Draft, cores: int) -> list[RankBytes]:
-    """Returns what `ranks` hold. Each has a process, which inherits the draft and what those before it learned."""
+    """Returns what each of `ranks` holds, in their order, each from a forked process of its own, at most `cores` at a time. A
+    process inherits the draft and what operations made in those that ended before it. Raises as `rank_bytes` and `forked` do.
+    """
     FakeTensors(Ledger(lambda: StepPlace(0, "", "")))  # the first one imports much of torch: once for all
     recipes = Recipes()
 

@@ -29,7 +29,9 @@ REPETITIONS = 7
 
 
 def measure_device(device: Device) -> dict[str, Any]:
-    """Returns the table `[device]` of a machine file. Takes some seconds, and as much memory as `MOVED_BYTES` three times."""
+    """Measures the device and returns the table `[device]` of a machine file: name, kind, memory bandwidth, launch, products by
+    dtype. Takes some seconds, and as much memory as `MOVED_BYTES` three times.
+    """
     kind = "cuda" if device.type == "cuda" else "cpu"
     matmul = {}
     for name, dtype in DTYPES.items():
@@ -48,8 +50,8 @@ def measure_device(device: Device) -> dict[str, Any]:
 
 
 def saturation(found: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Returns `flops_per_s` and `half_flops` of the law t = (n + half) / rate that comes closest to `found`, pairs of FLOPs and
-    seconds, by least squares of relative errors; half is never negative.
+    """Returns `flops_per_s` and `half_flops` of the law seconds = (FLOPs + half_flops) / flops_per_s that comes closest to
+    `found`, pairs of FLOPs and seconds, by least squares of relative errors; half_flops is never negative.
     """
     # t / t_i = 1: columns n / t_i and 1 / t_i, with unknowns 1 / rate and half / rate
     a = sum((n / t) ** 2 for n, t in found)
@@ -66,20 +68,23 @@ def saturation(found: Sequence[tuple[float, float]]) -> dict[str, float]:
 
 
 def _product_s(device: Device, size: int, dtype: torch.dtype) -> float:
+    """Returns the seconds of a product of two matrices of size x size."""
     one = torch.ones(size, size, dtype=dtype, device=device.torch_device)
     other = torch.ones_like(one)
     return _shortest(device, lambda: torch.mm(one, other))
 
 
 def bandwidth(device: Device, num_bytes: int) -> float:
-    """Returns the bytes per second of an addition: two tensors are read and one is written, of `num_bytes` each."""
+    """Times an addition on the device and returns its bytes per second: two fp32 tensors are read and one is written, of
+    `num_bytes` each.
+    """
     one = torch.ones(num_bytes // 4, device=device.torch_device)
     other, result = torch.ones_like(one), torch.empty_like(one)
     return 3 * num_bytes / _shortest(device, lambda: torch.add(one, other, out=result))
 
 
 def _launch_s(device: Device) -> float:
-    """Seconds of the host for an operator with nothing to do."""
+    """Returns the seconds that the host takes to start an operator with nothing to do, averaged over `STARTS`."""
     small = torch.ones(SMALL, device=device.torch_device)
 
     def many() -> None:
@@ -90,7 +95,7 @@ def _launch_s(device: Device) -> float:
 
 
 def _shortest(device: Device, work: Callable[[], object]) -> float:
-    """Returns the shortest of some calls, in seconds; the first, which makes things ready, does not count."""
+    """Calls `work` once to make things ready, then several times; returns the shortest of those, in seconds, at least 1 ns."""
     work()
     taken: list[float] = []
     while len(taken) < REPETITIONS and (sum(taken) < PATIENCE_S or not taken):

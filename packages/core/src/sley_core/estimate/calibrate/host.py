@@ -19,10 +19,11 @@ SMALL_BYTES = 1 << 12
 
 
 def measure_host(device: Device) -> dict[str, float]:
-    """Returns the table `[host]`: copies to and from memory of the host, page-locked where that helps, and its bandwidth.
+    """Measures copies and returns the table `[host]` of a machine file: bytes per second to and from memory of the host,
+    page-locked where that helps, seconds to start a copy, and with a CUDA device the bandwidth of the host's own memory.
 
-    On a CPU the memory that a copy left is given back, and comes anew for the next one, as in an offload: what the system
-    takes for that is in the figures.
+    On a CPU the memory that a copy left is given back, and comes anew for the next one, as in an offload: what the system takes
+    for that is in the figures.
     """
     num_bytes = MOVED_BYTES["cuda" if device.is_async else "cpu"] // 4
     to_host, to_device = _seconds(device, num_bytes)
@@ -38,7 +39,7 @@ def measure_host(device: Device) -> dict[str, float]:
 
 
 def _seconds(device: Device, num_bytes: int) -> tuple[float, float]:
-    """Returns the seconds of a copy of `num_bytes` to the host and of one back: medians."""
+    """Returns the median seconds of a copy of `num_bytes` to the host, and of one back."""
     memory, stream = device.host_memory(num_bytes), device.copy_stream()
     there = torch.ones(num_bytes, dtype=torch.uint8, device=device.torch_device)
     found = [_there_and_back(device, memory, stream, there)]
@@ -49,7 +50,9 @@ def _seconds(device: Device, num_bytes: int) -> tuple[float, float]:
 
 
 def _there_and_back(device: Device, memory: HostMemory, stream: CopyStream, there: torch.Tensor) -> tuple[float, float]:
-    """Returns the seconds of each way of one offload and onload of `there`, uint8 [bytes], into `memory`."""
+    """Copies `there`, uint8 [bytes], into `memory`, frees it, allocates it again and copies it back; returns the seconds of
+    each way.
+    """
     moments = [device.moment()]
     stream.follow()
     stream.copy(memory.data, there)

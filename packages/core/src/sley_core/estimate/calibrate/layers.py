@@ -48,7 +48,8 @@ LATE = "the time was over"
 
 
 def measure_layers(plan: Plan, device: Device) -> list[dict[str, Any]]:
-    """Returns a table for each distinct layer of the plan's model, timed alone on `device` on a micro-batch of the plan's data.
+    """Times the distinct layers of the plan's model, each alone on `device` on a micro-batch of the plan's data; returns a
+    `[[layers]]` table for each.
 
     Layers of one key are timed once. Of a plan that slices sequences they are those of the first slice: their attention sees as
     many positions as in a run, and what it would exchange is not among their seconds. Raises what the plan's data and layers
@@ -60,11 +61,12 @@ def measure_layers(plan: Plan, device: Device) -> list[dict[str, Any]]:
 
 
 def measure_variants(plan: Plan, device: Device, until_s: float) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the tables of `measure_layers` and behind them those of the layers under every policy that a search may try, on
-    micro-batches of a few sizes; and words for each variant that was left out.
+    """Times the plan's layers, then those under every policy that a search may try, on micro-batches of a few sizes. Returns
+    the `[[layers]]` tables, and for each variant that was left out its words and the reason.
 
-    until_s: when `time.monotonic` passes it no other variant is begun; the plan's own are timed in any case. Raises as
-    `measure_layers`, for what the plan itself has.
+    until_s: when `time.monotonic` passes it no other variant is begun; the plan's own are timed in any case. Raises what the
+    plan's own data and layers raise, and PlanError "calibrate-slice" for an attention that asks what only other ranks can
+    answer.
     """
     timing = LayerTiming(plan, device)
     timing.take(timing.own, REPETITIONS)
@@ -77,8 +79,9 @@ def measure_variants(plan: Plan, device: Device, until_s: float) -> tuple[list[d
 
 
 def other_variants(plan: Plan) -> Iterator[Variant]:
-    """Yields what else a search may make of the plan's layers, the most useful first: other policies, then other micro-batches.
-    Policies that the plan's checks refuse, and those that copy to the host, are left out.
+    """Yields the variants of the plan's layers that a search may try beside the plan's own, the most useful first: other
+    policies, then other sizes of micro-batches. Policies that the plan's checks refuse, and those that copy to the host, are
+    left out.
     """
     policies = [choice for choice in choices_of(plan).policies if _is_allowed(plan, choice)]
     own, sp = plan.batch.micro_size, plan.parallel.sp
@@ -88,7 +91,9 @@ def other_variants(plan: Plan) -> Iterator[Variant]:
 
 
 def other_sizes(own: int, most: int) -> list[int]:
-    """Returns a few sizes of micro-batches, none above `most`: powers of two of which one is near any that a search may try."""
+    """Returns up to three sizes of micro-batches, none `own` and none above `most`: with the largest power of two that is at
+    most `own`, four times that, a quarter of it, and sixteen times it.
+    """
     near = 1 << (own.bit_length() - 1)
     found = dict.fromkeys((STEP * near, max(1, near // STEP), STEP**2 * near))
     return [size for size in found if size != own and size <= most]
@@ -131,7 +136,9 @@ class LayerTiming:
         self._took: dict[str, tuple[float, int]] = {}
 
     def tried(self, variant: Variant, repetitions: int, until_s: float) -> str | None:
-        """Times a variant if it will be done before `time.monotonic` passes `until_s`; returns why not all of it was timed."""
+        """Times a variant if that will be done before `time.monotonic` passes `until_s`; returns None, or words that say why
+        not all of it was timed. What was timed before that stays in `tables`.
+        """
         if time.monotonic() > until_s:
             return LATE
         try:
@@ -145,7 +152,11 @@ class LayerTiming:
         return None
 
     def take(self, variant: Variant, repetitions: int, until_s: float = inf) -> None:
-        """Times what is new of a variant. Raises as `measure_layers`."""
+        """Times those layers of a variant whose keys are not in `tables` yet, and adds them there.
+
+        Raises what the plan's data and layers raise, PlanError "calibrate-slice" for an attention that asks what only other
+        ranks can answer, and _LateError where `until_s` would pass.
+        """
         plan = with_variant(self.plan, policy=variant.policy, micro_size=variant.micro_size)
         try:
             self._take(plan, variant, repetitions, until_s)
@@ -160,6 +171,9 @@ class LayerTiming:
             raise PlanError.many([plan.diagnostic("calibrate-slice", message, ("sequence", "use"), hint)]) from error
 
     def _take(self, plan: Plan, variant: Variant, repetitions: int, until_s: float) -> None:
+        """Times the new layers of `plan`, which is the plan under `variant`, in the order of the model: each gets what the one
+        before it hands on. Raises as `take`, but NotImaginedError for an attention that needs other ranks.
+        """
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
         model = draft_model(plan, dataset.info)
         policy = plan.activations.build([layer.name for layer in model.layers])
@@ -185,7 +199,12 @@ class LayerTiming:
     def _time(
         self, bench: LayerBench, layer: Layer, key: str, value: Handed | None, variant: Variant, until_s: float
     ) -> None:
-        """Times one layer. Raises _LateError where that would last too long, as long as it took before."""
+        """Times one layer, keeps what it hands on under its key, and adds a table if the key is new. value: what the layer
+        before handed on; None for the first.
+
+        Raises _LateError where `until_s` would pass, if each repetition takes as long per sample as it did for this layer
+        before.
+        """
         one_s, size = self._took.get(layer.name, (0.0, variant.micro_size))
         began_s = time.monotonic()
         if began_s + one_s * max(1.0, variant.micro_size / size) * bench.repetitions > until_s:

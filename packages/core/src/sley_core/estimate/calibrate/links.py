@@ -1,4 +1,4 @@
-"""Measures what ranks of this host exchange, by the transports of a run: sums, gathers, reduce-scatters, swaps, messages, and
+"""Measures what ranks of this host exchange, by the transports of a run: sums, gathers, reduce-scatters, swaps, messages; and
 what of these runs beside computing.
 """
 
@@ -38,9 +38,10 @@ WORK_S = 2e-3
 
 
 def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
-    """Returns the table `[links]` of ranks that are all on one host; a collective of the world, which has two ranks or more.
+    """Times exchanges of all kinds and returns the table `[links]`: latency, bandwidth and overlap by kind, those of the
+    slowest for the link itself. A collective of the world, which has two ranks or more, all on one host.
 
-    All ranks measure in one order and take the slowest of them, so that all return the same.
+    timeout_s: of every wait. All ranks measure in one order and take the slowest of them, so that all return the same.
     """
     size = world.size
     found: dict[str, dict[str, float]] = {}
@@ -59,8 +60,8 @@ def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
 
 
 def way(few_s: float, many_s: float, kind: str, size: int) -> dict[str, float]:
-    """Returns latency and bandwidth from the times of FEW and MANY bytes, as `estimate.seconds.links` computes with them: in
-    rounds of 1 / size of the tensor each, from every rank to each other one, or as a message.
+    """Returns `latency_s` and `bandwidth` of a kind of exchange among `size` ranks, from its seconds for FEW and for MANY
+    bytes. They are such that `estimate.seconds.links` computes those seconds from them.
     """
     rounds = ROUNDS.get(kind, 1) * (size - 1)
     share = 1.0 if kind == "send" else rounds / size
@@ -74,13 +75,13 @@ Begin = Callable[[], Callable[[], object]]
 
 
 def ended(begin: Begin) -> Callable[[], object]:
-    """Returns what begins an exchange and ends it."""
+    """Returns a function that begins an exchange and waits until it has ended."""
     return lambda: begin()()
 
 
 def end_of(work: Work) -> Callable[[], None]:
-    """Returns what ends an exchange: its result is there, and its peers have what this rank gave. A gather that nobody waits
-    for is never read.
+    """Returns a function that ends the exchange `work`: waits for its result, which a gather would else never read, and until
+    peers have what this rank gave.
     """
 
     def end() -> None:
@@ -91,7 +92,9 @@ def end_of(work: Work) -> Callable[[], None]:
 
 
 def collectives(stage: Group, shards: Group, slices: Group, world: World) -> dict[str, Callable[[int], Begin]]:
-    """Returns what makes tensors of so many bytes for an exchange of each kind."""
+    """Returns, for each of sum, gather, reduce and swap, a function that makes tensors of so many bytes in all and returns what
+    begins an exchange of them. stage, shards, slices: groups of all ranks with the lanes of each kind.
+    """
     size, device = world.size, world.device.torch_device
 
     def tensor(num_bytes: int) -> Tensor:
@@ -107,6 +110,7 @@ def collectives(stage: Group, shards: Group, slices: Group, world: World) -> dic
         return lambda: end_of(shards.transport(GATHER).all_gather([whole], [own], what="a gather to time"))
 
     def reduced(num_bytes: int) -> Begin:
+        """Makes a tensor of `num_bytes` and scratch memory; returns what begins a reduce-scatter of it."""
         whole = tensor(num_bytes)
         transport = shards.transport(REDUCE)
         scratch = torch.empty(transport.num_scratch_rows(1), *whole.shape[1:], device=device)
@@ -121,11 +125,14 @@ def collectives(stage: Group, shards: Group, slices: Group, world: World) -> dic
 
 
 def _message(group: Group, world: World, num_bytes: int) -> Callable[[], None]:
-    """A message from the first stage to the second, and one back."""
+    """Returns a function that sends `num_bytes` from the first stage to the second and back, and waits; it does nothing on
+    other stages.
+    """
     value = torch.ones(num_bytes // 4, device=world.device.torch_device)
     coord = group.coord
 
     def there_and_back() -> None:
+        """Sends the message and receives it again, or the reverse on the second stage; returns when it is there."""
         if coord == 0:
             send_to(value, group, "up", 1, what="a message to time").wait()
             receive_from(value, group, "down", 1, what="a message to time").wait()
@@ -137,12 +144,15 @@ def _message(group: Group, world: World, num_bytes: int) -> Callable[[], None]:
 
 
 def _messages(group: Group, world: World, num_bytes: int) -> Begin:
-    """Messages between the first two stages, in both directions at once."""
+    """Returns what begins messages of `num_bytes` between the first two stages, in both directions at once; it does nothing on
+    others.
+    """
     sent = torch.ones(num_bytes // 4, device=world.device.torch_device)
     received = torch.empty_like(sent)
     own, other = ("up", "down") if group.coord == 0 else ("down", "up")
 
     def begin() -> Callable[[], None]:
+        """Begins both messages of this rank; returns what waits for them."""
         if group.coord > 1:
             return lambda: None
         peer = 1 - group.coord
@@ -159,7 +169,9 @@ def _messages(group: Group, world: World, num_bytes: int) -> Begin:
 
 
 def _after_work(groups: Groups, begin: Begin, world: World) -> float:
-    """Returns the seconds that an exchange adds to work that every rank does before it: they do not come at the same moment."""
+    """Returns the seconds that an exchange adds to 2 ms of work that every rank does before it, at least those of the exchange
+    alone: after work, ranks do not come at the same moment. Equal on all ranks.
+    """
     work = _work(WORK_S, groups, world)
 
     def both() -> None:
@@ -171,9 +183,10 @@ def _after_work(groups: Groups, begin: Begin, world: World) -> float:
 
 
 def overlap(groups: Groups, begin: Begin, world: World) -> float:
-    """Returns which share of an exchange, from 0 to 1, runs beside work that takes as long and that every rank does.
+    """Returns the share of an exchange, from 0 to 1, that runs beside work which takes as long and which every rank does. Equal
+    on all ranks.
 
-    Not measured but on CPUs, where threads that exchange need the cores that compute: elsewhere all of it.
+    It is measured on CPUs, where threads that exchange need the cores that compute; elsewhere it is 1.
     """
     if world.device.type != "cpu":
         return 1.0
@@ -190,7 +203,7 @@ def overlap(groups: Groups, begin: Begin, world: World) -> float:
 
 
 def _work(seconds: float, groups: Groups, world: World) -> Callable[[], None]:
-    """Returns products that take about so many seconds, as many on all ranks."""
+    """Times products and returns a function that computes as many of them as take about `seconds`; as many on all ranks."""
     one, result = (torch.ones(EDGE, EDGE, device=world.device.torch_device) for _ in range(2))
     each_s = _slowest(groups, lambda: products(MANY_PRODUCTS, one, result), world) / MANY_PRODUCTS
     count = max(1, round(seconds / each_s))
@@ -198,13 +211,15 @@ def _work(seconds: float, groups: Groups, world: World) -> Callable[[], None]:
 
 
 def products(count: int, one: Tensor, result: Tensor) -> None:
-    """Multiplies `one`, a square, with itself so many times."""
+    """Multiplies `one`, a square matrix, with itself `count` times, each time into `result`."""
     for _ in range(count):
         torch.mm(one, one, out=result)
 
 
 def _slowest(groups: Groups, work: Callable[[], object], world: World) -> float:
-    """Returns the median seconds of `work` on the slowest rank, equal on all."""
+    """Calls `work` once, then `REPETITIONS` times; returns the median seconds on the slowest rank, equal on
+    all. A collective.
+    """
     work()
     taken = []
     for _ in range(REPETITIONS):

@@ -30,12 +30,14 @@ def measure(
     budget_s: float = BUDGET_S,
     leave_out: Callable[[Sequence[str]], None] = lambda variants: None,
 ) -> MachineFile | None:
-    """Returns the machine on rank 0 of `world`, None on others; a collective of a world of several ranks, which measures links.
+    """Measures the machine and returns it on rank 0 of `world`, None on others; a collective of a world of several ranks, which
+    measures links.
 
     The device and its layers are measured by rank 0 alone, once the others have nothing more to do; but on CPUs, where ranks
-    share memory and caches in a run, by all ranks at once. budget_s: once it is over, no other variant of the plan's layers
-    is begun; ranks ask their own clocks, so that some may time one layer more. leave_out: called on rank 0 with words for
-    each that was left out.
+    share memory and caches in a run, by all ranks at once. On CPUs the process keeps memory that is freed from then on, unless
+    the plan says not to. plan: whose layers are timed; None for none. budget_s: once it is over, no other variant of the plan's
+    layers is begun; ranks ask their own clocks, so that some may time one layer more. leave_out: called on rank 0 with words
+    for each variant that was left out.
     """
     until_s = time.monotonic() + budget_s
     if world.device.type == "cpu" and (plan is None or plan.run.keep_freed_memory):
@@ -44,6 +46,9 @@ def measure(
     together = world.size > 1 and world.device.type == "cpu"
 
     def alone() -> dict[str, Any]:
+        """Measures device, host and the plan's layers on this rank; returns their tables, and the variants
+        that were left out.
+        """
         found: dict[str, Any] = {"device": measure_device(world.device), "host": measure_host(world.device)}
         if plan is not None:
             found["layers"], found["left out"] = measure_variants(plan, world.device, until_s)

@@ -1,4 +1,5 @@
-"""Which layers of a model cost the same: those of one class, with parameters of the same shapes and the same settings.
+"""Tells which layers of a model take as long and as much memory as each other: those of one class, with parameters of the same
+shapes and the same settings.
 
 What is not known to be plain makes its layer differ from all others (`model/kinds.py`).
 """
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
 
 
 def layer_keys(plan: Plan, model: Model, policy: ActivationPolicy, fields: Mapping[str, Tensor]) -> list[str]:
-    """Returns a key of 16 hexadecimal digits for each layer of `model`, on meta; equal for layers that cost the same.
+    """Returns a key of 16 hexadecimal digits for each layer of `model`, on meta; equal for layers that take as long and as much
+    memory as each other.
 
-    fields: a micro-batch. The keys of a plan are those that `train-cli calibrate` found, in any layout with its `micro_size`
-    and `sp`.
+    fields: a micro-batch, whose shapes and dtypes count; the policy, precision and loss count too. `train-cli calibrate` writes
+    the same keys for the same plan, in any layout with its `micro_size` and `sp`.
     """
     sequence = plan.sequence
     slices = slices_of(plan.parallel.sp, sequence.name, sequence.config) if sequence is not None else ()
@@ -32,12 +34,14 @@ def layer_keys(plan: Plan, model: Model, policy: ActivationPolicy, fields: Mappi
 
 
 def slices_of(sp: int, attention: str, config: Any) -> tuple[Any, ...]:
-    """Returns what slices say of a layer's cost: it looks along the whole sequence, on some of the heads."""
+    """Returns what slicing sequences adds to layers' keys: number of ranks, name and settings of the attention; () for whole
+    sequences.
+    """
     return (sp, attention, plain(config, "sequence")) if sp > 1 else ()
 
 
 class LayerKinds:
-    """What of a plan's layers under a policy is the same for all micro-batches and slices, looked at once."""
+    """Holds what of a plan's layers under a policy is the same for all micro-batches and slices, looked at once."""
 
     def __init__(self, plan: Plan, model: Model, policy: ActivationPolicy) -> None:
         last = len(model.layers) - 1
@@ -50,7 +54,10 @@ class LayerKinds:
             self._texts.append((_listed(before), _listed(after)))
 
     def keys(self, fields: Mapping[str, Tensor], slices: tuple[Any, ...] = ()) -> list[str]:
-        """Returns the key of each layer, for a micro-batch `fields`. slices: as `slices_of` gives them."""
+        """Returns the key of each layer for a micro-batch of the shapes and dtypes of `fields`.
+
+        slices: number of ranks that share a sequence, name and settings of the attention; () for whole sequences.
+        """
         shapes = sorted((name, tuple(value.shape), str(value.dtype)) for name, value in fields.items())
         known: dict[tuple[str, str], str] = {}
         for before, after in dict.fromkeys(self._texts):
@@ -64,7 +71,9 @@ def _listed(values: tuple[Any, ...]) -> str:
 
 
 def _treatment(plan: Plan, policy: ActivationPolicy, layer: Layer) -> Any:
-    """What the activation policy does to the layer: nothing to those that it does not name; else for itself."""
+    """Returns what the activation policy adds to a layer's key: None if it leaves the layer alone, else its name and settings,
+    and the layer's own name unless the policy says which layers it works on.
+    """
     names = getattr(policy, "names", None)
     if type(policy) is Keep or (isinstance(names, frozenset) and layer.name not in names):
         return None

@@ -1,4 +1,4 @@
-"""Attention and RMSNorm as one kernel each, as devices run them, where tensors have no memory.
+"""Notes attention and RMSNorm as one kernel each, as devices run them, where tensors have no memory.
 
 Without memory torch takes its plain attention, which writes the scores of all pairs of positions; no device that has a fused
 kernel does. So `F.scaled_dot_product_attention` is noted here as that kernel: it reads queries, keys and values and writes the
@@ -71,6 +71,7 @@ def _noted(
     is_causal: bool = False,
     **_: Any,
 ) -> Tensor:
+    """Returns the context of an attention, noted as one kernel forward and one backward. Mask and dropout do not count."""
     context: Tensor = _Attention.apply(recorder, query, key, value, is_causal)  # type: ignore[no-untyped-call]  # torch's
     return context
 
@@ -83,23 +84,29 @@ def _normed(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
+    """Returns what an RMSNorm makes of `input`, noted as one kernel forward and one backward."""
     normed: Tensor = _RMSNorm.apply(recorder, by_steps, input, weight)  # type: ignore[no-untyped-call]  # torch's
     return normed
 
 
 def _statistic(rows: Tensor) -> Tensor:
-    """Returns what a kernel keeps of each row, [..., 1] in fp32: the logarithm of its sum of exponents, or its inverse norm."""
+    """Returns what a kernel keeps of each row, [..., 1] in fp32: the logarithm of its sum of exponentials, or
+    its inverse norm.
+    """
     return rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)
 
 
 def _taken(query: Tensor) -> Tensor | None:
-    """Returns what a backward's kernel takes beside its results: sums in fp32 of gradients of queries that are narrower."""
+    """Returns the memory that a backward's kernel takes beside its results, [like `query`] in fp32: sums of gradients of
+    queries; None for queries that are as wide.
+    """
     return None if query.dtype.itemsize >= SUM.itemsize else torch.empty_like(query, dtype=SUM)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recorder: Notes, by_steps: bool, input: Tensor, weight: Tensor | None) -> Tensor:
+        """Returns the normed input; notes the kernel, and saves the input (or what its steps save) and a number per row."""
         given = [input] if weight is None else [input, weight]
         ctx.like = [(one.shape, one.dtype) for one in given]
         ctx.save_for_backward(*(_steps(input, weight) if by_steps else given), _statistic(input))
@@ -110,6 +117,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor, Tensor | None]:
+        """Returns gradients of input and weight, and notes the kernel."""
         ctx.saved_tensors  # noqa: B018  # who runs again what was not kept does so here
         made = [gradients[0].new_empty(shape, dtype=dtype) for shape, dtype in ctx.like]
         ctx.recorder.note(Operator("rms_norm", 2 * sum(map(moved_bytes, made)) + sum(map(moved_bytes, gradients))))
@@ -126,6 +134,9 @@ def _steps(input: Tensor, weight: Tensor | None) -> list[Tensor]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recorder: Notes, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+        """Returns the context of an attention, from torch's fused operator for 4 dims and one head width, which is noted as any
+        operator; else makes it and notes the kernel. Saves all four tensors and a number per row.
+        """
         ctx.recorder, ctx.is_causal = recorder, is_causal
         context: Tensor
         if query.ndim == 4 and query.shape[-1] == value.shape[-1]:
@@ -140,6 +151,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None]:
+        """Returns gradients of queries, keys and values; takes the kernel's own memory meanwhile, and notes the kernel."""
         query, key, value, *_ = ctx.saved_tensors
         made = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         _sums = _taken(query)  # while the kernel runs

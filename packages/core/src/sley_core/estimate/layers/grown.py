@@ -1,4 +1,4 @@
-"""The work of a layer on any number of samples, from its work on one and on two.
+"""Finds the work of a layer on any number of samples, from its work on one and on two.
 
 Shapes are linear in the number of samples, and so are bytes and FLOPs of every operator, but for what belongs to weights.
 A slice of a sequence over n ranks is 1/n of a sample: of its positions, and in attention of the heads.
@@ -20,10 +20,11 @@ TENSORS, COPIED = 4, 3
 
 
 def grown(one: LayerWork, two: LayerWork, samples: float) -> LayerWork:
-    """Returns the work on `samples` samples, a whole number or a share of one. Pure.
+    """Returns the work on `samples` samples, a whole number or a share of one: bytes and FLOPs of each operator lie on the line
+    through those of one sample and of two. Pure.
 
-    one, two: the same layer's on so many. Operators of a name that came more often with two of them than with one, as those
-    of a loss that is taken in pieces, are in proportion to those on two.
+    one, two: the same layer's work on so many samples. Operators of a name that came more often with two of them than with one,
+    as those of a loss that is taken in pieces, are in proportion to those on two.
     """
     phases = {name: _operators(one.of(name), two.of(name), samples) for name in PHASES}
     return LayerWork(
@@ -36,9 +37,8 @@ def grown(one: LayerWork, two: LayerWork, samples: float) -> LayerWork:
 
 
 def with_copies(work: LayerWork) -> LayerWork:
-    """Returns the work of a layer whose attentions swap what they read and write: each tensor is laid out anew for it. Pure.
-
-    A copy reads what it copies and takes the place of what was there, and the backward copies as much.
+    """Returns the work of a layer whose attentions swap what they read and write between ranks: every forward, recomputation
+    and backward of an attention has a copy more of each of q, k, v and the context, which are laid out anew for the swap. Pure.
     """
     forward = work.forward
     return replace(
@@ -51,13 +51,16 @@ def with_copies(work: LayerWork) -> LayerWork:
 
 
 def _with_copies(operators: Sequence[Operator], attending: Sequence[Operator]) -> tuple[Operator, ...]:
-    """Returns `operators` with the copies of the attentions of `attending`: one of each of q, k, v and the context."""
+    """Returns `operators` and behind them four copies for each attention in `attending`: of q, k, v and the context."""
     each = [one.num_bytes for one in attending if one.name == ATTENTION]
     copies = [Operator("copy", COPIED * num_bytes // TENSORS) for num_bytes in each for _ in range(TENSORS)]
     return (*operators, *copies)
 
 
 def _operators(one: Sequence[Operator], two: Sequence[Operator], samples: float) -> tuple[Operator, ...]:
+    """Returns the operators on `samples` samples, in the order of those on two. They are paired by name; a name that is not as
+    often in both has no pair.
+    """
     firsts: dict[str, list[Operator]] = defaultdict(list)
     for each in one:
         firsts[each.name].append(each)
@@ -67,6 +70,7 @@ def _operators(one: Sequence[Operator], two: Sequence[Operator], samples: float)
 
 
 def _operator(first: Operator | None, second: Operator, samples: float) -> Operator:
+    """Returns one operator on `samples` samples; where there is none on one sample (None), in proportion to that on two."""
     if first is None:
         share = samples / 2
         return replace(second, num_bytes=round(second.num_bytes * share), flops=round(second.flops * share))

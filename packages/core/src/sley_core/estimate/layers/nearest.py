@@ -1,4 +1,4 @@
-"""Layers that a machine file has in some variants, in all others: counted, in proportion to what the nearest one measured.
+"""Prices layers that a machine file has in some variants, in all others: counted, in proportion to the nearest one measured.
 
 Seconds that were measured and seconds that are counted from operators may be far apart. So where some variants of a layer were
 measured (under one policy, on micro-batches of one size) all are in their measure, or policies and sizes would be put in
@@ -50,7 +50,9 @@ class NearestLayers:
         self._there: list[tuple[Near, ...]] | None = None
 
     def measured(self, variant: Variant, attention: SlicedAttention | None = None) -> list[LayerSeconds | None]:
-        """Returns what the machine file says of each layer as it is in `variant`. attention: of slices."""
+        """Returns, for each layer as it is in `variant`, the seconds that the machine file has of it, or None. attention: what
+        attends over slices; needed where a sequence is cut.
+        """
         if not self._known:
             return [None] * len(self.variants.model.layers)
         return [self._known.get(key) for key in self.variants.keys(variant, attention)]
@@ -58,10 +60,11 @@ class NearestLayers:
     def priced(
         self, variant: Variant, works: Sequence[LayerWork], attention: SlicedAttention | None = None
     ) -> list[tuple[LayerSeconds, Source]]:
-        """Returns the seconds of each layer, without what slices exchange, and where they come from. works: of the layers in
-        this variant; one object for layers that are alike.
+        """Returns the seconds of each layer in `variant`, without what slices exchange, and where they come from: the machine
+        file's, counted in proportion to the nearest variant there, or counted alone.
 
-        Raises PlanError "machine-matmul" for a product of a dtype that the machine file does not have.
+        works: of the layers in this variant; one object for layers that are alike. attention: what attends over slices; needed
+        where a sequence is cut. Raises PlanError "machine-matmul" for a product of a dtype that the machine file does not have.
         """
         known: dict[tuple[int, LayerSeconds | None, Near | None], tuple[LayerSeconds, Source]] = {}
         found = []
@@ -75,6 +78,9 @@ class NearestLayers:
         return found
 
     def _unmeasured(self, at: int, work: LayerWork, near: Near | None) -> tuple[LayerSeconds, Source]:
+        """Returns the seconds of layer number `at`, which does `work`, and their source: in proportion to `near`; counted alone
+        if that is None or cannot be counted.
+        """
         device = self.machine.device
         if near is None:
             return LayerSeconds.computed(work, device), "counted"
@@ -85,8 +91,8 @@ class NearestLayers:
         return LayerSeconds.in_proportion(work, there, near.seconds, device), "in proportion"
 
     def _near(self, variant: Variant) -> list[Near | None]:
-        """Returns for each layer what is there of it in the nearest variant: with as many samples, or about as many; then cut
-        alike; then under the same policy.
+        """Returns for each layer what the machine file has of it in the nearest variant, or None: with as many samples, or
+        about as many; then cut alike; then under the same policy.
         """
         if not self._known:
             return [None] * len(self.variants.model.layers)
@@ -102,7 +108,7 @@ class NearestLayers:
         return [nearest[some] for some in self._there]
 
     def _all_there(self) -> list[tuple[Near, ...]]:
-        """Returns for each layer all that is there of it; the same for layers that are alike."""
+        """Returns for each layer all variants of it that the machine file has; equal for layers that are alike."""
         found: list[list[tuple[Variant, str]]] = [[] for _ in self.variants.model.layers]
         for variant in self._possible():
             try:
@@ -118,7 +124,9 @@ class NearestLayers:
         return [tuple(nears[key] for _, key in some) for some in found]
 
     def _possible(self) -> Iterator[Variant]:
-        """Yields variants in which layers may have been measured; tables of before do not say on which micro-batches."""
+        """Yields variants in which layers may have been measured: of all policies that do not copy, sizes and slices that the
+        file names; where older tables name no size, of all powers of two up to the plan's batch.
+        """
         plan, tables = self.variants.plan, self.machine.layers
         sizes = {plan.batch.micro_size, *(table.micro_size for table in tables if table.micro_size)}
         if any(table.micro_size is None for table in tables):
@@ -129,4 +137,5 @@ class NearestLayers:
 
 
 def _copies(policy: Choice) -> bool:
+    """Returns whether an activation policy copies to the host what layers save."""
     return isinstance(policy.record, ActivationPolicyRecord) and policy.record.copies

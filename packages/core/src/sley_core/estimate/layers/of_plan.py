@@ -1,4 +1,4 @@
-"""What each layer of a plan's model takes on a machine: measured where the machine file has it, else counted on meta, and in
+"""Prices each layer of a plan's model on a machine: measured where the machine file has it, else counted on meta, and in
 proportion to what it has of the layer under another policy or on other micro-batches.
 """
 
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PricedLayer:
-    """A layer's seconds, the bytes that it hands on, and where the seconds come from. key: alike for what costs the same."""
+    """Holds a layer's seconds, the bytes that it hands on, and where the seconds come from. key: equal for layers that take as
+    long and as much memory as each other.
+    """
 
     name: str
     key: str
@@ -38,14 +40,17 @@ class PricedLayer:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the machine file has these seconds."""
+        """Returns whether the machine file has these seconds of this very layer."""
         return self.source == "measured"
 
 
 def measured_layers(
     plan: Plan, model: Model, fields: Mapping[str, Tensor], machine: MachineFile
 ) -> list[PricedLayer] | None:
-    """Returns every layer of `model`, on meta, in order, if the machine file has them all. fields: a micro-batch on meta."""
+    """Returns every layer of `model`, which is on meta, in order, with the machine file's seconds; None unless it has them all.
+
+    fields: a micro-batch on meta.
+    """
     policy = plan.activations.build([layer.name for layer in model.layers])
     keys = layer_keys(plan, model, policy, fields)
     known = {table.key: table for table in machine.layers}
@@ -58,10 +63,11 @@ def measured_layers(
 
 
 def priced_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machine: MachineFile) -> list[PricedLayer]:
-    """Returns every layer of `model`, on meta, in order. fields: a micro-batch on meta.
+    """Returns every layer of `model`, which is on meta, in order, with its seconds: the machine file's where it has the layer;
+    else counted, in proportion to another variant of the layer that it has, or alone.
 
-    Raises PlanError "estimate-layer" for a layer that was not measured and cannot be counted, "machine-matmul" for a product
-    of a dtype that the machine file does not have.
+    fields: a micro-batch on meta. Raises PlanError "estimate-layer" for a layer that was not measured and cannot be counted,
+    "machine-matmul" for a product of a dtype that the machine file does not have.
     """
     if (whole := measured_layers(plan, model, fields, machine)) is not None:
         return whole
@@ -82,8 +88,11 @@ def priced_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machin
 def priced_slices(
     plan: Plan, model: Model, fields: Mapping[str, Tensor], machine: MachineFile
 ) -> list[PricedLayer] | None:
-    """Returns the same for layers of slices of sequences, without what these exchange; None where nothing of the model was
-    measured, or not all can be counted: their operators are recorded where they run. fields: a micro-batch's first slice.
+    """Returns every layer of a plan that slices sequences, in order, with its seconds without what slices exchange. None where
+    nothing of the model was measured, or not all can be counted: their operators are to be recorded where they run.
+
+    fields: the first slice of a micro-batch, on meta. Raises PlanError "machine-matmul" for a product of a dtype that the
+    machine file does not have.
     """
     if (whole := measured_layers(plan, model, fields, machine)) is not None or not machine.layers:
         return whole
@@ -103,7 +112,7 @@ def priced_slices(
 
 
 def _nearest(plan: Plan, model: Model, machine: MachineFile) -> tuple[NearestLayers, Variant]:
-    """Returns what prices layers, and the plan's own variant."""
+    """Returns what prices the plan's layers in any variant by those that the machine file has, and the plan's own variant."""
     choices = choices_of(plan)
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     nearest = NearestLayers(LayerVariants(plan, model, dataset), machine, choices)

@@ -12,7 +12,9 @@ Value = TypeVar("Value")
 
 
 def once(known: dict[Key, Value | SleyError], key: Key, make: Callable[[], Value]) -> Value:
-    """Returns what `make` made for `key` the first time, or raises what it raised."""
+    """Returns `known[key]`, which `make` makes the first time; if that raises a SleyError, it is kept and raised then and
+    later.
+    """
     if key not in known:
         try:
             known[key] = make()

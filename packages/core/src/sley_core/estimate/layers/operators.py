@@ -1,4 +1,4 @@
-"""The work of a layer as plain numbers: what each operator multiplies and moves, in each phase. No torch in here."""
+"""Holds the work of a layer as plain numbers: what each operator multiplies and moves, in each phase. No torch in here."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LayerWork:
     passing_bytes: int = 0
 
     def of(self, phase: PhaseName) -> tuple[Operator, ...]:
-        """Returns the operators of one phase."""
+        """Returns the operators of one phase, in the order in which they run."""
         found: tuple[Operator, ...] = getattr(self, phase)
         return found
 

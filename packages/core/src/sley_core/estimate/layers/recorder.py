@@ -51,11 +51,11 @@ class SeenBytes:
         self._watched: dict[int, weakref.ref[torch.UntypedStorage] | None] = {}
 
     def ignore(self, tensor: Tensor) -> None:
-        """Never counts the memory of a tensor, which outlives this."""
+        """Keeps the storage of a tensor, which outlives this object, from being counted by a later `see`."""
         self._watched[tensor.untyped_storage()._cdata] = None
 
     def see(self, found: Any) -> None:
-        """Counts what an operator made, from now on until it is gone."""
+        """Counts the storages of what an operator made, each until it is gone: of a tensor, or of those in a tuple or list."""
         if isinstance(found, tuple | list):
             for one in found:
                 self.see(one)
@@ -69,12 +69,12 @@ class SeenBytes:
                 self.most = max(self.most, self.now)
 
     def begin(self) -> None:
-        """Begins to look for the most."""
+        """Begins to look for the most bytes: sets `most` to what is there now."""
         self._began = self.most = self.now
 
     @property
     def more(self) -> int:
-        """How many bytes more than at its beginning there were at once."""
+        """Returns how many bytes more than at the last `begin` there were at once."""
         return self.most - self._began
 
     def _gone(self, key: int, num_bytes: int, _: object) -> None:
@@ -94,11 +94,13 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         self.last = ""
 
     def of(self, phase: PhaseName) -> tuple[Operator, ...]:
-        """Returns what was noted under `phase`."""
+        """Returns the operators that were noted under `phase`, in the order in which they ran."""
         return tuple(self._found.get(phase, ()))
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Notes that a tensor waits for the backward, and returns it: for `saved_tensors_hooks`."""
+        """Counts the storage of a tensor as kept for the backward, unless it is a parameter or a view of one, and returns the
+        tensor: for `saved_tensors_hooks`.
+        """
         if not isinstance(tensor, nn.Parameter) and not (tensor._is_view() and isinstance(tensor._base, nn.Parameter)):
             storage = tensor.untyped_storage()
             self.kept[storage._cdata] = storage.nbytes()  # alive, by the graph, while others are kept
@@ -106,11 +108,11 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of what was kept, each storage once."""
+        """Returns the bytes of what was kept for the backward, each storage once."""
         return sum(self.kept.values())
 
     def note(self, operator: Operator) -> None:
-        """Notes an operator that torch does not see as one."""
+        """Notes an operator, under the present phase, that torch does not see as one."""
         self._found.setdefault(self.phase, []).append(operator)
 
     def __torch_dispatch__(
@@ -127,7 +129,11 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
 
 def operator_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Operator | None:
-    """Returns what a call of torch's operator `func` multiplies and moves; None for one that does neither, such as a view."""
+    """Returns what one call of torch's operator `func` multiplies and moves; None for one that does neither, such as a view.
+
+    result: what the call returned. What is written in place counts where nothing is returned; a look-up reads as much of its
+    table as it writes.
+    """
     packet = func._overloadpacket
     if func.namespace in QUESTIONS or packet in FREE or getattr(func, "is_view", False) or func is aten.detach.default:
         return None
@@ -151,8 +157,8 @@ def operator_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, context: Tensor, *, is_causal: bool) -> Operator:
-    """Returns an attention as one kernel: it reads queries, keys and values and writes the context; of a causal square it
-    multiplies half.
+    """Returns an attention as the one operator "attention": it reads queries, keys and values and writes the context; with
+    `is_causal` it multiplies half.
     """
     grouped = (*query.shape[:-2], *key.shape[-2:])  # each key serves the queries of its group
     of_values = *grouped[:-1], value.shape[-1]
@@ -162,9 +168,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, context: Tensor, *, is_
 
 
 def _over_documents(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Operator:
-    """Returns an attention over documents, [positions, heads, d], whose lengths nobody knows.
-
-    They count as long as they may be, with all pairs of positions, as where a layer with their mask is traced.
+    """Returns an attention over documents, [positions, heads, d], or its backward, as the one operator "attention". Lengths of
+    documents are not known: it counts all pairs of positions within the longest that there may be, as where a layer with a mask
+    of documents is traced.
     """
     named = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
     query, longest = named["query"], named["max_q"]
@@ -177,7 +183,9 @@ def _over_documents(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], r
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Returns the tensors that an operator writes in place, if it returns nothing: updates of many tensors at once do."""
+    """Returns the tensors that an operator writes in place, if it returns nothing, as updates of many tensors at once do; else
+    none.
+    """
     if func._schema.returns:
         return []
     named = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
@@ -188,7 +196,9 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 
 def _out_of_place(packet: Any) -> Any:
-    """`addmm` of `addmm_`, which torch's formulas leave out."""
+    """Returns the operator that an in-place one (`addmm_`) is named after (`addmm`), of which torch has a formula of FLOPs;
+    None for others.
+    """
     name = str(packet).removeprefix("aten.")
     return getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
 

@@ -52,11 +52,12 @@ def trace(
     *,
     by_steps: bool = False,
 ) -> tuple[LayerWork, Value]:
-    """Returns the layer's work on one micro-batch, and its output on meta for the layer after it.
+    """Runs the layer on meta, with a whole backward and with one in two halves; returns its work on one micro-batch, and its
+    output for the layer after it.
 
     value: the output of the layer before; None for the first. fields: the micro-batch. loss: behind the last layer. working,
-    gradients: dtypes of the weights and of their accumulated gradients. by_steps: as of `FusedKernels`. Raises
-    PlanError "estimate-layer" for a layer that cannot run on meta.
+    gradients: dtypes of the weights and of their accumulated gradients. by_steps: whether RMSNorm saves for its backward what
+    its steps save, as on a CPU. Raises PlanError "estimate-layer" for a layer that cannot run on meta.
     """
     with _on_meta(layer.module, working):
         whole, output = _run(layer, value, fields, policy, loss, gradients, split=False, by_steps=by_steps)
@@ -94,7 +95,11 @@ def _run(
     split: bool,
     by_steps: bool = False,
 ) -> tuple[OperatorRecorder, Any]:
-    """Returns the recorder after a forward and a backward of the layer, and its output."""
+    """Runs a forward and a backward of the layer; returns the recorder of its operators and kept memory, and its output.
+
+    split: whether the backward is taken in two halves, for inputs and for weights. by_steps: whether RMSNorm saves what its
+    steps save, as on a CPU. Raises PlanError "estimate-layer" for a layer that cannot run on meta.
+    """
     held, recorder, queue = InFlight(), OperatorRecorder(), WeightQueue()
     args: tuple[Any, ...] = ()
     if value is not None:
@@ -138,7 +143,9 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def _called(layer: Layer, recorder: OperatorRecorder, *args: Any, **named: Any) -> Any:
-    """Calls the layer; a second time is its recomputation, which may stop early, by an exception of torch's."""
+    """Calls the layer and returns its output; notes its operators as the forward, and in a backward as recomputation, which may
+    stop early, by an exception of torch's.
+    """
     before = recorder.phase
     recorder.phase = "forward" if before == "forward" else "recompute"
     try:
@@ -150,6 +157,9 @@ def _called(layer: Layer, recorder: OperatorRecorder, *args: Any, **named: Any) 
 def _backward(
     held: InFlight, output: Any, made: Tensor | None, recorder: OperatorRecorder, queue: WeightQueue, *, split: bool
 ) -> None:
+    """Runs the backward from the loss `made`, or if that is None from gradients of the output; where `split`, first the half
+    for inputs, then the weights' products that wait in `queue`. Sets the recorder's phase.
+    """
     description, tensors = describe(output)
     if made is not None:
         held.loss, seeds = made, [torch.ones_like(made)]
@@ -170,18 +180,22 @@ def _backward(
 
 
 def _queued(module: nn.Module) -> set[str]:
-    """Names of the weights whose gradients W multiplies."""
+    """Returns the names of the weights whose gradients are multiplied in the second half of a split backward:
+    of plain linears.
+    """
     return {f"{name}.weight".lstrip(".") for name, one in module.named_modules() if is_plain_linear(one)}
 
 
 def _accumulation(parameter: Tensor, gradients: torch.dtype) -> Operator:
-    """The addition of a gradient to what the store has."""
+    """Returns the operator that adds a parameter's gradient to what the gradient store has, in dtype `gradients`."""
     return Operator("accumulate", parameter.numel() * (parameter.element_size() + 2 * gradients.itemsize))
 
 
 @contextmanager
 def _on_meta(module: nn.Module, working: torch.dtype) -> Iterator[None]:
-    """Within it parameters and buffers are on meta, floating-point parameters in dtype `working`; ties stay ties."""
+    """Replaces parameters and buffers of the module by tensors on meta within the block, floating-point parameters in dtype
+    `working`; tied ones stay tied.
+    """
     made: dict[int, Tensor] = {}
     places: list[tuple[dict[str, Any], str, Any]] = []
     for one in module.modules():
@@ -201,6 +215,9 @@ def _on_meta(module: nn.Module, working: torch.dtype) -> Iterator[None]:
 
 
 def _meta_of(tensor: Tensor, working: torch.dtype) -> Tensor:
+    """Returns a tensor on meta like `tensor`: a floating-point parameter in dtype `working`, a floating-point buffer in that or
+    its own, whichever is wider.
+    """
     is_parameter = isinstance(tensor, nn.Parameter)
     dtype = tensor.dtype
     if dtype.is_floating_point:
@@ -210,6 +227,7 @@ def _meta_of(tensor: Tensor, working: torch.dtype) -> Tensor:
 
 
 def _cannot(layer: Layer, recorder: OperatorRecorder, error: Exception) -> PlanError:
+    """Returns the PlanError "estimate-layer" of a layer whose run on meta raised `error`, with the last operator that ran."""
     message = f"layer `{layer.name}` ({type(layer.module).__name__}) cannot be counted without memory: "
     message += f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     if recorder.last:

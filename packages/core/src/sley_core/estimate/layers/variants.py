@@ -1,4 +1,5 @@
-"""A plan's layers in any variant: under another activation policy, on other micro-batches, on slices of sequences.
+"""Finds keys and work of a plan's layers in any variant: under another activation policy, on other micro-batches, on slices of
+sequences.
 
     policy, micro-batch ──> keys of all layers
     policy              ──> traced on one sample and on two ──> work on any number of samples, on any slice
@@ -51,7 +52,7 @@ class Variant:
 
     @property
     def samples(self) -> float:
-        """How many samples a rank has of a micro-batch; a slice of one is a share."""
+        """Returns how many samples a rank has of a micro-batch; a slice of one is a share."""
         return self.micro_size / self.sp
 
 
@@ -71,13 +72,14 @@ class LayerVariants:
         self._grown: dict[tuple[int, float, bool], LayerWork] = {}
 
     def policy(self, policy: Choice) -> ActivationPolicy:
-        """Returns a policy, built. Raises PlanError for one that cannot be."""
+        """Returns a policy, built for the model's layers. Raises PlanError for one that cannot be built."""
         return self._plan(policy)[1]
 
     def keys(self, variant: Variant, attention: SlicedAttention | None = None) -> list[str]:
-        """Returns the key of each layer, as `layer_keys` gives it. attention: of slices.
+        """Returns the key of each layer, 16 hexadecimal digits, equal for layers that take as long and as much memory as each
+        other.
 
-        Raises PlanError for a policy that cannot be built.
+        attention: what attends over slices; needed where a sequence is cut. Raises PlanError for a policy that cannot be built.
         """
         policy = variant.policy
         if str(policy) not in self._kinds:
@@ -93,17 +95,22 @@ class LayerVariants:
         return self._kinds[str(policy)].keys(fields, slices)
 
     def works(self, variant: Variant) -> list[LayerWork]:
-        """Returns the work of each layer; the same object for layers that are alike. A slice copies what it swaps.
+        """Returns the work of each layer, from traces on one sample and on two; the same object for layers that are alike. On
+        slices it includes the copies that attentions make for what they swap.
 
-        Raises PlanError "estimate-layer" for a layer that cannot be counted.
+        Raises PlanError for a policy that cannot be built, "estimate-layer" for a layer that cannot be counted.
         """
         pairs = zip(self.traced(variant.policy, 1), self.traced(variant.policy, 2), strict=True)
         return [self._grown_once(one, two, variant.samples, is_slice=variant.sp > 1) for one, two in pairs]
 
     def traced(self, policy: Choice, micro_size: int) -> list[LayerWork]:
-        """Returns the work of each layer on so many samples, traced. Raises as `works`."""
+        """Returns the work of each layer on `micro_size` whole samples, traced the first time.
+
+        Raises PlanError for a policy that cannot be built, "estimate-layer" for a layer that cannot be counted.
+        """
 
         def traced() -> list[LayerWork]:
+            """Traces all layers on a new micro-batch on meta."""
             plan, _ = self._plan(policy)
             keys = self.keys(Variant(policy, micro_size))
             # Tensors of its own: of those seen before, layers do not make again what they keep, as tables of positions.
@@ -113,6 +120,9 @@ class LayerVariants:
         return once(self._works, (str(policy), micro_size), traced)
 
     def _grown_once(self, one: LayerWork, two: LayerWork, samples: float, *, is_slice: bool) -> LayerWork:
+        """Returns the work on `samples` samples, grown from that on one and on two; the same object for the same arguments.
+        is_slice: adds the copies that attentions make for what they swap.
+        """
         key = id(one), samples, is_slice
         if key not in self._grown:
             work = grown(one, two, samples)
@@ -120,7 +130,7 @@ class LayerVariants:
         return self._grown[key]
 
     def _plan(self, policy: Choice) -> tuple[Plan, ActivationPolicy]:
-        """Returns the plan with whole sequences under a policy, and the policy, built."""
+        """Returns the plan with whole sequences under a policy, and the policy, built for its layers; made once."""
 
         def made() -> tuple[Plan, ActivationPolicy]:
             plan = with_variant(self.plan, policy=policy, sp=1)
@@ -129,7 +139,7 @@ class LayerVariants:
         return once(self._plans, str(policy), made)
 
     def _fields(self, micro_size: int) -> dict[str, Tensor]:
-        """Returns a micro-batch of whole sequences on meta, for its shapes."""
+        """Returns a micro-batch of whole sequences on meta, for its shapes; made once for each size."""
         if micro_size not in self._batches:
             plan = with_variant(self.plan, micro_size=micro_size, sp=1)
             self._batches[micro_size] = meta_micro_batch(plan, self.dataset)
@@ -139,7 +149,9 @@ class LayerVariants:
 def with_variant(
     plan: Plan, *, policy: Choice | None = None, micro_size: int | None = None, sp: int | None = None
 ) -> Plan:
-    """Returns `plan` with other values in the tables that decide what a layer takes. Raises PlanError as any plan does."""
+    """Returns `plan` with another policy, size of micro-batch or `sp` in its tables; None leaves each as it is. The plan itself
+    if nothing differs. Raises PlanError for a plan that cannot be read so.
+    """
     given, tables = plan.document.tables, dict[str, Any]()
     own = plan.activations
     if policy is not None and (policy.name, policy.config) != (own.name, own.config):

@@ -1,4 +1,4 @@
-"""What each layer of a model does: traced on meta, each distinct one once, on what the layer before it hands on."""
+"""Finds what each layer of a model does: traced on meta, each distinct one once, on what the layer before it hands on."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ Traced = dict[tuple[str, object], tuple[LayerWork, Value]]
 def layer_works(
     plan: Plan, model: Model, fields: Mapping[str, Tensor], keys: Sequence[str], known: Traced | None = None
 ) -> list[LayerWork]:
-    """Returns the work of each layer; each distinct one is traced once, on what the layer before it hands on.
+    """Returns the work of each layer under the plan's policy, in order; layers of one key that are given the same kind of value
+    are traced once.
 
-    keys: as `layer_keys` gives them. known: what was traced before, which is added to. Raises PlanError "estimate-layer" as
-    `trace` does.
+    fields: a micro-batch on meta. keys: of each layer, equal for those that take as much as each other. known: what was traced
+    before, which is added to. Raises PlanError "estimate-layer" for a layer that cannot run on meta.
     """
     policy, loss = plan.activations.build([layer.name for layer in model.layers]), plan.loss.build()
     working, gradients = dtypes(plan)[0], DTYPES[plan.precision.gradients]

@@ -1,4 +1,4 @@
-"""What a machine file does not say that its estimates take for granted, in words for who reads them. Pure."""
+"""Says what estimates take for granted that a machine file does not tell, in words for who reads them. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ OVERLAP = (
 
 
 def notes_on(machine: MachineFile, size: int) -> list[str]:
-    """Returns a line for each thing that estimates of `size` ranks of `machine` assume and that is seldom so."""
+    """Returns lines for the user: one where ranks of a host with CPUs exchange tensors and the file does not say how much of
+    that runs beside computing; else none.
+    """
     link = machine.links.same_host
     together = min(size, machine.links.ranks_per_host) > 1
     # On other devices nothing is measured: what carries bytes there takes no time of what computes.

@@ -23,8 +23,9 @@ MAKE = "`train-cli calibrate --out machine.toml` writes one"
 def load_machine(path: str | Path) -> MachineFile:
     """Returns the machine that the file at `path` describes. Imports no torch.
 
-    Raises PlanError: as `read_file` does for what is no readable TOML, "machine-format" for another format, and what is
-    wrong with each key ("missing-key", "unknown-key", "out-of-range", "wrong-type", "wrong-value"), with its line.
+    Raises PlanError, with the line of the fault: "machine-missing" and the like for a file that cannot be read as TOML,
+    "machine-format" for another format, and what is wrong with each key ("missing-key", "unknown-key", "out-of-range",
+    "wrong-type", "wrong-value").
     """
     try:
         document = read_file(path)
@@ -34,7 +35,9 @@ def load_machine(path: str | Path) -> MachineFile:
 
 
 def machine_from_dict(tables: Mapping[str, Any]) -> MachineFile:
-    """Returns the machine that plain data describes, as TOML would give it. Raises as `load_machine`."""
+    """Returns the machine that plain data describes, as TOML would give it. Raises PlanError for a wrong format or key, as
+    `load_machine`.
+    """
     return _checked(read_tables(tables))
 
 
@@ -44,6 +47,9 @@ def machine_text(machine: MachineFile) -> str:
 
 
 def _checked(document: Document) -> MachineFile:
+    """Returns the machine of a document. Raises PlanError "machine-format" for another format or none, and for each wrong key,
+    with its line.
+    """
     given = document.tables
     found = given.get("format")
     if found != MACHINE_FORMAT or isinstance(found, bool):

@@ -191,6 +191,7 @@ class MachineFile(Table):
 
     @model_validator(mode="after")
     def _once(self) -> MachineFile:
+        """Returns itself; raises ValueError if two layers have one key."""
         keys = [layer.key for layer in self.layers]
         twice = sorted({key for key in keys if keys.count(key) > 1})
         if twice:

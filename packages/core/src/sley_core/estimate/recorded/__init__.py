@@ -1,1 +1,1 @@
-"""Steps that were taken on tensors without values, written down: what was computed and exchanged, what waited for what."""
+"""Writes down steps that are taken on tensors without values: what was computed and exchanged, what waited for what."""

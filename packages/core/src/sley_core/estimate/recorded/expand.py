@@ -1,4 +1,4 @@
-"""From a recorded step of few micro-batches, one of many: each action does what the one in its place did. No torch in here.
+"""Makes a step of many micro-batches from a recorded one of few: each action does what the one in its place did. No torch.
 
 Its place is what comes before and after it, and whether it is the first or the last of its chunk that handlers or gathers
 look at. Where no action stood in just that place, one of the same kind and chunk is taken, the last of those that were
@@ -17,7 +17,8 @@ from sley_core.estimate.recorded.words import Awaited, Began, RecordedStep, Word
 
 
 def expanded(step: RecordedStep, actions: Sequence[Action]) -> RecordedStep:
-    """Returns `step` as a step of the compute actions `actions`, in their order. Pure.
+    """Returns `step` as a step of the compute actions `actions`, in their order; `step` itself if those are its own. Each
+    action gets the words of a recorded one in the same place, and exchanges get new numbers. Pure.
 
     Raises PlanError "estimate-seconds" for an action of a kind or chunk that was not recorded.
     """
@@ -40,7 +41,9 @@ def expanded(step: RecordedStep, actions: Sequence[Action]) -> RecordedStep:
 
 
 def _places(actions: Sequence[Action]) -> Iterator[list[Hashable]]:
-    """Yields for each action the names of its place, the most exact one first."""
+    """Yields for each action the keys of its place, the most exact first: with its neighbours, with the next one, whether it is
+    the first or last of its chunk, kind and chunk alone.
+    """
     last = {action.chunk: at for at, action in enumerate(actions) if action.kind in GRADIENT_KINDS}
     first: dict[tuple[Kind, int], int] = {}
     for at, action in enumerate(actions):
@@ -63,10 +66,13 @@ class _Copies:
             self._queues[one.queue].append(one.number)
 
     def of(self, words: Words) -> Words:
-        """Returns the words, with numbers as they are in the longer step."""
+        """Returns copies of the words for the longer step, in which each exchange has a new number and each wait the number of
+        the exchange that is as far back in its queue as it was when recorded.
+        """
         return tuple(self._of(word) for word in words)
 
     def _of(self, word: Word) -> Word:
+        """Returns a copy of one word; an exchange is added to its queue. What a rank computed is returned as it is."""
         if isinstance(word, Began):
             number = next(self._numbers)
             after = self._at_distance(id(word)) if word.after is not None else None
@@ -79,7 +85,9 @@ class _Copies:
         return word
 
     def _at_distance(self, word: int) -> int | None:
-        """Returns the number of what a word refers to, here; None where it lies before the step."""
+        """Returns the number, in the longer step, of the exchange that the word with this `id` waits for or comes after; None
+        where that lies before the step.
+        """
         if word not in self._distances:
             return None
         queue, distance = self._distances[word]
@@ -87,8 +95,8 @@ class _Copies:
 
 
 def _distances(step: RecordedStep) -> dict[int, tuple[tuple[str, str], int]]:
-    """Returns, for each wait, and each copy that comes after another, the queue of what that is, and how far it is from the
-    queue's end: 1 for the last.
+    """Returns, by `id` of each wait, and of each copy that comes after another, the queue of the exchange that it refers to,
+    and how far back in that queue it is: 1 for the last.
     """
     queues: dict[tuple[str, str], list[int]] = defaultdict(list)
     where: dict[int, tuple[str, str]] = {}

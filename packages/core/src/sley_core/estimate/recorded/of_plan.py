@@ -1,4 +1,5 @@
-"""How long a step of a plan takes on a machine, before it runs: from steps that one rank of each stage takes without values.
+"""Finds how long a step of a plan takes on a machine, before it runs: from steps that one rank of each stage takes without
+values.
 
 plan ──> a fake run of one rank per stage ──> recorded steps ──┐
      ──> schedule ──> lists of all stages, lowered ────────────┼──> programs ──> simulated step
@@ -30,10 +31,10 @@ Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]
 
 
 def records_of(plan: Plan, size: int, *, runs_ahead: bool = False) -> list[RankRecord]:
-    """Returns a recorded step of the first rank of each stage of a world of `size`. Needs neither devices nor peers.
+    """Returns a recorded step of the first rank of each stage of a world of `size`, in order. Needs neither devices nor peers.
 
-    runs_ahead: as `record` takes it. Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a
-    layer that needs values.
+    runs_ahead: whether copies to the host run beside the device's work, as on CUDA. Raises PlanError for all that the plan's
+    checks find, RunError `estimate-layer` for a layer that needs values.
     """
     topology = plan.topology(size)
     firsts = [stage * topology.ranks_per_stage for stage in range(topology.pp)]
@@ -43,9 +44,11 @@ def records_of(plan: Plan, size: int, *, runs_ahead: bool = False) -> list[RankR
 def seconds_of_records(
     records: Sequence[RankRecord], num_micros: int, machine: MachineFile, measured: Measured | None = None
 ) -> StepSeconds:
-    """Returns the step of `num_micros` micro-batches that recorded steps, one of each stage in order, make on `machine`.
+    """Returns the simulated step of `num_micros` micro-batches that recorded steps, one of each stage in order, make on
+    `machine`.
 
-    Raises PlanError "machine-matmul" and "machine-links" for what the machine file does not say.
+    measured: seconds of layers that operators are scaled to. Raises PlanError "machine-matmul", "machine-links" and
+    "machine-host" for what the machine file does not say, "estimate-seconds" for an action that was not recorded.
     """
     lists = records[0].lists
     prices = _Prices(records, machine, measured or {})
@@ -59,8 +62,8 @@ def seconds_of_records(
 
 
 class _Prices:
-    """What a recorded step takes on `machine`. Where a chunk's layers were all measured, its operators share what these took,
-    in proportion to what they would take by themselves.
+    """Prices what a recorded step does on `machine`. Where a chunk's layers were all measured, its operators share what these
+    took, in proportion to what they would take by themselves.
     """
 
     def __init__(self, records: Sequence[RankRecord], machine: MachineFile, measured: Measured) -> None:
@@ -74,7 +77,9 @@ class _Prices:
         }
 
     def operators(self, operators: Sequence[Operator], stage: int, action: Action | None) -> float:
-        """Returns the seconds of operators on a stage, in `action` or outside of any."""
+        """Returns the seconds of operators that follow each other on a stage, in `action` or (None) outside of any: those on
+        the host's memory by its bandwidth, the others scaled to the measured seconds of the action's chunk, if there are any.
+        """
         if on_host := [one for one in operators if one.is_on_host]:
             rest = [one for one in operators if not one.is_on_host]
             return on_host_s(on_host, self.machine) + (self.operators(rest, stage, action) if rest else 0.0)
@@ -88,7 +93,9 @@ class _Prices:
         return collective(began.kind, began.num_bytes, self.records[stage].groups[began.axis], self.machine.links)
 
     def members(self, axis: str, stage: int) -> tuple[int, ...]:
-        """Returns the stages whose ranks are in the group of `axis` that this stage's rank is in."""
+        """Returns the numbers of the stages whose ranks are in the group of `axis` that this stage's rank is in; of copies to
+        the host, this stage alone.
+        """
         if axis == HOST:
             return (stage,)
         own = self.records[stage]
@@ -102,10 +109,11 @@ class _Prices:
         return message(num_bytes, sender * size, receiver * size, self.machine.links)
 
     def _measured(self, layers: Sequence[LayerSeconds], kind: Kind) -> float:
+        """Returns the measured seconds of an action of `kind` on these layers."""
         return sum(layer.of(kind) for layer in layers)
 
     def _computed(self, stage: int, chunk: int) -> dict[Kind, float]:
-        """Returns the seconds of the operators of each kind of action on a chunk, on average."""
+        """Returns, by kind of action on a chunk, the seconds of its operators, on average over the recorded actions."""
         found: dict[Kind, list[float]] = defaultdict(list)
         for action, words in self.records[stage].step.actions:
             if action.chunk == chunk:

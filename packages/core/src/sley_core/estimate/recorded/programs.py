@@ -1,4 +1,5 @@
-"""Programs for the simulator from recorded steps, one of each stage: what was written down, with what it takes on a machine.
+"""Makes programs for the simulator from recorded steps, one of each stage: what was written down, with what it takes on a
+machine.
 
 Messages between stages come from the lists themselves; all other exchanges are those that the rank began, in its own order. A
 rank stands for all of its stage: what it exchanges with them starts when it starts it, since they do the same at the same time.
@@ -24,10 +25,11 @@ from sley_core.estimate.seconds.step import message_exchange
 
 @dataclass(frozen=True)
 class Prices:
-    """What things take. operators: seconds of some that follow each other, on a stage within an action or outside (None).
+    """Tells what things take. operators: seconds of operators that follow each other on a stage, in an action or (None) outside
+    of any.
 
-    exchange: cost of an exchange of a stage. members: the stages that meet in its group. message: cost of the value between
-    position i and i + 1. step_s: seconds of every step that belong to nothing else.
+    exchange: cost of an exchange that a stage began. members: the stages that meet in the group of an axis that a stage is in.
+    message: cost of the value between positions i and i + 1. step_s: seconds of every step that belong to nothing else.
     """
 
     operators: Callable[[Sequence[Operator], int, Action | None], float]
@@ -40,9 +42,11 @@ class Prices:
 def recorded_programs(
     steps: Mapping[int, RecordedStep], lists: Sequence[Lowered], placement: Placement, prices: Prices
 ) -> list[Program]:
-    """Returns one program per stage. steps: by stage, of any number of micro-batches. Pure.
+    """Returns one program per stage: its lowered list in `lists`, with what the recorded step of the stage did in each action,
+    and what that takes. Pure.
 
-    Raises PlanError "estimate-seconds" as `expanded` does.
+    steps: by stage, of any number of micro-batches. Raises PlanError "estimate-seconds" for an action of a kind or chunk that
+    was not recorded.
     """
     return [
         list(_RecordedStage(stage, expanded(steps[stage], _computing(entries)), entries, placement, prices).program())
@@ -51,6 +55,7 @@ def recorded_programs(
 
 
 def _computing(entries: Lowered) -> list[Action]:
+    """Returns the actions of a list that compute."""
     return [action for action in actions_of(entries) if action.kind is not Kind.CHUNK_DONE]
 
 
@@ -68,6 +73,9 @@ class _RecordedStage:
         self.left = {word.number for word in step.words if isinstance(word, Began)} - awaited
 
     def program(self) -> Iterator[ProgramWord]:
+        """Yields the stage's program: exchanges that the step before began, the opening, messages and actions of the list, the
+        closing, and the seconds of every step that belong to nothing else.
+        """
         for one in self.step.carried:
             yield self._begin(one)
         yield from self._words(self.step.opening, None)
@@ -85,11 +93,15 @@ class _RecordedStage:
             yield Compute(self.prices.step_s)
 
     def _needs(self, action: Action) -> Iterator[ProgramWord]:
+        """Yields the wait for the message that an action needs from another stage, if it needs one."""
         needed = taken(action, self.placement.position(self.stage, action.chunk), self.placement)
         if needed is not None and self.placement.holder(needed.origin).stage != self.stage:
             yield Await(needed)
 
     def _words(self, words: Words, action: Action | None) -> Iterator[ProgramWord]:
+        """Yields recorded words as those of a program. An exchange that nobody waits for in this step is left out: the next
+        step's beginning stands for it.
+        """
         for word in words:
             if isinstance(word, Worked):
                 yield Compute(self.prices.operators(word.operators, self.stage, action), action)
@@ -100,6 +112,9 @@ class _RecordedStage:
                 yield Await(self.begun[word.number].key)
 
     def _begin(self, one: Began) -> Begin:
+        """Returns the beginning of an exchange or copy, with its cost and links, and notes it for the wait. Members of a group
+        of several stages know it by its axis and a count of the exchanges there, so that its key is equal on all of them.
+        """
         members = self.prices.members(one.axis, self.stage)
         key: Hashable = ("exchange", self.stage, one.number)
         if len(members) > 1:  # all of them come to the exchanges of such a group in one order

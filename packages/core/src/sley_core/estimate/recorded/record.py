@@ -39,7 +39,7 @@ MESSAGES = "pp"
 
 @dataclass(frozen=True)
 class RankRecord:
-    """A recorded step, and what of the run it takes to read it.
+    """Holds a recorded step, and what of the run it takes to read it.
 
     groups: the global ranks of each of this rank's groups, by axis. lists: of all stages, for any number of micro-batches.
     messages: bytes of what each position of the model but the last hands on. layers: names of those of each chunk.
@@ -54,10 +54,11 @@ class RankRecord:
 
 
 def record(plan: Plan, rank: int, size: int, *, runs_ahead: bool = False) -> RankRecord:
-    """Returns a steady step of rank `rank` of `size`, of as few micro-batches as show all that a longer one does.
+    """Takes steps in a fake run of rank `rank` of `size` and returns the last of them, in which buckets and gathers have their
+    order: of as few micro-batches as show all that a longer one does. Needs neither devices nor peers.
 
-    runs_ahead: whether copies to the host run beside the device's work, as on CUDA. Needs neither devices nor peers. Raises as
-    `rank_bytes` does.
+    runs_ahead: whether copies to the host run beside the device's work, as on CUDA. Raises PlanError for all that the plan's
+    checks find, RunError `estimate-layer` for a layer that needs values, `estimate-late` after `limits.estimate_timeout_s`.
     """
     with fake_run(plan, rank, size, runs_ahead=runs_ahead) as (run, _, tensors):
         taken = fewest_micros(run.stepper.lists, plan.num_micros(run.topology))
@@ -83,6 +84,7 @@ def record(plan: Plan, rank: int, size: int, *, runs_ahead: bool = False) -> Ran
 
 
 def _messages(run: Run) -> list[int]:
+    """Returns the bytes that each position of the model but the last hands to the next one; [] where nothing is handed on."""
     placement, foretold = run.stepper.lists.placement, run.parts.foretold
     if foretold is None:
         return []
@@ -110,7 +112,9 @@ class StepRecorder:
         self._words = self._opening
 
     def start(self, run: Run) -> None:
-        """Begins to write."""
+        """Begins to write: from now on operators, exchanges, copies and waits become words, under the entry of the step that
+        runs.
+        """
         masters = run.stepper.update.masters
         if masters.home is not None:
             self._of_host = {storage_id(one.parameter) for one in masters.stepped}
@@ -130,7 +134,7 @@ class StepRecorder:
             self._words = self._closing
 
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Notes an operator."""
+        """Notes one call of torch's operator `func`, unless it computes and moves nothing, or belongs to a transfer."""
         if isinstance(self._entry, Transfer):
             return
         found = operator_of(func, args, kwargs, result)
@@ -142,18 +146,22 @@ class StepRecorder:
         self._operators.append(operator)
 
     def began(self, kind: Collective, axis: str, lane: str, num_bytes: int) -> Callable[[], None]:
-        """Notes an exchange, as `Listener`."""
+        """Notes an exchange of `num_bytes` over the group of `axis` on `lane`; returns a function to call where the rank waits
+        for it. Messages between stages are not noted: lists have them.
+        """
         if axis == MESSAGES:
             return lambda: None
         began = self._begin(Began(len(self._all), kind, axis, lane, num_bytes))
         return lambda: self.awaited(began.number)
 
     def copied(self, kind: CopyKind, stream: int, num_bytes: int, after: int | None) -> int:
-        """Notes a copy, as `CopyListener`."""
+        """Notes a copy on stream number `stream`, which comes after copy number `after`, if that is one; returns the copy's
+        number.
+        """
         return self._begin(Began(len(self._all), kind, HOST, str(stream), num_bytes, after)).number
 
     def step(self) -> RecordedStep:
-        """Returns what was written."""
+        """Ends the writing and returns the recorded step, with the exchanges of the step before that it waited for."""
         self._end_work()
         self._is_writing = False
         words = [*self._opening, *(word for _, some in self._actions for word in some), *self._closing]
@@ -166,6 +174,9 @@ class StepRecorder:
         )
 
     def _begin(self, began: Began) -> Began:
+        """Keeps an exchange or copy under its number, before the writing too, and returns it. While writing, adds it to the
+        present words.
+        """
         self._all[began.number] = began
         if self._is_writing:
             self._end_work()
@@ -173,13 +184,13 @@ class StepRecorder:
         return began
 
     def _is_on_host(self, values: Any) -> bool:
-        """Returns whether one of these is what an optimizer steps on the host."""
+        """Returns whether one of the tensors in `values` is a weight that an optimizer steps on the host."""
         if not self._of_host:
             return False
         return any(isinstance(leaf, Tensor) and storage_id(leaf) in self._of_host for leaf in tree_leaves(values))
 
     def awaited(self, number: int) -> None:
-        """Notes that the rank waits for an exchange or a copy."""
+        """Notes that the rank waits for exchange or copy `number`; only the first wait counts."""
         if number in self._awaited:
             return
         self._awaited.add(number)
@@ -188,6 +199,7 @@ class StepRecorder:
             self._words.append(Awaited(number))
 
     def _end_work(self) -> None:
+        """Adds the operators since the last word as one word, if there are any."""
         if self._operators:
             self._words.append(Worked(tuple(self._operators)))
             self._operators = []

@@ -1,4 +1,4 @@
-"""What a rank did in one step, in order: the notes from which a program for the simulator is made. No torch in here.
+"""Says what a rank did in one step, in order: the notes from which a program for the simulator is made. No torch in here.
 
 opening      what comes before the first action
 F0.0         Worked, Began(gather of the next layer), Worked, Awaited(gather), Worked ...
@@ -44,7 +44,7 @@ class Began:
 
     @property
     def queue(self) -> tuple[str, str]:
-        """Group and lane: exchanges of one queue come one after the other."""
+        """Returns group and lane: exchanges of one queue come one after the other."""
         return self.axis, self.lane
 
 
@@ -73,5 +73,5 @@ class RecordedStep:
 
     @property
     def words(self) -> list[Word]:
-        """All words, in order."""
+        """Returns all words in order: of the opening, of every action, of the closing."""
         return [*self.opening, *(word for _, words in self.actions for word in words), *self.closing]

@@ -1,4 +1,4 @@
-"""Seconds of copies between a device and its host, and of what the host's cores do in a step. No torch in here.
+"""Prices copies between a device and its host, and what the host's cores do in a step. No torch in here.
 
 On CUDA the two directions do not slow each other, and both run beside computing. A CPU copies by itself: each copy is work.
 """
@@ -19,10 +19,10 @@ CopyKind = Literal["to_host", "to_device"]
 
 
 def copy_cost(kind: CopyKind, num_bytes: int, machine: MachineFile) -> Cost:
-    """Returns the cost of one copy of `num_bytes`.
+    """Returns the cost of one copy of `num_bytes` to the host, or to the device, alone on its link.
 
-    Raises PlanError "machine-host" where the machine file does not say how fast its device copies; of a CPU without a table
-    `[host]` its memory bandwidth tells, of which a copy takes twice its bytes.
+    Raises PlanError "machine-host" where the machine file of a CUDA device has no `[host]`. Of a CPU without it, the bandwidth
+    of its memory tells: a copy moves twice its bytes.
     """
     host = machine.host
     if host is not None:
@@ -34,9 +34,10 @@ def copy_cost(kind: CopyKind, num_bytes: int, machine: MachineFile) -> Cost:
 
 
 def on_host_s(operators: Sequence[Operator], machine: MachineFile) -> float:
-    """Returns the seconds of operators that the host's cores run, by the bytes that they move: those of an optimizer.
+    """Returns the seconds of operators that the host's cores run, as those of an optimizer: their bytes over the host's
+    bandwidth. A CPU is its own host, and they take there what any operators do.
 
-    Raises PlanError "machine-host" where the file does not say how fast the host moves bytes. A CPU is its own host.
+    Raises PlanError "machine-host" where the file does not say how fast the host moves bytes.
     """
     if machine.device.kind == "cpu":
         return seconds_of(operators, machine.device)

@@ -1,4 +1,5 @@
-"""Runs the programs of all representatives in simulated time: computing on one lane, exchanges beside it on theirs.
+"""Runs the programs of all representatives in simulated time: computing on one lane, exchanges beside it on
+lanes of their own.
 
     compute   F0 F1 F2 ......B0===B1===B2===|wait|update
     up          >> >> >>
@@ -85,7 +86,11 @@ class Lanes:
         self._count = 0
 
     def run(self) -> None:
-        """Runs all programs to their ends. Raises PlanError "schedule-deadlock" if some wait for ever, and for what."""
+        """Runs all programs to their ends, and leaves what they did in `computed`, `exchanged`, `exposed` and `ends_s`. To be
+        called once.
+
+        Raises PlanError "schedule-deadlock" if some wait for ever, which says for what.
+        """
         for rank in range(len(self.programs)):
             self._go_on(rank, 0.0)
         while self._events:
@@ -104,11 +109,12 @@ class Lanes:
             raise PlanError("schedule-deadlock", f"the step comes to a stop: {places}", path=("pipeline", "use"))
 
     def _waited(self, rank: int) -> object:
+        """Returns what the rank waits for: the key of an exchange, or the word that it is at."""
         word = self.programs[rank][self._at[rank]]
         return word.key if isinstance(word, Await) else word
 
     def _go_on(self, rank: int, now_s: float) -> None:
-        """Runs a rank's words from `now_s` until one takes time or must wait."""
+        """Runs a rank's words from `now_s` until one takes time or must wait; behind the last, notes when the rank ended."""
         program = self.programs[rank]
         while self._at[rank] < len(program):
             word = program[self._at[rank]]
@@ -132,7 +138,9 @@ class Lanes:
         self.ends_s[rank] = now_s
 
     def _attend(self, exchange: Exchange, rank: int, since_s: float, now_s: float) -> None:
-        """Ends a rank's wait, which began at `since_s`, for an exchange that is done: what is left of it is the rank's work."""
+        """Ends a rank's wait, which began at `since_s`, for an exchange that is done: the rank does its own part of it
+        (`attended_s`), then goes on. Both count as exposed.
+        """
         end_s = now_s + exchange.attended_s
         if end_s > since_s:
             self.exposed.append(Exposed(rank, exchange.lane, exchange.key, since_s, end_s))
@@ -143,6 +151,9 @@ class Lanes:
             self._go_on(rank, now_s)
 
     def _begin(self, exchange: Exchange, rank: int, now_s: float) -> None:
+        """Notes that a rank is ready for an exchange, behind those that it began before on the same lane, and starts it if it
+        may start.
+        """
         assert rank in exchange.members, f"program {rank} begins {exchange}"
         moving = self._moving.setdefault(exchange.key, _Moving(exchange))
         assert moving.exchange == exchange, f"{exchange} at {rank}, {moving.exchange} elsewhere"
@@ -151,7 +162,10 @@ class Lanes:
         self._start_if_due(exchange.key, now_s)
 
     def _start_if_due(self, key: Hashable, now_s: float) -> None:
-        """Starts an exchange that all members have begun and that is first of its lane at each, once what it follows ended."""
+        """Starts an exchange once all members have begun it, it is the first of its lane at each, and the exchange that it
+        follows, if any, has ended. Does nothing before, or if it has started; where only that last one is missing, its end asks
+        again.
+        """
         moving = self._moving[key]
         exchange = moving.exchange
         if len(moving.begun) < len(exchange.members) or moving.start_s >= 0:
@@ -165,14 +179,16 @@ class Lanes:
         self._event(now_s + exchange.latency_s, "bytes", key, moving.version)
 
     def _join_links(self, moving: _Moving, now_s: float) -> None:
-        """Its latency is over: its bytes begin to move, beside those of others on its links."""
+        """Begins to move the bytes of an exchange whose latency is over, beside those of others on its links."""
         moving.since_s = now_s
         for link in moving.exchange.links:
             self._on_link[link][moving.exchange.key] = None
         self._share_again(moving, now_s)
 
     def _share_again(self, changed: _Moving, now_s: float) -> None:
-        """Computes anew when those on the links of `changed` will end. A share is that of the fullest of its links."""
+        """Computes anew when exchanges end that share a link with `changed`, which came or went. Each goes at 1/n, n being the
+        number of exchanges on the fullest of its links.
+        """
         neighbours = {key: None for link in changed.exchange.links for key in self._on_link[link]}
         if changed.exchange.key in self._moving:
             neighbours[changed.exchange.key] = None
@@ -186,7 +202,9 @@ class Lanes:
             self._event(now_s + max(0.0, moving.left_s) * full, "end", key, moving.version)
 
     def _end(self, moving: _Moving, now_s: float) -> None:
-        """Ends an exchange: its members go on, the next of its lanes start, and others have more of its links."""
+        """Ends an exchange: others have more of its links, the next of its lanes and those that follow it start, and ranks that
+        wait for it go on.
+        """
         exchange = moving.exchange
         del self._moving[exchange.key]
         self._ended[exchange.key] = exchange
@@ -206,5 +224,8 @@ class Lanes:
             self._attend(exchange, rank, since_s, now_s)
 
     def _event(self, at_s: float, what: str, key: Hashable, version: int = 0) -> None:
+        """Adds an event to the heap. what: "rank" to go on, "bytes" when a latency is over, "end" of an exchange; one of an
+        older `version` does not count.
+        """
         self._count += 1
         heapq.heappush(self._events, (at_s, self._count, what, key, version))

@@ -1,4 +1,4 @@
-"""Seconds of a layer on a device: measured ones where the machine file has them, else from the layer's operators.
+"""Tells the seconds of a layer on a device: measured ones where the machine file has them, else from the layer's operators.
 
 An operator takes the longer of its products and its memory traffic. On a CPU the host's part comes in front of each. A GPU's
 host starts kernels ahead of the device, so what counts of a phase is the slower of the two: small layers are bound by the host.
@@ -31,7 +31,10 @@ class LayerSeconds:
 
     @classmethod
     def computed(cls, work: LayerWork, device: DeviceTable) -> LayerSeconds:
-        """Returns the seconds of a layer's operators. Raises PlanError "machine-matmul" as `seconds_of` does."""
+        """Returns the seconds of a layer's operators on `device`; recomputation counts in front of each kind of backward.
+
+        Raises PlanError "machine-matmul" for a product of a dtype of which the machine file says nothing.
+        """
         again = seconds_of(work.recompute, device)
         return cls(
             forward=seconds_of(work.forward, device),
@@ -44,10 +47,11 @@ class LayerSeconds:
     def in_proportion(
         cls, work: LayerWork, there: LayerWork, measured: LayerSeconds, device: DeviceTable
     ) -> LayerSeconds:
-        """Returns the counted seconds of a layer, as many times as long as those of `there` were, which took `measured`: each
-        phase for itself, but what runs again as the forward, unless it ran again there too.
+        """Returns the seconds of a layer in proportion to a measured one: what its operators count, times measured over counted
+        seconds of a layer that does the work `there` and took `measured`. Each phase has its own ratio; but recomputation that
+        `there` lacks has that of the forward.
 
-        Raises PlanError "machine-matmul" as `seconds_of` does.
+        Raises PlanError "machine-matmul" for a product of a dtype of which the machine file says nothing.
         """
         beside, counted = cls.computed(there, device), cls.computed(work, device)
         forward = _ratio(measured.forward, beside.forward)
@@ -66,7 +70,7 @@ class LayerSeconds:
         )
 
     def of(self, kind: Kind) -> float:
-        """Returns the seconds of the layer's part of an action."""
+        """Returns the seconds that the layer adds to an action of `kind`; 0 where a chunk is only marked as done."""
         match kind:
             case Kind.FORWARD:
                 return self.forward
@@ -81,12 +85,13 @@ class LayerSeconds:
 
 
 def _ratio(measured_s: float, counted_s: float) -> float:
-    """Returns how many times as long as counted it took; 1 where nothing was counted that could grow."""
+    """Returns measured over counted seconds; 1 where nothing was counted that could grow."""
     return measured_s / counted_s if counted_s > 0 else 1.0
 
 
 def seconds_of(operators: Sequence[Operator], device: DeviceTable) -> float:
-    """Returns the seconds of operators that follow each other.
+    """Returns the seconds of operators that follow each other: on CUDA the longer of the host's starts and the device's work,
+    on a CPU both.
 
     Raises PlanError "machine-matmul" for a product of a dtype of which the machine file says nothing.
     """
@@ -96,6 +101,10 @@ def seconds_of(operators: Sequence[Operator], device: DeviceTable) -> float:
 
 
 def _alone(operator: Operator, device: DeviceTable) -> float:
+    """Returns the seconds of one operator on the device: the longer of its memory traffic and, for a product, of its FLOPs.
+
+    Raises PlanError "machine-matmul" for a product of a dtype of which the machine file says nothing.
+    """
     memory_s = operator.num_bytes / device.memory_bandwidth
     if not operator.flops:
         return memory_s

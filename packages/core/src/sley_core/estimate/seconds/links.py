@@ -1,4 +1,4 @@
-"""Seconds of an exchange over a group of ranks: latency, and bytes over the slowest link on their way.
+"""Prices an exchange over a group of ranks: latency, and bytes over the slowest link on their way.
 
 Ranks r // ranks_per_host share a host. Collectives are rings: of n ranks each sends n - 1 parts of n, in an all-reduce twice. A
 ring over hosts crosses from host to host once for each network card that its ranks there have; where the card is shared, once,
@@ -26,7 +26,7 @@ class Cost(NamedTuple):
     attended_s: float = 0.0
 
     def with_overlap(self, share: float) -> Cost:
-        """Returns the cost where only `share` of it runs beside computing."""
+        """Returns the cost where only `share`, from 0 to 1, of it runs beside computing: the rest is added to `attended_s`."""
         return Cost(
             self.latency_s * share, self.work_s * share, self.attended_s + (1 - share) * (self.latency_s + self.work_s)
         )
@@ -36,8 +36,10 @@ NOTHING = Cost(0.0, 0.0)
 
 
 def collective(kind: Collective, num_bytes: int, ranks: Sequence[int], links: LinksTable) -> Cost:
-    """Returns the cost of a collective of a tensor of `num_bytes` over the global ranks `ranks`, while the other ranks of
-    their hosts do the same in groups of theirs. Raises PlanError "machine-links" for a link that the machine file lacks.
+    """Returns the cost of a collective of a whole tensor of `num_bytes` over the global ranks `ranks`, while the other ranks of
+    their hosts do the same in groups of theirs; nothing for one rank.
+
+    Raises PlanError "machine-links" for a link that the machine file lacks.
     """
     size = len(ranks)
     if size == 1:
@@ -67,7 +69,10 @@ def collective(kind: Collective, num_bytes: int, ranks: Sequence[int], links: Li
 
 
 def message(num_bytes: int, sender: int, receiver: int, links: LinksTable) -> Cost:
-    """Returns the cost of a message, while all ranks of the sender's host send one too. Raises as `collective`."""
+    """Returns the cost of a message of `num_bytes` between two global ranks, while all ranks of the sender's host send one too.
+
+    Raises PlanError "machine-links" for a link that the machine file lacks.
+    """
     if sender // links.ranks_per_host == receiver // links.ranks_per_host:
         same = _same(links)
         way = _way(same, "send")
@@ -79,6 +84,9 @@ def message(num_bytes: int, sender: int, receiver: int, links: LinksTable) -> Co
 
 
 def _swap(num_bytes: int, size: int, per_host: int, hosts: int, links: LinksTable) -> Cost:
+    """Returns the cost of an all-to-all of tensors of `num_bytes` among `size` ranks on `hosts` hosts, at most `per_host` on
+    one: parts for ranks of the same host and of others go at once, and the slower way counts.
+    """
     latencies, seconds, overlaps = [0.0], [0.0], [1.0]
     if per_host > 1:
         same = _same(links)
@@ -97,24 +105,28 @@ def _swap(num_bytes: int, size: int, per_host: int, hosts: int, links: LinksTabl
 
 
 def _way(link: LinkTable, kind: Collective | Literal["send"]) -> WayTable:
-    """What a kind of exchange reaches: its own figures, else those of the link."""
+    """Returns the figures of one kind of exchange over a link: its own where the machine file has them, else
+    those of the link.
+    """
     own: WayTable | None = getattr(link, kind)
     return own or link
 
 
 def _between_ranks(same: LinkTable, kind: Collective | Literal["send"], links: LinksTable) -> float:
-    """Bytes per second of one rank while all of its host send: a share of a bus that they share."""
+    """Returns the bytes per second of one rank while all of its host send: a share of the bandwidth where it is `shared`."""
     bandwidth = _way(same, kind).bandwidth
     return bandwidth / links.ranks_per_host if same.shared else bandwidth
 
 
 def _same(links: LinksTable) -> LinkTable:
+    """Returns the link within a host. Raises PlanError "machine-links" if the machine file has none."""
     if links.same_host is None:
         raise _missing("same_host", "ranks of one host exchange tensors", "`train-cli calibrate --ranks 2` measures it")
     return links.same_host
 
 
 def _other(links: LinksTable) -> LinkTable:
+    """Returns the link between hosts. Raises PlanError "machine-links" if the machine file has none."""
     if links.other_host is None:
         what = f"ranks are {links.ranks_per_host} to a host, and exchange tensors between hosts"
         raise _missing("other_host", what, "write its latency and bandwidth, or more `ranks_per_host`")

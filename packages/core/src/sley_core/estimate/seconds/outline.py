@@ -1,4 +1,4 @@
-"""The lists of a step as numbers, made once and timed with the costs of many layouts.
+"""Turns the lists of a step into numbers, made once and timed with the costs of many layouts.
 
     list of a stage    post B0 > F0.0 > send F0 > ...     actions, transfers
     beats of a stage   (begins, awaited, seconds), ...    of each: exchanges that it begins, the one that it then waits for, and
@@ -57,7 +57,10 @@ class Exchanges:
     ports: list[tuple[int, ...]] = field(default_factory=list)
 
     def add(self, members: Sequence[int], cost: int, *, shared: bool = True) -> int:
-        """Returns the number of a new exchange. shared: whether it uses the links of its members."""
+        """Adds an exchange of the stages `members` and returns its number; it waits until each of them has begun it.
+
+        cost: the number of its cost. shared: whether it uses the links of its members in both directions.
+        """
         self.costs.append(cost)
         self.missing.append(len(members))
         self.followers.append([])
@@ -65,14 +68,16 @@ class Exchanges:
         return len(self.costs) - 1
 
     def follow(self, before: int, after: int) -> None:
-        """Puts `after` behind `before`, on the lane of a member."""
+        """Makes the exchange `after` wait for `before`, which a member has begun before it on the same lane; numbers."""
         self.followers[before].append(after)
         self.missing[after] += 1
 
 
 @dataclass
 class Filled:
-    """A step with its costs. beats: of each stage. seconds: of the beats. costs: of each number of a cost."""
+    """Holds a step with its costs. beats: of each stage. seconds: what numbers of seconds in beats stand for. costs: what
+    numbers of costs in exchanges stand for.
+    """
 
     beats: list[list[Beat]]
     exchanges: Exchanges
@@ -96,7 +101,11 @@ class Outline:
         self._chain(orders)
 
     def _of_stage(self, stage: int, orders: list[dict[tuple[int, int], list[int]]]) -> list[Beat]:
-        """Returns the beats of a stage. Adds to `orders` the messages that it begins, by sender and receiver."""
+        """Returns the beats of a stage, with numbers for its messages; the last one begins what is left, and computes nothing.
+
+        Appends to `orders` the numbers of the messages that the stage begins, in order, by (sender, receiver), and to
+        `_changed` the actions, by number of beat, at which weights are waited for or sums may start.
+        """
         position_of = [self.placement.position(stage, chunk) for chunk in range(self.placement.chunks)]
         stage_of = self.placement.route
         special = {id(one) for one in (*self._firsts[stage].values(), *self._lasts[stage].values())}
@@ -125,11 +134,13 @@ class Outline:
 
     @property
     def nothing(self) -> int:
-        """The number of no seconds."""
+        """Returns the number of the entry of `seconds` that is 0: the one behind all positions and kinds of actions."""
         return self.placement.num_positions * len(KINDS)
 
     def _number(self, delivery: Delivery) -> int:
-        """Returns the number of the message that brings `delivery`, from stage to stage."""
+        """Returns the number of the message that brings `delivery` from one stage to another; the first time, adds it to the
+        exchanges.
+        """
         found = self._numbers.get(delivery)
         if found is None:
             sender, receiver = self.placement.route[delivery.origin], self.placement.route[delivery.position]
@@ -139,7 +150,7 @@ class Outline:
         return found
 
     def _message(self, entry: Transfer, stage: int) -> tuple[int, tuple[int, int]]:
-        """Returns the number of the message of which `entry` is one end, at `stage`, and its sender and receiver."""
+        """Returns the number of the message of which `entry` is one end, at `stage`, and (sender, receiver)."""
         if entry.op == "send":
             position, lane = self.placement.position(entry.peer, entry.peer_chunk), (stage, entry.peer)
         else:
@@ -147,7 +158,9 @@ class Outline:
         return self._number(Delivery(entry.flow, position, entry.micro)), lane
 
     def _chain(self, orders: Sequence[dict[tuple[int, int], list[int]]]) -> None:
-        """Puts messages of a lane one behind the other, at the sender and then at the receiver, as each begins them."""
+        """Makes each message wait for the one before it on its lane, (sender, receiver): at the sender, and at the receiver, in
+        the order in which each begins them. orders: of each stage, its messages by lane.
+        """
         lanes = {lane for order in orders for lane in order}
         for lane in sorted(lanes):
             for end in lane:
@@ -156,7 +169,9 @@ class Outline:
                     self._messages.follow(before, after)
 
     def fill(self, work: StepWork) -> Filled:
-        """Returns the step with the costs of `work`, which `Timed` runs."""
+        """Returns the step with the costs, exchanges and seconds of `work`, for `Timed`, which uses it up. Changes nothing
+        here.
+        """
         return _Outlined(self, work).filled()
 
 
@@ -177,11 +192,14 @@ class _Outlined:
         self._latest: dict[tuple[str, int], int] = {}
 
     def filled(self) -> Filled:
+        """Returns the step of all stages; to be called once."""
         beats = [self._of_stage(stage) for stage in range(len(self.outline.lists))]
         return Filled(beats, self.exchanges, self.seconds, self.costs)
 
     def _of_stage(self, stage: int) -> list[Beat]:
-        """Returns the beats of a stage, with what its exchanges of gradients and weights change."""
+        """Returns the beats of a stage: those of the outline, but where exchanges of gradients and weights begin or are waited
+        for, those of the words that `StageWords` gives.
+        """
         outline, plain = self.outline, self.outline._beats[stage]
         firsts, lasts = outline._firsts[stage], outline._lasts[stage]
         words = StageWords(stage, outline.placement, self.work, len(outline.lists), firsts, lasts)
@@ -199,7 +217,9 @@ class _Outlined:
         return made.closed()
 
     def number(self, exchange: Exchange, stage: int) -> int:
-        """Returns the number of an exchange that `stage` begins now, behind all that it began before on the same lane."""
+        """Returns the number of an exchange that `stage` begins now, behind what it began before on the same lane; adds it if
+        new.
+        """
         found = self._numbers.get(exchange.key)
         if found is None:
             found = self.exchanges.add(exchange.members, len(self.costs), shared=bool(exchange.links))
@@ -212,11 +232,11 @@ class _Outlined:
         return found
 
     def awaited(self, key: Hashable) -> int:
-        """Returns the number of an exchange that a stage has begun, or of a message to it."""
+        """Returns the number of the exchange that `key` names: a message, or an exchange that a stage has begun."""
         return self.outline._numbers[key] if isinstance(key, Delivery) else self._numbers[key]
 
     def place(self, seconds: float) -> int:
-        """Returns the number of an entry of `seconds`."""
+        """Adds an entry to `seconds` and returns its number; of 0 seconds, the number of the entry that is there already."""
         if not seconds:
             return self.outline.nothing
         self.seconds.append(seconds)
@@ -234,18 +254,19 @@ class _Beats:
         self.awaited = NONE
 
     def copy(self, plain: Sequence[Beat]) -> None:
-        """Adds beats of the outline; what is open becomes part of the first."""
+        """Adds beats of the outline as they are; first closes the beat that is open, if it begins or awaits something."""
         if plain and (self.begins or self.awaited != NONE):
             self._close(self.filling.outline.nothing)
         self.beats += plain
 
     def begin(self, numbers: Iterable[int]) -> None:
+        """Adds exchanges to those that the open beat begins; first closes one that waits, since waiting comes after."""
         if self.awaited != NONE:
             self._close(self.filling.outline.nothing)
         self.begins += numbers
 
     def put(self, words: Iterable[Word]) -> None:
-        """Adds words of a program."""
+        """Adds words of a program: what they begin and await goes into the open beat, and computing closes it."""
         for word in words:
             if isinstance(word, Begin):
                 self.begin([self.filling.number(word.exchange, self.stage)])
@@ -257,18 +278,21 @@ class _Beats:
                 self._close(self.filling.place(word.seconds))
 
     def closed(self) -> list[Beat]:
-        """Returns all beats."""
+        """Closes the beat that is open, if it begins or awaits something, and returns all beats."""
         if self.begins or self.awaited != NONE:
             self._close(self.filling.outline.nothing)
         return self.beats
 
     def _close(self, seconds: int) -> None:
+        """Adds the open beat, with `seconds` the number of an entry, and opens an empty one."""
         self.beats.append(Beat(tuple(self.begins), self.awaited, seconds))
         self.begins, self.awaited = [], NONE
 
 
 def _in_turn(layers: Sequence[LayerSeconds], kind: Kind) -> float:
-    """Returns the seconds of layers that follow each other, added in their order: `sum` would round in another way."""
+    """Returns the seconds that layers take one after the other in an action of `kind`, added in the order in which they run:
+    `sum`, or another order, would round in another way.
+    """
     total = 0.0
     for layer in layers if kind is Kind.FORWARD else reversed(layers):
         total += layer.of(kind)

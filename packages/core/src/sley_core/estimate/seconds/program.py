@@ -1,4 +1,4 @@
-"""What a rank does in a step, as the simulator takes it: it computes, begins exchanges and waits for them.
+"""Says what a rank does in a step, as the simulator takes it: it computes, begins exchanges and waits for them.
 
     Compute F0.0 ── Begin "send F0.0" ── Begin "post B0.0" ── Compute F0.1 ── ... ── Await "post B0.0" ── Compute B0.0
 

@@ -1,4 +1,4 @@
-"""How long a step takes, and what it waits for: the simulated step, read."""
+"""Reads a simulated step: how long it takes, and what it waits for."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class StepSeconds:
         return 1.0 - self.computing_s[stage] / self.seconds if self.seconds > 0 else 0.0
 
     def exposed_s(self, stage: int) -> dict[str, float]:
-        """Returns the seconds for which a stage waits, by kind of exchange: `up`, `down`, `reduce`, `all`."""
+        """Returns the seconds for which a stage waits for exchanges, or does its own part of them, by the first word of the
+        exchange's lane: `up`, `down`, `reduce`, `all`, ...
+        """
         found: dict[str, float] = defaultdict(float)
         for span in self.exposed:
             if span.rank == stage:
@@ -44,7 +46,7 @@ class StepSeconds:
 
 
 def simulate_step(lists: Sequence[Lowered], placement: Placement, work: StepWork) -> StepSeconds:
-    """Returns the step that lowered lists make with `work`. Pure.
+    """Returns the step that lowered lists make with the seconds and costs of `work`. Pure.
 
     Raises PlanError "schedule-deadlock" for lists that come to a stop.
     """
@@ -52,15 +54,20 @@ def simulate_step(lists: Sequence[Lowered], placement: Placement, work: StepWork
 
 
 def simulated_s(outline: Outline, work: StepWork) -> float:
-    """Returns the seconds of the step that `simulate_step` returns for the lists of `outline`, to the bit, and nothing else of
-    it: for who looks at many steps of the same lists. Pure; raises as `simulate_step`.
+    """Returns only the seconds of the step that `simulate_step` makes of the lists of `outline` and `work`, equal to the bit,
+    in a fraction of the time. Pure.
+
+    Raises PlanError "schedule-deadlock" for lists that come to a stop.
     """
     found = Timed(outline.fill(work)).run()
     return simulate_step(outline.lists, outline.placement, work).seconds if found is None else found
 
 
 def simulate_programs(programs: Sequence[Program]) -> StepSeconds:
-    """Returns the step that the programs of all representatives make. Raises as `simulate_step`."""
+    """Returns the step that the programs of all representatives make, one per stage. Pure.
+
+    Raises PlanError "schedule-deadlock" for programs that come to a stop.
+    """
     lanes = Lanes(programs)
     lanes.run()
     computing, updating = [0.0] * len(programs), [0.0] * len(programs)

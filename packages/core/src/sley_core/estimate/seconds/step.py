@@ -1,4 +1,4 @@
-"""Programs of all stages from their lowered lists: the same lists that run, with what each action takes.
+"""Makes programs of all stages from their lowered lists: the same lists that run, with what each action takes.
 
 The ranks of a stage do the same at the same time, so one of them stands for all. Stages meet in the messages between them, in
 sums of what several hold, and in the norm at the end of the step.
@@ -61,7 +61,7 @@ class StepWork:
 
 
 def programs_of(lists: Sequence[Lowered], placement: Placement, work: StepWork) -> list[list[Word]]:
-    """Returns one program per stage. Pure: the same arguments give the same programs."""
+    """Returns one program per stage: its list, with the seconds, messages and exchanges of `work`. Pure."""
     found = []
     for stage, steps in enumerate(lists):
         first, last = firsts_of(steps), lasts_of(steps)
@@ -70,12 +70,12 @@ def programs_of(lists: Sequence[Lowered], placement: Placement, work: StepWork) 
 
 
 def firsts_of(steps: Lowered) -> dict[int, Action]:
-    """Returns the first forward of each chunk of a list."""
+    """Returns the first forward of each chunk of a list, by chunk."""
     return {step.chunk: step for step in reversed(steps) if isinstance(step, Action) and step.kind is Kind.FORWARD}
 
 
 def lasts_of(steps: Lowered) -> dict[int, Action]:
-    """Returns the last action of each chunk of a list that changes gradients."""
+    """Returns the last action of each chunk of a list that changes gradients, by chunk."""
     return {step.chunk: step for step in steps if isinstance(step, Action) and step.kind in GRADIENT_KINDS}
 
 
@@ -108,7 +108,9 @@ class StageWords:
                 self._of_use[one.starts, use].append(number)
 
     def words(self, steps: Lowered) -> Iterator[Word]:
-        """Yields the whole program, of a lowered list."""
+        """Yields the whole program of `steps`, the stage's lowered list: what comes before it, messages and actions, what comes
+        after.
+        """
         yield from self.head()
         for step in steps:
             if isinstance(step, Transfer):
@@ -118,11 +120,13 @@ class StageWords:
         yield from self.tail()
 
     def head(self) -> Iterator[Word]:
-        """Yields what comes before the list."""
+        """Yields what comes before the list: the beginnings of exchanges of weights that the step before has updated."""
         yield from self._begin_all("updated", range(len(self.gradients)))
 
     def tail(self) -> Iterator[Word]:
-        """Yields what comes after the list, whose actions must have been yielded."""
+        """Yields what comes after the list, whose actions must have been yielded: handler by handler, the exchanges that start
+        there and the waits for all of its; the sum over all stages; the seconds of the update.
+        """
         assert not any(self.left.values()), f"gradients of {self.left} never came"
         for handler in sorted({one.handler for one in self.gradients}):
             own = [number for number, one in enumerate(self.gradients) if one.handler == handler]
@@ -136,16 +140,20 @@ class StageWords:
             yield Compute(rest)
 
     def _begin_all(self, starts: str, numbers: Iterable[int]) -> Iterator[Word]:
+        """Yields the beginnings of those of the exchanges `numbers` that start at `starts`."""
         yield from (Begin(self._exchange(number)) for number in numbers if self.gradients[number].starts == starts)
 
     def _wait_for(self, numbers: Iterable[int]) -> Iterator[Word]:
+        """Yields a wait for each of the exchanges `numbers` that was not waited for before, and notes that it was."""
         for number in numbers:
             if number not in self.awaited:
                 self.awaited.add(number)
                 yield Await(self._exchange(number).key)
 
     def action(self, action: Action) -> Iterator[Word]:
-        """Yields an action: what it waits for, its layers, and what starts behind one of them."""
+        """Yields an action: the wait for a message that it needs, the seconds of its layers, and between them waits for weights
+        at the first forward of a chunk, and beginnings of sums at the last action that changes the chunk's gradients.
+        """
         position = self.placement.position(self.stage, action.chunk)
         needed = taken(action, position, self.placement)
         if needed is not None and self.placement.holder(needed.origin).stage != self.stage:
@@ -169,11 +177,15 @@ class StageWords:
         yield Compute(pending_s, action)
 
     def _due(self, use: Use) -> list[int]:
-        """Returns the exchanges of weights for which the first forward of a layer waits."""
+        """Returns the numbers of the exchanges of weights for which the first forward of a layer waits. use: its chunk, and its
+        number there.
+        """
         return self._of_use.get(("updated", use), [])
 
     def _ready(self, use: Use) -> list[int]:
-        """Returns the exchanges that may start now that the last backward of a layer is done."""
+        """Returns the numbers of the exchanges that may start now that the last backward of a layer is done: those of which it
+        was the last layer. Notes that it is done.
+        """
         found = []
         for number in self._of_use.get(("ready", use), []):
             left = self.left[number]
@@ -183,6 +195,9 @@ class StageWords:
         return found
 
     def _exchange(self, number: int) -> Exchange:
+        """Returns exchange number `number` of the stage as the simulator takes it: with its members, its key, equal on all of
+        them, and the links of each member in both directions.
+        """
         one = self.gradients[number]
         members = one.members or (self.stage,)
         key: Hashable = ("gradients", self.stage, number) if one.key is None else one.key
@@ -193,7 +208,7 @@ class StageWords:
 def message_exchange(entry: Transfer, stage: int, placement: Placement, cost: Callable[[int], Cost]) -> Exchange:
     """Returns the message of which `entry` is one end, at `stage`; equal at both of its ends.
 
-    cost: of what crosses between position i of the model and i + 1.
+    cost: of what crosses between positions i and i + 1 of the model, given i.
     """
     if entry.op == "send":
         position, sender, receiver = placement.position(entry.peer, entry.peer_chunk), stage, entry.peer

@@ -1,4 +1,5 @@
-"""Runs a filled outline in simulated time: what `lanes.py` does, with numbers for words, and told is when the step ends alone.
+"""Runs a filled outline in simulated time: does what `lanes.py` does, with numbers for words, and tells only when the step
+ends.
 
 `Lanes` is its oracle: both go from event to event in the same order, and add the same seconds in the same order, so that they
 give the same bits. Who wants to know why a step takes so long asks `Lanes`.
@@ -42,7 +43,7 @@ class Timed:
         self._end_s = 0.0
 
     def run(self) -> float | None:
-        """Returns the seconds of the step; None if some stages wait for ever."""
+        """Runs the step; returns its seconds, or None if some stages wait for ever. To be called once."""
         events, stages, ends = self._events, len(self._beats), len(self._beats) + len(self._latest)
         for stage in range(stages):
             self._begin(stage, 0.0)
@@ -57,7 +58,9 @@ class Timed:
         return None if self._running else self._end_s
 
     def _begin(self, stage: int, now_s: float) -> None:
-        """Goes on with the next beats of a stage, until one takes time or must wait."""
+        """Goes on with the next beats of a stage from `now_s`, until one takes time or must wait; behind the last, the stage is
+        done.
+        """
         beats, missing = self._beats[stage], self._missing
         for at in range(self._at[stage], len(beats)):
             begins, awaited, place = beats[at]
@@ -78,7 +81,9 @@ class Timed:
         self._end_s = max(self._end_s, now_s)
 
     def _compute(self, stage: int, now_s: float) -> None:
-        """Goes on with the beat of a stage that has waited."""
+        """Goes on with the beat of a stage whose wait is over: its own part of the exchange, then computing, then the next
+        beats.
+        """
         at = self._at[stage]
         self._at[stage] = at + 1
         _, awaited, place = self._beats[stage][at]
@@ -89,11 +94,13 @@ class Timed:
             self._begin(stage, now_s)
 
     def _start(self, one: int, now_s: float) -> None:
-        """Starts an exchange that all members have begun and that is first of its lane at each of them."""
+        """Starts exchange number `one`, which all members have begun and which is first of its lane at each:
+        its latency runs.
+        """
         self._event(now_s + self._latency_s[one], len(self._beats) + one)
 
     def _join_links(self, one: int, now_s: float) -> None:
-        """Its latency is over: its bytes begin to move, beside those of others on its links."""
+        """Begins to move the bytes of an exchange whose latency is over, beside those of others on its links."""
         self._since_s[one] = now_s
         alone = True
         for port in self._ports[one]:
@@ -107,7 +114,7 @@ class Timed:
             self._share_again(self._ports[one], now_s)
 
     def _share_again(self, ports: tuple[int, ...], now_s: float) -> None:
-        """Computes anew when those on the links will end."""
+        """Computes anew when the exchanges on any of the links `ports` will end."""
         moving = self._on_port[ports[0]]
         for port in ports[1:]:
             moving = moving + [one for one in self._on_port[port] if one not in moving]
@@ -115,7 +122,9 @@ class Timed:
             self._move(one, now_s)
 
     def _move(self, one: int, now_s: float) -> None:
-        """Computes anew when an exchange will end. Its share is that of the fullest of its links."""
+        """Computes anew when exchange `one` will end: it goes at 1/n, n being the number of exchanges on the fullest of its
+        links.
+        """
         left_s = self._left_s[one] = self._left_s[one] - (now_s - self._since_s[one]) * self._share[one]
         self._since_s[one] = now_s
         full = 1
@@ -127,7 +136,9 @@ class Timed:
         self._latest[one] = self._number
 
     def _end(self, one: int, now_s: float) -> None:
-        """Ends an exchange: others have more of its links, the next of its lanes start, and its members go on."""
+        """Ends an exchange: others have more of its links, those that follow on its lanes may start, and stages that wait for
+        it go on.
+        """
         waits, self._waits[one] = self._waits[one], None
         others = False
         for port in self._ports[one]:

@@ -1,4 +1,4 @@
-"""The members of a group to each other: where each has its inbox, what may be copied, and whether it is still there.
+"""Connects the members of a group: where each has its inbox, what may be copied, and whether it is still there.
 
 Both copies need the right to trace the peer, which same users have unless Yama or a container forbids it. `Connection.open`
 tries, and answers None where any pair of ranks cannot. A peer is known by a descriptor of its process (`pidfd_open`), asked
@@ -80,18 +80,20 @@ class Connection:
         return made if all(gather_values(able, lane)) else None
 
     def read(self, peer: int, here: Sequence[MemorySpan], there: Sequence[MemorySpan], what: str) -> None:
-        """Copies `there`, of the peer's memory, into `here`; both are as long. Raises RunError `collective-failed`."""
+        """Copies `there`, of the memory of the peer at coordinate `peer`, into `here`; both are as long. Raises RunError
+        `collective-failed` if it has ended, or its memory cannot be reached. what: for the message.
+        """
         num_bytes = -1 if self._has_ended(peer) else read(self._cards[peer].pid, here, there)
         self._copied(num_bytes, there, peer, what)
 
     def try_read(self, peer: int, here: MemorySpan, there: MemorySpan) -> bool:
-        """Returns whether `there`, of the peer's memory, could be copied into `here`."""
+        """Copies `there`, of the peer's memory, into `here`; returns whether all of it could be copied. Never raises."""
         return not self._has_ended(peer) and read(self._cards[peer].pid, [here], [there]) == here.num_bytes
 
     def push(self, peer: int, here: Sequence[MemorySpan], at: int, what: str) -> None:
-        """Copies the words of `here`, in their order, into the peer's inbox, from word `at` on.
+        """Copies the words of `here`, span after span, into the peer's inbox, from word number `at` on.
 
-        Only while that is the process that has it. Raises RunError `collective-failed`.
+        Raises RunError `collective-failed` if the process that has the inbox has ended, or its memory cannot be reached.
         """
         address = self._cards[peer].inbox + at * WORD_BYTES
         there = []
@@ -102,10 +104,11 @@ class Connection:
         self._copied(num_bytes, there, peer, what)
 
     def wait_until(self, is_true: Callable[[], bool], late: Callable[[], int], turn: Turn) -> None:
-        """Waits until `is_true()`; holds no core after a millisecond. late: the peer for which that waits. turn: in what.
+        """Calls `is_true` until it returns True; from a millisecond on sleeps in between, and holds no core.
 
-        Raises RunError `collective-failed` where that peer has ended, or does not come in time, and `ranks-differ` where ranks
-        wait for each other.
+        late: returns the coordinate of a peer for which that waits. turn: what the exchange is, for errors and for who asks who
+        waits. Raises RunError `collective-failed` where that peer has ended, or does not come within `timeout_s`, and
+        `ranks-differ` where ranks wait for each other.
         """
         began = looked = time.perf_counter()
         progress = turn.members.progress
@@ -127,11 +130,13 @@ class Connection:
         progress.waited()
 
     def _copied(self, num_bytes: int, spans: Sequence[MemorySpan], peer: int, what: str) -> None:
+        """Raises RunError `collective-failed` unless `num_bytes` is the length of `spans`: all was copied."""
         if num_bytes != sum(span.num_bytes for span in spans):
             message = self._failure(peer, what, "its memory cannot be reached any more")
             raise RunError("collective-failed", message, hint=HINT)
 
     def _failure(self, peer: int, what: str, why: str) -> str:
+        """Returns the message of an exchange of `what` with a peer that failed, and why."""
         return f"the exchange of {what} with rank {self._rank_of(peer)} failed on rank {self.members.rank}: {why}"
 
     def _rank_of(self, peer: int) -> int:
@@ -139,7 +144,9 @@ class Connection:
         return self.members.ranks[peer]
 
     def _watch(self) -> bool:
-        """Returns whether the ends of all peers can be seen: Linux 5.3 can, if nothing forbids it."""
+        """Opens a descriptor of each peer's process, by which its end is seen; returns whether that works for all: from Linux
+        5.3 on, if nothing forbids it. They are closed with this object.
+        """
         watched: list[int] = []
         weakref.finalize(self, _close, watched)
         for peer in self.peers:
@@ -152,11 +159,11 @@ class Connection:
         return True
 
     def _has_ended(self, peer: int) -> bool:
-        """Returns whether its process is gone, and its number perhaps another's; 1 us."""
+        """Returns whether the peer's process is gone, and its number perhaps another's. Takes 1 us."""
         return bool(self._ends[peer].poll(0))
 
     def _can_reach(self, peer: int) -> bool:
-        """Returns whether the peer's inbox can be read, and written; it begins with its token."""
+        """Returns whether the peer's process is there and its inbox, which begins with its token, can be read and written."""
         if self._has_ended(peer):
             return False
         card = self._cards[peer]
@@ -173,7 +180,9 @@ def _close(descriptors: list[int]) -> None:
 
 
 def _host() -> Hashable:
-    """Returns which machine, and which numbering of processes; None where that is not told, or others' memory not read."""
+    """Returns what is equal for processes that may read each other: this machine's boot and its numbering of processes. None
+    where that is not told, or this is not Linux on x86-64.
+    """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
     try:

@@ -1,4 +1,4 @@
-"""The memory of a rank that its peers write into: who offers what, and who has read what.
+"""Lays out the memory of a rank that its peers write into: who offers what, and who has read what.
 
     token | of each peer, for each ring: SLOTS offers, then SLOTS numbers of this rank's offers that the peer has read
 
@@ -63,23 +63,27 @@ class Inbox:
 
     @property
     def address(self) -> int:
-        """Where it begins, with its token."""
+        """Returns the address where it begins, with its token."""
         return ctypes.addressof(self.words)
 
     def offer(self, peer: int, ring: int, slot: int) -> Offer:
-        """Returns a view of what `peer` offers in `slot`."""
+        """Returns a view of what the peer at coordinate `peer` offers in `slot` of ring number `ring`."""
         return Offer.from_buffer(self.words, self.offer_at(peer, ring, slot) * WORD_BYTES)
 
     def offer_at(self, peer: int, ring: int, slot: int) -> int:
-        """Returns the index of the word where that offer begins; the same in the inboxes of all members."""
+        """Returns the index of the word where the offer of `peer` in `slot` of a ring begins; the same in the inboxes of all
+        members.
+        """
         return 1 + (peer * self.num_rings + ring) * _RING_WORDS + slot * _OFFER_WORDS
 
     def number_at(self, peer: int, ring: int, slot: int) -> int:
-        """Returns the index of the word that has that offer's number."""
+        """Returns the index of the word that has the number of the offer of `peer` in `slot` of a ring."""
         return self.offer_at(peer, ring, slot) + _OFFER_WORDS - 1
 
     def read_at(self, peer: int, ring: int, slot: int) -> int:
-        """Returns the index of the word that has the number of this rank's offer, of that slot, that `peer` has read."""
+        """Returns the index of the word in which `peer` writes the number of this rank's offer in `slot` of a ring once it has
+        read it.
+        """
         return 1 + (peer * self.num_rings + ring) * _RING_WORDS + SLOTS * _OFFER_WORDS + slot
 
 

@@ -1,4 +1,4 @@
-"""A row of offers: tensors that each member lets the others read, in one order on all of them."""
+"""Keeps a row of offers: tensors that each member lets the others read, in one order on all of them."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ class Offers:
         self._marks: dict[int, Mark] = {}
 
     def offer(self, tensors: Sequence[Tensor], mark: Mark, complete: Callable[[], None] | None = None) -> int:
-        """Lets every peer read `tensors`; returns the offer's number. All members make their offers in one order, which
-        `wait_table` verifies: each says by `mark` what it is.
+        """Lets every peer read `tensors` and returns the offer's number, from 1. If RING offers are open, first completes the
+        oldest and waits until peers have read it.
 
-        complete: reads what the peers offer for this one, and returns when they are done with it. Called when the ring is full,
-        to avoid a deadlock in which every rank waits for a reader.
+        All members make their offers in one order, which `wait_table` verifies: each says by `mark` what it is. complete: reads
+        what the peers offer for this one, and returns when they are done with it; called when the ring is full, to avoid a
+        deadlock in which every rank waits for a reader.
         """
         number = self._num_offers = self._num_offers + 1
         self._progress.started(
@@ -68,9 +69,10 @@ class Offers:
         return number
 
     def wait_table(self, peer: int, number: int, what: str) -> Sequence[int]:
-        """Waits for the peer's offer `number`; returns where its tensors lie in the peer's memory.
+        """Waits for the peer's offer `number`; returns the address of each of its tensors in the peer's memory.
 
-        Raises RunError `ranks-differ` where this rank's offer of that number is of something else, or of another length.
+        Raises RunError `ranks-differ` where this rank's offer of that number is of something else, or of another length, and
+        `collective-failed` where the peer has ended or does not come in time.
         """
         slot = number % RING
         self._wait_word(self._inbox.number_at(peer, self._ring, slot), number, peer, what, self._queue)
@@ -87,11 +89,15 @@ class Offers:
         return list(addresses)
 
     def read(self, peer: int, here: Sequence[MemorySpan], there: Sequence[MemorySpan], what: str) -> None:
-        """Copies `there`, of the peer's memory, into `here`; both are as long."""
+        """Copies `there`, of the peer's memory, into `here`; both are as long. Raises RunError `collective-failed` if it cannot
+        be read.
+        """
         self.connection.read(peer, here, there, what)
 
     def done(self, peer: int, number: int, what: str) -> None:
-        """Tells the peer that this rank has read, or will never read, its offer `number`."""
+        """Tells the peer that this rank has read, or will never read, its offer `number`, and notes that for who asks who
+        waits.
+        """
         word = ctypes.c_int64(number)
         at = self._inbox.read_at(self.coord, self._ring, number % RING)
         self.connection.push(peer, [MemorySpan(ctypes.addressof(word), WORD_BYTES)], at, what)
@@ -107,28 +113,32 @@ class Offers:
         return self._late(self._inbox.read_at, number) is None
 
     def late_offerer(self, number: int) -> int:
-        """Returns a peer that has not made its offer `number`; any, where all have."""
+        """Returns the coordinate of a peer that has not made its offer `number`; of any, where all have."""
         late = self._late(self._inbox.number_at, number)
         return self.peers[0] if late is None else late
 
     def late_reader(self, number: int) -> int:
-        """Returns a peer that is not done with this rank's offer `number`; any, where all are."""
+        """Returns the coordinate of a peer that is not done with this rank's offer `number`; of any, where all are."""
         late = self._late(self._inbox.read_at, number)
         return self.peers[0] if late is None else late
 
     def wait_read(self, number: int, what: str) -> None:
-        """Waits until every peer is done with this rank's offer `number`."""
+        """Waits until every peer is done with this rank's offer `number`, which is then no longer open. Raises RunError
+        `collective-failed` where one has ended or does not come in time.
+        """
         for peer in self.peers:
             at = self._inbox.read_at(peer, self._ring, number % RING)
             self._wait_word(at, number, peer, what, self._read_queues[self.coord])
         self._open.pop(number, None)
 
     def turn(self, number: int, what: str) -> Turn:
-        """Returns what a wait for the peers' offers `number` is to those that ask who waits in what."""
+        """Returns the description of a wait for the peers' offers `number`, by which others find out who waits for whom."""
         return Turn("exchange", self.connection.members, what, self._queue, number)
 
     def read_turn(self, number: int, what: str) -> Turn:
-        """Returns that of a wait until the peers are done with this rank's offer `number`."""
+        """Returns the description of a wait until the peers are done with this rank's offer `number`, by which others find out
+        who waits for whom.
+        """
         return Turn("exchange", self.connection.members, what, self._read_queues[self.coord], number)
 
     def _wait_word(self, at: int, number: int, peer: int, what: str, queue: str) -> None:
@@ -142,7 +152,9 @@ class Offers:
             self.connection.wait_until(lambda: words[at] >= number, lambda: peer, turn)
 
     def _late(self, at: Callable[[int, int, int], int], number: int) -> int | None:
-        """Returns the first peer whose word at `at` is of an offer before `number`; None where there is none."""
+        """Returns the first peer that has not come to `number` at its word of this rank's inbox, whose index `at` returns; None
+        if all have.
+        """
         words, slot = self._inbox.words, number % RING
         return next((peer for peer in self.peers if words[at(peer, self._ring, slot)] < number), None)
 

@@ -29,7 +29,7 @@ class _Vector(ctypes.Structure):
 
 
 def _function(name: str) -> Any:
-    """None where the C library has no such function."""
+    """Returns a function of the C library by its name; None where it has none such."""
     try:
         found = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (AttributeError, OSError, TypeError):
@@ -43,17 +43,21 @@ _writev = _function("process_vm_writev")
 
 
 def read(pid: int, here: Sequence[MemorySpan], there: Sequence[MemorySpan]) -> int:
-    """Copies `there`, of process `pid`, into `here`, as long; returns how many bytes, or -1 if it may not. Holds no GIL."""
+    """Copies `there`, of process `pid`, into `here`, as long; returns the bytes copied, or -1 if it may not. Holds no GIL."""
     return _copy(_readv, pid, here, there)
 
 
 def write(pid: int, here: Sequence[MemorySpan], there: Sequence[MemorySpan]) -> int:
-    """Copies `here` into `there`, of process `pid`, span after span; returns as `read` does."""
+    """Copies `here` into `there`, of process `pid`, span after span; returns the bytes copied, or -1 if it may not. Holds no
+    GIL.
+    """
     return _copy(_writev, pid, here, there)
 
 
 def _copy(function: Any, pid: int, here: Sequence[MemorySpan], there: Sequence[MemorySpan]) -> int:
-    """Runs `function` for as many calls as Linux's limits need; returns the bytes copied, or -1 if a call fails."""
+    """Calls `function` as often as Linux's limits need; returns the bytes copied, or -1 if a call fails or there is no
+    `function`.
+    """
     if function is None:
         return -1
     copied = 0
@@ -69,7 +73,9 @@ def _copy(function: Any, pid: int, here: Sequence[MemorySpan], there: Sequence[M
 def _calls(
     here: Sequence[MemorySpan], there: Sequence[MemorySpan]
 ) -> Iterator[tuple[Sequence[MemorySpan], Sequence[MemorySpan]]]:
-    """The same copies, as many in a call as it takes: span after span, in pairs of one length where there is more than that."""
+    """Yields the same copies, as many at a time as one call takes: all at once if they fit; else in pairs of spans of one
+    length, which are cut where they must be.
+    """
     if len(there) <= MOST_SPANS and len(here) <= MOST_SPANS and sum(span.num_bytes for span in there) <= MOST_BYTES:
         yield here, there
         return
@@ -92,4 +98,5 @@ def _calls(
 
 
 def _vectors(spans: Sequence[MemorySpan]) -> ctypes.Array[_Vector]:
+    """Returns spans in the form that Linux's calls take."""
     return (_Vector * len(spans))(*(_Vector(*span) for span in spans))

@@ -46,7 +46,9 @@ class _OneOffer(Work):
         self._offers.wait_read(self._number, self._what)
 
     def _complete(self) -> None:
-        """Does as `wait_sent`, for an exchange whose result may still be wanted."""
+        """Waits as `wait_sent` does, but keeps the result, which may still be wanted; called where the ring
+        of offers is full.
+        """
         self.wait()
         self._offers.wait_read(self._number, self._what)
 
@@ -63,7 +65,7 @@ class Gather(_OneOffer):
         self._rows = rows_of(wholes, shards, offers)
 
     def release(self) -> None:
-        """What was not awaited is never read."""
+        """Gives up the result, and tells the peers that what was not awaited will never be read."""
         if self._is_open:
             self._is_open = False
             for peer in self._offers.peers:
@@ -71,6 +73,7 @@ class Gather(_OneOffer):
         self._rows = []  # the memory may be let go, long before `wait_sent`
 
     def _take(self) -> None:
+        """Reads every peer's shards into their rows as each comes, and tells it so."""
         for peer in self._offers.peers:
             addresses = self._offers.wait_table(peer, self._number, self._what)
             here = [span(rows[peer]) for rows in self._rows]
@@ -87,6 +90,9 @@ class ReduceScatter(_OneOffer):
         super().__init__(offers, wholes, mark)
 
     def _take(self) -> None:
+        """Waits for all peers, adds their part of each whole to this rank's rows in the order of coordinates, and tells them
+        so.
+        """
         offers = self._offers
         tables = [offers.wait_table(peer, self._number, self._what) for peer in offers.peers]
         for at, own in enumerate(self._own):
@@ -105,6 +111,7 @@ class AllToAll(_OneOffer):
         received[offers.coord].copy_(sent[offers.coord])
 
     def _take(self) -> None:
+        """Reads this rank's row of every peer's `sent` as each comes, and tells it so."""
         offers = self._offers
         for peer in offers.peers:
             (address,) = offers.wait_table(peer, self._number, self._what)
@@ -133,7 +140,9 @@ class Shared(Published):
         return _SharedGather(self, wholes, shards, [self._places[shard.data_ptr()] for shard in shards])
 
     def read(self, peer: int, places: Sequence[int], here: Sequence[MemorySpan]) -> None:
-        """Copies the peer's shards at `places` into `here`."""
+        """Copies the peer's shards at `places`, numbers in the order in which they are shared, into `here`; the first time,
+        waits until the peer shares its own.
+        """
         if peer not in self._tables:
             self._tables[peer] = self.offers.wait_table(peer, self._number, self._what)
         table = self._tables[peer]
@@ -141,7 +150,7 @@ class Shared(Published):
         self.offers.read(peer, here, there, self._what)
 
     def is_offered(self) -> bool:
-        """Returns whether every peer shares its own; never blocks."""
+        """Returns whether every peer has begun to share its own; never blocks."""
         return self.offers.is_offered(self._number)
 
     def wait_sent(self) -> None:
@@ -165,13 +174,14 @@ class _SharedGather(Work):
         return not self._is_open or self._shared.is_offered()
 
     def wait(self) -> None:
+        """Reads every peer's shards into their rows, if that was not done yet."""
         if self._is_open:
             self._is_open = False
             for peer in self._shared.offers.peers:
                 self._shared.read(peer, self._places, [span(rows[peer]) for rows in self._rows])
 
     def release(self) -> None:
-        """What was not awaited is never read."""
+        """Gives up the result; what was not awaited is never read, and nobody need be told."""
         self._is_open = False
         self._rows = []
 
@@ -181,7 +191,9 @@ class _SharedGather(Work):
 
 
 def rows_of(wholes: Sequence[Tensor], shards: Sequence[Tensor], offers: Offers) -> list[Tensor]:
-    """Returns each of `wholes` as [size, *shard's shape], this rank's shard in its place."""
+    """Copies this rank's shard into its place in each of `wholes`, unless it lies there; returns them as [size, *shard's
+    shape].
+    """
     size = offers.connection.members.size
     found = [whole.view(size, *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
     for rows, shard in zip(found, shards, strict=True):
@@ -190,7 +202,9 @@ def rows_of(wholes: Sequence[Tensor], shards: Sequence[Tensor], offers: Offers) 
 
 
 def add_from(offers: Offers, own: Tensor, addresses: Sequence[int], what: str) -> None:
-    """Adds to `own` what lies at `addresses` of the peers, one for each, in their order."""
+    """Adds to `own` what lies at `addresses`, one of each peer in their order, piece by piece. The ranks' offers must have been
+    waited for.
+    """
     length = PIECE_BYTES // own.element_size()
     piece = scratch(own)
     for first in range(0, own.numel(), length):
@@ -203,7 +217,7 @@ def add_from(offers: Offers, own: Tensor, addresses: Sequence[int], what: str) -
 
 
 def scratch(own: Tensor) -> Tensor:
-    """Returns the memory into which a peer's part of `own` is read, one piece after the other."""
+    """Returns memory into which a peer's part of `own` is read piece by piece: at most 256 KiB."""
     return torch.empty(min(PIECE_BYTES // own.element_size(), own.numel()), dtype=own.dtype)
 
 

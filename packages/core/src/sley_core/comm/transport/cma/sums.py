@@ -1,4 +1,4 @@
-"""An all-reduce by ranks that read each other's memory: every rank sums a slice of the tensor, then all read the sums.
+"""Sums a tensor over ranks that read each other's memory: every rank sums a slice of it, then all read the sums.
 
     offer whole ──> sum own slice ──> offer own slice ──> read the others' slices ──> wait_sent
                       ^ all have offered                    ^ all have summed, and nobody needs what is overwritten
@@ -34,7 +34,7 @@ class CmaSums:
         self.unfinished: list[Sum] = []
 
     def advance(self) -> bool:
-        """Moves the first sum on that can without waiting; returns whether there was one."""
+        """Moves on the first sum that can go on without waiting; returns whether there was one."""
         return any(one.advance() for one in self.unfinished)
 
 
@@ -82,6 +82,7 @@ class Sum(Work):
         self.wait()
 
     def wait_sent(self) -> None:
+        """Waits until this rank has the whole sum and the peers have read its part of it, moving other sums on meanwhile."""
         self.wait()
         for offers in (self._sums.wholes, self._sums.slices):
             turn = partial(offers.read_turn, self._number, self._what)
@@ -90,25 +91,28 @@ class Sum(Work):
 
     @property
     def _is_next(self) -> bool:
+        """Returns whether all sums before this one have had this rank's slice summed."""
         return self._number == self._sums.num_summed + 1
 
     def _turn(self) -> Turn:
-        """What this sum waits for: the peers' wholes, then their slices."""
+        """Returns the description of what this sum waits for: the peers' wholes, then their summed slices."""
         sums = self._sums
         offers = sums.slices if sums.wholes.is_offered(self._number) else sums.wholes
         return offers.turn(self._number, self._what)
 
     def _wait_until(self, is_true: Callable[[], bool], late: Callable[[], int], turn: Callable[[], Turn]) -> None:
-        """Waits for `is_true()`, and moves all sums on meanwhile, so that peers need not wait until this rank comes to
-        theirs.
+        """Waits for `is_true()`, and moves all sums on meanwhile, so that peers need not wait until this rank comes to theirs.
 
-        So ranks may wait for their sums in different orders. The time limit is that of a wait in which none of them
-        moves.
+        late: returns a peer for which that waits. turn: describes the wait. Ranks may wait for their sums in different orders.
+        The time limit is that of a wait in which none of them moves.
         """
         while not is_true():
             self._sums.wholes.connection.wait_until(lambda: self._sums.advance() or is_true(), late, turn())
 
     def _may_gather(self) -> bool:
+        """Returns whether the peers have read this rank's whole, which may then be overwritten, and have
+        summed their slices.
+        """
         return self._sums.wholes.is_read(self._number) and self._sums.slices.is_offered(self._number)
 
     def _late_summer(self) -> int:
@@ -118,7 +122,7 @@ class Sum(Work):
         return self._sums.slices.late_offerer(self._number)
 
     def _sum(self) -> None:
-        """Sums this rank's slice from all peers' memory, offers the sum, and tells the peers that theirs was read."""
+        """Sums this rank's slice from all peers' memory in place, offers the sum, and tells the peers that theirs was read."""
         wholes = self._sums.wholes
         own = self._slices[wholes.coord]
         starts = [wholes.wait_table(peer, self._number, self._what)[0] + self._first for peer in wholes.peers]

@@ -1,4 +1,4 @@
-"""The transport of ranks of one host that read each other's memory."""
+"""Exchanges between ranks of one host that read each other's memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Cma(Transport):
         return Gather(self.rows, wholes, shards, mark_of("gather", what, shards))
 
     def publish(self, shards: Sequence[Tensor], *, what: str) -> Published:
-        """Offers all `shards` at once, so that no gather of them waits for a peer to come to it."""
+        """Offers all `shards` at once, so that no gather of them waits for a peer to come to it; returns what gathers them."""
         return Shared(self.published, shards, mark_of("share", what, shards))
 
     def reduce_scatter(
