@@ -12,6 +12,8 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,26 +29,46 @@ from sley_core.search.quick import Quick
 GIB = 1 << 30
 TARGET_S = 10.0
 MODELS: dict[str, dict[str, Any]] = {
-    "16 blocks of 2048": {"num_layers": 16, "hidden": 2048, "heads": 16},
+    "16 blocks of 2048": {"num_layers": 16, "hidden": 2048, "heads": 16, "kv_heads": 8, "ffn_hidden": 8192},
     "80 blocks of 8192": {"num_layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn_hidden": 28672},
 }
 VOCABULARY = 128256
-MACHINE = {
-    "format": 1,
-    "device": {
-        "name": "such as an H100",
-        "kind": "cuda",
-        "memory_bandwidth": 2.5e12,
-        "launch_s": 4e-6,
-        "matmul": {"bf16": {"flops_per_s": 6e14, "half_flops": 2e9}, "fp32": {"flops_per_s": 3e14}},
-    },
-    "links": {
-        "ranks_per_host": 8,
-        "same_host": {"latency_s": 1e-5, "bandwidth": 3e11},
-        "other_host": {"latency_s": 2e-5, "bandwidth": 22e9, "shared": True},
-    },
-    "host": {"to_host": 5e10, "to_device": 5e10, "latency_s": 1e-5, "memory_bandwidth": 2e11},
+DEVICES: dict[str, dict[str, float]] = {
+    "such as an A100": {"flops_per_s": 2.5e14, "bandwidth": 2.0e12, "between": 2e11, "to_host": 2.5e10},
+    "such as an H100": {"flops_per_s": 6e14, "bandwidth": 2.5e12, "between": 3e11, "to_host": 5e10},
 }
+"""Products per second, bytes per second of memory, between ranks of a host, and to the host. With the faster products more of a
+step is exchanges, of which bounds know less.
+"""
+
+
+def machine_of(name: str) -> Any:
+    """Returns the machine file of hosts with eight such devices and one network card."""
+    device = DEVICES[name]
+    products = {"flops_per_s": device["flops_per_s"], "half_flops": 1e10}
+    tables = {
+        "format": 1,
+        "device": {
+            "name": name,
+            "kind": "cuda",
+            "memory_bandwidth": device["bandwidth"],
+            "launch_s": 5e-6,
+            "matmul": {"bf16": products, "fp32": products},
+        },
+        "links": {
+            "ranks_per_host": 8,
+            "same_host": {"latency_s": 1e-5, "bandwidth": device["between"]},
+            "other_host": {"latency_s": 2e-5, "bandwidth": 22e9, "shared": True},
+        },
+        "host": {
+            "to_host": device["to_host"],
+            "to_device": device["to_host"],
+            "latency_s": 1e-5,
+            "memory_bandwidth": 2e11,
+        },
+    }
+    return machine_from_dict(tables)
+
 
 Found = TypeVar("Found")
 
@@ -86,16 +108,17 @@ def searched(plan: Any, world: int, quick: Quick) -> Any:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--world", type=int, default=1024, help="ranks (default 1024)")
-    world, machine = options.parse_args().world, machine_from_dict(MACHINE)
-    for name, model in MODELS.items():
-        print(name)
+    world = options.parse_args().world
+    for model, device in product(MODELS, DEVICES):
+        print(f"{model}, devices {device}")
+        machine = machine_of(device)
         with tempfile.TemporaryDirectory() as folder:
-            plan = plan_of(model, Path(folder))
-            first = timed("the model and its data", lambda plan=plan: Quick(plan, world, machine))
-            timed("the five fastest and the front", lambda plan=plan, quick=first: searched(plan, world, quick))
+            plan = plan_of(MODELS[model], Path(folder))
+            first = timed("the model and its data", partial(Quick, plan, world, machine))
+            timed("the five fastest and the front", partial(searched, plan, world, first))
             again = Quick(plan, world, machine)
             again.tables = again.shared.tables = first.tables  # its layers are known, and nothing else
-            found = timed("the same, layers known", lambda plan=plan, quick=again: searched(plan, world, quick))
+            found = timed("the same, layers known", partial(searched, plan, world, again))
         tally = found.tally
         print(f"  {tally.num_layouts:,} layouts, {tally.simulated:,} simulated, {tally.too_large:,} seen not to fit")
         for seen in (*(final.seen for final in found.fastest[:2]), *found.front[:2]):

@@ -118,7 +118,9 @@ class Tally:
         }
 
     def report(self) -> dict[str, Any]:
-        """Returns the numbers of the last step and the peaks of all steps, by name."""
+        """Returns what weights were gathered and sent: by name, the last step's numbers (`..._per_step`), gathers of a unit per
+        micro-batch in training and evaluation, peaks of all steps (`most_...`), and allocations of memory after warm-up.
+        """
         last = {name: value for name, value in self._last.items() if name != "allocations"}
         found: dict[str, Any] = {"gathers_per_unit_and_micro_batch": self._per_micro.get(Phase.TRAIN, 0)}
         if Phase.EVALUATE in self._per_micro:

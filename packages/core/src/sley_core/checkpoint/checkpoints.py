@@ -76,7 +76,9 @@ class Checkpoints:
         return writing.target.text
 
     def is_due(self, step: int) -> bool:
-        """Returns whether the plan wants a checkpoint after `step` that does not exist yet; the same on all ranks."""
+        """Returns whether to save after `step`: it is a multiple of the plan's `every_steps`, or ranks have voted for a save by
+        the clock, and no save of this step was begun. The same on all ranks.
+        """
         table = self.plan.checkpoint
         if table is None or step == self._saved_step:
             return False

@@ -46,8 +46,10 @@ def exchanges_differ(groups: Iterable[Group]) -> int:
 
 
 def differing(when: str, own: Exchanges, control: Group) -> RunError:
-    """Gathers all ranks' exchanges, and returns the error `ranks-differ`, the same on all ranks. A blocking collective on
-    `control`. own: this rank's exchanges.
+    """Gathers how many exchanges each rank counted in each of its groups, and returns the error `ranks-differ`, which names the
+    first group in which they differ, and who; the same on all ranks. For ranks that are known to differ: asserts that they do.
+
+    A blocking collective on `control`. own: this rank's counts.
     """
     views = gather_objects(own, control, what="what ranks have exchanged")
     groups: dict[str, Sequence[int]] = {label: one[0] for view in views for label, one in view.items()}

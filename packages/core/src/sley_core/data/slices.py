@@ -84,7 +84,9 @@ class Slices:
         return self._slice(batch, self.index)
 
     def _slice(self, batch: Mapping[str, Tensor], index: int) -> Batch:
-        """Returns slice `index` of `batch`, with global `positions` [b, s / num_slices] added if the data has none."""
+        """Returns what the `sp` rank `index` has of `batch`: views of its part of each field along the field's `sequence_dim`,
+        and fields without one whole. Adds global `positions` [b, s / num_slices] if the data has none.
+        """
         part = cut(batch, self.fields, index, self.num_slices, dim="sequence")
         if POSITIONS not in part:
             field, value = self.fields[self._sequence], part[self._sequence]

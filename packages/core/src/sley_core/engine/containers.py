@@ -34,8 +34,11 @@ def find(name: str) -> Any:
 
 
 def take_apart(value: Any) -> tuple[Context, list[Any]] | None:
-    """Returns the context and the parts of `value`, from which `put_together` makes an equal one; None if its type is not
-    supported.
+    """Returns the parts of `value`, a container that is sent to another stage, and what `put_together` needs beside its type
+    and these: None, or something that JSON can hold.
+
+    Takes named tuples, torch's return types, what torch's pytrees know, and dataclasses that hold no more than their fields;
+    returns None for any other type.
     """
     kind = type(value)
     if isinstance(value, tuple) and (hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields")):

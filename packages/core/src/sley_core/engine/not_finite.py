@@ -104,7 +104,9 @@ def _first_bad(store: GradientStore) -> tuple[int, str] | None:
 
 
 def _where(parts: Parts, seen: Sequence[RankReport]) -> str:
-    """Returns in words the ranks whose loss is not finite, and the first bad parameter of the last stage that has one."""
+    """Returns in words the ranks (of several) whose loss is not finite, the parameter of the last stage with such gradients
+    whose gradient went bad first, and the samples that these ranks had.
+    """
     bad = [rank for rank, one in enumerate(seen) if not math.isfinite(one.loss)]
     text = ""
     if bad:

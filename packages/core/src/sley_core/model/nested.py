@@ -23,8 +23,9 @@ def leaves(nested: Any) -> Iterator[Any]:
 
 
 def map_only(wanted: type, change: Callable[[Any], Any], nested: Any) -> Any:
-    """Returns a copy of the nested containers in which each value of type `wanted` is replaced by `change(value)`; other values
-    are the same objects.
+    """Returns a copy of `nested`, arguments of an operation, in which `change` has replaced each value of type `wanted`.
+
+    Looks into tuples, lists and dicts themselves, not into subclasses such as named tuples; other values are the same objects.
     """
     kind = type(nested)
     if kind is tuple or kind is list:

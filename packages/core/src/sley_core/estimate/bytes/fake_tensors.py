@@ -192,7 +192,8 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
             yield
 
     def of(self, value: Tensor, *, counts: bool = False) -> Tensor:
-        """Returns a fake tensor that stands for `value` and keeps its numbers; so do results computed from such tensors alone.
+        """Returns a fake tensor that stands for `value` and keeps its numbers; so do results that are computed on the CPU from
+        such tensors alone, up to `MOST_NUMBERS` elements.
 
         counts: whether the ledger counts its memory; else that is taken for the memory of `value` and never counted.
         """

@@ -54,7 +54,8 @@ class LayerKinds:
             self._texts.append((_listed(before), _listed(after)))
 
     def keys(self, fields: Mapping[str, Tensor], slices: tuple[Any, ...] = ()) -> list[str]:
-        """Returns the key of each layer for a micro-batch of the shapes and dtypes of `fields`.
+        """Returns the key of each layer: a digest of its class, settings and treatment, and of the shapes and dtypes of
+        `fields`, a micro-batch. Runs no layer.
 
         slices: number of ranks that share a sequence, name and settings of the attention; () for whole sequences.
         """
