@@ -229,7 +229,17 @@ def gpu(session: nox.Session) -> None:
         in_dev(session, "python", "-m", "pytest", *chosen, success_codes=(0, 1, 5), **env)
         memory = ("--device", "cuda", "--rounds", "10", "--part", "between", "park")
         in_dev(session, "python", str(ROOT / "benchmarks" / "memory.py"), *memory, success_codes=(0, 1), **env)
-        in_dev(session, "python", "-m", "sley_core.testing.figures", str(figures), "--tests", str(report))
+        told = ("-m", "sley_core.testing.figures", str(figures), "--tests", str(report))
+        in_dev(
+            session,
+            "python",
+            *told,
+            "--expect",
+            "a step with states away",
+            "offload",
+            "onload",
+            "device memory given back",
+        )
 
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)

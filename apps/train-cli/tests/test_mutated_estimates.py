@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,8 @@ def without(owner: str) -> Patch:
     def patched(patch: pytest.MonkeyPatch) -> None:
         own = steps._own
 
-        def left_out(run: Any, ledger: Ledger) -> None:
-            own(run, ledger)
+        def left_out(run: Any, ledger: Ledger, on_host: Collection[str]) -> None:
+            own(run, ledger, on_host)
             for piece in ledger.pieces:
                 piece.num_bytes = 0 if piece.owner == owner else piece.num_bytes
 

@@ -18,7 +18,7 @@ from sley_core.testing.plans import changed
 from sley_core.testing.runs import record
 
 WIDTH = 8
-SLOW_S = 0.03
+SLOW_S = 0.06
 
 PLAN = {
     "run": {"name": "measured", "steps": 3, "device": "cpu"},

@@ -13,7 +13,7 @@ from sley_core.loader import Loader
 from sley_core.plan.load import plan_from_dict
 from sley_core.records import GradientHandlerRecord
 from sley_core.search.best_first import InOrder
-from sley_core.search.buckets import filled
+from sley_core.search.buckets import fewest, filled
 from sley_core.search.choices import choices_of
 from sley_core.search.layouts import Layouts
 from sley_core.search.quick import Quick
@@ -101,3 +101,13 @@ def test_nothing_is_lost_or_split(sizes: list[list[float]], most: float) -> None
     assert found.counts.sum() <= number
     if most == 0:
         assert found.counts.tolist() == [len(some) for some in sizes]
+
+
+def test_no_cut_into_stages_has_fewer_buckets_than_the_fewest() -> None:
+    """Two chunks of a stage that do not touch fill buckets together: layers of 3 and 7, and of 8 and 2, make two of 10."""
+    sizes = [[3.0], [8.0], [7.0], [2.0]]
+    dealt = filled(sizes, [[(0, 1), (2, 3)], [(1, 2), (3, 4)]], 10.0)
+    assert dealt.counts.sum() == fewest(sizes, 10.0).counts.sum() == 2
+    assert filled(sizes, [[(0, 4)]], 10.0).counts.sum() == 3
+    assert fewest([[25.0], [4.0]], 10.0).counts.sum() == 2
+    assert fewest([[25.0], [4.0]], 0.0).counts.sum() == 2, "each by itself"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -45,3 +46,23 @@ def test_cycles_are_collected_before_and_after_a_glance_and_not_within(fails):
     assert within
     assert not any(within)
     assert told == ([] if fails else [True])
+
+
+def test_a_layout_that_does_not_fit_by_its_own_steps_is_tried_with_its_states_away(monkeypatch):
+    """At a glance all fit: bytes are a lower figure there."""
+    away = Choice("away", {})
+    space = SimpleNamespace(**vars(SPACE) | {"offloading": lambda shape: [replace(shape, offload=away)]})
+    estimator = SimpleNamespace(
+        least=lambda shape: Estimate(1.0, 8),
+        bound=lambda layout: Estimate(1.0 if layout.shape.offload is None else 2.0, 8),
+        num_bytes=lambda layout: 8,
+        seconds=lambda layout: 1.0 if layout.shape.offload is None else 2.0,
+    )
+
+    def exact(quick, layout, memory):
+        return None if layout.shape.offload is None else SimpleNamespace(estimate=Estimate(2.5, 9))
+
+    monkeypatch.setattr("sley_core.search.find.exact", exact)
+    found = find(space, estimator, memory=10, top=2)
+    assert [one.seen.layout.shape.offload for one in found.fastest] == [away, away]
+    assert found.dropped == 3

@@ -54,3 +54,14 @@ def test_skipped_tests_alone_meet_nothing(tmp_path: Path) -> None:
     """As on a machine without a device."""
     (tmp_path / "tests.xml").write_text('<testsuite><testcase name="one"><skipped/></testcase></testsuite>')
     assert main([str(tmp_path / "none"), "--tests", str(tmp_path / "tests.xml")]) == 1
+
+
+def test_a_figure_that_never_came_is_not_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "figures.jsonl"
+    monkeypatch.setenv("SLEY_FIGURES", str(place))
+    note(Figure("offload of a run", "0.97", ">= 0.95", is_met=True))
+    assert main([str(place), "--expect", "offload"]) == 0
+    assert main([str(place), "--expect", "offload", "onload"]) == 1
+    assert "not measured" in capsys.readouterr().out

@@ -12,6 +12,7 @@ import typer
 from sley_core.actions.draw_memory import memory_elements
 from sley_core.actions.draw_svg import picture, timeline_elements
 from sley_core.errors import UsageError
+from sley_core.estimate.machine.on_machine import on_machine
 from sley_core.estimate.machine.read import load_machine
 from sley_core.plan.load import load_plan
 from train_cli.options import (
@@ -86,6 +87,8 @@ def estimate(
     given = given_world(world, nodes, per_node)
     size = resolved.world(None) if given is None else given
     known = None if machine is None else load_machine(machine)
+    if known is not None:
+        resolved = on_machine(resolved, known)
     found = stages(resolved, size)  # first: after a backward in this process, those forked from it could have none
     timed = None if known is None else seconds_of(resolved, size, known)
     if limit is None and known is not None:

@@ -154,7 +154,6 @@ class LiveBytes:
 class KeptMemory:
     """Keeps host memory for copies from one save to the next: writing to new memory costs a page fault for each page, several
     times as long as the copy, and locking the pages takes as long again.
-
     """
 
     def __init__(self) -> None:
@@ -178,7 +177,8 @@ class KeptMemory:
 
     def sent(self, device: Device, num_bytes: int) -> tuple[Tensor, CopyStream]:
         """Returns room for what leaves an asynchronous `device`, uint8 [num_bytes] or more, page-locked until `free`, and the
-        stream on which it leaves; what the call before gave is void. Waits for the copies of a save that was given up.
+        stream on which it leaves; what the call before gave is void, and must not be read any more. Where it needs more room
+        than before, waits for the copies of a save that was given up.
         """
         if self._stream is None:
             self._stream = device.copy_stream()

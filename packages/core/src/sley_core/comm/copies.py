@@ -160,7 +160,7 @@ _hosts: weakref.WeakSet[HostMemory] = weakref.WeakSet()
 def is_host_memory(tensor: Tensor) -> bool:
     """Returns whether `tensor` lies in a `HostMemory` that is alive: on a CPU, what was moved off the device."""
     place = tensor.untyped_storage()._cdata
-    return any(memory.data.untyped_storage()._cdata == place for memory in _hosts)
+    return any(memory.data.untyped_storage()._cdata == place for memory in list(_hosts))
 
 
 class HostMemory:

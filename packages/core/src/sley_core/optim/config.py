@@ -107,9 +107,7 @@ class FactoryOptimizerConfig(OptimizerConfig):
     """Further keyword arguments of the class, as it names them."""
 
     scope: Literal["elementwise", "matrix", "global"] | None = None
-    """Which gradients an element's update depends on: its own, its parameter's or all; left out, known for torch.optim's
-    classes.
-    """
+    """Which gradients an element's update depends on: its own, its parameter's or all; left out, torch.optim's are known."""
 
 
 class LearningRateConfig(Table):

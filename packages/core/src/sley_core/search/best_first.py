@@ -126,7 +126,7 @@ class InOrder:
         while self._heap and self._heap[0][0] <= slowest_s:
             seconds, _, what, num_bytes, is_estimated = heapq.heappop(self._heap)
             if below is not None and num_bytes >= below:
-                self._offload(what)
+                self.put_offloading(what)
                 continue
             if isinstance(what, Shape):
                 self._open(what)
@@ -144,10 +144,10 @@ class InOrder:
         seen = [one.estimate for one in given]
         slowest_s = SLOWEST * seen[0].seconds if seen else 0.0
         for one in given:
-            self._offload(one.layout)
+            self.put_offloading(one.layout)
         while seen and (found := self.next(int(LESS * min(one.num_bytes for one in seen)), slowest_s)):
             seen.append(found.estimate)
-            self._offload(found.layout)
+            self.put_offloading(found.layout)
             yield found
 
     def _put(self, what: Shape | Candidate, seconds: float, num_bytes: int, *, is_estimated: bool = False) -> None:
@@ -163,14 +163,14 @@ class InOrder:
             least = self._estimator.least(shape)
         except SleyError as error:
             self.tally.refuse(error, number)
-            self._offload(shape)
+            self.put_offloading(shape)
             return
         if self._fits(least.num_bytes, number):
             self._put(shape, least.seconds, least.num_bytes)
         else:
-            self._offload(shape)
+            self.put_offloading(shape)
 
-    def _offload(self, what: Shape | Candidate) -> None:
+    def put_offloading(self, what: Shape | Candidate) -> None:
         """Puts what differs from a shape or layout in what leaves the device; nothing for one whose states leave already."""
         shape = what if isinstance(what, Shape) else what.shape
         for other in self._space.offloading(shape) if shape.offload is None else ():
@@ -192,7 +192,7 @@ class InOrder:
         if self._fits(bound.num_bytes):
             self._put(layout, bound.seconds, bound.num_bytes)
         else:
-            self._offload(layout)
+            self.put_offloading(layout)
 
     def _estimate(self, layout: Candidate, below: int | None) -> None:
         """Estimates a layout and puts it back on the heap, unless it does not fit, needs `below` bytes or more, or is refused;
@@ -201,7 +201,7 @@ class InOrder:
         try:
             num_bytes = self._estimator.num_bytes(layout)
             if not self._fits(num_bytes) or (below is not None and num_bytes >= below):
-                self._offload(layout)
+                self.put_offloading(layout)
                 return
             seconds = self._estimator.seconds(layout)
         except SleyError as error:

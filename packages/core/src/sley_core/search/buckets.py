@@ -44,6 +44,17 @@ def per_layer(elements: np.ndarray) -> Pieces:
     return Pieces(elements.astype(np.float64), (elements > 0).astype(np.float64))
 
 
+def fewest(sizes: Sequence[Sequence[float]], most: float) -> Pieces:
+    """Returns no more pieces than any cut into stages has with buckets of at most `most` elements, all with the last layer:
+    full buckets, and one for each gradient that is larger. Pure. sizes: elements of each gradient, by layer.
+    """
+    every = [size for layer in sizes for size in layer]
+    small = [size for size in every if size <= most]
+    counts = np.zeros(len(sizes))
+    counts[-1] = len(every) - len(small) + (np.ceil(sum(small) / most) if small else 0)
+    return Pieces(np.array([float(sum(layer)) for layer in sizes]), counts)
+
+
 def filled(sizes: Sequence[Sequence[float]], stages: Iterable[Sequence[tuple[int, int]]], most: float) -> Pieces:
     """Returns the pieces of a reducer that fills buckets of at most `most` elements in the order of a backward. Pure.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sley_core.errors import PluginError
+from sley_core.errors import PluginError, SleyError
 from sley_core.loader import Loader, Plugin
 from sley_core.plan.check_offload import check_offload
 from sley_core.plan.load import with_tables
@@ -127,7 +127,12 @@ def _offload(plan: Plan, offered: _Offered) -> tuple[Choice | None, ...]:
     for choice in (None, *offered.of("offload_managers")):
         if choice in found or (choice is not None and not _works_in_steps(choice)):
             continue
-        if not any(check_offload(with_tables(plan, {"offload": offload_tables(plan, choice) or None}))):
+        try:
+            other = with_tables(plan, {"offload": offload_tables(plan, choice) or None})
+        except SleyError as error:
+            offered.skipped.append(f"{choice}: {error.diagnostics[0].message}")
+            continue
+        if not any(check_offload(other)):
             found.append(choice)
     return tuple(found)
 

@@ -85,6 +85,7 @@ def find(
             continue
         if told is None:
             found.dropped += 1
+            order.put_offloading(one.layout)
         else:
             seen.append(one)
             found.fastest.append(Final(one, told))

@@ -37,13 +37,13 @@ def check_shape(shape: Shape) -> None:
     """
     policy, attention, offload = shape.activations.record, shape.attention, shape.offload
     if not isinstance(policy, ActivationPolicyRecord):
-        raise _refused(f"what `{shape.activations.name}` keeps and does again")
+        raise refused(f"what `{shape.activations.name}` keeps and does again")
     if offload and not (isinstance(offload.record, OffloadManagerRecord) and _tells(offload.record, offload.config)):
-        raise _refused(f"copies of `{offload.name}`")
+        raise refused(f"copies of `{offload.name}`")
     if attention and not (isinstance(attention.record, SequenceAttentionRecord) and attention.record.swaps):
-        raise _refused(f"exchanges of `{attention.name}`")
+        raise refused(f"exchanges of `{attention.name}`")
     if shape.weights and reduces(shape.weights) is None:
-        raise _refused(f"gathers of `{shape.weights}`")
+        raise refused(f"gathers of `{shape.weights}`")
 
 
 def check_reducer(reducer: Choice | None) -> None:
@@ -52,7 +52,7 @@ def check_reducer(reducer: Choice | None) -> None:
         return
     record = reducer.record
     if not isinstance(record, GradientHandlerRecord) or not record.plain_sums(reducer.config):
-        raise _refused(f"sums of `{reducer}`")
+        raise refused(f"sums of `{reducer}`")
 
 
 def leaves_shards(reducer: Choice | None) -> bool:
@@ -81,5 +81,6 @@ def _tells(record: OffloadManagerRecord, config: Any) -> bool:
     return record.steps_on_host or record.swaps(config) is not None
 
 
-def _refused(what: str) -> PlanError:
+def refused(what: str) -> PlanError:
+    """Returns the error "not-at-a-glance" of a layout with `what`, which cannot be priced."""
     return PlanError(CODE, f"{what} cannot be told at a glance")

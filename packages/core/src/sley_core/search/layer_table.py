@@ -31,7 +31,7 @@ from sley_core.estimate.seconds.host_copies import CopyKind, copy_cost
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds
 from sley_core.estimate.seconds.links import NOTHING, collective
 from sley_core.search.choices import choices_of
-from sley_core.search.glance import copies, reduces
+from sley_core.search.glance import copies, reduces, refused
 from sley_core.search.layouts import Candidate, Shape, Sizes
 
 if TYPE_CHECKING:
@@ -229,9 +229,12 @@ class LayerTables:
 
     def _copy(self, shape: Shape, seconds: Floats, kept: list[int]) -> None:
         """Changes `seconds`, [layers, 4], and `kept` for a policy that copies what chosen layers save to the host: copies count
-        beside the layer's own computing on CUDA, and behind it on a CPU; nothing of these layers is kept on the device.
+        beside the layer's own computing on CUDA, and behind it on a CPU; nothing of these layers is kept on the device. Raises
+        PlanError "not-at-a-glance" for a policy that does not name these layers.
         """
-        names = getattr(self.variants.policy(shape.activations), "names", ())
+        names = getattr(self.variants.policy(shape.activations), "names", None)
+        if names is None:
+            raise refused(f"copies of `{shape.activations}`, which does not say of which layers,")
         runs_ahead = self.machine.device.kind == "cuda"
         for at, layer in enumerate(self.model.layers):
             if layer.name in names:

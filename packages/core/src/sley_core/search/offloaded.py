@@ -68,7 +68,9 @@ class StepCosts:
             each = [self._copied_s("to_host", self._gradient), self._copied_s("to_device", self._working), there]
         if self._machine.device.kind == "cpu":  # copies are work of its own
             return sum(each) + (here if where == "swapped" else 0.0)
-        return here + max(each) if where == "swapped" else max(each)
+        return (
+            here + max(each) if where == "swapped" else max(here, *each)
+        )  # the norm is the device's work, in any case
 
     def _copied_s(self, kind: Literal["to_host", "to_device"], num_bytes: int) -> float:
         """Returns the seconds, per element, of copies of `num_bytes` for each."""

@@ -21,6 +21,7 @@ from sley_core.engine import layer_costs
 from sley_core.engine.stage import stage_of
 from sley_core.errors import PlanError, SleyError
 from sley_core.estimate.layers.once import once
+from sley_core.estimate.machine.on_machine import on_machine
 from sley_core.estimate.seconds.links import Cost, collective
 from sley_core.estimate.seconds_of_plan import TOTALS_BYTES
 from sley_core.search.best_first import Estimate
@@ -46,6 +47,7 @@ class Quick:
     """
 
     def __init__(self, plan: Plan, world: int, machine: MachineFile) -> None:
+        plan = on_machine(plan, machine)
         check_plan_at_a_glance(plan)
         self.plan = plan
         self.world = world

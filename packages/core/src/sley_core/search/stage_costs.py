@@ -18,7 +18,7 @@ from sley_core.draft import DTYPES, dtypes
 from sley_core.estimate.layers.once import once
 from sley_core.estimate.seconds.links import NOTHING, collective
 from sley_core.estimate.stage_facts import num_states
-from sley_core.search.buckets import Pieces, bucket_bytes, filled, per_layer
+from sley_core.search.buckets import Pieces, bucket_bytes, fewest, filled, per_layer
 from sley_core.search.choices import choices_of
 from sley_core.search.glance import leaves_shards, reduces
 from sley_core.search.offloaded import StepCosts, stepping
@@ -109,10 +109,8 @@ class StageCosts:
         def least() -> Least:
             """Computes it: one exchange of all gradients together, and the update and states of what a rank steps itself."""
             held, owned = self._held_elements(shape, every=True)
-            whole = [[(0, len(self.tables.numel))]]  # cut into stages, buckets are as many or more
             offered = [
-                self._per_layer(shape) if bucket is None else self._filled(shape, whole, bucket)
-                for bucket in self._buckets
+                self._per_layer(shape) if bucket is None else self._fewest(shape, bucket) for bucket in self._buckets
             ]
             seconds = min(float(self._exchange(shape, "reduce", *pieces).sum()) for pieces in offered)
             state_bytes = self.steps.state_bytes(stepping(shape.offload))
@@ -181,6 +179,12 @@ class StageCosts:
         """Returns the pieces of a reducer that fills buckets of `bucket` bytes on each of `stages`."""
         most = bucket / DTYPES[self.plan.precision.gradients].itemsize
         shards, whole = (filled(sizes, stages, most) for sizes in self.tables.sizes(shape))
+        return shards, whole
+
+    def _fewest(self, shape: Shape, bucket: float) -> tuple[Pieces, Pieces]:
+        """Returns the pieces of full buckets of `bucket` bytes, of which no cut into stages has fewer."""
+        most = bucket / DTYPES[self.plan.precision.gradients].itemsize
+        shards, whole = (fewest(sizes, most) for sizes in self.tables.sizes(shape))
         return shards, whole
 
     def _reduced_once(self, shape: Shape) -> Exchanged:

@@ -36,7 +36,7 @@ class CopyListener(Protocol):
         ...
 
 
-class _Nobody:
+class _Unheard:
     """Numbers copies, and tells nobody."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class FakeCopies:
 
     def __init__(self, tensors: FakeTensors, *, runs_ahead: bool) -> None:
         self.runs_ahead = runs_ahead
-        self.listener: CopyListener = _Nobody()
+        self.listener: CopyListener = _Unheard()
         self._tensors = tensors
         self._places: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._num_streams = 0

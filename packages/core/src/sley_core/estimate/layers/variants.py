@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from sley_core.data.slices import Slices
+from sley_core.data.slices import Slices, sliced_info
 from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.errors import SleyError
 from sley_core.estimate.layers.distinct import LayerKinds, slices_of
@@ -90,7 +90,8 @@ class LayerVariants:
         if variant.sp > 1:
             assert attention is not None, variant
             slices = slices_of(variant.sp, attention.name, attention.config)
-            declared = {name: field for name, field in self.dataset.info.fields.items() if name in fields}
+            info = sliced_info(self.dataset.info, variant.sp)  # raises where data has no sequences
+            declared = {name: field for name, field in info.fields.items() if name in fields}
             fields = Slices(declared, variant.sp, 0)(fields)
         return self._kinds[str(policy)].keys(fields, slices)
 

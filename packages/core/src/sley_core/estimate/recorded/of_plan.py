@@ -118,5 +118,6 @@ class _Prices:
         for action, words in self.records[stage].step.actions:
             if action.chunk == chunk:
                 worked = [word.operators for word in words if isinstance(word, Worked)]
-                found[action.kind].append(sum(seconds_of(some, self.machine.device) for some in worked))
+                of_device = ([one for one in some if not one.is_on_host] for some in worked)
+                found[action.kind].append(sum(seconds_of(some, self.machine.device) for some in of_device))
         return {kind: sum(some) / len(some) for kind, some in found.items()}
