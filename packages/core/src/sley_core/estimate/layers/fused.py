@@ -19,13 +19,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from sley_core.estimate.layers.operators import Operator
-from sley_core.estimate.layers.recorder import ATTENTION, attention, moved_bytes
+from sley_core.estimate.layers.recorder import ATTENTION, OF_BACKWARD, attention, moved_bytes
 
 SUM = torch.float32
 """In which kernels add up."""
-
-BACKWARD = 2.5
-"""Products of the backward per product of the forward: five for two, as the scores are computed again."""
 
 
 class Notes(Protocol):
@@ -159,5 +156,5 @@ class _Attention(torch.autograd.Function):
         forward = attention(query, key, value, gradient, is_causal=ctx.is_causal)
         # the context is read once more beside its gradient
         num_bytes = forward.num_bytes + sum(map(moved_bytes, (gradient, *made)))
-        ctx.recorder.note(Operator(forward.name, num_bytes, int(forward.flops * BACKWARD), forward.dtype))
+        ctx.recorder.note(Operator(forward.name, num_bytes, int(forward.flops * OF_BACKWARD), forward.dtype))
         return None, *made, None
