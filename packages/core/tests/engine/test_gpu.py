@@ -25,39 +25,30 @@ def plan(**changes):
     return changed(PLAN, **changes)
 
 
-def on_host(recorded):
-    """The gradients that a rank kept, on the host, to be compared with those of another device."""
-    recorded.gradients = [{name: value.cpu() for name, value in step.items()} for step in recorded.gradients]
-    return recorded
-
-
-def record_on_host(tables, num_steps):
-    return on_host(record(tables, num_steps))
-
-
 @pytest.mark.parametrize("documents", ["pack", "pad", "cut"])
 def test_cuda_equals_the_cpu(documents):
     reference = record(plan(run__device="cpu", data__documents=documents), 3)
-    assert_parity(reference, [record_on_host(plan(data__documents=documents), 3)], "fp64")
+    assert_parity(reference, [record(plan(data__documents=documents), 3)], "fp64")
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_two_ranks_on_one_device_equal_one(ranks, fraction):
     tables = plan(activations__use="core.recompute", activations__fraction=fraction)
-    reference = record_on_host(tables, 3)
-    layouts = ranks(2, timeout_s=180, init=False)(record_on_host, tables, 3)
+    reference = record(tables, 3)
+    layouts = ranks(2, timeout_s=180, init=False)(record, tables, 3)
     assert_parity(reference, layouts, "fp64")
     same_on_all(layouts)
 
 
 def test_bf16_is_near_fp32_and_keeps_masters():
-    wide = record_on_host(plan(precision__compute="fp32"), 1)
-    narrow = record_on_host(plan(precision__compute="bf16"), 1)
+    wide = record(plan(precision__compute="fp32"), 1)
+    narrow = record(plan(precision__compute="bf16"), 1)
     errors = relative_errors(wide.gradients[0], narrow.gradients[0])
     assert max(errors.values()) < 0.05, errors
     assert {value.dtype for value in narrow.gradients[0].values()} == {torch.float32}
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_step_never_waits_for_the_device():
     """CUDA's own watch raises at any synchronisation between launching a step and reading its row."""
     with World.alone("cuda") as world, assemble(plan_from_dict(plan(precision__compute="bf16")), world) as run:

@@ -31,7 +31,7 @@ class Block(nn.Module):
             context.mul_(2)
         if FAILS[0]:
             raise ValueError("asked to fail")
-        hidden = hidden + self.dropout(context.transpose(1, 2).reshape(b, s, h)) * self.scale
+        hidden = hidden + self.dropout(context.transpose(1, 2).reshape(b, s, h)) * self.scale.to(hidden.dtype)
         return hidden + self.down(self.dropout(F.relu_(self.up(hidden)).sigmoid()))
 
 

@@ -20,7 +20,7 @@ BETWEEN = [{"use": "memory.optimizer_states", "when": "between_steps", "bucket_m
 
 
 def whole(tensor):
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 @contextmanager

@@ -13,6 +13,8 @@ same message sizes. Before that, an output must have been announced; for a gradi
 are its tensors known. Posts wait behind one another, because a communicator delivers in order.
 
 Between two stages each communicator has messages in one direction only, whatever the placement (docs/adr/0014 says why).
+
+On a device, a walk through micro-batches of a kind that no walk has completed sends its tensors by the host (`lines` says why).
 """
 
 from __future__ import annotations
@@ -62,13 +64,16 @@ class Link:
         self._returning: dict[tuple[int, int], Description] = {}
         self._owed: dict[tuple[int, int], Description] = {}
         self._has_backwards = False
+        self._keys: frozenset[Key] = frozenset()
+        self._walked: set[Key] = set()
+        self._peers: Sequence[int] = ()
 
     def prepare(self, parts: Parts) -> None:
         """Creates the lines, and takes the pool of messages. Called once, after the process groups exist."""
-        device = parts.world.device
-        self._lines = Lines(parts.groups, apart=heads_are_apart(device))
+        self._device = parts.world.device
+        self._lines = Lines(parts.groups, apart=heads_are_apart(self._device))
         self._pool = parts.pool(self._config.pool)
-        self._memory = Lending(self._pool, device, apart=self._lines.apart)
+        self._memory = Lending(self._pool, self._device, apart=self._lines.apart)
         self._stage = self._lines.stage
         self._outbox = Outbox(self._lines, self._memory)
         self._announcements = Announcements(self._lines)
@@ -83,6 +88,8 @@ class Link:
         """
         self._forget()
         self._has_backwards = False
+        self._keys, self._peers = frozenset(keys), peers
+        self._lines.by_host = self._lines.apart and not self._keys <= self._walked
         self._lines.sent.begin_step()
         self._walk.begin(keys, peers)
 
@@ -147,6 +154,9 @@ class Link:
         self._memory.collect()
         left = [*self._posted, *self._waiting["up"], *self._waiting["down"]]
         assert not left, f"posted and never taken: {left}"
+        if self._lines.by_host:
+            self._lines.connect(self._peers, self._device)
+        self._walked |= self._keys
         if self._has_backwards:  # a step, and not an evaluation
             self._lines.sent.end_step()
 

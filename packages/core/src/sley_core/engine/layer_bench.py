@@ -7,15 +7,16 @@ when called affects the run.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sley_core.data.cut import cut
 from sley_core.data.feed import Feed
@@ -24,6 +25,8 @@ from sley_core.engine.boundary import Description
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.direct import accumulates_directly, queued_products
 from sley_core.engine.in_flight import InFlight, describe, edges_of
+from sley_core.engine.kept_tensors import KeptTensors
+from sley_core.engine.lead import Lead, seconds_of_an_empty_backward
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.engine.weight_queue import WeightQueue
 from sley_core.model.materialize import materialize
@@ -40,8 +43,8 @@ REPETITIONS = 5
 here disturbs those of a run, too.
 """
 
-EVICTED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
-"""Bytes written before each timed half, to evict the caches: in a run, other layers have filled them before a layer's turn."""
+HOST_CALLS = 3
+"""Calls by which the host's own seconds are found, on a device that works through a queue: those of an idle device."""
 
 PLACE = (0, 0)
 """Chunk and micro-batch under which the weight gradients are queued."""
@@ -52,12 +55,27 @@ Handed = tuple[Description, list[Tensor]]
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Holds the seconds of a layer: medians. backward, input_gradient: recomputation included."""
+    """Holds the seconds of a layer: medians. backward, input_gradient: recomputation included.
+
+    They are the device's, with the host ahead of it; or the host's where it takes longer to start the work than the device to
+    do it.
+    """
 
     forward: float
     backward: float
     input_gradient: float = 0.0
     weight_gradient: float = 0.0
+
+
+class _Timed(NamedTuple):
+    """The seconds of one half of a call. host_s: to start it."""
+
+    device_s: float
+    host_s: float
+
+
+Halves = tuple[_Timed, _Timed]
+"""Forward and backward, or the two halves of a split backward."""
 
 
 class LayerBench:
@@ -92,8 +110,8 @@ class LayerBench:
         self.caller = LayerCaller(device, plan.run.seed, policy)
         self.fields = self._micro_batch(dataset)
         self.micro = MicroStep(0, 0, Phase.TRAIN, 0, 0)
-        size = EVICTED_BYTES["cuda" if device.type == "cuda" else "cpu"]
-        self._evicting = torch.empty(size, dtype=torch.uint8, device=device.torch_device)
+        self._lead = Lead(device)
+        self._empty_s = seconds_of_an_empty_backward(device) if device.is_async else 0.0
         self._remembered = [(layer, layer.written, layer.held) for layer in model.layers]
 
     def time(self, layer: Layer, value: Handed | None, *, split: bool = False) -> tuple[LayerTimes, Handed]:
@@ -104,7 +122,7 @@ class LayerBench:
         """
         for each, written, held in self._remembered:  # `materialize` clears these for layers that it does not own
             each.written, each.held = written, held
-        as_it_was = _Tensors(layer.module)
+        as_it_was = KeptTensors(layer.module)
         materialize(
             self.model.layers,
             seed=self.plan.run.seed,
@@ -114,22 +132,34 @@ class LayerBench:
             owned={layer.name},
         )
         queue = WeightQueue()
+        outputs: list[Any] = []
         with self._accumulating(layer):
             with self._products(layer, queue) if self._is_direct else nullcontext():
-                whole = [self._whole(layer, value) for _ in range(1 + self.repetitions)][1:]
-            halves = [(0.0, 0.0)]
+                forward, backward = self._medians(lambda host_s: self._whole(layer, value, outputs, host_s))
+            first, second = 0.0, 0.0
             if split:
                 with self._products(layer, queue):
-                    halves = [self._split(layer, value, queue) for _ in range(1 + self.repetitions)][1:]
+                    first, second = self._medians(lambda host_s: self._split(layer, value, queue, host_s))
         as_it_was.put_back()
-        description, tensors = describe(whole[-1][0])
-        times = LayerTimes(
-            median(one[1] for one in whole),
-            median(one[2] for one in whole),
-            median(one[0] for one in halves),
-            median(one[1] for one in halves),
-        )
+        description, tensors = describe(outputs[-1])
+        times = LayerTimes(forward, backward, first, second)
         return times, (description, [tensor.detach() for tensor in tensors])
+
+    def _medians(self, call: Callable[[tuple[float, float]], Halves]) -> tuple[float, float]:
+        """Calls `call` as often as is asked for, and returns the seconds of its halves.
+
+        call: given the host's seconds to start each half, 0 where they are not known yet.
+        """
+        unknown = (0.0, 0.0)
+        call(unknown)  # loads kernels, and takes memory
+        host_s = unknown
+        if self.device.is_async:
+            first, second = zip(*(call(unknown) for _ in range(HOST_CALLS)), strict=True)
+            host_s = median(one.host_s for one in first), median(one.host_s for one in second)
+        first, second = zip(*(call(host_s) for _ in range(self.repetitions)), strict=True)
+        return max(median(one.device_s for one in first), host_s[0]), max(
+            median(one.device_s for one in second), host_s[1]
+        )
 
     @contextmanager
     def _accumulating(self, layer: Layer) -> Iterator[None]:
@@ -151,37 +181,51 @@ class LayerBench:
     def _products(self, layer: Layer, queue: WeightQueue) -> AbstractContextManager[None]:
         return queued_products(layer.module, queue, self.gradients or self.dtype)
 
-    def _whole(self, layer: Layer, value: Handed | None) -> tuple[Any, float, float]:
-        """Runs the layer forward and backward; returns its output, and the seconds of forward and backward."""
-        self._evict()
+    def _whole(self, layer: Layer, value: Handed | None, outputs: list[Any], host_s: tuple[float, float]) -> Halves:
+        """Runs the layer forward and backward, as two halves; its output is all that `outputs` has afterwards."""
+        outputs.clear()
+        held, args, named = self._entered(layer, value)
+        self._lead(host_s[0])
         self.apart()
-        began = self.device.moment()
-        held, output, gradients = self._forward(layer, value)
-        ready, there = self.device.moment(), self.apart()
-        self._evict()
-        turned = self.device.moment()
+        began, began_s = self.device.moment(), time.perf_counter()
+        output = self._called(layer, held, args, named)
+        ended_s, ready, there = time.perf_counter(), self.device.moment(), self.apart()
+        outputs.append(output)
+        gradients = self._left(layer, held, output)
+        self._lead(host_s[1])
+        turned, turned_s = self.device.moment(), time.perf_counter()
+        self._backward(held, gradients)
+        done_s, ended, back = time.perf_counter(), self.device.moment(), self.apart()
+        self._forget(layer)
+        return (
+            _Timed(self._seconds((began, ready), there), ended_s - began_s),
+            _Timed(self._seconds((turned, ended), back), max(0.0, done_s - turned_s - self._empty_s)),
+        )
+
+    def _split(self, layer: Layer, value: Handed | None, queue: WeightQueue, host_s: tuple[float, float]) -> Halves:
+        """Runs the layer with a split backward, whose parts are the halves."""
+        held, args, named = self._entered(layer, value)
+        gradients = self._left(layer, held, self._called(layer, held, args, named))
+        self._lead(host_s[0])
+        self.apart()
+        began, began_s = self.device.moment(), time.perf_counter()
+        with queue.collecting(PLACE):
+            self._backward(held, gradients)
+        ended_s, done, first = time.perf_counter(), self.device.moment(), self.apart()
+        self._lead(host_s[1])
+        turned, turned_s = self.device.moment(), time.perf_counter()
+        queue.run(PLACE)
+        done_s, ended, second = time.perf_counter(), self.device.moment(), self.apart()
+        self._forget(layer)
+        return (
+            _Timed(self._seconds((began, done), first), max(0.0, ended_s - began_s - self._empty_s)),
+            _Timed(self._seconds((turned, ended), second), done_s - turned_s),
+        )
+
+    def _backward(self, held: InFlight, gradients: list[Tensor]) -> None:
+        """Runs the backward of what is in flight, if anything of it has one."""
         if held.loss is None or held.loss.requires_grad:
             held.backward(gradients)
-        ended, back = self.device.moment(), self.apart()
-        self._forget(layer)
-        return output, self._seconds((began, ready), there), self._seconds((turned, ended), back)
-
-    def _split(self, layer: Layer, value: Handed | None, queue: WeightQueue) -> tuple[float, float]:
-        """Runs the layer with a split backward; returns the seconds of its two halves."""
-        held, _, gradients = self._forward(layer, value)
-        self._evict()
-        self.apart()
-        began = self.device.moment()
-        with queue.collecting(PLACE):
-            if held.loss is None or held.loss.requires_grad:
-                held.backward(gradients)
-        done, first = self.device.moment(), self.apart()
-        self._evict()
-        turned = self.device.moment()
-        queue.run(PLACE)
-        ended, second = self.device.moment(), self.apart()
-        self._forget(layer)
-        return self._seconds((began, done), first), self._seconds((turned, ended), second)
 
     def _seconds(self, span: Span, apart: Sequence[Span]) -> float:
         """Returns the seconds of `span` on the device, without those of `apart`. Waits for the device: called once all work is
@@ -194,25 +238,27 @@ class LayerBench:
         if self.gradients is None:
             layer.module.zero_grad(set_to_none=True)
 
-    def _evict(self) -> None:
-        """Evicts the layer's data from the device's caches, by writing to other memory."""
-        self._evicting.zero_()
-
-    def _forward(self, layer: Layer, value: Handed | None) -> tuple[InFlight, Any, list[Tensor]]:
-        """Runs the layer's forward; returns what is in flight, its output, and the gradients (ones) to start the backward
-        with.
-        """
+    def _entered(self, layer: Layer, value: Handed | None) -> tuple[InFlight, tuple[Any, ...], Mapping[str, Tensor]]:
+        """Returns what is in flight, and the layer's arguments and fields."""
         held = InFlight()
         args: tuple[Any, ...] = () if value is None else (held.enter(*value),)
-        named = {name: self.fields[name] for name in layer.fields}
+        return held, args, {name: self.fields[name] for name in layer.fields}
+
+    def _called(self, layer: Layer, held: InFlight, args: tuple[Any, ...], named: Mapping[str, Tensor]) -> Any:
+        """Runs the layer's forward, and the loss after the last; returns its output."""
         output = self.caller(layer, args, named, self.micro)
-        description, tensors = describe(output)
         if layer is self.model.layers[-1]:
             held.loss = self.loss.loss(output, self.fields)
-            return held, output, [torch.ones_like(held.loss)]
+        return output
+
+    def _left(self, layer: Layer, held: InFlight, output: Any) -> list[Tensor]:
+        """Returns the gradients (ones) to start the backward with."""
+        if held.loss is not None:
+            return [torch.ones_like(held.loss)]
+        description, tensors = describe(output)
         held.edges = edges_of(description, tensors)
         pairs = zip(description.leaves, tensors, strict=True)
-        return held, output, [torch.ones_like(tensor) for leaf, tensor in pairs if leaf.has_gradient]
+        return [torch.ones_like(tensor) for leaf, tensor in pairs if leaf.has_gradient]
 
     def _micro_batch(self, dataset: AnyDataset) -> Mapping[str, Tensor]:
         """Returns the first micro-batch of the run, as the first rank of `sp` gets it, on the device."""
@@ -231,19 +277,3 @@ def _add_to(slot: Tensor, parameter: Tensor) -> None:
     if parameter.grad is not None:
         slot.add_(parameter.grad)
         parameter.grad = None
-
-
-class _Tensors:
-    """Remembers the parameters and buffers of a module, to put them back."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._found: Sequence[tuple[nn.Module, str, Tensor]] = [
-            (each, name, tensor)
-            for each in module.modules()
-            for named in (each.named_parameters, each.named_buffers)
-            for name, tensor in named(recurse=False, remove_duplicate=False)
-        ]
-
-    def put_back(self) -> None:
-        for module, name, tensor in self._found:
-            setattr(module, name, tensor)

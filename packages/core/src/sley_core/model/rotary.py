@@ -37,16 +37,17 @@ class Rotary(nn.Module):
 
         q, k: [b, s, heads, d]. positions: [b, s] integers; None counts each row from 0.
         """
+        dtype = torch.promote_types(q.dtype, torch.float32)
         if positions is None:
-            cos, sin = self._tables(torch.arange(q.shape[1], device=q.device)[None])
+            cos, sin = self._tables(torch.arange(q.shape[1], device=q.device)[None], dtype)
         else:
             fixed = positions  # the tables are shared by all blocks of a forward
-            cos, sin = once_per_field(fixed, ("rotary", *self.key), lambda: self._tables(fixed))
+            cos, sin = once_per_field(fixed, ("rotary", dtype, *self.key), lambda: self._tables(fixed, dtype))
         return _turned(q, cos, sin), _turned(k, cos, sin)
 
-    def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin, fp32 [b, s, 1, d / 2]."""
-        angles = (positions[:, :, None].float() * self.frequencies.float())[:, :, None]
+    def _tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin, `dtype` [b, s, 1, d / 2]: fp32, or fp64 for a model in fp64."""
+        angles = (positions[:, :, None].to(dtype) * self.frequencies.to(dtype))[:, :, None]
         return angles.cos(), angles.sin()
 
 

@@ -199,12 +199,14 @@ def compare(name: str, plan: Plan, machine: MachineFile, num_steps: int = 5) -> 
 
 
 def _seconds(run: Run, num_steps: int) -> float:
-    """Returns the mean seconds of steps one after the other, once the device has done what came before."""
+    """Returns the mean seconds of steps one after the other, each launched before the one before is read, as in `Run.train`."""
     device = run.world.device
-    run.step()
+    late = run.loop.launch(None)
     device.wait_until(device.moment())
     began = time.perf_counter()
     for _ in range(num_steps):
-        run.step()
+        before, late = late, run.loop.launch(None)
+        before.totals.read()
     device.wait_until(device.moment())
+    late.totals.read()
     return (time.perf_counter() - began) / num_steps

@@ -75,12 +75,12 @@ def main(arguments: Sequence[str]) -> int:
     """Prints the table of a file of figures; returns 1 if a target is missed, or there is no figure."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("figures", type=Path, help="the file into which they were noted")
-    parser.add_argument("--tests", type=Path, default=None, help="a report of pytest, by --junitxml")
+    parser.add_argument("--tests", type=Path, nargs="*", default=[], help="reports of pytest, by --junitxml")
     parser.add_argument(
         "--expect", nargs="*", default=[], help="words that figures begin with: not met where none does"
     )
     options = parser.parse_args(arguments)
-    found = [*(outcome(options.tests) if options.tests else ()), *noted(options.figures)]
+    found = [*(row for report in options.tests for row in outcome(report)), *noted(options.figures)]
     missing = [one for one in options.expect if not any(figure.what.startswith(one) for figure in found)]
     found += [Figure(one, "not measured", "a figure", is_met=False) for one in missing]
     print(table(found))

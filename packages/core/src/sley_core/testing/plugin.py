@@ -5,6 +5,7 @@ pytest loads this before it measures coverage and before any test needs torch, s
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
@@ -30,16 +31,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu(count=1): needs that many CUDA devices; skipped where there are fewer")
+    needs = (
+        "needs that many CUDA devices, or one that ranks may share (NCCL_MULTI_RANK_GPU_ENABLE=1); skipped elsewhere"
+    )
+    config.addinivalue_line("markers", f"gpu(count=1): {needs}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips a test marked `gpu` on a machine without one."""
+    """Skips a test marked `gpu` on a machine with too few of them; one is enough where NCCL lets ranks share it."""
     if marker := item.get_closest_marker("gpu"):
         import torch
 
         needed, present = (*marker.args, *marker.kwargs.values(), 1)[0], torch.cuda.device_count()
-        if present < needed:
+        ranks_share = present > 0 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        if present < needed and not ranks_share:
             pytest.skip(f"needs {needed} CUDA devices, here are {present}")
 
 

@@ -102,8 +102,8 @@ _alone: dict[str, Recorded] = {}
 
 
 def gradients(run: Run) -> Tensors:
-    """Copies of the accumulated gradients of what this rank holds, by name; sharded ones are gathered whole, as are those of
-    which a reducer left parts to ranks.
+    """Copies on the host of the accumulated gradients of what this rank holds, by name; sharded ones are gathered whole, as are
+    those of which a reducer left parts to ranks.
     """
     present = set(run.store.entries)  # in the order of the book, which is one order on all ranks of `wp`
     reduced = _from_parts(run)
@@ -112,7 +112,7 @@ def gradients(run: Run) -> Tensors:
         for entry in run.book
         if entry in present
     }
-    return {entry.name: gradient for entry, gradient in wholes(parts, run.groups).items()}
+    return {entry.name: gradient.cpu() for entry, gradient in wholes(parts, run.groups).items()}
 
 
 def _from_parts(run: Run) -> dict[Entry, Tensor]:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
-from sley_core.engine import layer_bench
-from sley_core.estimate.calibrate import device, layers, links
+from sley_core.engine import lead
+from sley_core.estimate.calibrate import device, host, layers, links
 
 
 @contextmanager
@@ -31,7 +31,8 @@ def shortly() -> Iterator[None]:
             (links, "REPETITIONS", 3),
             (layers, "REPETITIONS", 3),
             (layers, "REPETITIONS_OF_OTHERS", 1),
-            (layer_bench, "EVICTED_BYTES", {"cpu": 1 << 16}),
+            (host, "STEPPED", 1 << 16),
+            (lead, "WRITTEN_BYTES", {"cpu": 1 << 16}),
         ):
             patches.enter_context(patch.object(module, name, value))
         yield

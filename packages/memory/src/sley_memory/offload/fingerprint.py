@@ -19,8 +19,10 @@ from sley_core.api.memory import Holding
 WIDTH = 1024
 """Words in a row."""
 
-CHUNK = {"cpu": 64}
-"""Rows that are multiplied at a time: on a CPU the products stay in its cache; elsewhere 1024 rows, 8 MiB."""
+CHUNK = {"cpu": 64, "cuda": 3072}
+"""Rows that are multiplied at a time: on a CPU the products stay in its cache; on CUDA they are 24 MiB: a device is faster
+with 1024 rows than the host starts them (35 ms for 4.5 GiB on an H200).
+"""
 
 
 def versions(piece: Holding) -> tuple[int, ...]:
@@ -54,7 +56,7 @@ def _fingerprint(memory: Tensor, drawn: Tensor) -> Tensor:
     sums = []
     if num_rows:
         table = words[: num_rows * WIDTH].view(num_rows, WIDTH)
-        sums = [(rows * of_places).sum(1) for rows in torch.split(table, CHUNK.get(memory.device.type, 1024))]
+        sums = [(rows * of_places).sum(1) for rows in torch.split(table, CHUNK.get(memory.device.type, CHUNK["cuda"]))]
     tail = words[num_rows * WIDTH :].long()
     if memory.numel() % 4:
         tail = torch.cat([tail, memory[num_words * 4 :].long()])

@@ -1,26 +1,40 @@
-"""Measures copies between a device and its host as an offload makes them, and what the host's own cores move."""
+"""Measures copies between a device and its host as an offload makes them, and an optimizer on the host's own cores."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from typing import TYPE_CHECKING
 
 import torch
 
 from sley_core.comm.copies import free, grow
-from sley_core.comm.device import Device
-from sley_core.estimate.calibrate.device import MOVED_BYTES, PATIENCE_S, REPETITIONS, bandwidth
+from sley_core.engine.lead import Lead
+from sley_core.estimate.calibrate.device import MOVED_BYTES, PATIENCE_S, REPETITIONS
 
 if TYPE_CHECKING:
     from sley_core.comm.copies import CopyStream, HostMemory
+    from sley_core.comm.device import Device
 
 SMALL_BYTES = 1 << 12
-"""Of the copy whose start is timed."""
+"""Of the copies whose start is timed."""
+
+NUM_SMALL = 100
+"""Of them one after the other: what the host takes to start one is hidden, as in a run, by those before."""
+
+STEPPED = 1 << 24
+"""Elements that an optimizer steps on the host, to time it: more than caches hold."""
+
+STEP_BYTES = 7 * 4 + 6
+"""Of each element in fp32: weight, gradient and two states are read, all but the gradient written; then the weight is rounded
+to bf16.
+"""
 
 
 def measure_host(device: Device) -> dict[str, float]:
     """Measures copies and returns the table `[host]` of a machine file: bytes per second to and from memory of the host,
-    page-locked where that helps, seconds to start a copy, and with a CUDA device the bandwidth of the host's own memory.
+    page-locked where that helps, seconds to start a copy, and with a CUDA device the bandwidth of the host's own memory, as an
+    optimizer there has it.
 
     On a CPU the memory that a copy left is given back, and comes anew for the next one, as in an offload: what the system takes
     for that is in the figures.
@@ -30,12 +44,48 @@ def measure_host(device: Device) -> dict[str, float]:
     table = {
         "to_host": num_bytes / to_host,
         "to_device": num_bytes / to_device,
-        "latency_s": min(_seconds(device, SMALL_BYTES)),
+        "latency_s": _start_s(device),
     }
     if device.is_async:
-        host = Device(torch.device("cpu"))
-        table["memory_bandwidth"] = bandwidth(host, MOVED_BYTES["cpu"])
+        table["memory_bandwidth"] = STEPPED * STEP_BYTES / _step_s(STEPPED)
     return table
+
+
+def _start_s(device: Device) -> float:
+    """Returns the seconds of a copy of next to nothing, where several follow one another: the faster way."""
+    memory, stream = device.host_memory(SMALL_BYTES), device.copy_stream()
+    there = torch.ones(SMALL_BYTES, dtype=torch.uint8, device=device.torch_device)
+    lead = Lead(device)
+    found = []
+    for target, source in ((memory.data, there), (there, memory.data)):
+        stream.copy(target, source)
+        host_s = 0.0
+        for _ in range(2):  # by the first it is known how long the host takes to start them
+            lead(host_s)
+            began, began_s = device.moment(), time.perf_counter()
+            stream.follow()
+            for _ in range(NUM_SMALL):
+                stream.copy(target, source)
+            stream.record().hold_device()
+            host_s = time.perf_counter() - began_s
+            seconds = device.seconds_between(began, device.moment())
+        found.append(seconds / NUM_SMALL)
+    return min(found)
+
+
+def _step_s(num_elements: int) -> float:
+    """Returns the median seconds in which a fused AdamW steps that many elements on the host, and they are rounded to bf16."""
+    parameter = torch.nn.Parameter(torch.ones(num_elements))
+    parameter.grad = torch.ones(num_elements)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    rounded = torch.empty(num_elements, dtype=torch.bfloat16)
+    taken = []
+    for _ in range(1 + REPETITIONS):
+        began = time.perf_counter()
+        optimizer.step()
+        torch._foreach_copy_([rounded], [parameter.detach()])
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken[1:])  # the first makes the states
 
 
 def _seconds(device: Device, num_bytes: int) -> tuple[float, float]:

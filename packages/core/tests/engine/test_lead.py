@@ -1,0 +1,84 @@
+"""What is timed waits for no launch: the device is kept at work for longer than the host takes to start a layer."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from sley_core.comm.device import Device
+from sley_core.engine import lead
+from sley_core.engine.layer_bench import HOST_CALLS, LayerBench, _Timed
+from sley_core.engine.lead import Lead, seconds_of_an_empty_backward
+
+
+@dataclass(frozen=True)
+class Queue(Device):
+    """A device that works through a queue: each write takes it `write_s`, whatever the host takes."""
+
+    write_s: float = 1e-3
+    writes: list[int] = field(default_factory=list)
+
+    @property
+    def is_async(self) -> bool:
+        return True
+
+    def moment(self) -> float:
+        return len(self.writes) * self.write_s
+
+    def seconds_between(self, first: object, last: object) -> float:
+        assert isinstance(first, float)
+        assert isinstance(last, float)
+        return last - first
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    device = Queue(torch.device("cpu"))
+    zero = torch.Tensor.zero_
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        device.writes.append(tensor.nbytes)
+        return zero(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "zero_", counted)
+    monkeypatch.setattr(lead, "WRITTEN_BYTES", {"cpu": 1 << 10})
+    return device
+
+
+@pytest.mark.parametrize(("host_s", "writes"), [(0.0, 1), (1e-4, 2), (1e-3, 3), (10e-3, 16)])
+def test_writes_take_half_as_long_again_as_the_host(queue: Queue, host_s: float, writes: int) -> None:
+    led = Lead(queue)
+    queue.writes.clear()
+    led(host_s)
+    assert queue.writes == [1 << 10] * writes
+
+
+def test_a_cpu_is_given_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lead, "WRITTEN_BYTES", {"cpu": 1 << 10})
+    led = Lead(Device(torch.device("cpu")))
+    led._memory.fill_(1)
+    led(10.0)
+    assert not led._memory.any()
+
+
+def test_a_backward_through_nothing_takes_the_host_some_microseconds() -> None:
+    assert 1e-6 < seconds_of_an_empty_backward(Device(torch.device("cpu"))) < 1e-2
+
+
+@pytest.mark.parametrize(("device_s", "host_s"), [(5e-3, 1e-3), (1e-3, 5e-3)])
+def test_a_layer_takes_what_the_slower_of_device_and_host_takes(queue: Queue, device_s: float, host_s: float) -> None:
+    """The host's seconds are those of calls without a lead: they are the leads of the calls that are counted."""
+    bench = object.__new__(LayerBench)
+    bench.device, bench.repetitions = queue, 2
+    asked = []
+
+    def call(leads: tuple[float, float]) -> tuple[_Timed, _Timed]:
+        asked.append(leads)
+        late = time.perf_counter() if leads == (0.0, 0.0) and len(asked) == 1 else 0.0
+        return _Timed(device_s + late, host_s), _Timed(2 * device_s, host_s)
+
+    assert bench._medians(call) == (max(device_s, host_s), max(2 * device_s, host_s))
+    assert asked == [(0.0, 0.0)] * (1 + HOST_CALLS) + [(host_s, host_s)] * 2

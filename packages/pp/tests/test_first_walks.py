@@ -1,0 +1,74 @@
+"""On a device the first walks go by the host, where nothing waits for a kernel; then communicators are connected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sley_pp.lines
+import sley_pp.link
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import small_plan
+from sley_pp.lines import Lines
+
+BODY_BYTES = 2 * 24 * 16 * 8
+"""Of a micro-batch's boundary: samples, tokens, channels of fp64."""
+
+Sent = tuple[str, str, int]
+"""Axis, lane and bytes of a message."""
+
+
+def walks(tables: dict[str, Any], folder: Path) -> list[list[Sent]]:
+    """What this rank sends in an evaluation, two steps and an evaluation, as if its tensors lay on a device."""
+    sley_pp.link.heads_are_apart = lambda device: True
+    sent: list[Sent] = []
+    send_to = sley_pp.lines.send_to
+
+    def noted(tensor: torch.Tensor, group: Any, lane: str, peer: int, *, what: str) -> Any:
+        sent.append((group.axis, lane, tensor.nbytes))
+        return send_to(tensor, group, lane, peer, what=what)
+
+    sley_pp.lines.send_to = noted
+    found = []
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        for walk in (run.evaluate, run.step, run.step, run.evaluate):
+            walk()
+            found.append([*sent])
+            sent.clear()
+    return found
+
+
+def test_bodies_go_by_the_host_until_a_walk_of_their_kind_is_complete(ranks: Callable[..., Any], texts: Path) -> None:
+    tables = small_plan(parallel={"pp": 2}, pipeline={"use": "pp.one_f_one_b"}, evaluation={"every": 9, "steps": 1})
+    for stage, (evaluated, first, second, again) in enumerate(ranks(2)(walks, tables, texts)):
+        lane = ("up", "down")[stage]
+        bodies = [[one for one in walk if one[2] == BODY_BYTES] for walk in (evaluated, first, second, again)]
+        assert {axis for axis, _, _ in (*bodies[0], *bodies[1])} == {"control"}
+        assert {one[:2] for one in (*bodies[2], *bodies[3])} <= {("pp", lane)}
+        assert len(bodies[1]) == len(bodies[2]) == 4
+        firsts = [[one for one in walk if one[2] == 1] for walk in (evaluated, first, second, again)]
+        assert firsts == [[("pp", lane, 1)], [], [], []], "one byte connects two stages, once"
+
+
+def connected(pairs: dict[int, list[int]]) -> list[int]:
+    """Which stages' bytes came to this one, all of whose peers connect in an order of their own making."""
+    with World.join("cpu") as world:
+        groups = world.groups(plan_from_dict(small_plan(parallel={"pp": world.size})).topology(world.size), 20)
+        lines = Lines(groups, apart=True)
+        lines.connect(pairs[lines.stage], world.device)
+        lines.connect(pairs[lines.stage], world.device)
+        return sorted(lines._connected)
+
+
+@pytest.mark.parametrize("pairs", [{0: [1], 1: [2, 0], 2: [1]}, {0: [2, 1], 1: [0, 2], 2: [1, 0]}])
+def test_stages_connect_whatever_the_order_of_their_peers(
+    ranks: Callable[..., Any], pairs: dict[int, list[int]]
+) -> None:
+    """In a line and in a loop; each exchange blocks until the peer comes to it."""
+    assert ranks(3, 30)(connected, pairs) == [sorted(pairs[stage]) for stage in range(3)]
