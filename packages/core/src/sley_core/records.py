@@ -214,6 +214,11 @@ class ActivationPolicyRecord(Record):
     copies: bool = False
 
 
+def copies_to_host(record: Record | None) -> bool:
+    """Returns whether `record` is of an activation policy that says that it copies."""
+    return isinstance(record, ActivationPolicyRecord) and record.copies
+
+
 class MetricsWriterRecord(Record):
     """`build(config, folder: Path) -> MetricsWriter`, on rank 0 only."""
 

@@ -24,17 +24,19 @@ def make_update(plan: Plan, parts: Parts) -> Update:
     update.
     """
     config: Any = plan.optimizer.config
-    home = HOST if _steps_on_host(plan) else None
+    device = parts.world.device
+    host = HOST if device.is_real else device.torch_device  # what has no memory has no host either
+    home = host if _steps_on_host(plan) else None
     masters = Masters(parts.weights, parts.store, dtypes(plan)[1], home)
     masters.add(parts.book.trainable)
     for entry in parts.book:
         if not entry.trainable:
             parts.weights.adopt(entry)
-    device = home or parts.world.device.torch_device
+    place = home or device.torch_device
     # Canonical sums on a CPU: a shard ends elsewhere than its tensor, so kernels must round all elements alike.
-    is_alike = parts.store.canonical is not None and plan.optimizer.record is not None and device.type == "cpu"
+    is_alike = parts.store.canonical is not None and plan.optimizer.record is not None and place.type == "cpu"
     groups_of = partial(parameter_groups, config=config, more=EVERYWHERE_ALIKE if is_alike else None)
-    optimizer = plan.optimizer.build(groups_of(masters.stepped), device)
+    optimizer = plan.optimizer.build(groups_of(masters.stepped), place)
     return Update(
         parts.store,
         masters,

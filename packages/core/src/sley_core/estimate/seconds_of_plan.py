@@ -25,7 +25,7 @@ from sley_core.estimate.seconds.links import NOTHING, Cost, collective, message
 from sley_core.estimate.seconds.result import StepSeconds, simulate_step
 from sley_core.estimate.seconds.step import StepWork
 from sley_core.estimate.stage_facts import UntoldError, stage_facts
-from sley_core.records import ActivationPolicyRecord
+from sley_core.records import copies_to_host
 
 if TYPE_CHECKING:
     from sley_core.estimate.machine.tables import MachineFile
@@ -88,18 +88,17 @@ def _told_by_lists(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
     return PlanSeconds(simulate_step(lists, stage.lists.placement, work), layers, num_micros, notes)
 
 
-def _copies(plan: Plan) -> bool:
-    """Returns whether the plan's activation policy copies to the host what layers save."""
-    record = plan.activations.record
-    return isinstance(record, ActivationPolicyRecord) and record.copies
-
-
 def _is_in_the_lists(plan: Plan) -> bool:
     """Returns whether all exchanges of a step are those between stages, and those that gradient handlers tell, and nothing is
     copied to the host.
     """
     sizes = plan.parallel
-    return sizes.wp == sizes.sp == 1 and sizes.reduction == "fast" and not plan.offload and not _copies(plan)
+    return (
+        sizes.wp == sizes.sp == 1
+        and sizes.reduction == "fast"
+        and not plan.offload
+        and not copies_to_host(plan.activations.record)
+    )
 
 
 def _recorded(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:

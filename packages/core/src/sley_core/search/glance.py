@@ -71,11 +71,6 @@ def reduces(weights: Choice | None) -> Literal["micro_batch", "step"] | None:
     return record.reduces(weights.config) if weights and isinstance(record, WeightCommunicatorRecord) else None
 
 
-def copies(policy: Choice) -> bool:
-    """Returns whether an activation policy copies to the host what the layers that it names save."""
-    return isinstance(policy.record, ActivationPolicyRecord) and policy.record.copies
-
-
 def _tells(record: OffloadManagerRecord, config: Any) -> bool:
     """Returns whether a manager's record says what it does in a step: it steps on the host, or says whether it swaps states."""
     return record.steps_on_host or record.swaps(config) is not None

@@ -30,8 +30,9 @@ from sley_core.estimate.layers.variants import LayerVariants, Variant
 from sley_core.estimate.seconds.host_copies import CopyKind, copy_cost
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds
 from sley_core.estimate.seconds.links import NOTHING, collective
+from sley_core.records import copies_to_host
 from sley_core.search.choices import choices_of
-from sley_core.search.glance import copies, reduces, refused
+from sley_core.search.glance import reduces, refused
 from sley_core.search.layouts import Candidate, Shape, Sizes
 
 if TYPE_CHECKING:
@@ -218,7 +219,7 @@ class LayerTables:
             [[of.forward, of.backward, of.input_gradient, of.weight_gradient] for of in found], dtype=np.float64
         )
         kept = [work.kept_bytes for work in works]
-        if copies(shape.activations):
+        if copies_to_host(shape.activations.record):
             self._copy(shape, seconds, kept)
         forward, backward, input_gradient, weight_gradient = seconds.T
         output, passing = ([getattr(work, name) for work in works] for name in ("output_bytes", "passing_bytes"))

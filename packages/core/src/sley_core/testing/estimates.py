@@ -21,7 +21,6 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.errors import PlanError
 from sley_core.estimate.bytes.rank import STEPS, rank_bytes
 from sley_core.estimate.calibrate.device import measure_device
 from sley_core.estimate.calibrate.host import measure_host
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
     from sley_core.estimate.machine.tables import MachineFile
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
-
-UNKNOWN = "estimate-seconds"
-"""The code of the error by which an estimate says that it does not know a plan's seconds."""
 
 
 @dataclass(frozen=True)
@@ -126,16 +122,14 @@ def _clear_workspaces() -> None:
 
 @dataclass(frozen=True)
 class Compared:
-    """What a plan was estimated to take, and took. states, real_states: bytes by part between two steps. seconds: None where an
-    estimate does not know them.
-    """
+    """What a plan was estimated to take, and took. states, real_states: bytes by part between two steps."""
 
     name: str
     num_bytes: int
     peak: Peak
     states: dict[str, int]
     real_states: dict[str, int]
-    seconds: float | None
+    seconds: float
     real_seconds: float
 
     @property
@@ -144,17 +138,15 @@ class Compared:
         return self.num_bytes / self.peak.num_bytes - 1
 
     @property
-    def seconds_error(self) -> float | None:
+    def seconds_error(self) -> float:
         """Returns how much longer the estimated step is than the real one, relative to that."""
-        return None if self.seconds is None else self.seconds / self.real_seconds - 1
+        return self.seconds / self.real_seconds - 1
 
     def __str__(self) -> str:
         mib, peak = 2**20, self.peak
         told = f"{self.name}: estimated {self.num_bytes / mib:.1f} MiB of {peak.num_bytes / mib:.1f} ({self.bytes_error:+.2%})"
         if peak.requested:
             told += f", {peak.requested / mib:.1f} asked for, beside {peak.workspaces / mib:.0f} of cuBLAS"
-        if self.seconds_error is None:
-            return f"{told}; a step took {self.real_seconds:.4f} s"
         return f"{told}; {self.seconds:.4f} s of {self.real_seconds:.4f} ({self.seconds_error:+.1%})"
 
 
@@ -180,12 +172,7 @@ def machine_for(device: Device, plans: Sequence[Plan]) -> MachineFile:
 def compare(name: str, plan: Plan, machine: MachineFile, num_steps: int = 5) -> Compared:
     """Estimates a plan of one process, and takes steps of it: as many as show its peak, then `num_steps` that are timed."""
     estimated = rank_bytes(plan, 0, 1)
-    try:
-        seconds = estimate_seconds(plan, 1, machine).step.seconds
-    except PlanError as error:
-        if error.diagnostics[0].code != UNKNOWN:
-            raise
-        seconds = None
+    seconds = estimate_seconds(plan, 1, machine).step.seconds
     with World.alone(plan.run.device) as world, ExitStack() as stack:
         meter: Meter = CudaMeter() if world.device.type == "cuda" else HostMeter()
         with meter:

@@ -113,14 +113,18 @@ class Manager(OffloadManager):
 
     def offload(self, part: Part) -> Callable[[], None]:
         """Starts to move `part` off the device; returns what waits for it. While weights or buffers are away, calls of layers
-        are refused.
+        are refused. Does nothing on a device without memory.
         """
+        if not self._is_attached:
+            return _nothing
         if part in OF_LAYERS:
             self._gate.close()
         self._movers[part].offload()
         return self._movers[part].wait
 
     def onload(self, part: Part) -> Callable[[], None]:
+        if not self._is_attached:
+            return _nothing
         self._movers[part].onload()
         self._open()
         return self._movers[part].wait
@@ -173,6 +177,9 @@ class Manager(OffloadManager):
         for part in OF_LAYERS:
             if part in self._movers:
                 self.require(part, what)
+
+
+def _nothing() -> None: ...
 
 
 def _pieces(holdings: Holdings, part: Part, bucket_bytes: int) -> Pieces:

@@ -25,7 +25,7 @@ from sley_core.errors import PlanError, SleyError
 from sley_core.estimate.layers.distinct import layer_keys
 from sley_core.estimate.layers.variants import Variant, with_variant
 from sley_core.plan.check import check_plan
-from sley_core.records import ActivationPolicyRecord
+from sley_core.records import ActivationPolicyRecord, copies_to_host
 from sley_core.search.choices import choices_of
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _is_allowed(plan: Plan, choice: Choice) -> bool:
     own = plan.activations
     if (choice.name, choice.config) == (own.name, own.config):
         return True
-    if not isinstance(choice.record, ActivationPolicyRecord) or choice.record.copies:
+    if not isinstance(choice.record, ActivationPolicyRecord) or copies_to_host(choice.record):
         return False
     world = plan.world()
     try:

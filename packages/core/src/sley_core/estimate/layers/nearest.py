@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Literal
 from sley_core.errors import SleyError
 from sley_core.estimate.layers.variants import LayerVariants, SlicedAttention, Variant
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds
-from sley_core.records import ActivationPolicyRecord
+from sley_core.records import copies_to_host
 
 if TYPE_CHECKING:
     from sley_core.estimate.layers.operators import LayerWork
     from sley_core.estimate.machine.tables import MachineFile
-    from sley_core.search.choices import Choice, Choices
+    from sley_core.search.choices import Choices
 
 Source = Literal["measured", "in proportion", "counted"]
 """Where the seconds of a layer come from: its own in the machine file; counted, in proportion to another variant that is there;
@@ -132,10 +132,5 @@ class NearestLayers:
         if any(table.micro_size is None for table in tables):
             sizes |= {1 << bits for bits in range(plan.batch.global_size.bit_length())}
         slices = {1, plan.parallel.sp, *(table.sp for table in tables)} if self.attention else {1}
-        alone = (one for one in self.policies if not _copies(one))  # copies are priced by themselves
+        alone = (one for one in self.policies if not copies_to_host(one.record))  # copies are priced by themselves
         yield from (Variant(*one) for one in product(alone, sorted(sizes), sorted(slices)))
-
-
-def _copies(policy: Choice) -> bool:
-    """Returns whether an activation policy copies to the host what layers save."""
-    return isinstance(policy.record, ActivationPolicyRecord) and policy.record.copies

@@ -20,7 +20,7 @@ from sley_core.estimate.layers.operators import Operator
 from sley_core.estimate.layers.recorder import operator_of
 from sley_core.estimate.recorded.words import HOST, Awaited, Began, RecordedStep, Word, Worked
 from sley_core.memory.holdings import storage_id
-from sley_core.records import ActivationPolicyRecord
+from sley_core.records import copies_to_host
 
 if TYPE_CHECKING:
     from sley_core.engine.lists import Lists
@@ -72,9 +72,7 @@ def record(plan: Plan, rank: int, size: int, *, runs_ahead: bool = False) -> Ran
         recorder.start(run)
         tensors.listener = recorder.ran
         # A CPU copies to its host what its plain kernels save.
-        is_plain = (
-            isinstance(policy := plan.activations.record, ActivationPolicyRecord) and policy.copies and not runs_ahead
-        )
+        is_plain = copies_to_host(plan.activations.record) and not runs_ahead
         with nullcontext() if is_plain else FusedKernels(recorder):
             take_step(run, batch)
         tensors.listener = None

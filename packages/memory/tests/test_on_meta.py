@@ -1,0 +1,42 @@
+"""Before a run, ranks are assembled on a device without memory: every manager and policy can be, and nothing moves there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.memory.state import PARTS, Where
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import changed, small_plan
+
+MANAGERS: dict[str, dict[str, Any]] = {
+    "memory.everything": {},
+    "memory.optimizer_states": {"when": "between_steps"},
+    "memory.host_optimizer": {},
+}
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("manager", MANAGERS)
+def test_a_run_with_a_manager_is_assembled_on_meta(texts: Path, manager: str, compute: str) -> None:
+    tables = small_plan(precision__compute=compute, offload=[{"use": manager, **MANAGERS[manager]}])
+    with World.fake(0, 1) as world, assemble(plan_from_dict(tables, texts), world) as run:
+        masters = dict(run.memory.holdings.everything("masters"))
+        assert all(tensor.device == torch.device("meta") for tensor in masters.values())
+        assert bool(masters) == (compute == "bf16" or manager == "memory.host_optimizer")
+        run.memory.offload().wait()
+        if manager != "memory.host_optimizer":  # whose masters and states are the host's
+            assert run.memory.where == dict.fromkeys(PARTS, Where.HERE)
+        run.memory.onload().wait()
+
+
+@pytest.mark.parametrize("policy", ["memory.host", "memory.selective"])
+def test_a_run_with_a_policy_is_assembled_on_meta(texts: Path, policy: str) -> None:
+    tables = changed(small_plan(), activations={"use": policy})
+    with World.fake(0, 1) as world, assemble(plan_from_dict(tables, texts), world) as run:
+        assert all(one.parameter.is_meta for one in run.book)
