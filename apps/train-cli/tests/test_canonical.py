@@ -69,7 +69,7 @@ def alone(folder: Path, precision: str) -> Bits:
     return trained(changed(PLAN, precision__compute=precision), 2, folder=folder)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_the_hash_of_one_process(ranks: Any, texts: Path, layout: str, precision: str):
@@ -90,7 +90,7 @@ def test_numbers_that_are_no_powers_of_two_have_one_hash_too(ranks: Any, texts: 
     assert differing([trained(six, 2, folder=texts)], found) == []
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["core.sgd", "core.adamw"])
 @pytest.mark.parametrize("layout", ["dp2 bucketed", "wp2", "wp2 wdp2 sharded", "zero bubble", "wp2 pp2", "recomputed"])
 def test_weights_that_a_layer_uses_more_than_once(ranks: Any, monkeypatch: Any, layout: str, optimizer: str):
@@ -158,6 +158,7 @@ def trained_left_to_right(tables: Tables, num_steps: int, *, folder: Path) -> Bi
 SAMPLE = ["dp2 bucketed", "wp2", "zero bubble v dp2"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "layout", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.campaign) for name in LAYOUTS]
 )

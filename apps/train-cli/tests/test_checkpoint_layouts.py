@@ -88,7 +88,7 @@ def stopped_and_not(tables: Tables, texts: Path, path: Path) -> list[Stretch]:
     return [whole, stretch(tables, 2, folder=texts, save=path), stretch(tables, 2, folder=texts, load=path)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_same_layout_goes_on_bit_for_bit(ranks, texts, tmp_path, layout, precision):
@@ -106,6 +106,7 @@ SAMPLE = ("sharded 2", "wp 2 x wdp 2, sharded")
 """Of those whose checkpoints are read in other layouts in every run of the tests; the others in the campaign."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("written", "num_others"),
     [(name, 1) for name in SAMPLE] + [pytest.param(name, 2, marks=pytest.mark.campaign) for name in LAYOUTS],

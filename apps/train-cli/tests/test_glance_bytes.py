@@ -34,7 +34,7 @@ def layout_of(space: Layouts, sizes: Sizes, *names: str) -> Candidate:
     raise AssertionError((sizes, names))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
 @pytest.mark.parametrize(
     ("sizes", "names", "least"),

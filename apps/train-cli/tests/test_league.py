@@ -85,6 +85,7 @@ def test_the_whole_league_is_written(cli: Any) -> None:
     write_league(json.loads(result.out))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "name",

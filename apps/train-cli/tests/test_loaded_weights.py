@@ -42,6 +42,7 @@ def loaded(plans: list[dict[str, Any]], texts: Path, state: dict[str, torch.Tens
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_loaded_weights_are_those_of_every_layout(ranks: Any, texts: Path, precision: str) -> None:
     base = changed(PLAN, precision__compute=precision)

@@ -45,6 +45,7 @@ SHARES = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded"}]}
 STAGES = {"parallel": {"pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}, "batch": {"global_size": 12, "micro_size": 1}}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("changes", [BUCKETS, STAGES, SHARES], ids=["dp", "pp", "sharded"])
 def test_lists_and_recorded_steps_say_the_same(changes: dict[str, Any]) -> None:
     """Of the update too, whoever reduces, and where nobody does; but for the start of each of its operators."""
@@ -76,6 +77,7 @@ SLICES = {"parallel": {"sp": 2}, "sequence": {"use": "isp.all_to_all"}}
 RANKS = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.powersgd", "start_step": 1}]}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("changes", "lane"),
     [(SHARDS, "gather"), (SLICES, "swap"), ({"precision": {"compute": "fp32"}, **RANKS}, "sum")],

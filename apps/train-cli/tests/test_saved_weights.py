@@ -89,6 +89,7 @@ def read(folder: Path) -> Tensors:
     return {name: files.tensor(name) for name in files.names}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", LAYOUTS)
 @pytest.mark.parametrize("names", [SAMPLE, pytest.param(LAYOUTS, marks=pytest.mark.campaign)], ids=["some", "all"])
 def test_files_have_what_ranks_hold(ranks: Any, texts: Path, tmp_path: Path, names: Any, size: int) -> None:

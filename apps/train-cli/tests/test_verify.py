@@ -58,7 +58,7 @@ def small(use: str = "", **changes: Any) -> Tables:
     return changed(tables, gradient_handlers=[{"use": use}]) if use else tables
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_agree_with_one_process(verified: Verified, texts: Path, path: Path) -> None:
     for plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
@@ -70,6 +70,7 @@ def test_examples_agree_with_one_process(verified: Verified, texts: Path, path: 
     assert {one.kind for rank in found for one in rank.compared} >= {"first value", "gradient", "weight"}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("use", "said"),
     [

@@ -59,7 +59,7 @@ def counted(tables: dict[str, Any], folder: Any, num_steps: int = 3) -> dict[str
         }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "fraction",
     [

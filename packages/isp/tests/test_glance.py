@@ -66,6 +66,7 @@ def glance_and_estimate(plan: Plan, world: int, on: MachineFile) -> tuple[float,
     return Quick(plan, world, on).seconds(layout), estimate_seconds(plan, world, on).step.seconds
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("axis", "size", "overlap", "compute"),
     [

@@ -84,6 +84,7 @@ def foretold(folder: Path, changes: Tables, *, runs_ahead: bool) -> dict[str, in
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("copies", COPIES)
 def test_a_step_copies_as_many_bytes_as_were_foretold(copies: str, texts: Path) -> None:
     tables = changed(PLAN, **COPIES[copies])

@@ -22,7 +22,7 @@ HOST = {"use": "memory.host", "min_bytes": 1}
 MODEL = {"factory": "attending:layers"}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "changes",
     [

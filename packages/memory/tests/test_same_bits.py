@@ -14,13 +14,13 @@ from sley_core.testing.plans import small_plan
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("changes", ALONE.values(), ids=ALONE.keys())
 def test_on_one_rank(changes, texts):
     assert_same(*three_ways(small_plan(**changes), texts))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_on_two_ranks(ranks, layout, compute, texts):

@@ -40,6 +40,7 @@ class Attentions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "changes",
     [

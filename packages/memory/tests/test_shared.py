@@ -43,6 +43,7 @@ def both_ways(tables, folder):
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("tables", "size", "package", "alike"),
     [

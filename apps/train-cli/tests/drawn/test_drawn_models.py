@@ -58,6 +58,7 @@ def check(ranks: Any, own: None, tmp_path: Path) -> Check:
     return check
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", SAMPLE)
 def test_a_fixed_sample_equals_a_plain_loop(check, world):
     found = check(range(SAMPLE[world]), world)

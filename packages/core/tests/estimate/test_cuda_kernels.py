@@ -39,6 +39,7 @@ def kept_by_a_block(texts: Any, **changes: Any) -> int:
     return many.alive["activations"] - few.alive["activations"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("compute", "size"), [("bf16", 2), ("fp32", 4)])
 @pytest.mark.parametrize("kv_heads", [HEADS, HEADS // 2])
 def test_a_block_keeps_what_the_kernels_save(texts, compute, size, kv_heads):

@@ -30,7 +30,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_it_is_what_the_allocator_says(texts, changes):
     tables = changed(PLAN, **changes)

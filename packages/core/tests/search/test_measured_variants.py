@@ -59,6 +59,7 @@ def glance(machine: MachineFile) -> dict[str, float]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("times", "micro_size", "policy"), [(2.0, 2, "core.keep"), (0.5, 4, "core.keep"), (2.0, 4, "core.recompute")]
 )
@@ -72,6 +73,7 @@ def test_layers_of_one_variant_change_no_order(times: float, micro_size: int, po
         assert seconds == pytest.approx(times * counted[name], rel=0.05), name
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("said", [{}, {"micro_size": 2, "activations": "core.keep"}], ids=["of before", "said"])
 def test_an_estimate_brings_layers_to_the_same_measure_as_a_glance(said: dict[str, Any]) -> None:
     plan, machine = plan_of(), measured(plan_of(), 2.0, **said)

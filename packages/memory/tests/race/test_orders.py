@@ -69,8 +69,8 @@ ON_TWO: dict[str, tuple[Tables, Tables, str]] = {
 """Plans of two ranks."""
 
 SAMPLE = range(1)
-BLOCKS = [pytest.param(range(start, start + 20), marks=pytest.mark.campaign) for start in range(0, 60, 20)]
-"""The campaign: 60 orders of each case, 1,080 in all; about eight minutes of two cores."""
+BLOCKS = [pytest.param(range(start, start + 20), marks=pytest.mark.campaign) for start in range(0, 400, 20)]
+"""The campaign: 400 orders of each case, 7,200 in all; about an hour of two cores."""
 
 
 @pytest.mark.sample(3)
