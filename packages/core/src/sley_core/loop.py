@@ -6,7 +6,6 @@ launch ──> ...                             (CUDA: a row is read while the ne
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from sley_core.errors import RunError
 
 if TYPE_CHECKING:
     from sley_core.checkpoint.checkpoints import Checkpoints
+    from sley_core.comm.device import Moment
     from sley_core.engine.parts import Parts
     from sley_core.engine.step_batch import GivenBatch, StepBatch
     from sley_core.engine.stepper import Stepper
@@ -76,12 +76,12 @@ class Loop:
         self._is_evaluating = False
         self._stop_asked = False
         self._watch = samples.watch
-        self._clock = 0.0
+        self._since: Moment = 0.0  # in the device's work; steps are timed there, since a row may be read late
         self._late: Launched | None = None
 
     def train(self) -> None:
         """Takes steps until the plan's last one, or until the ranks have agreed to stop."""
-        self._clock = time.perf_counter()
+        self._restart()
         with self._while("_is_training"), self.parts.weights.settled_on_error():
             self._train()
         self.checkpoints.train_done(self.num_steps_done, was_stopped=self.was_stopped)
@@ -103,7 +103,7 @@ class Loop:
 
     def step(self, batch: GivenBatch | None) -> Row:
         """Takes one step and returns its row, as `Run.step` says."""
-        self._clock = time.perf_counter()
+        self._restart()
         with self.parts.weights.settled_on_error():
             launched = self.launch(batch)
         self.parts.weights.settle()
@@ -173,7 +173,7 @@ class Loop:
         if self.checkpoints.is_due(self.num_steps_done):
             self.parts.weights.settle()
             self.checkpoints.save_due(self.num_steps_done)
-            self._clock = time.perf_counter()
+            self._restart()
 
     def _take(self, given: GivenBatch | None) -> tuple[StepBatch, float, tuple[int, ...]]:
         """Returns the step's batch, the seconds spent waiting for the feed, and the numbers of its samples."""
@@ -192,6 +192,10 @@ class Loop:
         finally:
             setattr(self, flag, False)
 
+    def _restart(self) -> None:
+        """Times the next step from now on: what came before is no part of it."""
+        self._since = self.parts.world.device.moment()
+
     def _emit_late(self) -> None:
         late, self._late = self._late, None
         if late is not None:
@@ -207,8 +211,9 @@ class Loop:
         standing.comes(BETWEEN)
         if self.outputs.timeline is not None:
             self.outputs.timeline.write(launched.number)
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
+        ended = launched.totals.ended
+        seconds = self.parts.world.device.seconds_between(self._since, ended)
+        self._since = ended
         is_skipped = self._is_skipped(launched, result)
         if is_refused(result) and not is_skipped:
             raise self._refusal(launched, result)
@@ -224,7 +229,7 @@ class Loop:
         try:
             if self._evaluates_after(launched):
                 row["held_out_loss"] = self.evaluate()
-                self._clock = time.perf_counter()
+                self._restart()
         finally:  # the step was taken, whatever became of its evaluation
             for writer in self.outputs.writers:
                 writer.write(row)

@@ -153,6 +153,15 @@ class Device:
             tensor = tensor.pin_memory()
         return tensor.to(self.torch_device, non_blocking=True)
 
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """Returns `tensor`, which is on this device, on the host: on CUDA in page-locked memory, which has its values once the
+        device has reached a later `moment`; else itself.
+        """
+        if not self.is_async:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
     def again(self, memory: Tensor) -> Tensor:
         """Returns a tensor over the memory of `memory`, with a storage of its own, so that the number of its users tells who
         still uses it.

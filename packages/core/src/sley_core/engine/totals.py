@@ -86,25 +86,19 @@ class StepResult:
 
 class PendingTotals:
     """Holds totals that are being copied to the host. own_loss: this rank's, on the device. own_exchanges: this rank's unmarked
-    exchanges.
+    exchanges. ended: the end of the step in the device's work.
     """
 
     def __init__(self, totals: StepTotals, device: Device) -> None:
         self._device = device
         self.own_loss = totals.own_loss
         self.own_exchanges = totals.own_exchanges
-        self._totals = totals
-        self._event: torch.cuda.Event | None = None
-        if device.is_async:
-            host = torch.empty(totals.values.shape, dtype=totals.values.dtype, pin_memory=True)
-            self._totals = replace(totals, values=host.copy_(totals.values, non_blocking=True))
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
-            self._event.record()
+        self._totals = replace(totals, values=device.fetch(totals.values))
+        self.ended = device.moment()
 
     def read(self) -> StepResult:
         """Returns the totals on the host; waits for their copy, and for nothing later on the device."""
-        if self._event is not None:
-            self._event.synchronize()
+        self._device.wait_until(self.ended)
         scale = self._totals.loss_scale
         loss, grad_norm, weight, stops, saves, differs, *more = self._totals.read(self._device)
         skipped, numbers = (False, more) if scale is None else (more[0] > 0, more[1:])
