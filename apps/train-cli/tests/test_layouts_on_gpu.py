@@ -36,10 +36,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "each gradient": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "core.each"}]},
     "buckets": {"parallel": {"dp": 2}, "gradient_handlers": BUCKETS},
     "sharded optimizer": {"parallel": {"dp": 2}, "gradient_handlers": SHARDED},
-    "low rank, from the third step": {
-        "parallel": {"dp": 2},
-        "gradient_handlers": [{"use": "dp.powersgd", "rank": 2, "start_step": 4}],
-    },
     "sharded weights": {"parallel": {"dp": 2, "wp": 2}, "weights": WEIGHTS},
     "slices of sequences": {"parallel": {"sp": 2}, "sequence": {"use": "isp.all_to_all"}},
     "interleaved stages": {"parallel": {"pp": 2}, "pipeline": {"use": "pp.interleaved", "chunks": 2}},

@@ -56,6 +56,44 @@ def test_bodies_go_by_the_host_until_a_walk_of_their_kind_is_complete(ranks: Cal
         assert firsts == [[("pp", lane, 1)], [], [], []], "one byte connects two stages, once"
 
 
+def buffers(tables: dict[str, Any], folder: Path) -> list[int]:
+    """How many buffers this stage's link has allocated after each of three steps, as if its tensors lay on a device."""
+    sley_pp.link.heads_are_apart = lambda device: True
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        found = []
+        for _ in range(3):
+            run.step()
+            found.append(run.stepper.executor.crossing.link.num_allocated)  # type: ignore[union-attr]
+        return found
+
+
+def test_messages_by_the_host_take_no_more_buffers_than_are_under_way(ranks: Callable[..., Any], texts: Path) -> None:
+    """However many micro-batches a step has; what gloo has sent is known by waiting for it."""
+    many = {"global_size": 32, "micro_size": 1}
+    tables = small_plan(parallel={"pp": 2}, pipeline={"use": "pp.one_f_one_b"}, batch=many)
+    for found in ranks(2)(buffers, tables, texts):
+        assert found[0] == found[2] <= 12
+
+
+def lengths(tables: dict[str, Any], folder: Path) -> list[bool]:
+    """Whether steps of several lengths went by the host."""
+    sley_pp.link.heads_are_apart = lambda device: True
+    found = []
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        for length in (24, 23, 24, 22):
+            micros = [
+                {name: torch.ones(2, length, dtype=torch.int64) for name in ("tokens", "labels")} for _ in range(4)
+            ]
+            run.step(micros)
+            found.append(run.stepper.executor.crossing.link._lines.by_host)  # type: ignore[union-attr]
+    return found
+
+
+def test_a_new_length_is_no_new_kind(ranks: Callable[..., Any], texts: Path) -> None:
+    tables = small_plan(parallel={"pp": 2}, pipeline={"use": "pp.one_f_one_b"}, data__documents="cut")
+    assert ranks(2)(lengths, tables, texts) == [[True, False, False, False]] * 2
+
+
 def connected(pairs: dict[int, list[int]]) -> list[int]:
     """Which stages' bytes came to this one, all of whose peers connect in an order of their own making."""
     with World.join("cpu") as world:

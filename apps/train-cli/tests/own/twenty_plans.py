@@ -1,6 +1,6 @@
 """Twenty plans of one process, over policies, types, sizes and what leaves the device, to compare with their estimates.
 
-Large ones are for a device: gigabytes, so that what an allocator rounds up does not decide, and steps of a tenth of a second.
+Large ones are for a device: gigabytes, so that what an allocator rounds up does not decide, and steps of 0.03 to 0.5 s on one.
 Small ones, of the same kinds, are megabytes, for the tests of a CPU.
 """
 

@@ -45,7 +45,8 @@ def test_loading_the_plugin_loads_pytest_and_nothing_heavy():
     assert found.stdout.splitlines() == ["sley_core sley_core.testing sley_core.testing.plugin", "[]"]
 
 
-def test_a_test_that_needs_more_devices_than_there_are_is_skipped(pytester):
+def test_a_test_that_needs_more_devices_than_there_are_is_skipped(pytester, monkeypatch):
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     pytester.makepyfile(
         """
         import pytest

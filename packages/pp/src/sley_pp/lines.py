@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.api.actions import DEFAULT_LANE, direction_of
@@ -44,13 +45,20 @@ class Lines:
         self.by_host = False
         self._control = groups["control"]
         self._connected: set[int] = set()
+        self._is_gloo = any(dist.get_backend(lane) == "gloo" for lane in self.group.lanes.values())
         self.sent = SentBytes()
+
+    @property
+    def says_when_sent(self) -> bool:
+        """Returns whether a handle's `is_done` says that its message was sent: NCCL's does, gloo tells only a wait."""
+        return not (self.by_host or self._is_gloo)
 
     def connect(self, peers: Iterable[int], device: Device) -> None:
         """Exchanges a byte of `device` with each of `peers`, up and then down; blocks until they do it too. Once per peer:
         later calls do nothing.
 
-        All stages call it when nothing is under way. Each takes its pairs in ascending order, so none can wait in a circle.
+        All stages call it when no message between stages is under way. Each takes its pairs in ascending order, so none can
+        wait in a circle.
         """
         for peer in sorted(set(peers) - self._connected, key=lambda peer: sorted((self.stage, peer))):
             self._connected.add(peer)

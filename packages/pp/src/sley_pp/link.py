@@ -14,7 +14,7 @@ are its tensors known. Posts wait behind one another, because a communicator del
 
 Between two stages each communicator has messages in one direction only, whatever the placement (docs/adr/0014 says why).
 
-On a device, a walk through micro-batches of a kind that no walk has completed sends its tensors by the host (`lines` says why).
+On a device, the first walk of each phase, as of training, sends its tensors by the host (`lines` says why).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from sley_pp.config import LinkConfig
 
 Key = Hashable
-"""The shapes of a micro-batch's fields. They alone determine the contents of a boundary, except for the tensors' flags."""
+"""The phase, then the shapes of the fields of a micro-batch. They alone tell what crosses a boundary, but for tensors' flags."""
 
 
 @dataclass
@@ -64,8 +64,8 @@ class Link:
         self._returning: dict[tuple[int, int], Description] = {}
         self._owed: dict[tuple[int, int], Description] = {}
         self._has_backwards = False
-        self._keys: frozenset[Key] = frozenset()
-        self._walked: set[Key] = set()
+        self._phases: frozenset[Hashable] = frozenset()
+        self._walked: set[Hashable] = set()
         self._peers: Sequence[int] = ()
 
     def prepare(self, parts: Parts) -> None:
@@ -88,8 +88,8 @@ class Link:
         """
         self._forget()
         self._has_backwards = False
-        self._keys, self._peers = frozenset(keys), peers
-        self._lines.by_host = self._lines.apart and not self._keys <= self._walked
+        self._phases, self._peers = frozenset(map(_phase, keys)), peers
+        self._lines.by_host = self._lines.apart and not self._phases <= self._walked
         self._lines.sent.begin_step()
         self._walk.begin(keys, peers)
 
@@ -156,7 +156,7 @@ class Link:
         assert not left, f"posted and never taken: {left}"
         if self._lines.by_host:
             self._lines.connect(self._peers, self._device)
-        self._walked |= self._keys
+        self._walked |= self._phases
         if self._has_backwards:  # a step, and not an evaluation
             self._lines.sent.end_step()
 
@@ -269,3 +269,8 @@ class Link:
             f"stage {self._stage} {verb} stage {transfer.peer}, {transfer.flow}, {thing} of micro-batch {transfer.micro} "
             f"(chunk {transfer.chunk})"
         )
+
+
+def _phase(key: Key) -> Hashable:
+    """Returns the phase of a micro-batch with this key; the key itself where it is not a tuple."""
+    return key[0] if isinstance(key, tuple) and key else key

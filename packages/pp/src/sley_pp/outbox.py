@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sley_pp.lines import Lines
 
 SENDS_UNDER_WAY = 8
-"""With tensors on the host, the number of messages that a stage may have in flight before it waits for the oldest."""
+"""Where messages go by gloo, the number that a stage may have in flight before it waits for the oldest."""
 
 
 class Outbox:
@@ -75,10 +75,10 @@ class Outbox:
         reaches its receive without anything that this stage issues later (`sley_core.actions.posts`), and much earlier, unless
         it is slower.
         """
-        if self._lines.apart:
+        if self._lines.says_when_sent:
             while self._sending and self._sending[0][0][-1].is_done():
                 self._end_send()
-        while not self._lines.apart and len(self._sending) > SENDS_UNDER_WAY:
+        while not self._lines.says_when_sent and len(self._sending) > SENDS_UNDER_WAY:
             self._end_send()
 
     def _end_send(self) -> None:

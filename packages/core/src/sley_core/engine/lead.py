@@ -31,7 +31,6 @@ TRIES = 20
 class Lead:
     """Writes to memory that nothing else uses, on `device`: calling it evicts the caches, and on a device that works through a
     queue it keeps that busy for a while.
-
     """
 
     def __init__(self, device: Device) -> None:
@@ -65,7 +64,8 @@ def seconds_of_an_empty_backward(device: Device) -> float:
         held = InFlight()
         output = held.enter(description, [tensor.detach() for tensor in tensors]).view(1)
         held.edges = edges_of(*describe(output))
+        gradients = [torch.ones_like(value)]
         began = time.perf_counter()
-        held.backward([torch.ones_like(value)])
+        held.backward(gradients)
         taken.append(time.perf_counter() - began)
     return median(taken[1:])

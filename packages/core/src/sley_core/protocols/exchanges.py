@@ -25,7 +25,8 @@ class StageLink(Protocol):
                        ^                                         │
                        └─────────────────────────────────────────┘
 
-    key: everything that determines the shapes at a boundary; equal on both ends for the same micro-batch.
+    key: everything that determines the shapes at a boundary; equal on both ends for the same micro-batch. A tuple, whose first
+    is the phase.
     `testing/link_contract.py` tests all of this, and the tests of a link inherit it.
     """
 
