@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from sley_pp.config import LinkConfig
 
 Key = Hashable
-"""The phase, then the shapes of the fields of a micro-batch. They alone tell what crosses a boundary, but for tensors' flags."""
+"""The phase, then the shapes of a micro-batch's fields. They alone tell what crosses a boundary, but for flags of tensors."""
 
 
 @dataclass
