@@ -73,8 +73,6 @@ class Bounds:
         """
         shape, reducer = layout.shape, layout.reducer
         kind = once(self._numbers, str(reducer), lambda: self._number(reducer))
-        if shape.offload is not None:  # as the only shapes of which `least` need not have been asked
-            check_shape(shape)
         parts = self._quick.cut(layout).parts
         together = self._together_with(parts, shape.sizes.pp)
         key = shape.key, len(together.number), len(self._kinds)  # those that were made before one was added lack it
@@ -101,6 +99,8 @@ class Bounds:
         """Returns, for each way to cut the model, the bounds of the shape's layouts with each kind of reducer; the error where
         there would be more micro-batches than any plan may have.
         """
+        if shape.offload is not None:  # as the only shapes of which `least` need not have been asked
+            check_shape(shape)
         passes, rows = self._passes_of(shape, together), self._rows_of(shape, together)
         seconds = (passes.busy + rows.update_s + passes.first).max(axis=2) + self._quick.end_s(shape.sizes.pp)
         num_bytes = (rows.states_bytes + passes.kept).max(axis=2).astype(np.int64)
@@ -147,13 +147,13 @@ class Bounds:
         return once(self._rows, key, rows)
 
     def _both_ways(self, table: LayerColumns, together: PartsTogether) -> Floats:
-        """Returns the seconds of the messages between each two positions, up and down again: [ways to cut, positions - 1]."""
+        """Returns the seconds of the messages from each position to the next and back again, as `by_stage` takes them."""
         key = together, id(table.output)
         if key not in self._between:
-            found = np.zeros((len(together.number), together.most_positions - 1))
-            for parts, number in together.number.items():
+            found = np.zeros(together.starts[-1])
+            for start, parts in zip(together.starts, together.number, strict=False):
                 costs = self._quick.messages(parts, table.output)
-                found[number, : len(costs)] = [2 * sum(cost) for cost in costs]
+                found[start : start + len(costs)] = [2 * sum(cost) for cost in costs]
             self._between[key] = found
         return self._between[key]
 

@@ -136,6 +136,9 @@ class Quick:
         stages and the same schedule.
         """
         key = layout.shape.sizes.pp, str(layout.schedule)
+        known = self._cuts.get(key)
+        if isinstance(known, StageCut):  # as for all but the first of a thousand
+            return known
 
         def cut() -> StageCut:
             """Makes them, of a plan with whole weights and sequences and micro-batches of one sample: none of these changes the
