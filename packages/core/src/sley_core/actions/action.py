@@ -8,9 +8,8 @@ same lowered lists.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
 class Kind(StrEnum):
@@ -34,10 +33,9 @@ SENDS_GRADIENT = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 """The actions that take the gradient of a chunk's output and make that of its input."""
 
 
-@dataclass(frozen=True, order=True)
-class Action:
-    """Names one line of a rank's list: `kind` on model chunk `chunk` and micro-batch `micro` (both counted from 0, per
-    rank).
+class Action(NamedTuple):
+    """Names one line of a rank's list: `kind` on model chunk `chunk` and micro-batch `micro` (both counted from 0, per rank). A
+    tuple, as a search makes and looks up hundreds of thousands.
     """
 
     kind: Kind
@@ -63,8 +61,7 @@ def direction_of(sender: int, receiver: int) -> Direction:
     return "up" if receiver > sender else "down"
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """Describes one end of a transfer between two stages.
 
     op: `post` prepares a buffer and starts the receive; the action that needs the value waits for it, so waiting has no entry

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sley_core.actions.action import GRADIENT_KINDS, Action, Kind, Lowered, Step
+from sley_core.actions.action import GRADIENT_KINDS, Action, Kind, Lowered, Step, Transfer
 from sley_core.actions.check import check_lists
 from sley_core.actions.costs import Costs
 from sley_core.actions.machine import Delivery, Machine
@@ -37,30 +37,39 @@ def lower(
     with what each blocked stage waits for.
     """
     check_lists(lists, placement, micros, training=training)
-    sending = [_with_sends(actions, stage, placement) for stage, actions in enumerate(lists)]
-    machine = Machine(sending, placement, Costs.even(placement.num_positions), posted=False)
+    sends = [[send_of(action, stage, placement) for action in actions] for stage, actions in enumerate(lists)]
+    machine = Machine(
+        list(map(_with_sends, lists, sends)), placement, Costs.even(placement.num_positions), posted=False
+    )
     machine.run()
     order = order_of(machine.sent_s)
-    return [_lowered(actions, stage, placement, order) for stage, actions in enumerate(lists)]
+    every = enumerate(zip(lists, sends, strict=True))
+    return [_lowered(actions, sent, stage, placement, order) for stage, (actions, sent) in every]
 
 
-def _with_sends(actions: Sequence[Action], stage: int, placement: Placement) -> list[Step]:
-    """Returns the actions, each followed by the send of its result if another stage needs it."""
+def _with_sends(actions: Sequence[Action], sends: Sequence[Transfer | None]) -> list[Step]:
+    """Returns the actions, each followed by its entry of `sends`: the send of its result if another stage needs it."""
     steps: list[Step] = []
-    for action in actions:
-        send = send_of(action, stage, placement)
+    for action, send in zip(actions, sends, strict=True):
         steps += (action,) if send is None else (action, send)
     return steps
 
 
-def _lowered(actions: Sequence[Action], stage: int, placement: Placement, order: dict[Delivery, int]) -> Lowered:
-    """Returns one stage's actions with sends, posts and CHUNK_DONE marks. order: of all transfers, the same on all stages."""
+def _lowered(
+    actions: Sequence[Action],
+    sends: Sequence[Transfer | None],
+    stage: int,
+    placement: Placement,
+    order: dict[Delivery, int],
+) -> Lowered:
+    """Returns one stage's actions with sends, posts and CHUNK_DONE marks. sends: of each action's result, if another stage
+    needs it. order: of all transfers, the same on all stages.
+    """
     posts = posts_of(actions, stage, placement, order, AHEAD)
     last = {action.chunk: number for number, action in enumerate(actions) if action.kind in GRADIENT_KINDS}
     steps: list[Step] = [*posts.get(0, ())]
-    for number, action in enumerate(actions):
+    for number, (action, send) in enumerate(zip(actions, sends, strict=True)):
         steps.append(action)
-        send = send_of(action, stage, placement)
         if send is not None:
             steps.append(send)
         steps += posts.get(number + 1, ())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 from typing import Protocol
@@ -113,8 +113,9 @@ class InOrder:
         self._memory = memory
         self._numbers = count()
         self._heap: list[tuple[float, int, Shape | Candidate, int, bool]] = []
+        self._away: dict[int, tuple[Shape, list[Shape]]] = {}
         for shape in space.shapes():
-            self.tally.num_layouts += space.num_within(shape) * (1 + len(list(space.offloading(shape))))
+            self.tally.num_layouts += space.num_within(shape) * (1 + len(self._offloading(shape)))
             self._put_shape(shape)
 
     def next(self, below: int | None = None, slowest_s: float = inf) -> Seen | None:
@@ -173,11 +174,19 @@ class InOrder:
     def put_offloading(self, what: Shape | Candidate) -> None:
         """Puts what differs from a shape or layout in what leaves the device; nothing for one whose states leave already."""
         shape = what if isinstance(what, Shape) else what.shape
-        for other in self._space.offloading(shape) if shape.offload is None else ():
+        for other in self._offloading(shape) if shape.offload is None else ():
             if isinstance(what, Shape):
                 self._put_shape(other)
             else:
-                self._put_layout(replace(what, shape=other))
+                self._put_layout(Candidate(other, what.schedule, what.reducer))
+
+    def _offloading(self, shape: Shape) -> list[Shape]:
+        """Returns the shapes that differ in what leaves the device: the same objects for all layouts of `shape`. It is kept,
+        so that no other shape has its `id`.
+        """
+        if id(shape) not in self._away:
+            self._away[id(shape)] = shape, list(self._space.offloading(shape))
+        return self._away[id(shape)][1]
 
     def _open(self, shape: Shape) -> None:
         for layout in self._space.within(shape):

@@ -69,7 +69,8 @@ def find(
     verify: whether the figures of the fastest are those of `train-cli estimate`, and one that does not fit by them is replaced
     by the next; else those at a glance. tell: called with each layout before its steps are taken, which lasts.
     """
-    order = InOrder(space, quick, memory)
+    with _uncollected():
+        order = InOrder(space, quick, memory)
     found = SearchFound(order.tally)
     seen = []
     while len(found.fastest) < top and (one := _fastest(order)):

@@ -22,21 +22,22 @@ from sley_core.engine.stage import stage_of
 from sley_core.errors import PlanError, SleyError
 from sley_core.estimate.layers.once import once
 from sley_core.estimate.machine.on_machine import on_machine
-from sley_core.estimate.seconds.links import Cost, collective
+from sley_core.estimate.seconds.links import NOTHING, Cost, collective, message
 from sley_core.estimate.seconds_of_plan import TOTALS_BYTES
 from sley_core.search.best_first import Estimate
+from sley_core.search.bounds import Bounds
 from sley_core.search.buckets import bucket_bytes
-from sley_core.search.glance import check_plan_at_a_glance, check_reducer, check_shape, leaves_shards
+from sley_core.search.glance import check_plan_at_a_glance, check_shape, leaves_shards
 from sley_core.search.layer_table import LayerTables
 from sley_core.search.layouts import Candidate, Shape
-from sley_core.search.quick_step import Passes, QuickStep
+from sley_core.search.quick_step import QuickStep
 from sley_core.search.stage_costs import StageCosts
 from sley_core.search.stage_cut import ModelParts, StageCut
 
 if TYPE_CHECKING:
     from sley_core.estimate.machine.tables import MachineFile
     from sley_core.plan.plan import Plan
-    from sley_core.search.layer_table import LayerColumns
+    from sley_core.search.layer_table import Integers
     from sley_core.search.stage_cut import Floats
 
 
@@ -56,13 +57,11 @@ class Quick:
         self._costs = layer_costs.by_parameters(self.tables.model)
         self._cuts: dict[tuple[int, str], StageCut | SleyError] = {}
         self._parts: dict[Hashable, ModelParts] = {}
-        self._passes: tuple[LayerColumns, ModelParts, Passes] | None = None
-        self._bounds: dict[Hashable, Estimate | SleyError] = {}
         self._seconds: dict[Hashable, float | SleyError] = {}
         self._slices: dict[str, SleyError | None] = {}
         self.shared = StageCosts(plan, world, machine, self.tables)
-        self.messages: dict[tuple[int, int], list[Cost] | SleyError] = {}  # by id of what is kept here and in `tables`
-        self.both_ways: dict[tuple[int, int], Floats | SleyError] = {}
+        self._bounds = Bounds(self)
+        self._messages: dict[tuple[int, int], list[Cost] | SleyError] = {}  # by id of what is kept here and in `tables`
         self.passing: dict[tuple[int, int], Floats | SleyError] = {}
         self.peaks: dict[tuple[int, int, tuple[int, ...]], list[int] | SleyError] = {}
 
@@ -86,21 +85,8 @@ class Quick:
         return Estimate(seconds + self.end_s(sizes.pp), int((shared.num_bytes + kept) / sizes.pp))
 
     def bound(self, layout: Candidate) -> Estimate:
-        """Returns the seconds of a step in which the fullest stage never waits once it has begun, and the bytes that it holds
-        with one micro-batch under way.
-
-        Raises PlanError for a layout that cannot be assembled, and "not-at-a-glance" for a reducer that does not say that its
-        sums are plain.
-        """
-        check_reducer(layout.reducer)
-        if layout.shape.offload is not None:  # as the only shapes of which `least` need not have been asked
-            check_shape(layout.shape)
-
-        def bound() -> Estimate:
-            step = self.step(layout)
-            return Estimate(step.least_s(), step.least_bytes())
-
-        return once(self._bounds, (_alike(layout), self._cut(layout).parts), bound)
+        """Returns seconds and bytes that the layout does not undercut: see `Bounds.of`."""
+        return self._bounds.of(layout)
 
     def num_bytes(self, layout: Candidate) -> int:
         """Returns the bytes of the stage that holds most. Raises PlanError for a layout that cannot be assembled."""
@@ -110,14 +96,25 @@ class Quick:
         """Returns the simulated seconds of a step. Raises PlanError for a layout that cannot be assembled."""
         return once(self._seconds, (_alike(layout), str(layout.schedule)), self.step(layout).seconds)
 
-    def passes(self, step: QuickStep) -> Passes:
-        """Returns, for each stage, seconds and bytes of what its layers do with a micro-batch in this step; kept for the last
-        cut and table that were asked, since alike layouts come one after another.
+    def messages(self, parts: ModelParts, output: Integers) -> list[Cost]:
+        """Returns the cost of what each position but the last hands to the next; the same however weights are sharded.
+
+        output: bytes of each layer's, as a table of layers has them.
         """
-        known = self._passes
-        if known is None or known[0] is not step.table or known[1] is not step.parts:
-            self._passes = known = step.table, step.parts, step.passes()
-        return known[2]
+
+        def costs() -> list[Cost]:
+            return [self._message(parts, output, position) for position in range(len(parts.bounds) - 2)]
+
+        return once(self._messages, (id(parts), id(output)), costs)
+
+    def _message(self, parts: ModelParts, output: Integers, position: int) -> Cost:
+        """Returns the cost of what position `position` of the model hands to the next one; nothing where one stage has both."""
+        sender, receiver = parts.placement.route[position : position + 2]
+        if sender == receiver:
+            return NOTHING
+        size = self.world // parts.placement.stages
+        num_bytes = int(output[parts.bounds[position + 1] - 1])
+        return message(num_bytes, sender * size, receiver * size, self.machine.links)
 
     def end_s(self, pp: int) -> float:
         """Returns the seconds that end every step with `pp` stages: a sum over all ranks where there are several, and what
@@ -132,13 +129,16 @@ class Quick:
 
     def step(self, layout: Candidate) -> QuickStep:
         """Returns what estimates the layout's step. Raises PlanError for a layout that cannot be assembled."""
-        return QuickStep(self, layout, self._cut(layout), self.tables.of(layout.shape))
+        return QuickStep(self, layout, self.cut(layout), self.tables.of(layout.shape))
 
-    def _cut(self, layout: Candidate) -> StageCut:
+    def cut(self, layout: Candidate) -> StageCut:
         """Returns the lists and parts into which the layout's schedule cuts the model; one object for all layouts with as many
         stages and the same schedule.
         """
         key = layout.shape.sizes.pp, str(layout.schedule)
+        known = self._cuts.get(key)
+        if isinstance(known, StageCut):  # as for all but the first of a thousand
+            return known
 
         def cut() -> StageCut:
             """Makes them, of a plan with whole weights and sequences and micro-batches of one sample: none of these changes the
@@ -166,13 +166,4 @@ def _alike(layout: Candidate) -> Hashable:
     """Returns a key that is equal for layouts which are estimated alike but for their schedules: the same shape, and reducers
     with the same buckets that leave ranks the same part.
     """
-    shape = layout.shape
-    return (
-        shape.sizes,
-        leaves_shards(layout.reducer),
-        bucket_bytes(layout.reducer),
-        str(shape.activations),
-        str(shape.weights),
-        str(shape.attention),
-        str(shape.offload),
-    )
+    return layout.shape.key, leaves_shards(layout.reducer), bucket_bytes(layout.reducer)

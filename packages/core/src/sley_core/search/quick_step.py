@@ -1,19 +1,17 @@
-"""Estimates one layout's step at a glance: the least it takes, what a simulation of its lists says, and what
-its stages hold.
-"""
+"""Estimates one layout's step at a glance: what a simulation of its lists says, and what its stages hold."""
 
 from __future__ import annotations
 
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sley_core.actions.costs import Costs
 from sley_core.errors import PlanError
 from sley_core.estimate.layers.once import once
-from sley_core.estimate.seconds.links import NOTHING, Cost, message
+from sley_core.estimate.seconds.links import NOTHING, Cost
 from sley_core.estimate.seconds.result import simulated_s
 from sley_core.estimate.seconds.step import GradientExchange, StepWork, Use
 from sley_core.plan.check import MOST_FORWARDS
@@ -25,22 +23,10 @@ if TYPE_CHECKING:
     from sley_core.search.layer_table import LayerColumns
     from sley_core.search.layouts import Candidate
     from sley_core.search.quick import Quick
-    from sley_core.search.stage_costs import Exchanged
+    from sley_core.search.stage_costs import Exchanged, OfStages
     from sley_core.search.stage_cut import Floats, StageCut
 
     Starts = Literal["ready", "updated"]
-
-
-class Passes(NamedTuple):
-    """Holds, for each stage, what its layers take, whoever sums gradients. first: seconds before its first forward begins and
-    behind its last gradient; there, again: seconds of a micro-batch's forward and backward; kept: bytes that wait for a
-    backward.
-    """
-
-    first: Floats
-    there: Floats
-    again: Floats
-    kept: Floats
 
 
 class QuickStep:
@@ -60,26 +46,11 @@ class QuickStep:
         self.micros = layout.shape.sizes.micros(quick.plan, quick.world)
         if self.micros * cut.placement.num_positions > MOST_FORWARDS:
             raise PlanError("schedule-too-long", "the step has too many micro-batches")
-        self.shared = quick.shared.of(layout.shape, cut.parts, layout.reducer)
 
-    def least_s(self) -> float:
-        """Returns seconds that the step does not undercut: those that the fullest stage computes, and before and after them
-        what passes until its first micro-batch arrives and its last gradient is back at the first stage.
-        """
-        first, there, again, _ = self.quick.passes(self)
-        # gathers come before the last layer's first forward, and sums after the first gradients of the last backward
-        exposed = np.maximum(self.shared.sums - again, 0.0) + np.maximum(self.shared.gathers - there, 0.0)
-        busy = (there + again) * self.micros + exposed + self.shared.update_s
-        return float((busy + first).max()) + self.quick.end_s(self.pp)
-
-    def passes(self) -> Passes:
-        """Returns, for each stage, the seconds of a micro-batch's forward and backward, those before its first forward begins
-        and behind its last gradient, and the bytes that it keeps of a micro-batch.
-        """
-        forward, through, *_ = by_position = self.parts.by_position(self.table.rows)
-        before = np.concatenate(([0.0], np.cumsum((forward + through)[:-1] + self._both_ways)))
-        there, _, again, kept = self.parts.sum_of_stages(by_position)
-        return Passes(before[self.parts.firsts], there, again, kept)
+    @cached_property
+    def shared(self) -> OfStages:
+        """Returns seconds and bytes of each stage that do not depend on its micro-batches."""
+        return self.quick.shared.of(self.layout.shape, self.parts, self.layout.reducer)
 
     def seconds(self) -> float:
         """Returns the simulated seconds of the step. Of more than three micro-batches per stage, steps of two and of three per
@@ -98,12 +69,6 @@ class QuickStep:
         """
         held = self.shared.states_bytes + np.array(self._waiting_bytes()) + self._passing_bytes()
         return [int(count) for count in np.maximum(held, self.shared.start_bytes)]
-
-    def least_bytes(self) -> int:
-        """Returns bytes that the fullest stage has in any case: weights, gradients and states, and one micro-batch that waits
-        for its backward.
-        """
-        return int((self.shared.states_bytes + self.quick.passes(self).kept).max())
 
     def _waiting_bytes(self) -> list[int]:
         """Returns the most bytes that wait for backwards on each stage at once."""
@@ -142,37 +107,13 @@ class QuickStep:
         layers = self.table.layers
         work = StepWork(
             parts=[layers[first:last] for first, last in pairwise(self.parts.bounds)],
-            messages=self.messages,
+            messages=self.quick.messages(self.parts, self.table.output),
             gradients={number: list(self._exchanges(number)) for number in range(self.pp)},
             update_s={number: float(seconds) for number, seconds in enumerate(self.shared.update_s)},
             together=self.quick.together,
             after_s=self.quick.machine.device.step_s,
         )
         return simulated_s(self.cut.outline(micros), work)
-
-    @cached_property
-    def messages(self) -> list[Cost]:
-        """Returns the cost of what each position but the last hands to the next; the same however weights are sharded."""
-
-        def costs() -> list[Cost]:
-            return [self._message(position) for position in range(len(self.parts.bounds) - 2)]
-
-        return once(self.quick.messages, (id(self.parts), id(self.table.output)), costs)
-
-    @property
-    def _both_ways(self) -> Floats:
-        """Returns the seconds of the messages between each two positions, up and down again: [positions - 1]."""
-        key = id(self.parts), id(self.table.output)
-        return once(self.quick.both_ways, key, lambda: np.array([2 * sum(cost) for cost in self.messages]))
-
-    def _message(self, position: int) -> Cost:
-        """Returns the cost of what position `position` of the model hands to the next one; nothing where one stage has both."""
-        sender, receiver = self.cut.placement.route[position : position + 2]
-        if sender == receiver:
-            return NOTHING
-        size = self.quick.world // self.pp
-        num_bytes = int(self.table.output[self.parts.bounds[position + 1] - 1])
-        return message(num_bytes, sender * size, receiver * size, self.quick.machine.links)
 
     def _exchanges(self, stage: int) -> Iterator[GradientExchange]:
         """Yields the exchanges of each layer of a stage, from each chunk's last layer to its first: the sum of its gradients,

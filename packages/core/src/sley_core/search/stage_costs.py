@@ -91,6 +91,8 @@ class StageCosts:
         self._of: dict[Hashable, OfStages | SleyError] = {}
         self._least: dict[Hashable, Least | SleyError] = {}
         self._buckets = {bucket_bytes(reducer) for reducer in choices_of(plan).reducers} or {None}
+        self._exchanged: dict[Hashable, OfLayers | SleyError] = {}
+        self._priced: dict[Hashable, tuple[Exchanged, Exchanged] | SleyError] = {}
         self._pieces: dict[Hashable, tuple[Pieces, Pieces] | SleyError] = {}
 
     def of(self, shape: Shape, parts: ModelParts, reducer: Choice | None) -> OfStages:
@@ -124,14 +126,22 @@ class StageCosts:
         """Returns seconds and bytes of each stage. every: whether each rank that holds an element alike steps a part of it.
         bucket: bytes of gradients that are summed at once; None for those of each layer.
         """
-        pieces = once(
-            self._pieces,
-            (shape.sizes.wp, str(shape.weights), bucket, parts if bucket else None),
-            lambda: self._per_layer(shape) if bucket is None else self._filled(shape, _stages(shape, parts), bucket),
-        )
-        sums = self._exchange(shape, "reduce" if every else "sum", *pieces)
-        gathers = self._exchange(shape, "gather" if every else None, *pieces)
-        exchanged = OfLayers(sums, gathers, self._reduced_once(shape))
+        cut = shape.sizes.wp, str(shape.weights), bucket, parts if bucket else None
+
+        def exchanges() -> OfLayers:
+            """Computes what does not depend on where optimizer states are, nor on the parts if there are no buckets."""
+            pieces = once(
+                self._pieces,
+                cut,
+                lambda: (
+                    self._per_layer(shape) if bucket is None else self._filled(shape, _stages(shape, parts), bucket)
+                ),
+            )
+            sums = self._exchange(shape, "reduce" if every else "sum", *pieces)
+            gathers = self._exchange(shape, "gather" if every else None, *pieces)
+            return OfLayers(sums, gathers, self._reduced_once(shape))
+
+        exchanged = once(self._exchanged, (shape.sizes.pp, every, *cut), exchanges)
         held, owned = map(parts.by_stage, self._held_elements(shape, every=every))
         sums_s, gathers_s = (self._by_stage(parts, costs) for costs in exchanged[:2])
         state_bytes = self.steps.state_bytes(stepping(shape.offload))
@@ -201,8 +211,15 @@ class StageCosts:
         if kind is None or not pieces.counts.any():
             return np.zeros((len(NOTHING), len(pieces.counts)))
         itemsize = dtypes(self.plan)[0].itemsize if kind == "gather" else DTYPES[self.plan.precision.gradients].itemsize
-        empty, large = (np.array(collective(kind, size, ranks, self.machine.links)) for size in (0, LARGE_BYTES))
-        return np.outer(empty, pieces.counts) + np.outer((large - empty) / LARGE_BYTES, pieces.elements * itemsize)
+
+        def priced() -> tuple[Exchanged, Exchanged]:
+            """Computes the cost of a piece of no bytes, and that of each byte."""
+            empty, large = (np.array(collective(kind, size, ranks, self.machine.links)) for size in (0, LARGE_BYTES))
+            return empty, (large - empty) / LARGE_BYTES
+
+        # all ranks that are asked for begin with 0 and are equally far apart, so that two numbers name them
+        each, per_byte = once(self._priced, (kind, len(ranks), ranks[-1]), priced)
+        return np.outer(each, pieces.counts) + np.outer(per_byte, pieces.elements * itemsize)
 
     def _update_s(self, owned: Owned, shape: Shape) -> Owned:
         """Returns the seconds of norm and update of so many elements, copies of offloaded states included."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -57,7 +56,7 @@ def _does(lists: Lists, of_micros: int) -> Hashable:
     """
     taken = {least_micros(lists, of_micros), fewest_micros(lists, of_micros)}
     return tuple(
-        tuple(step if isinstance(step, Action) else replace(step, peer=step.peer - lists.stage) for step in steps)
+        tuple(step if isinstance(step, Action) else step._replace(peer=step.peer - lists.stage) for step in steps)
         for steps in map(lists.training, sorted(taken))
     )
 

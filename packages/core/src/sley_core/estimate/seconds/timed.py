@@ -39,12 +39,14 @@ class Timed:
         self._at = [0] * len(step.beats)
         self._events: list[tuple[float, int, int]] = []
         self._number = 0
+        self._begun = len(step.beats)  # in an event, the first exchange whose latency is over
+        self._ended = self._begun + count  # the first that ends
         self._running = len(step.beats)
         self._end_s = 0.0
 
     def run(self) -> float | None:
         """Runs the step; returns its seconds, or None if some stages wait for ever. To be called once."""
-        events, stages, ends = self._events, len(self._beats), len(self._beats) + len(self._latest)
+        events, stages, ends = self._events, self._begun, self._ended
         for stage in range(stages):
             self._begin(stage, 0.0)
         while events:
@@ -97,7 +99,7 @@ class Timed:
         """Starts exchange number `one`, which all members have begun and which is first of its lane at each:
         its latency runs.
         """
-        self._event(now_s + self._latency_s[one], len(self._beats) + one)
+        self._event(now_s + self._latency_s[one], self._begun + one)
 
     def _join_links(self, one: int, now_s: float) -> None:
         """Begins to move the bytes of an exchange whose latency is over, beside those of others on its links."""
@@ -108,7 +110,7 @@ class Timed:
             alone = alone and not moving
             moving.append(one)
         if alone:  # as `_move` would find, without looking
-            self._event(now_s + self._left_s[one], len(self._beats) + len(self._latest) + one)
+            self._event(now_s + self._left_s[one], self._ended + one)
             self._latest[one] = self._number
         else:
             self._share_again(self._ports[one], now_s)
@@ -132,7 +134,7 @@ class Timed:
             if (number := len(self._on_port[port])) > full:
                 full = number
         self._share[one] = 1.0 / full
-        self._event(now_s + (left_s if left_s > 0.0 else 0.0) * full, len(self._beats) + len(self._latest) + one)
+        self._event(now_s + (left_s if left_s > 0.0 else 0.0) * full, self._ended + one)
         self._latest[one] = self._number
 
     def _end(self, one: int, now_s: float) -> None:
