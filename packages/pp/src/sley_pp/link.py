@@ -156,6 +156,7 @@ class Link:
         assert not left, f"posted and never taken: {left}"
         if self._lines.by_host:
             self._lines.connect(self._peers, self._device)
+            self.trim()  # by the host more messages are under way than later
         self._walked |= self._phases
         if self._has_backwards:  # a step, and not an evaluation
             self._lines.sent.end_step()
