@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sley_core.comm.copies import HostMemory, HostStream, _CudaEvent, free, grow
+from sley_core.comm.copies import HostMemory, HostStream, _CudaEvent, free, grow, make_room
 from sley_core.comm.device import Device
 
 
@@ -160,3 +160,34 @@ def test_pages_are_locked_as_long_as_their_object_lives(monkeypatch: pytest.Monk
     gc.collect()
     assert cuda.said == ["unlocked"]
     assert not data.any()
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kept", "taken"),
+    [
+        ([3 * MIB, 1, 2 * MIB + 1, MIB], 4 * MIB, [5 * MIB + 512]),  # small ones share memory anyway
+        ([3 * MIB, 2 * MIB], 5 * MIB, []),  # there is as much
+        ([3 * MIB, 2 * MIB], 0, [5 * MIB]),
+        ([3 * MIB], 0, []),  # one piece as it is
+        ([], 0, []),
+    ],
+)
+def test_memory_for_many_tensors_is_taken_at_once(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int], kept: int, taken: list[int]
+) -> None:
+    asked: list[int] = []
+
+    def empty(num_bytes: int, **_kind: object) -> None:
+        asked.append(num_bytes)
+        raise torch.OutOfMemoryError  # the driver has not as much in one piece
+
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7 * MIB + kept)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7 * MIB)
+    monkeypatch.setattr(torch, "empty", empty)
+    make_room(sizes, torch.device("cuda", 1))
+    assert asked == taken
+    make_room(sizes, torch.device("cpu"))
+    assert asked == taken

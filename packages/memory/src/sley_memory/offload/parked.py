@@ -15,63 +15,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sley_core.api.memory import CopyEvent, CopyStream, Holding, Moved, Where, free, grow, storage_id
+from sley_core.api.memory import CopyEvent, CopyStream, Holding, Moved, Where, free, grow, make_room, storage_id
 from sley_memory.offload.fingerprint import fingerprints, versions
+from sley_memory.offload.host_copy import HostCopy
 
 if TYPE_CHECKING:
     from sley_memory.offload.arena import Arena
 
 Pieces = Callable[[], Sequence[Holding]]
-
-
-MOST_RESTS = 15
-"""Offloads in a row in which memory that used to change is copied without checking its words."""
-
-
-class HostCopy:
-    """Records where one piece lies on the host, and what is known of the piece since it was copied there.
-
-    seen: versions when it came back; None before that. step: the number of steps that had begun then. print: the fingerprint of
-    the host copy; None if it was not computed.
-    """
-
-    def __init__(self, host: Tensor) -> None:
-        self.host = host
-        self.seen: tuple[int, ...] | None = None
-        self.step: int | None = None
-        self.print: int | None = None
-        self._num_rests = 0
-        self._rests_left = 0
-
-    def forget(self) -> None:
-        """Forgets what is known of the piece: the host may have something else."""
-        self.seen = self.print = None
-
-    def is_worth_a_look(self, now: tuple[int, ...], step: int | None) -> bool:
-        """Returns whether to compare the piece's words: its versions are `now` those seen, and words that had changed all
-        the same (fused optimizers count up no version) did so some time ago, or no `step` has begun since; or nothing is known
-        of it.
-        """
-        if self.seen is None:
-            return True
-        if self.seen != now:
-            self._rests_left = 0
-            return False
-        if step is not None and step == self.step:
-            return True
-        self._rests_left -= 1
-        return self._rests_left < 0
-
-    def has_changed(self, found: int) -> bool:
-        """Returns whether the piece, whose fingerprint is `found`, differs from what the host has, or nothing is known of that.
-        Keeps the fingerprint, since the piece is copied then, and how long not to compare again.
-        """
-        before, self.print = self.print, found
-        if before is None:
-            return True
-        self._num_rests = 0 if before == found else min(2 * self._num_rests + 1, MOST_RESTS)
-        self._rests_left = self._num_rests
-        return before != found
 
 
 class Streams:
@@ -91,8 +42,9 @@ class Parked:
     """Moves what `pieces` returns when an offload begins. bucket_bytes: how much is freed, or allocated, at a time.
 
     The first offload makes places on the host in `arena`; pieces that appear later get theirs then. compares: whether to check,
-    waiting for the device, if pieces have changed since; otherwise each offload copies everything. num_steps: returns how many
-    steps have begun.
+    waiting for the device, if pieces have changed since; otherwise each offload copies everything. makes_room: whether an
+    onload first takes memory for all pieces from the driver at once; of no use where the allocator still keeps it. num_steps:
+    returns how many steps have begun.
     """
 
     def __init__(
@@ -104,6 +56,7 @@ class Parked:
         moved: Moved,
         *,
         compares: bool = True,
+        makes_room: bool = True,
         num_steps: Callable[[], int] | None = None,
     ) -> None:
         self._pieces = pieces
@@ -112,6 +65,7 @@ class Parked:
         self._bucket_bytes = bucket_bytes
         self._moved = moved
         self._compares = compares
+        self._makes_room = makes_room
         self._num_steps = num_steps
         self._places: dict[int, HostCopy] = {}
         self._away: list[tuple[Holding, HostCopy, int]] = []
@@ -180,6 +134,8 @@ class Parked:
         self._began = time.perf_counter()
         into = self._streams.into
         into.after(self._streams.out.record())
+        if self._makes_room and self._away:
+            make_room((num_bytes for _, _, num_bytes in self._away), self._away[0][0].memory.device)
         for bucket in self._buckets(self._away):
             for piece, _, num_bytes in bucket:
                 grow(piece.memory, num_bytes)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sley_core.api.comm import all_gather, gather_objects
-from sley_core.api.memory import Holding, Moved, Part, Where, free, grow
+from sley_core.api.memory import Holding, Moved, Part, Where, free, grow, make_room
 from sley_core.errors import RunError
 from sley_memory.offload.arena import ALIGNMENT, Arena, aligned
 from sley_memory.offload.fingerprint import fingerprints
@@ -152,6 +152,8 @@ class SharedCopies:
             return
         began = time.perf_counter()
         try:
+            if self._alike:
+                make_room(self._sizes(), self._alike[0].memory.device)
             for piece, size in zip(self._alike, self._sizes(), strict=True):
                 grow(piece.memory, size)
             self._gather()
