@@ -1,8 +1,13 @@
 """`memory.selective`: layers are recomputed in their backward, except for their attention, whose output is kept.
 
 Attention costs most of a long sequence's second run, and its output is as large as the layer's input, so keeping it saves much
-time for few bytes. A dispatch mode sees the operations of a layer's first run and keeps the results of attention; in the second
-run another mode returns them, in the same order.
+time for few bytes.
+
+    first run     layer ──> F.scaled_dot_product_attention ──> autograd ──> its operator, whose results are kept
+    second run    layer ──> the same ──> autograd ──> the results that were kept, in the same order
+
+A mode below autograd sees the operators. It costs the host some 20 microseconds for each, more than many kernels take, so it is
+only there within calls that may be attention, which a mode above autograd tells by their names.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sley_core.api.model import Recompute
@@ -156,13 +162,40 @@ class _First(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 class _Second(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Gives out what `_First` kept, in the same order; measures the time of the run."""
+    """Gives out what `_First` kept, in the same order."""
 
     def __init__(self, kept: KeptAttention) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.kept = kept
 
-    def __enter__(self) -> _Second:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _is_attention(func) and (found := self.kept.take()) is not None:
+            return tuple(found)
+        return func(*args, **(kwargs or {}))
+
+
+class _Within(TorchFunctionMode):
+    """Makes calls that may be attention within `mode`, and lets all others pass."""
+
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _may_be_attention(func):
+            return func(*args, **(kwargs or {}))
+        with self.mode:
+            return func(*args, **(kwargs or {}))
+
+
+class _Again(_Within):
+    """The second run of a layer: begins with what was kept first, and measures the time of the run."""
+
+    def __init__(self, kept: KeptAttention) -> None:
+        super().__init__(_Second(kept))
+        self.kept = kept
+
+    def __enter__(self) -> _Again:
         self._began = time.perf_counter()
         self.kept.rewind()
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's
@@ -172,10 +205,13 @@ class _Second(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self.kept.tally.seconds += time.perf_counter() - self._began
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _is_attention(func) and (found := self.kept.take()) is not None:
-            return tuple(found)
-        return func(*args, **(kwargs or {}))
+
+def _may_be_attention(func: Any) -> bool:
+    """Returns whether the name of a function or operator of torch, or of one that a library has registered, says that it
+    attends.
+    """
+    name = getattr(func, "__name__", "").lower()
+    return "attention" in name or "attn" in name
 
 
 def _is_attention(func: Any) -> bool:
@@ -208,7 +244,7 @@ class SelectiveRecompute(Recompute):
         reuses it.
         """
         kept = KeptAttention(self.tally)
-        return _First(kept), _Second(kept)
+        return _Within(_First(kept)), _Again(kept)
 
     def counts(self) -> Mapping[str, float]:
         """Returns how much attention was kept, and recomputed, and the host's seconds in second runs."""
