@@ -90,6 +90,29 @@ def test_dropout_keeps_a_byte_for_each_element_and_a_norm_a_number_for_each_row(
     assert kept(lambda x, w: F.rms_norm(x, (32,), w), x, w) == 6 * 4
 
 
+def test_attention_keeps_what_is_added_to_its_scores():
+    """Of booleans, in the type of the queries."""
+    q = torch.empty(2, 4, 16, 8, dtype=torch.bfloat16)
+    own = 2 * 4 * 16 * 4  # a number for each row
+
+    def attends(mask: torch.Tensor | None) -> Any:
+        return lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    assert kept(attends(None), q) == own
+    with FakeTensors(Ledger(lambda: StepPlace(0, "", ""))):
+        allowed, added = torch.ones(2, 1, 16, 16, dtype=torch.bool), torch.zeros(2, 1, 16, 16, dtype=torch.bfloat16)
+    assert kept(attends(allowed), q) == own + 2 * 2 * 16 * 16
+    assert kept(attends(added), q) == own
+
+
+def test_blocks_share_what_is_added_to_scores_for_documents(texts):
+    """In fp32 documents are a mask on CUDA too. They share angles as well, which follow from the batch's positions there."""
+    angles = 2 * 4 * SEQUENCE * HIDDEN // HEADS // 2
+    fp32 = {"precision": {"compute": "fp32"}}
+    packed, cut = (kept_by_a_block(texts, **fp32, data__documents=documents) for documents in ("pack", "cut"))
+    assert packed == cut - angles
+
+
 def test_a_norm_whose_weight_has_another_type_is_its_formula():
     x, w = torch.empty(6, 32, dtype=torch.bfloat16), torch.empty(32)
     with pytest.warns(UserWarning, match="Mismatch dtype"):

@@ -74,22 +74,24 @@ def test_documents_do_not_see_each_other() -> None:
 def test_the_mask_is_built_once_for_all_layers_and_again_when_the_field_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    built = []
+    built, half = [], torch.bfloat16
     real = attention._mask
 
-    def counted(cu_seqlens: Tensor, num_positions: int) -> Tensor:
-        built.append(num_positions)
-        return real(cu_seqlens, num_positions)
+    def counted(cu_seqlens: Tensor, num_positions: int, dtype: torch.dtype) -> Tensor:
+        built.append(dtype)
+        return real(cu_seqlens, num_positions, dtype)
 
     monkeypatch.setattr(attention, "_mask", counted)
     cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32)
-    masks = [document_mask(cu_seqlens, LENGTH) for _ in range(3)]
+    masks = [document_mask(cu_seqlens, LENGTH, half) for _ in range(3)]
     assert masks[0] is masks[1] is masks[2]
-    assert built == [LENGTH]
+    assert built == [half]
+    assert masks[0].unique().tolist() == [float("-inf"), 0.0]
     cu_seqlens[1, 1] = 3
-    assert not torch.equal(document_mask(cu_seqlens, LENGTH), masks[0])
-    document_mask(cu_seqlens.clone(), LENGTH)
-    assert len(built) == 3
+    assert not torch.equal(document_mask(cu_seqlens, LENGTH, half), masks[0])
+    document_mask(cu_seqlens.clone(), LENGTH, half)
+    document_mask(cu_seqlens, LENGTH, torch.float32)
+    assert built == [half, half, half, torch.float32]
 
 
 def reference_varlen(

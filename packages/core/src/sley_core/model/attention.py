@@ -32,7 +32,7 @@ class Attention(nn.Module):
         is_cuda = device_kind(q) == "cuda"
         if cu_seqlens is not None and is_cuda and q.dtype in _HALF and varlen() is not None:
             return _by_document(q, k, v, cu_seqlens)
-        mask = None if cu_seqlens is None else document_mask(cu_seqlens, q.shape[1])
+        mask = None if cu_seqlens is None else document_mask(cu_seqlens, q.shape[1], q.dtype)
         grouped = q.shape[2] != k.shape[2]
         if grouped and is_cuda and (mask is not None or q.dtype not in _HALF):
             # here only torch's math kernel supports groups; the memory-efficient one needs as many key heads as query heads
@@ -49,22 +49,26 @@ class Attention(nn.Module):
         return context.transpose(1, 2)
 
 
-def document_mask(cu_seqlens: Tensor, num_positions: int) -> Tensor:
-    """Returns which position may attend to which, [b, 1, s, s] bool: earlier or equal positions of the same document.
+def document_mask(cu_seqlens: Tensor, num_positions: int, dtype: torch.dtype) -> Tensor:
+    """Returns what is added to the scores of queries and keys, [b, 1, s, s] of `dtype`: 0 for earlier or equal positions of the
+    same document, minus infinity for all others.
 
-    Built once per micro-batch, not once per layer (`once_per_field`).
+    Built once per micro-batch, not once per layer (`once_per_field`): of booleans torch would make this in every layer, and
+    keep each for the backward.
     """
-    return once_per_field(cu_seqlens, ("document mask", num_positions), lambda: _mask(cu_seqlens, num_positions))
+    what = "document mask", num_positions, dtype
+    return once_per_field(cu_seqlens, what, lambda: _mask(cu_seqlens, num_positions, dtype))
 
 
-def _mask(cu_seqlens: Tensor, num_positions: int) -> Tensor:
+def _mask(cu_seqlens: Tensor, num_positions: int, dtype: torch.dtype) -> Tensor:
     """Computes the mask of `document_mask`, on the device of `cu_seqlens`."""
     positions = torch.arange(num_positions, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     document = torch.searchsorted(
         cu_seqlens.contiguous(), positions.expand(len(cu_seqlens), -1).contiguous(), right=True
     )
-    same = document[:, :, None] == document[:, None, :]
-    return (same & (positions[:, None] >= positions[None, :]))[:, None]
+    other = document[:, :, None] != document[:, None, :]
+    hidden = (other | (positions[:, None] < positions[None, :]))[:, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
 _known: list[Any] = []

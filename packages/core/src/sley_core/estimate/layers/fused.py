@@ -68,8 +68,12 @@ def _noted(
     is_causal: bool = False,
     **_: Any,
 ) -> Tensor:
-    """Returns the context of an attention, noted as one kernel forward and one backward. Mask and dropout do not count."""
-    context: Tensor = _Attention.apply(recorder, query, key, value, is_causal)  # type: ignore[no-untyped-call]  # torch's
+    """Returns the context of an attention, noted as one kernel forward and one backward. What mask and dropout compute does not
+    count. A mask is kept, as what is added to the scores.
+    """
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
+    context: Tensor = _Attention.apply(recorder, query, key, value, attn_mask, is_causal)  # type: ignore[no-untyped-call]  # torch's
     return context
 
 
@@ -130,9 +134,11 @@ def _steps(input: Tensor, weight: Tensor | None) -> list[Tensor]:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, recorder: Notes, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+    def forward(
+        ctx: Any, recorder: Notes, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
         """Returns the context of an attention, from torch's fused operator for 4 dims and one head width, which is noted as any
-        operator; else makes it and notes the kernel. Saves all four tensors and a number per row.
+        operator; else makes it and notes the kernel. Saves all four tensors, the mask if there is one, and a number per row.
         """
         ctx.recorder, ctx.is_causal = recorder, is_causal
         context: Tensor
@@ -143,11 +149,11 @@ class _Attention(torch.autograd.Function):
                 (*query.shape[:-1], value.shape[-1])
             )  # torch's fused operator takes no such shapes
             recorder.note(attention(query, key, value, context, is_causal=is_causal))
-        ctx.save_for_backward(query, key, value, context, _statistic(query))
+        ctx.save_for_backward(query, key, value, context, _statistic(query), mask)
         return context
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None, None]:
         """Returns gradients of queries, keys and values; takes the kernel's own memory meanwhile, and notes the kernel."""
         query, key, value, *_ = ctx.saved_tensors
         made = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
@@ -157,4 +163,4 @@ class _Attention(torch.autograd.Function):
         # the context is read once more beside its gradient
         num_bytes = forward.num_bytes + sum(map(moved_bytes, (gradient, *made)))
         ctx.recorder.note(Operator(forward.name, num_bytes, int(forward.flops * OF_BACKWARD), forward.dtype))
-        return None, *made, None
+        return None, *made, None, None
