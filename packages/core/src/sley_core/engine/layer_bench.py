@@ -44,7 +44,7 @@ here disturbs those of a run, too.
 """
 
 HOST_CALLS = 3
-"""Calls by which the host's own seconds are found, on a device that works through a queue: those of an idle device."""
+"""Calls of an idle device, where it works through a queue: by them it is known how far the host must be ahead."""
 
 PLACE = (0, 0)
 """Chunk and micro-batch under which the weight gradients are queued."""
@@ -57,8 +57,8 @@ Handed = tuple[Description, list[Tensor]]
 class LayerTimes:
     """Holds the seconds of a layer: medians. backward, input_gradient: recomputation included.
 
-    They are the device's, with the host ahead of it; or the host's where it takes longer to start the work than the device to
-    do it.
+    They are the device's, with the host ahead of it; or the host's, its least, where it takes longer to start the work than
+    the device to do it.
     """
 
     forward: float
@@ -152,14 +152,12 @@ class LayerBench:
         """
         unknown = (0.0, 0.0)
         call(unknown)  # loads kernels, and takes memory
-        host_s = unknown
+        ahead, idle = unknown, list[Halves]()
         if self.device.is_async:
-            first, second = zip(*(call(unknown) for _ in range(HOST_CALLS)), strict=True)
-            host_s = median(one.host_s for one in first), median(one.host_s for one in second)
-        first, second = zip(*(call(host_s) for _ in range(self.repetitions)), strict=True)
-        return max(median(one.device_s for one in first), host_s[0]), max(
-            median(one.device_s for one in second), host_s[1]
-        )
+            idle = [call(unknown) for _ in range(HOST_CALLS)]
+            ahead = median(one.host_s for one, _ in idle), median(one.host_s for _, one in idle)
+        led = [call(ahead) for _ in range(self.repetitions)]
+        return _slower(idle, led, 0), _slower(idle, led, 1)
 
     @contextmanager
     def _accumulating(self, layer: Layer) -> Iterator[None]:
@@ -270,6 +268,16 @@ class LayerBench:
         declared = {name: field for name, field in dataset.info.fields.items() if name in batch}
         first = Slices(declared, plan.parallel.sp, 0)(batch)
         return {name: self.device.move(value) for name, value in first.items()}
+
+
+def _slower(idle: Sequence[Halves], led: Sequence[Halves], half: int) -> float:
+    """Returns the seconds of a half, 0 or 1: the device's median with the host ahead; the host's least where that is more.
+
+    The least, since a run's host is ahead by many layers, and makes up for what disturbs it in one. idle: calls of an idle
+    device, none where it does not work through a queue. A call that waits for the device waits for the lead too, but not there.
+    """
+    device_s = median(call[half].device_s for call in led)
+    return max(device_s, min(call[half].host_s for call in (*idle, *led))) if idle else device_s
 
 
 def _add_to(slot: Tensor, parameter: Tensor) -> None:
