@@ -227,7 +227,11 @@ def gpu(session: nox.Session) -> None:
         figures = Path(folder, "figures.jsonl")
         env = {**FOR_TESTS, "SLEY_FIGURES": str(figures)}
         reports = [str(Path(folder, f"{name}.xml")) for name in ("together", "alone")]
-        for report, which, beside in zip(reports, ("not alone", "alone"), (("-n", "4"), ()), strict=True):
+        at_a_time = (
+            "-n",
+            str(max(2, min(8, (os.cpu_count() or 1) // 2))),
+        )  # each rank starts CUDA, which is work of the host
+        for report, which, beside in zip(reports, ("not alone", "alone"), (at_a_time, ()), strict=True):
             chosen = ("-m", f"gpu and {which}", "-rs", "--junitxml", report, *beside, *session.posargs)
             in_dev(session, "python", "-m", "pytest", *chosen, success_codes=(0, 1, 5), **env)
         memory = ("--device", "cuda", "--rounds", "10", "--part", "between", "park")

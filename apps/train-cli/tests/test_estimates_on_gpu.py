@@ -29,7 +29,7 @@ def figures(found: Compared) -> list[Figure]:
     rows = [
         _figure(f"peak bytes: {found.name}", found.bytes_error, BYTES, f"of {found.peak.num_bytes / 2**20:,.0f} MiB")
     ]
-    real = f"of {found.real_seconds:.4f} s"
+    real = f"of {found.real_seconds:.4f} s ({min(found.rounds):.4f} to {max(found.rounds):.4f})"
     return [*rows, _figure(f"step seconds: {found.name}", found.seconds_error, SECONDS, real)]
 
 
@@ -53,7 +53,7 @@ def test_a_small_one_takes_what_was_estimated_of_a_cpu(name: str) -> None:
     plan = plan_from_dict(twenty_plans("cpu", is_large=False)[name])
     with World.alone("cpu") as world, shortly():
         machine = machine_for(world.device, [plan])
-    found = compare(name, plan, machine, num_steps=1)
+    found = compare(name, plan, machine, num_steps=1, num_rounds=1)
     print(found)
     assert found.states == found.real_states
     assert abs(found.bytes_error) <= BYTES

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -122,7 +123,9 @@ def _clear_workspaces() -> None:
 
 @dataclass(frozen=True)
 class Compared:
-    """What a plan was estimated to take, and took. states, real_states: bytes by part between two steps."""
+    """What a plan was estimated to take, and took. states, real_states: bytes by part between two steps. rounds: mean seconds
+    of a step in each of some rounds.
+    """
 
     name: str
     num_bytes: int
@@ -130,7 +133,12 @@ class Compared:
     states: dict[str, int]
     real_states: dict[str, int]
     seconds: float
-    real_seconds: float
+    rounds: Sequence[float]
+
+    @property
+    def real_seconds(self) -> float:
+        """Returns the median of the rounds: what disturbs the machine for a while leaves it as it is."""
+        return median(self.rounds)
 
     @property
     def bytes_error(self) -> float:
@@ -147,7 +155,8 @@ class Compared:
         told = f"{self.name}: estimated {self.num_bytes / mib:.1f} MiB of {peak.num_bytes / mib:.1f} ({self.bytes_error:+.2%})"
         if peak.requested:
             told += f", {peak.requested / mib:.1f} asked for, beside {peak.workspaces / mib:.0f} of cuBLAS"
-        return f"{told}; {self.seconds:.4f} s of {self.real_seconds:.4f} ({self.seconds_error:+.1%})"
+        told += f"; {self.seconds:.4f} s of {self.real_seconds:.4f} ({self.seconds_error:+.1%})"
+        return f"{told}, rounds {min(self.rounds):.4f} to {max(self.rounds):.4f}"
 
 
 def machine_for(device: Device, plans: Sequence[Plan]) -> MachineFile:
@@ -169,8 +178,10 @@ def machine_for(device: Device, plans: Sequence[Plan]) -> MachineFile:
     return machine_from_dict(tables | {"layers": list(layers.values())})
 
 
-def compare(name: str, plan: Plan, machine: MachineFile, num_steps: int = 5) -> Compared:
-    """Estimates a plan of one process, and takes steps of it: as many as show its peak, then `num_steps` that are timed."""
+def compare(name: str, plan: Plan, machine: MachineFile, num_steps: int = 5, num_rounds: int = 5) -> Compared:
+    """Estimates a plan of one process, and takes steps of it: as many as show its peak, then rounds of `num_steps` that are
+    timed.
+    """
     estimated = rank_bytes(plan, 0, 1)
     seconds = estimate_seconds(plan, 1, machine).step.seconds
     with World.alone(plan.run.device) as world, ExitStack() as stack:
@@ -180,9 +191,9 @@ def compare(name: str, plan: Plan, machine: MachineFile, num_steps: int = 5) -> 
             for _ in range(STEPS):
                 run.step()
             states = dict(run.memory.bytes)
-        taken_s = _seconds(run, num_steps)
+        rounds = [_seconds(run, num_steps) for _ in range(num_rounds)]
     num_bytes = estimated.peak - estimated.batch
-    return Compared(name, num_bytes, meter.peak, dict(estimated.states), states, seconds, taken_s)
+    return Compared(name, num_bytes, meter.peak, dict(estimated.states), states, seconds, rounds)
 
 
 def _seconds(run: Run, num_steps: int) -> float:

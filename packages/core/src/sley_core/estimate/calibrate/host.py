@@ -47,7 +47,7 @@ def measure_host(device: Device) -> dict[str, float]:
         "latency_s": _start_s(device),
     }
     if device.is_async:
-        table["memory_bandwidth"] = STEPPED * STEP_BYTES / _step_s(STEPPED)
+        table["memory_bandwidth"] = STEPPED * STEP_BYTES / _step_s(device, STEPPED)
     return table
 
 
@@ -73,17 +73,21 @@ def _start_s(device: Device) -> float:
     return min(found)
 
 
-def _step_s(num_elements: int) -> float:
-    """Returns the median seconds in which a fused AdamW steps that many elements on the host, and they are rounded to bf16."""
+def _step_s(device: Device, num_elements: int) -> float:
+    """Returns the median seconds in which a fused AdamW steps that many elements on the host, and they are rounded to bf16.
+
+    As in a run, gradients and rounded weights lie in memory that `device` copies to and from, not in that of tensors.
+    """
     parameter = torch.nn.Parameter(torch.ones(num_elements))
-    parameter.grad = torch.ones(num_elements)
+    landed, rounded = device.host_memory(4 * num_elements), device.host_memory(2 * num_elements)
+    parameter.grad = landed.data.view(torch.float32).fill_(1.0)
+    leaving = rounded.data.view(torch.bfloat16)
     optimizer = torch.optim.AdamW([parameter], fused=True)
-    rounded = torch.empty(num_elements, dtype=torch.bfloat16)
     taken = []
     for _ in range(1 + REPETITIONS):
         began = time.perf_counter()
         optimizer.step()
-        torch._foreach_copy_([rounded], [parameter.detach()])
+        torch._foreach_copy_([leaving], [parameter.detach()])
         taken.append(time.perf_counter() - began)
     return statistics.median(taken[1:])  # the first makes the states
 
