@@ -220,7 +220,7 @@ def bench(session: nox.Session) -> None:
 def gpu(session: nox.Session) -> None:
     """All tests that need CUDA, and the benchmarks of memory on it, then one table of all figures beside their targets.
 
-    Some eight minutes of one device, by the sum of its parts: first the tests that may share it, then those that measure.
+    Some six minutes of one device: first the tests that may share it, then those that measure.
     Fails where a test does, or a target is missed, once everything has run.
     """
     with tempfile.TemporaryDirectory() as folder:
