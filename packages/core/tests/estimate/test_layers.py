@@ -22,6 +22,7 @@ from sley_core.estimate.layers.trace import trace
 from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.estimate.machine.tables import DeviceTable
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds, seconds_of
+from sley_core.model.fields import once_per_field
 from sley_core.model.layers import Layer
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.plans import changed, small_plan
@@ -83,6 +84,20 @@ def test_recomputation_is_the_forward_once_more_in_front_of_both_kinds_of_backwa
     assert 0 < flops(again, "recompute") < flops(kept, "forward")
     for phase in ("backward", "input_gradient", "weight_gradient"):
         assert flops(again, phase) == flops(kept, phase)
+
+
+def test_what_layers_share_of_a_micro_batch_is_no_layers_work_nor_kept_by_one() -> None:
+    class Masked(Plainest):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            mask = once_per_field(lengths, "mask", lambda: lengths.new_ones(1000, WIDTH, dtype=torch.float32).tril())
+            return super().forward(x * mask[0])
+
+    lengths = torch.empty(2, dtype=torch.int64, device="meta")
+    first, second = (work_of(Masked(), names=("lengths",), fields={"lengths": lengths}) for _ in range(2))
+    assert first == second
+    alone = work_of(Plainest())
+    assert sum(one.num_bytes for one in first.forward) < 2 * sum(one.num_bytes for one in alone.forward)
+    assert first.kept_bytes == alone.kept_bytes, "the backward needs the mask, and nothing else that it did not"
 
 
 def test_the_first_layer_has_no_gradient_of_its_input() -> None:

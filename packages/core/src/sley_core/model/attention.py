@@ -68,7 +68,7 @@ def _mask(cu_seqlens: Tensor, num_positions: int, dtype: torch.dtype) -> Tensor:
     )
     other = document[:, :, None] != document[:, None, :]
     hidden = (other | (positions[:, None] < positions[None, :]))[:, None]
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+    return torch.where(hidden, torch.full((), float("-inf"), dtype=dtype, device=hidden.device), 0.0)
 
 
 _known: list[Any] = []

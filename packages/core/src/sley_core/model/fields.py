@@ -35,3 +35,9 @@ def once_per_field(field: Tensor, what: Hashable, compute: Callable[[], T]) -> T
         with torch.no_grad():
             known[key] = compute()
     return known[key]
+
+
+def computed_from(field: Tensor) -> list[Any]:
+    """Returns what has been computed from the field as it is now, and is cached: each layer that asks for it gets the same."""
+    known: dict[Any, Any] = _COMPUTED.get(field, {})
+    return [value for (version, _), value in known.items() if version == field._version]

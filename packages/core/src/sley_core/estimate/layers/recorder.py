@@ -88,6 +88,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.kept: dict[int, int] = {}
+        self._shared: set[int] = set()
         self.live = SeenBytes()
         self.phase: PhaseName = "forward"
         self._found: dict[PhaseName, list[Operator]] = {}
@@ -97,12 +98,19 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         """Returns the operators that were noted under `phase`, in the order in which they ran."""
         return tuple(self._found.get(phase, ()))
 
+    def share(self, value: object) -> None:
+        """Keeps a tensor that all layers share from being counted, by `keep` and by `live`; does nothing with other values."""
+        if isinstance(value, Tensor):
+            self.live.ignore(value)
+            self._shared.add(value.untyped_storage()._cdata)
+
     def keep(self, tensor: Tensor) -> Tensor:
-        """Counts the storage of a tensor as kept for the backward, unless it is a parameter or a view of one, and returns the
-        tensor: for `saved_tensors_hooks`.
+        """Counts the storage of a tensor as kept for the backward, unless it is shared, a parameter or a view of one, and
+        returns the tensor: for `saved_tensors_hooks`.
         """
-        if not isinstance(tensor, nn.Parameter) and not (tensor._is_view() and isinstance(tensor._base, nn.Parameter)):
-            storage = tensor.untyped_storage()
+        storage = tensor.untyped_storage()
+        is_weight = isinstance(tensor, nn.Parameter) or (tensor._is_view() and isinstance(tensor._base, nn.Parameter))
+        if not is_weight and storage._cdata not in self._shared:
             self.kept[storage._cdata] = storage.nbytes()  # alive, by the graph, while others are kept
         return tensor
 

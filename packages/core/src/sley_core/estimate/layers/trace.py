@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from sley_core.engine.boundary import Description
 from sley_core.engine.direct import is_plain_linear, queued_products
@@ -28,6 +29,7 @@ from sley_core.errors import PlanError, SleyError
 from sley_core.estimate.layers.fused import FusedKernels
 from sley_core.estimate.layers.operators import LayerWork, Operator
 from sley_core.estimate.layers.recorder import OperatorRecorder, moved_bytes
+from sley_core.model.fields import computed_from
 
 if TYPE_CHECKING:
     from sley_core.model.layers import Layer
@@ -53,16 +55,16 @@ def trace(
     by_steps: bool = False,
 ) -> tuple[LayerWork, Value]:
     """Runs the layer on meta, with a whole backward and with one in two halves; returns its work on one micro-batch, and its
-    output for the layer after it.
+    output for the layer after it. What is computed once for all layers (`once_per_field`) is no layer's work, nor kept by one.
 
     value: the output of the layer before; None for the first. fields: the micro-batch. loss: behind the last layer. working,
     gradients: dtypes of the weights and of their accumulated gradients. by_steps: whether RMSNorm saves for its backward what
     its steps save, as on a CPU. Raises PlanError "estimate-layer" for a layer that cannot run on meta.
     """
-    with _on_meta(layer.module, working):
-        whole, output = _run(layer, value, fields, policy, loss, gradients, split=False, by_steps=by_steps)
-    with _on_meta(layer.module, working):  # afresh: the first gradient of a parameter is not added to another
+    with _on_meta(layer.module, working):  # computes what layers share of a micro-batch, such as a mask of documents
         split, _ = _run(layer, value, fields, policy, loss, gradients, split=True)
+    with _on_meta(layer.module, working):  # afresh: the first gradient of a parameter is not added to another
+        whole, output = _run(layer, value, fields, policy, loss, gradients, split=False, by_steps=by_steps)
     description, tensors = describe(output, layer.name)
     trained = [parameter for parameter in layer.module.parameters() if parameter.requires_grad]
     work = LayerWork(
@@ -107,6 +109,8 @@ def _run(
     named = {name: fields[name] for name in layer.fields}
     for tensor in (*layer.module.parameters(), *layer.module.buffers(), *(value[1] if value else ()), *fields.values()):
         recorder.live.ignore(tensor)
+    for shared in tree_leaves([computed_from(field) for field in named.values()]):
+        recorder.share(shared)
     for parameter in layer.module.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_freed)  # type: ignore[no-untyped-call]  # torch's
