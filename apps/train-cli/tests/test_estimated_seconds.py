@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext, DataInfo, Field
 from sley_core.data.factory import open_dataset
 from sley_core.draft import draft_model
-from sley_core.engine import layer_bench
+from sley_core.engine import layer_bench, lead
 from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.engine.weight_queue import WeightQueue
 from sley_core.estimate.calibrate import links
@@ -215,10 +216,13 @@ class Heard(WeightQueue):
 def measured(plan: dict[str, Any]) -> MachineFile | None:
     """This machine with the layers of `plan`, as `train-cli calibrate` measures it on these ranks; None on all but rank 0.
 
-    What is computed beside an exchange sleeps, as the layers do.
+    What is computed beside an exchange sleeps, as the layers do, and no caches are emptied between two layers: eight ranks that
+    do so on two cores wake each other's layers late, and devices of their own do not.
     """
-    sleeping = patch.object(links, "products", lambda count, *_: time.sleep(count * 1e-4))
-    with sleeping, patch.object(layer_bench, "WeightQueue", Heard), World.join("cpu") as world:
+    with ExitStack() as stack, World.join("cpu") as world:
+        stack.enter_context(patch.object(links, "products", lambda count, *_: time.sleep(count * 1e-4)))
+        stack.enter_context(patch.object(lead, "WRITTEN_BYTES", {"cpu": 1}))
+        stack.enter_context(patch.object(layer_bench, "WeightQueue", Heard))
         return measure(world, plan_from_dict(plan, FOLDER), timeout_s=100)
 
 

@@ -224,9 +224,9 @@ def grown(tables: dict[str, Any], texts: Path, to: Path) -> tuple[int, int]:
 def test_no_rank_gathers_more_than_a_weight(ranks: Any, texts: Path, tmp_path: Path) -> None:
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the system does not say how much memory a process had at most")
-    model = {"use": "core.llama", "num_layers": 4, "hidden": 512, "heads": 8, "ffn_hidden": 2048}
+    model = {"use": "core.llama", "num_layers": 8, "hidden": 512, "heads": 8, "ffn_hidden": 2048}
     tables = changed(PLAN, model=model, precision__compute="fp32", run__keep_freed_memory=False)
     tables = changed(tables, parallel={"wp": 2}, weights={"use": "isp.communicator"})
     for peak, total in ranks(2, timeout_s=100, fresh=True)(grown, tables, texts, tmp_path):
-        assert total > 64e6
-        assert peak < 32e6, f"{peak / 1e6:.0f} MB, where the largest weight has 4"
+        assert total > 128e6
+        assert peak < 48e6, f"{peak / 1e6:.0f} MB, where the largest weight has 4"

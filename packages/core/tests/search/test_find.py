@@ -36,6 +36,7 @@ def test_cycles_are_collected_before_and_after_a_glance_and_not_within(fails):
     estimator = SimpleNamespace(
         least=lambda shape: Estimate(1.0, 8),
         bound=lambda layout: Estimate(1.0, 8),
+        closer_s=lambda layout, look=False: 0.0,
         num_bytes=lambda layout: 8,
         seconds=seconds,
     )
@@ -55,6 +56,7 @@ def test_a_layout_that_does_not_fit_by_its_own_steps_is_tried_with_its_states_aw
     estimator = SimpleNamespace(
         least=lambda shape: Estimate(1.0, 8),
         bound=lambda layout: Estimate(1.0 if layout.shape.offload is None else 2.0, 8),
+        closer_s=lambda layout, look=False: 0.0,
         num_bytes=lambda layout: 8,
         seconds=lambda layout: 1.0 if layout.shape.offload is None else 2.0,
     )

@@ -3,8 +3,9 @@
     shapes ──least──> | heap by seconds | ──bound──> its layouts ──> | heap | ──estimate──> | heap | ──> the next fastest
 
 Nothing undercuts the seconds with which it lies on the heap: when its turn comes, a shape is opened, a layout is estimated and
-put back, and one that was estimated is the fastest of all that are left. What does not fit is dropped on the way, and put back
-with its optimizer states off the device, which is never faster: so a layout that fits comes without.
+put back, and one that was estimated is the fastest of all that are left. Since estimates of some tell of others, too, a layout
+may be sent back under more seconds instead. What does not fit is dropped on the way, and put back with its optimizer states off
+the device, which is never faster: so a layout that fits comes without.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from sley_core.search.layouts import Candidate, Shape
 
 SLOWEST = 1.2
 """Nobody waits longer than this many times the fastest step for less memory."""
+
+NO_LESS = 1.000001
+"""What exceeds seconds by no more than this is as long: others add the same numbers in another order."""
 
 LESS = 0.8
 """What a slower layout needs at most of the memory of those before it, to be worth a line."""
@@ -44,6 +48,12 @@ class Estimator(Protocol):
 
     def bound(self, layout: Candidate) -> Estimate:
         """Returns seconds and bytes that the layout does not undercut; cheap."""
+        ...
+
+    def closer_s(self, layout: Candidate, *, look: bool = False) -> float:
+        """Returns seconds that the layout does not undercut, by what layouts show that were looked at before; 0 if they show
+        nothing. Cheap, but where they do not and `look` says that this one is looked at.
+        """
         ...
 
     def num_bytes(self, layout: Candidate) -> int:
@@ -134,7 +144,7 @@ class InOrder:
             elif is_estimated:
                 return Seen(what, Estimate(seconds, num_bytes))
             else:
-                self._estimate(what, below)
+                self._estimate(what, seconds, num_bytes, below)
         return None
 
     def front(self, fastest: Iterable[Seen]) -> Iterator[Seen]:
@@ -203,14 +213,18 @@ class InOrder:
         else:
             self.put_offloading(layout)
 
-    def _estimate(self, layout: Candidate, below: int | None) -> None:
+    def _estimate(self, layout: Candidate, seconds: float, num_bytes: int, below: int | None) -> None:
         """Estimates a layout and puts it back on the heap, unless it does not fit, needs `below` bytes or more, or is refused;
-        counts which.
+        counts which. If others show that it takes longer than the `seconds` with which it lay there, only puts it back.
         """
         try:
+            if self._is_put_back(layout, seconds, num_bytes, self._estimator.closer_s(layout)):
+                return
             num_bytes = self._estimator.num_bytes(layout)
             if not self._fits(num_bytes) or (below is not None and num_bytes >= below):
                 self.put_offloading(layout)
+                return
+            if self._is_put_back(layout, seconds, num_bytes, self._estimator.closer_s(layout, look=True)):
                 return
             seconds = self._estimator.seconds(layout)
         except SleyError as error:
@@ -218,6 +232,15 @@ class InOrder:
             return
         self.tally.simulated += 1
         self._put(layout, seconds, num_bytes, is_estimated=True)
+
+    def _is_put_back(self, layout: Candidate, seconds: float, num_bytes: int, closer_s: float) -> bool:
+        """Puts a layout back on the heap under `closer_s` if that is more than the `seconds` with which it lay there; returns
+        whether it did.
+        """
+        if closer_s <= NO_LESS * seconds:
+            return False
+        self._put(layout, closer_s, num_bytes)
+        return True
 
     def _fits(self, num_bytes: int, number: int = 1) -> bool:
         """Returns whether `num_bytes` fit into the memory; counts `number` layouts as too large if not."""

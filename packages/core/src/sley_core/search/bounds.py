@@ -35,18 +35,18 @@ class Rows(NamedTuple):
 
     sums: Floats
     gathers: Floats
+    attended: Floats
     update_s: Floats
     states_bytes: Floats
 
 
 class Passes(NamedTuple):
-    """Holds what a shape takes wherever its optimizer states are. busy: seconds that each stage computes, and waits for
-    exchanges, but for the update, [kinds of reducers, ways to cut, stages]. first: seconds before its first forward begins and
-    behind its last gradient; kept: bytes of a micro-batch that waits for its backward; [ways to cut, stages].
+    """Holds what a shape takes wherever its optimizer states are. seconds: from the start of the step until each stage has
+    computed and waited for exchanges, but for the update, [kinds of reducers, ways to cut, stages]. kept: bytes of a
+    micro-batch that waits for its backward, [ways to cut, stages].
     """
 
-    busy: Floats
-    first: Floats
+    seconds: Floats
     kept: Floats
 
 
@@ -102,7 +102,7 @@ class Bounds:
         if shape.offload is not None:  # as the only shapes of which `least` need not have been asked
             check_shape(shape)
         passes, rows = self._passes_of(shape, together), self._rows_of(shape, together)
-        seconds = (passes.busy + rows.update_s + passes.first).max(axis=2) + self._quick.end_s(shape.sizes.pp)
+        seconds = (passes.seconds + rows.update_s).max(axis=2) + self._quick.end_s(shape.sizes.pp)
         num_bytes = (rows.states_bytes + passes.kept).max(axis=2).astype(np.int64)
         found: list[list[Estimate] | SleyError] = [
             list(map(Estimate, *both)) for both in zip(seconds.T.tolist(), num_bytes.T.tolist(), strict=True)
@@ -124,11 +124,16 @@ class Bounds:
         return self._passes[1]
 
     def _made(self, shape: Shape, together: PartsTogether) -> Passes:
-        table, rows = self._quick.tables.of(shape), self._rows_of(shape, together)
-        first, (there, again, kept) = together.by_stage(table.rows, self._both_ways(table, together))
-        # gathers come before the last layer's first forward, and sums after the first gradients of the last backward
-        exposed = np.maximum(rows.sums - again, 0.0) + np.maximum(rows.gathers - there, 0.0)
-        return Passes((there + again) * self._micros(shape) + exposed, first, kept)
+        table, rows, micros = self._quick.tables.of(shape), self._rows_of(shape, together), self._micros(shape)
+        # there, and back as far as the gradient of a stage's input: what is before a stage's first action, and behind its last
+        # of these; gradients of weights may come later
+        (before, behind), (there, through, back, kept) = together.by_stage(table.rows, self._one_way(table, together))
+        # gathers come before the last layer's first forward, and sums after the first gradients of the last backward; those of
+        # one chunk may run beside another chunk
+        exposed = np.maximum(rows.sums - back, 0.0) + np.maximum(rows.gathers - there, 0.0)
+        exposed = np.maximum(exposed * together.is_one_chunk, rows.attended)
+        seconds = before + np.maximum((there + back) * micros + exposed, (there + through) * micros + behind)
+        return Passes(seconds, kept)
 
     def _rows_of(self, shape: Shape, together: PartsTogether) -> Rows:
         """Returns what stages take and hold, of which neither policy nor micro-batches change anything."""
@@ -146,14 +151,14 @@ class Bounds:
         key = sizes.pp, sizes.wp, str(shape.weights), str(shape.offload), number, len(self._kinds)
         return once(self._rows, key, rows)
 
-    def _both_ways(self, table: LayerColumns, together: PartsTogether) -> Floats:
-        """Returns the seconds of the messages from each position to the next and back again, as `by_stage` takes them."""
+    def _one_way(self, table: LayerColumns, together: PartsTogether) -> Floats:
+        """Returns the seconds of the messages from each position to the next, as `by_stage` takes them."""
         key = together, id(table.output)
         if key not in self._between:
             found = np.zeros(together.starts[-1])
             for start, parts in zip(together.starts, together.number, strict=False):
                 costs = self._quick.messages(parts, table.output)
-                found[start : start + len(costs)] = [2 * sum(cost) for cost in costs]
+                found[start : start + len(costs)] = [sum(cost) for cost in costs]
             self._between[key] = found
         return self._between[key]
 

@@ -75,11 +75,11 @@ class LayerColumns:
 
     @cached_property
     def rows(self) -> Floats:
-        """Returns [4, layers + 1], with a zero behind the last layer: seconds until a layer's input's gradient is there, of its
-        forward, of its cheaper way back; kept bytes.
+        """Returns [4, layers + 1], with a zero behind the last layer: seconds of a layer's forward, until its input's gradient
+        is there, and of its cheaper way back; kept bytes.
         """
         through = np.minimum(self.backward, self.input_gradient)
-        return np.array([np.append(one, 0.0) for one in (through, self.forward, self.least_back, self.kept)])
+        return np.array([np.append(one, 0.0) for one in (self.forward, through, self.least_back, self.kept)])
 
     @cached_property
     def totals(self) -> tuple[float, float, int]:

@@ -21,11 +21,13 @@ class PartsTogether:
     """Ways to cut a model into parts of equally many stages. number: of each, its place among them. Its sums are those of
     `ModelParts`, to the bit: they are added in the same order, and only zeros behind them.
 
-    starts: of each way, the number of its first position among those of all, zeros counted, and of one behind the last way's.
+    is_one_chunk: of each way, whether its stages have one part of the model each, [ways to cut, 1]. starts: of each way, the
+    number of its first position among those of all, zeros counted, and of one behind the last way's.
     """
 
     def __init__(self, every: Sequence[ModelParts]) -> None:
         self.number = {parts: at for at, parts in enumerate(every)}
+        self.is_one_chunk = np.array([[parts.placement.chunks == 1] for parts in every])
         self.most_positions = max(len(parts.bounds) - 1 for parts in every)
         self.starts = list(accumulate((len(parts.bounds) for parts in every), initial=0))
         self._ends = np.concatenate([parts.bounds for parts in every])
@@ -38,19 +40,19 @@ class PartsTogether:
         self._firsts = np.array([parts.firsts for parts in every]) + firsts
 
     def by_stage(self, rows: Floats, between: Floats) -> tuple[Floats, Floats]:
-        """Returns, for values of each layer with a zero behind them, [values, layers + 1], the sums of the first two over all
-        positions before each stage's first, and of what is `between` these, [ways to cut, stages]; and the sums of all but the
-        first over each stage: [values - 1, ways to cut, stages].
+        """Returns, for values of each layer with a zero behind them, [values, layers + 1], the sums of each of the first two
+        over all positions before each stage's first, and of what is `between` these, [2, ways to cut, stages]; and the sums of
+        all over each stage: [values, ways to cut, stages].
 
         between: what is between each position and the next, 0 behind the last of each way and for its zero.
         """
         sums = np.add.reduceat(rows, self._ends, axis=1)  # of the zero alone where the next way starts with layer 0
-        passed = sums[0] + sums[1] + between
-        before = np.zeros(len(passed))
+        passed = sums[:2] + between
+        before = np.zeros(passed.shape)
         for start, end in pairwise(self.starts):
-            np.cumsum(passed[start : end - 2], out=before[start + 1 : end - 1])
-        dealt = sums[1:, self._places]
+            np.cumsum(passed[:, start : end - 2], axis=1, out=before[:, start + 1 : end - 1])
+        dealt = sums[:, self._places]
         total: Floats = dealt[:, 0]
         for chunk in range(1, dealt.shape[1]):
             total = total + dealt[:, chunk]
-        return before[self._firsts], total
+        return before[:, self._firsts], total

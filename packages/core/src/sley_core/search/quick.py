@@ -28,6 +28,7 @@ from sley_core.search.best_first import Estimate
 from sley_core.search.bounds import Bounds
 from sley_core.search.buckets import bucket_bytes
 from sley_core.search.glance import check_plan_at_a_glance, check_shape, leaves_shards
+from sley_core.search.known_paths import KnownPaths
 from sley_core.search.layer_table import LayerTables
 from sley_core.search.layouts import Candidate, Shape
 from sley_core.search.quick_step import QuickStep
@@ -61,6 +62,7 @@ class Quick:
         self._slices: dict[str, SleyError | None] = {}
         self.shared = StageCosts(plan, world, machine, self.tables)
         self._bounds = Bounds(self)
+        self._paths = KnownPaths()
         self._messages: dict[tuple[int, int], list[Cost] | SleyError] = {}  # by id of what is kept here and in `tables`
         self.passing: dict[tuple[int, int], Floats | SleyError] = {}
         self.peaks: dict[tuple[int, int, tuple[int, ...]], list[int] | SleyError] = {}
@@ -80,7 +82,8 @@ class Quick:
             once(self._slices, str(shape.attention), lambda: self._check_slices(shape))
         there, back, kept = tables.of(shape).totals
         shared = self.shared.least(shape)
-        exposed = max(0.0, shared.exchanged_s - back)
+        # sums of one part of a stage may run beside its others
+        exposed = max(0.0, shared.attended_s, shared.exchanged_s - back if sizes.pp == 1 else 0.0)
         seconds = ((there + back) * sizes.micros(self.plan, self.world) + exposed + shared.update_s) / sizes.pp
         return Estimate(seconds + self.end_s(sizes.pp), int((shared.num_bytes + kept) / sizes.pp))
 
@@ -94,7 +97,25 @@ class Quick:
 
     def seconds(self, layout: Candidate) -> float:
         """Returns the simulated seconds of a step. Raises PlanError for a layout that cannot be assembled."""
-        return once(self._seconds, (_alike(layout), str(layout.schedule)), self.step(layout).seconds)
+
+        def simulated() -> float:
+            """Simulates it, and learns what that says of others."""
+            step = self.step(layout)
+            self._paths.begin(step)
+            seconds = step.seconds()
+            self._paths.learn(step, seconds)
+            return seconds
+
+        return once(self._seconds, (_alike(layout), str(layout.schedule)), simulated)
+
+    def closer_s(self, layout: Candidate, *, look: bool = False) -> float:
+        """Returns seconds that the layout does not undercut, by what is known of others with the same lists: see `KnownPaths`.
+        look: whether to look at this layout where nothing is known. Raises PlanError for a layout that cannot be assembled.
+        """
+        step = self.step(layout)
+        if look:
+            self._paths.begin(step)
+        return self._paths.least_s(step)
 
     def messages(self, parts: ModelParts, output: Integers) -> list[Cost]:
         """Returns the cost of what each position but the last hands to the next; the same however weights are sharded.

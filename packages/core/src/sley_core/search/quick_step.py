@@ -11,10 +11,12 @@ import numpy as np
 from sley_core.actions.costs import Costs
 from sley_core.errors import PlanError
 from sley_core.estimate.layers.once import once
+from sley_core.estimate.seconds.critical_path import path_costs
 from sley_core.estimate.seconds.links import NOTHING, Cost
 from sley_core.estimate.seconds.result import simulated_s
 from sley_core.estimate.seconds.step import GradientExchange, StepWork, Use
 from sley_core.plan.check import MOST_FORWARDS
+from sley_core.search.stage_costs import BESIDE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,6 +64,54 @@ class QuickStep:
         some, more = self._simulated(2 * pp), self._simulated(3 * pp)
         return more + (more - some) / pp * (self.micros - 3 * pp)
 
+    @property
+    def few(self) -> int:
+        """Returns the micro-batches of shorter lists that tell of this step: two per stage, if it has as many."""
+        return min(self.micros, 2 * self.pp)
+
+    @property
+    def few_key(self) -> tuple[int, int]:
+        """Returns what is equal for steps with the same lists of `few` micro-batches."""
+        return id(self.cut), self.few
+
+    @cached_property
+    def path_costs(self) -> Floats:
+        """Returns the costs of which a path through lists of `few` micro-batches adds some up, as `path_costs` of
+        `critical_path.py` has them.
+        """
+        table, parts = self.table, self.parts
+        kinds = np.array([table.forward, table.backward, table.input_gradient, table.weight_gradient])
+        seconds = parts.by_position(kinds)
+        messages = self.quick.messages(parts, table.output)
+        return path_costs(seconds, messages, *self._around(seconds))
+
+    def _around(self, seconds: Floats) -> tuple[Floats, Floats]:
+        """Returns the seconds at least before the first forward of each position, until the gathers of its weights are over,
+        and behind its last gradients, until its sums, those of the positions behind it and the update are; [positions] each.
+
+        seconds: of actions, [4, positions].
+        """
+        exchanged = self.shared.exchanged
+        each = exchanged.gathers[BESIDE].sum(axis=0), exchanged.sums[BESIDE].sum(axis=0), exchanged.sums[2]
+        gathers, sums, attended = self.parts.by_position(np.array(each))
+        places, order = self.parts.places, self.cut.complete(self.few)
+        heads_s, tails_s = np.zeros_like(gathers), np.zeros_like(sums)
+        # The first layers of the forward may have no gather to wait for, and sums start within the action that ends gradients.
+        heads_s[places] = np.maximum(gathers[places].cumsum(axis=0) - seconds[0][places], 0.0)
+        left = sums[order][::-1].cumsum(axis=0)[::-1]
+        left = np.maximum(left - seconds[1:].max(axis=0)[order], 0.0)
+        left[-1] = np.maximum(left[-1], attended[order].sum(axis=0))  # what no computing hides comes behind all of it
+        tails_s[order] = left + self.shared.update_s
+        return heads_s, tails_s
+
+    @cached_property
+    def beside_s(self) -> float:
+        """Returns the seconds that the step takes at least beside a path: of more than `few` micro-batches, on the stage that
+        computes most, and at its end.
+        """
+        both_ways = self.parts.by_stage(self.table.forward) + self.parts.by_stage(self.table.least_back)
+        return float(both_ways.max()) * (self.micros - self.few) + self.quick.end_s(self.pp)
+
     @cached_property
     def stage_bytes(self) -> list[int]:
         """Returns the most bytes of each stage: weights, gradients and states, what waits for backwards, and what one backward
@@ -74,7 +124,7 @@ class QuickStep:
         """Returns the most bytes that wait for backwards on each stage at once."""
         kept = tuple(int(count) for count in self.parts.by_position(self.table.kept))
         handed = tuple(int(self.table.output[last - 1]) for last in self.parts.bounds[1:-1])
-        few = min(self.micros, 2 * self.pp)  # with more, no stage holds more at once
+        few = self.few  # with more, no stage holds more at once
 
         def held() -> list[int]:
             costs = Costs({}, (0.0,) * len(handed), kept, tuple(size // 2 for size in kept), handed)

@@ -45,6 +45,9 @@ Owned = TypeVar("Owned", NDArray[np.float64], float)
 Exchanged = NDArray[np.float64]
 """The three parts of `Cost`, of each layer: [3, layers]."""
 
+BESIDE = slice(0, 2)
+"""The parts that run beside computing, and beside what is not of other exchanges."""
+
 
 class OfLayers(NamedTuple):
     """Holds the costs of each layer's exchanges, [3, layers] each: sums of its gradients, or their reductions; gathers of the
@@ -57,13 +60,14 @@ class OfLayers(NamedTuple):
 
 
 class OfStages(NamedTuple):
-    """Holds, for each stage: seconds of sums (or reductions) of gradients, of gathers of weights, of norm and update; bytes of
-    weights, gradients and optimizer states; bytes that there are before the first step. exchanged: costs of each layer's
-    exchanges.
+    """Holds, for each stage: seconds of sums (or reductions) of gradients, and of gathers of weights, as far as these may run
+    beside computing; seconds of both that do not; seconds of norm and update; bytes of weights, gradients and optimizer states;
+    bytes that there are before the first step. exchanged: costs of each layer's exchanges.
     """
 
     sums: Floats
     gathers: Floats
+    attended: Floats
     update_s: Floats
     states_bytes: Floats
     start_bytes: Floats
@@ -71,11 +75,12 @@ class OfStages(NamedTuple):
 
 
 class Least(NamedTuple):
-    """Holds, summed over all layers: seconds of the cheapest exchanges of gradients, seconds of the update, and the fewest
-    bytes of weights, gradients and optimizer states.
+    """Holds, summed over all layers: seconds of the cheapest exchanges of gradients, as far as these may run beside computing
+    and as far as not, seconds of the update, and the fewest bytes of weights, gradients and optimizer states.
     """
 
     exchanged_s: float
+    attended_s: float
     update_s: float
     num_bytes: float
 
@@ -114,11 +119,11 @@ class StageCosts:
             offered = [
                 self._per_layer(shape) if bucket is None else self._fewest(shape, bucket) for bucket in self._buckets
             ]
-            seconds = min(float(self._exchange(shape, "reduce", *pieces).sum()) for pieces in offered)
+            costs = [self._exchange(shape, "reduce", *pieces).sum(axis=1) for pieces in offered]
+            exchanged_s, attended_s = (min(float(cost[parts].sum()) for cost in costs) for parts in (BESIDE, [2]))
             state_bytes = self.steps.state_bytes(stepping(shape.offload))
-            return Least(
-                seconds, self._update_s(owned.sum(), shape), held.sum() * self.weight_bytes + owned.sum() * state_bytes
-            )
+            num_bytes = held.sum() * self.weight_bytes + owned.sum() * state_bytes
+            return Least(exchanged_s, attended_s, self._update_s(owned.sum(), shape), num_bytes)
 
         return once(self._least, (shape.sizes.pp, shape.sizes.wp, str(shape.weights), str(shape.offload)), least)
 
@@ -143,18 +148,14 @@ class StageCosts:
 
         exchanged = once(self._exchanged, (shape.sizes.pp, every, *cut), exchanges)
         held, owned = map(parts.by_stage, self._held_elements(shape, every=every))
-        sums_s, gathers_s = (self._by_stage(parts, costs) for costs in exchanged[:2])
+        sums_s, gathers_s = (parts.by_stage(costs[BESIDE].sum(axis=0)) for costs in exchanged[:2])
+        attended_s = parts.by_stage(exchanged.sums[2] + exchanged.gathers[2])
         state_bytes = self.steps.state_bytes(stepping(shape.offload))
         states = held * self.weight_bytes + owned * state_bytes + self._gathered_bytes(shape, parts)
         working = dtypes(self.plan)[0].itemsize
         # Weights that ranks step in parts are laid anew, beside those that the model was made with.
         start = held * (self.weight_bytes + working) if every and shape.weights is None else np.zeros(len(held))
-        return OfStages(sums_s, gathers_s, self._update_s(owned, shape), states, start, exchanged)
-
-    def _by_stage(self, parts: ModelParts, costs: Exchanged) -> Floats:
-        """Returns the seconds of the exchanges of each stage's layers, all parts of their costs summed."""
-        latency_s, work_s, attended_s = map(parts.by_stage, costs)
-        return latency_s + work_s + attended_s
+        return OfStages(sums_s, gathers_s, attended_s, self._update_s(owned, shape), states, start, exchanged)
 
     def _held_elements(self, shape: Shape, *, every: bool) -> tuple[np.ndarray, np.ndarray]:
         """Returns, for each layer, the elements that a rank holds of its weights, and those that it steps.

@@ -86,25 +86,28 @@ class Filled:
 
 
 class Outline:
-    """The numbers of lowered lists. Pure: `fill` changes nothing here."""
+    """The numbers of lowered lists. Pure: `fill` changes nothing here. beats: of each stage. messages: between stages.
+
+    special: of each stage, by number of beat, the first forward of each chunk, and its last action that changes gradients.
+    """
 
     def __init__(self, lists: Sequence[Lowered], placement: Placement) -> None:
         self.lists = lists
         self.placement = placement
-        self._messages = Exchanges()
+        self.messages = Exchanges()
         self._numbers: dict[Delivery, int] = {}
         self._firsts = [firsts_of(steps) for steps in lists]
         self._lasts = [lasts_of(steps) for steps in lists]
-        self._changed: list[dict[int, Action]] = []
+        self.special: list[dict[int, Action]] = []
         orders: list[dict[tuple[int, int], list[int]]] = []
-        self._beats = [self._of_stage(stage, orders) for stage in range(len(lists))]
+        self.beats = [self._of_stage(stage, orders) for stage in range(len(lists))]
         self._chain(orders)
 
     def _of_stage(self, stage: int, orders: list[dict[tuple[int, int], list[int]]]) -> list[Beat]:
         """Returns the beats of a stage, with numbers for its messages; the last one begins what is left, and computes nothing.
 
         Appends to `orders` the numbers of the messages that the stage begins, in order, by (sender, receiver), and to
-        `_changed` the actions, by number of beat, at which weights are waited for or sums may start.
+        `special` the actions, by number of beat, at which weights are waited for or sums may start.
         """
         position_of = [self.placement.position(stage, chunk) for chunk in range(self.placement.chunks)]
         stage_of = self.placement.route
@@ -129,13 +132,21 @@ class Outline:
                 begins = []
         beats.append(Beat(tuple(begins), NONE, self.nothing))
         orders.append(order)
-        self._changed.append(changed)
+        self.special.append(changed)
         return beats
 
     @property
     def nothing(self) -> int:
         """Returns the number of the entry of `seconds` that is 0: the one behind all positions and kinds of actions."""
         return self.placement.num_positions * len(KINDS)
+
+    @property
+    def complete(self) -> list[list[int]]:
+        """Returns, for each stage, the positions of its chunks in the order in which their last gradients come."""
+        return [
+            [self.placement.position(stage, one.chunk) for one in special.values() if one.kind is not Kind.FORWARD]
+            for stage, special in enumerate(self.special)
+        ]
 
     def _number(self, delivery: Delivery) -> int:
         """Returns the number of the message that brings `delivery` from one stage to another; the first time, adds it to the
@@ -144,8 +155,8 @@ class Outline:
         found = self._numbers.get(delivery)
         if found is None:
             sender, receiver = self.placement.route[delivery.origin], self.placement.route[delivery.position]
-            found = self._messages.add((sender, receiver), min(delivery.position, delivery.origin))
-            self._messages.ports[found] = 2 * sender, 2 * receiver + 1  # it is sent here, and received there
+            found = self.messages.add((sender, receiver), min(delivery.position, delivery.origin))
+            self.messages.ports[found] = 2 * sender, 2 * receiver + 1  # it is sent here, and received there
             self._numbers[delivery] = found
         return found
 
@@ -166,7 +177,7 @@ class Outline:
             for end in lane:
                 begun = orders[end].get(lane, [])
                 for before, after in pairwise(begun):
-                    self._messages.follow(before, after)
+                    self.messages.follow(before, after)
 
     def fill(self, work: StepWork) -> Filled:
         """Returns the step with the costs, exchanges and seconds of `work`, for `Timed`, which uses it up. Changes nothing
@@ -181,7 +192,7 @@ class _Outlined:
     def __init__(self, outline: Outline, work: StepWork) -> None:
         self.outline = outline
         self.work = work
-        messages = outline._messages
+        messages = outline.messages
         self.exchanges = Exchanges(
             messages.costs.copy(), messages.missing.copy(), messages.followers.copy(), messages.ports.copy()
         )
@@ -200,13 +211,13 @@ class _Outlined:
         """Returns the beats of a stage: those of the outline, but where exchanges of gradients and weights begin or are waited
         for, those of the words that `StageWords` gives.
         """
-        outline, plain = self.outline, self.outline._beats[stage]
+        outline, plain = self.outline, self.outline.beats[stage]
         firsts, lasts = outline._firsts[stage], outline._lasts[stage]
         words = StageWords(stage, outline.placement, self.work, len(outline.lists), firsts, lasts)
         made = _Beats(self, stage)
         made.put(words.head())
         at = 0
-        for number, action in outline._changed[stage].items():
+        for number, action in outline.special[stage].items():
             made.copy(plain[at:number])
             made.begin(plain[number].begins)
             made.put(words.action(action))
