@@ -31,8 +31,8 @@ def lists(*records: Any) -> Any:
     return lambda _, hook, **arguments: [(zeta, records)] if hook == "sley_process_groups" else []
 
 
-def summed(monkeypatched: str, folder: Path) -> Any:
-    """What each of a plugin's groups sums on this rank, and who is in it; or what is said."""
+def summed(monkeypatched: str, folder: Path, timeout_s: float = 5.0) -> Any:
+    """What each of a plugin's groups sums on this rank, and who is in it; or what is said. timeout_s: of an exchange."""
     rank = int(os.environ["RANK"])
     pairs = [(0, 1), (1, 2)][monkeypatched == "other" and rank == 2]
     called = Plan.call
@@ -43,7 +43,7 @@ def summed(monkeypatched: str, folder: Path) -> Any:
 
     Plan.call = call  # type: ignore[method-assign]
     with World.join("cpu") as world:
-        plan = plan_from_dict(PLAN | {"limits": {"collective_timeout_s": 5.0}}, folder)
+        plan = plan_from_dict(PLAN | {"limits": {"collective_timeout_s": timeout_s}}, folder)
         try:
             with assemble(plan, world) as run:
                 found = {}
@@ -70,7 +70,7 @@ def test_groups_of_a_plugin_are_there_on_all_ranks(ranks, texts):
 
 def test_ranks_that_list_other_groups_are_told(ranks, texts):
     """By the comparison of all tables, or by the group that does not come about."""
-    assert set(ranks(3)(summed, "other", texts)) <= {"ranks-disagree", "group-failed", "collective-failed"}
+    assert set(ranks(3)(summed, "other", texts, 1.0)) <= {"ranks-disagree", "group-failed", "collective-failed"}
 
 
 @pytest.mark.parametrize(
