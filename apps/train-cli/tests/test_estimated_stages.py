@@ -16,6 +16,8 @@ from sley_core.estimate.bytes.forks import can_fork, forked
 from sley_core.estimate.bytes.rank import RankBytes, rank_bytes
 from sley_core.estimate.bytes.stage_kinds import stage_kinds
 from sley_core.estimate.bytes.stages import stage_bytes
+from sley_core.estimate.recorded.of_plan import records_of
+from sley_core.estimate.recorded.record import RankRecord
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.plans import Tables, changed, small_plan
 
@@ -77,6 +79,16 @@ def in_forks(tables: Tables, folder: Path) -> list[RankBytes]:
 
 def test_processes_of_their_own_say_the_same(ranks: Any, texts: Path) -> None:
     assert ranks(1, 100, init=False, fresh=True)(in_forks, MANY, texts) == [one_by_one(MANY, texts)]
+
+
+def recorded(tables: Tables, folder: Path, cores: int) -> list[RankRecord]:
+    assert can_fork() or cores == 1
+    return list(records_of(plan_from_dict(tables, folder), WORLD, cores=cores).ranks)
+
+
+def test_steps_that_processes_of_their_own_record_are_the_same(ranks: Any, texts: Path) -> None:
+    (found,) = ranks(1, 100, init=False, fresh=True)(recorded, MANY, texts, 2)
+    assert found == recorded(MANY, texts, 1)
 
 
 def failing() -> None:

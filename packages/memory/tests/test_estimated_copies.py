@@ -11,8 +11,7 @@ from sley_core.errors import PlanError
 from sley_core.estimate.bytes.rank import rank_bytes
 from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.estimate.machine.tables import MachineFile
-from sley_core.estimate.recorded.of_plan import records_of, seconds_of_records
-from sley_core.estimate.recorded.record import RankRecord
+from sley_core.estimate.recorded.of_plan import Records, records_of, seconds_of_records
 from sley_core.estimate.recorded.words import HOST, Began
 from sley_core.estimate.seconds_of_plan import estimate_seconds
 from sley_core.plan.load import plan_from_dict
@@ -55,11 +54,11 @@ def machine(
     )
 
 
-RECORDED: dict[str, list[RankRecord]] = {}
+RECORDED: dict[str, Records] = {}
 """Steps that were recorded before, by plan and kind of device: to record one takes far longer than to price it."""
 
 
-def records(folder: Path, changes: Tables, *, runs_ahead: bool) -> list[RankRecord]:
+def records(folder: Path, changes: Tables, *, runs_ahead: bool) -> Records:
     """Returns the recorded step of the plan with `changes`, of one process."""
     key = f"{changes} {runs_ahead}"
     if key not in RECORDED:
@@ -77,7 +76,7 @@ def seconds(machine_file: MachineFile, folder: Path, **changes: Any) -> float:
 def foretold(folder: Path, changes: Tables, *, runs_ahead: bool) -> dict[str, int]:
     """Bytes that a recorded step copies, each way."""
     found = {"to_host": 0, "to_device": 0}
-    (recorded,) = records(folder, changes, runs_ahead=runs_ahead)
+    (recorded,) = records(folder, changes, runs_ahead=runs_ahead).ranks
     for word in recorded.step.words:
         if isinstance(word, Began) and word.axis == HOST:
             found[word.kind] += word.num_bytes
@@ -152,7 +151,7 @@ def test_an_optimizer_on_the_host_takes_the_hosts_time(texts: Path) -> None:
     slow = seconds(machine(on_host=RATE), texts, offload=[OPTIMIZER])
     slower = seconds(machine(on_host=RATE / 2), texts, offload=[OPTIMIZER])
     copies = seconds(machine(), texts, offload=[OPTIMIZER])
-    (recorded,) = records(texts, {"offload": [OPTIMIZER]}, runs_ahead=True)
+    (recorded,) = records(texts, {"offload": [OPTIMIZER]}, runs_ahead=True).ranks
     operators = [one for word in recorded.step.closing for one in getattr(word, "operators", ())]
     updated = sum(one.num_bytes for one in operators if one.is_on_host)
     assert updated > 0

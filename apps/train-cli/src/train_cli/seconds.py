@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sley_core.actions.draw import draw_text
 from sley_core.errors import SleyError
 from sley_core.estimate.machine.read import load_machine
+from train_cli.surroundings import num_cores
 from train_cli.timeline import WIDTH
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def seconds_of(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
     from sley_core.estimate.seconds_of_plan import estimate_seconds
 
     try:
-        return estimate_seconds(plan, size, machine)
+        return estimate_seconds(plan, size, machine, num_cores())
     except SleyError as error:
         raise plan.located(error) from error.__cause__
 

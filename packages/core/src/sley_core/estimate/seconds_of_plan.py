@@ -46,18 +46,20 @@ class PlanSeconds:
     notes: Sequence[str]
 
 
-def estimate_seconds(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
+def estimate_seconds(plan: Plan, size: int, machine: MachineFile, cores: int = 1) -> PlanSeconds:
     """Returns the seconds of a step of `plan` on `size` ranks of `machine`, once optimizer states and orders are there, with
     the seconds of each layer and notes for the user. Needs neither devices nor peers.
 
     Where handlers tell what they exchange, and nothing else is exchanged but messages between stages, they are simulated from
-    the schedule's lists. Else one rank of each stage takes steps without values, which takes longer. Raises PlanError for all
-    that the plan's checks find, and "machine-host" for copies to the host of which the machine file says nothing.
+    the schedule's lists. Else one rank of each stage takes steps without values, which takes longer; as many at a time as there
+    are `cores`. Raises PlanError for all that the plan's checks find, and "machine-host" for copies to the host of which the
+    machine file says nothing.
     """
     try:
-        found = _told_by_lists(plan, size, machine) if _is_in_the_lists(plan) else _recorded(plan, size, machine)
+        in_lists = _is_in_the_lists(plan)
+        found = _told_by_lists(plan, size, machine) if in_lists else _recorded(plan, size, machine, cores)
     except UntoldError:
-        found = _recorded(plan, size, machine)
+        found = _recorded(plan, size, machine, cores)
     return replace(found, notes=(*found.notes, *notes_on(machine, size)))
 
 
@@ -101,13 +103,13 @@ def _is_in_the_lists(plan: Plan) -> bool:
     )
 
 
-def _recorded(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
+def _recorded(plan: Plan, size: int, machine: MachineFile, cores: int = 1) -> PlanSeconds:
     """Returns the seconds of a plan from steps that one rank of each stage takes on tensors without values. Chunks whose layers
     were all measured, or counted in proportion to measured ones, take those seconds.
     """
     from sley_core.estimate.recorded.of_plan import Measured, records_of, seconds_of_records
 
-    records = records_of(plan, size, runs_ahead=machine.device.kind == "cuda")
+    records = records_of(plan, size, runs_ahead=machine.device.kind == "cuda", cores=cores)
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model = draft_model(plan, dataset.info)
     fields = meta_micro_batch(plan, dataset)
@@ -116,7 +118,7 @@ def _recorded(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
     by_name = {one.name: one for one in layers if one.source != "counted"}
     measured: Measured = {
         (stage, chunk): [by_name[name].seconds for name in names]
-        for stage, one in enumerate(records)
+        for stage, one in enumerate(records.ranks)
         for chunk, names in enumerate(one.layers)
         if by_name.keys() >= set(names)
     }

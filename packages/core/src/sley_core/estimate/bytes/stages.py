@@ -6,30 +6,25 @@ plan ──draft──> kinds of stages ──> first of each kind: `rank_bytes`
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from sley_core.comm.world import World
 from sley_core.draft import draft_of
 from sley_core.errors import PlanError
-from sley_core.estimate.bytes.fake_tensors import FakeTensors
-from sley_core.estimate.bytes.forks import can_fork, forked
-from sley_core.estimate.bytes.ledger import Ledger, StepPlace
+from sley_core.estimate.bytes.each_rank import each_rank
+from sley_core.estimate.bytes.ledger import StepPlace
 from sley_core.estimate.bytes.rank import Moment, RankBytes, rank_bytes
-from sley_core.estimate.bytes.recipes import Recipes
 from sley_core.estimate.bytes.stage_kinds import stage_kinds
 from sley_core.plan.check import check_plan
 
 if TYPE_CHECKING:
     from sley_core.draft import Draft
     from sley_core.engine.stage import Stage
+    from sley_core.estimate.bytes.recipes import Recipes
     from sley_core.plan.plan import Plan
     from sley_core.topology import Topology
-
-FEW = 2
-"""Kinds of stages that are looked at in this process: others take seconds to be worth it."""
 
 
 def stage_bytes(plan: Plan, size: int, cores: int = 1) -> Iterator[RankBytes]:
@@ -47,11 +42,11 @@ def stage_bytes(plan: Plan, size: int, cores: int = 1) -> Iterator[RankBytes]:
     kinds = stage_kinds(plan, topology, draft)
     firsts = {kind: kinds.index(kind) for kind in reversed(kinds)}
     ranks = {kind: number * topology.ranks_per_stage for kind, number in sorted(firsts.items(), key=lambda one: one[1])}
-    if min(len(ranks), cores + 1) > FEW and can_fork():
-        found = _in_forks(plan, list(ranks.values()), size, draft, cores)
-    else:
-        recipes = Recipes()
-        found = [rank_bytes(plan, rank, size, recipes) for rank in ranks.values()]
+
+    def look(rank: int, recipes: Recipes, own: Draft | None) -> RankBytes:
+        return rank_bytes(plan, rank, size, recipes, own)
+
+    found = each_rank(plan, list(ranks.values()), cores, look, draft)
     known: dict[Hashable, RankBytes] = dict(zip(ranks, found, strict=True))
     for number, kind in enumerate(kinds):
         yield _as_on(known[kind], draft.stage.at(number), topology)
@@ -73,22 +68,3 @@ def _as_on(one: RankBytes, stage: Stage, topology: Topology) -> RankBytes:
         place=StepPlace(step, entries.get(entry, entry), layers.get(layer, layer)),
         curve=[Moment(entries.get(moment.entry, moment.entry), moment.num_bytes) for moment in one.curve],
     )
-
-
-def _in_forks(plan: Plan, ranks: Sequence[int], size: int, draft: Draft, cores: int) -> list[RankBytes]:
-    """Returns what each of `ranks` holds, in their order, each from a forked process of its own, at most `cores` at a time. A
-    process inherits the draft and what operations made in those that ended before it. Raises as `rank_bytes` and `forked` do.
-    """
-    FakeTensors(Ledger(lambda: StepPlace(0, "", "")))  # the first one imports much of torch: once for all
-    recipes = Recipes()
-
-    def told(rank: int) -> tuple[RankBytes, Recipes]:
-        return rank_bytes(plan, rank, size, recipes, draft), recipes
-
-    found: dict[int, RankBytes] = {}
-    for number, (one, learned) in forked(
-        [partial(told, rank) for rank in ranks], cores, plan.limits.estimate_timeout_s
-    ):
-        recipes.learn(learned)
-        found[number] = one
-    return [found[number] for number in range(len(ranks))]

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sley_core.actions.action import Action, Kind
+from sley_core.comm.world import World
+from sley_core.draft import draft_of
+from sley_core.errors import PlanError
+from sley_core.estimate.bytes.each_rank import each_rank
 from sley_core.estimate.layers.operators import Operator
 from sley_core.estimate.recorded.programs import Prices, recorded_programs
 from sley_core.estimate.recorded.record import RankRecord, record
@@ -21,8 +25,12 @@ from sley_core.estimate.seconds.host_copies import copy_cost, on_host_s
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds, seconds_of
 from sley_core.estimate.seconds.links import Cost, collective, message
 from sley_core.estimate.seconds.result import StepSeconds, simulate_programs
+from sley_core.plan.check import check_plan
 
 if TYPE_CHECKING:
+    from sley_core.draft import Draft
+    from sley_core.engine.lists import Lists
+    from sley_core.estimate.bytes.recipes import Recipes
     from sley_core.estimate.machine.tables import MachineFile
     from sley_core.plan.plan import Plan
 
@@ -30,32 +38,47 @@ Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]
 """Measured seconds of each layer, by stage and chunk."""
 
 
-def records_of(plan: Plan, size: int, *, runs_ahead: bool = False) -> list[RankRecord]:
-    """Returns a recorded step of the first rank of each stage of a world of `size`, in order. Needs neither devices nor peers.
-
-    runs_ahead: whether copies to the host run beside the device's work, as on CUDA. Raises PlanError for all that the plan's
-    checks find, RunError `estimate-layer` for a layer that needs values.
+class Records(NamedTuple):
+    """Holds a recorded step of the first rank of each stage, in order. lists: of all stages, for any number of
+    micro-batches.
     """
+
+    ranks: Sequence[RankRecord]
+    lists: Lists
+
+
+def records_of(plan: Plan, size: int, *, runs_ahead: bool = False, cores: int = 1) -> Records:
+    """Returns a recorded step of each stage of a world of `size`. Needs neither devices nor peers.
+
+    runs_ahead: whether copies to the host run beside the device's work, as on CUDA. cores: how many processes may work at a
+    time. Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a layer that needs values.
+    """
+    if problems := check_plan(plan, size):
+        raise PlanError.many(problems)
     topology = plan.topology(size)
     firsts = [stage * topology.ranks_per_stage for stage in range(topology.pp)]
-    return [record(plan, rank, size, runs_ahead=runs_ahead) for rank in firsts]
+    with World.fake(0, size) as world:
+        draft = draft_of(plan, world)
+
+    def look(rank: int, recipes: Recipes, own: Draft | None) -> RankRecord:
+        return record(plan, rank, size, runs_ahead=runs_ahead, recipes=recipes, draft=own)
+
+    return Records(each_rank(plan, firsts, cores, look, draft), draft.stage.lists)
 
 
 def seconds_of_records(
-    records: Sequence[RankRecord], num_micros: int, machine: MachineFile, measured: Measured | None = None
+    records: Records, num_micros: int, machine: MachineFile, measured: Measured | None = None
 ) -> StepSeconds:
-    """Returns the simulated step of `num_micros` micro-batches that recorded steps, one of each stage in order, make on
-    `machine`.
+    """Returns the simulated step of `num_micros` micro-batches that recorded steps make on `machine`.
 
     measured: seconds of layers that operators are scaled to. Raises PlanError "machine-matmul", "machine-links" and
     "machine-host" for what the machine file does not say, "estimate-seconds" for an action that was not recorded.
     """
-    lists = records[0].lists
     prices = _Prices(records, machine, measured or {})
     programs = recorded_programs(
-        {number: one.step for number, one in enumerate(records)},
-        lists.of_all_stages(num_micros),
-        lists.placement,
+        {number: one.step for number, one in enumerate(records.ranks)},
+        records.lists.of_all_stages(num_micros),
+        records.lists.placement,
         Prices(prices.operators, prices.exchange, prices.members, prices.message, machine.device.step_s),
     )
     return simulate_programs(programs)
@@ -66,8 +89,9 @@ class _Prices:
     took, in proportion to what they would take by themselves.
     """
 
-    def __init__(self, records: Sequence[RankRecord], machine: MachineFile, measured: Measured) -> None:
-        self.records = records
+    def __init__(self, records: Records, machine: MachineFile, measured: Measured) -> None:
+        self.records = records.ranks
+        self.placement = records.lists.placement
         self.machine = machine
         self.factors = {
             (stage, chunk, kind): self._measured(layers, kind) / computed
@@ -103,8 +127,8 @@ class _Prices:
 
     def message(self, position: int) -> Cost:
         """Returns the cost of the value that position `position` of the model hands to the next one."""
-        placement, size = self.records[0].lists.placement, self.records[0].topology.ranks_per_stage
-        sender, receiver = placement.holder(position).stage, placement.holder(position + 1).stage
+        size = self.records[0].topology.ranks_per_stage
+        sender, receiver = (self.placement.holder(at).stage for at in (position, position + 1))
         num_bytes = self.records[0].messages[position]
         return message(num_bytes, sender * size, receiver * size, self.machine.links)
 

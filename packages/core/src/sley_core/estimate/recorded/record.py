@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from sley_core.actions.action import Action, Kind, Transfer
 from sley_core.engine.on_meta import micro_batch
 from sley_core.estimate.bytes.fake_device import FakeDevice
-from sley_core.estimate.bytes.micros import fewest_micros
+from sley_core.estimate.bytes.micros import fewest_micros, least_micros
 from sley_core.estimate.bytes.rank import fake_run, take_step
 from sley_core.estimate.layers.fused import FusedKernels
 from sley_core.estimate.layers.operators import Operator
@@ -23,7 +23,8 @@ from sley_core.memory.holdings import storage_id
 from sley_core.records import copies_to_host
 
 if TYPE_CHECKING:
-    from sley_core.engine.lists import Lists
+    from sley_core.draft import Draft
+    from sley_core.estimate.bytes.recipes import Recipes
     from sley_core.estimate.seconds.host_copies import CopyKind
     from sley_core.plan.plan import Plan
     from sley_core.protocols import Collective
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     from sley_core.topology import Topology
 
 STEPS = 3
-"""Optimizer states come in the first; orders of gradients and of gathers are those that it showed from the second on."""
+"""Optimizer states come in the first; orders of gradients and of gathers are those that it showed from the second on. All but
+the last take as few micro-batches as the schedule allows.
+"""
 
 MESSAGES = "pp"
 """The axis whose messages the lists have already."""
@@ -41,44 +44,53 @@ MESSAGES = "pp"
 class RankRecord:
     """Holds a recorded step, and what of the run it takes to read it.
 
-    groups: the global ranks of each of this rank's groups, by axis. lists: of all stages, for any number of micro-batches.
-    messages: bytes of what each position of the model but the last hands on. layers: names of those of each chunk.
+    groups: the global ranks of each of this rank's groups, by axis. messages: bytes of what each position of the model but the
+    last hands on. layers: names of those of each chunk.
     """
 
     step: RecordedStep
     topology: Topology
     groups: Mapping[str, tuple[int, ...]]
-    lists: Lists
     messages: Sequence[int]
     layers: Sequence[Sequence[str]]
 
 
-def record(plan: Plan, rank: int, size: int, *, runs_ahead: bool = False) -> RankRecord:
+def record(
+    plan: Plan,
+    rank: int,
+    size: int,
+    *,
+    runs_ahead: bool = False,
+    recipes: Recipes | None = None,
+    draft: Draft | None = None,
+) -> RankRecord:
     """Takes steps in a fake run of rank `rank` of `size` and returns the last of them, in which buckets and gathers have their
     order: of as few micro-batches as show all that a longer one does. Needs neither devices nor peers.
 
-    runs_ahead: whether copies to the host run beside the device's work, as on CUDA. Raises PlanError for all that the plan's
-    checks find, RunError `estimate-layer` for a layer that needs values, `estimate-late` after `limits.estimate_timeout_s`.
+    runs_ahead: whether copies to the host run beside the device's work, as on CUDA. recipes, draft: as `rank_bytes` takes them.
+    Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a layer that needs values,
+    `estimate-late` after `limits.estimate_timeout_s`.
     """
-    with fake_run(plan, rank, size, runs_ahead=runs_ahead) as (run, _, tensors):
-        taken = fewest_micros(run.stepper.lists, plan.num_micros(run.topology))
-        batch = [micro_batch(plan, run.dataset)] * taken
+    with fake_run(plan, rank, size, recipes, draft, runs_ahead=runs_ahead) as (run, _, tensors):
+        of_micros = plan.num_micros(run.topology)
+        taken, few = fewest_micros(run.stepper.lists, of_micros), least_micros(run.stepper.lists, of_micros)
+        batch = micro_batch(plan, run.dataset)
         recorder = StepRecorder()
         run.groups.progress.listener = recorder
         assert isinstance(run.world.device, FakeDevice), run.world.device
         run.world.device.copies.listener = recorder
         for _ in range(STEPS - 1):
-            take_step(run, batch)
+            take_step(run, [batch] * few)
         recorder.start(run)
         tensors.listener = recorder.ran
         # A CPU copies to its host what its plain kernels save.
         is_plain = copies_to_host(plan.activations.record) and not runs_ahead
         with nullcontext() if is_plain else FusedKernels(recorder):
-            take_step(run, batch)
+            take_step(run, [batch] * taken)
         tensors.listener = None
         layers = [[layer.name for layer in chunk] for chunk in run.stepper.executor.chunks]
         groups = {axis: group.ranks for axis, group in run.groups.items()}
-        return RankRecord(recorder.step(), run.topology, groups, run.stepper.lists, _messages(run), layers)
+        return RankRecord(recorder.step(), run.topology, groups, _messages(run), layers)
 
 
 def _messages(run: Run) -> list[int]:
