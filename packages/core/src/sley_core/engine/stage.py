@@ -55,13 +55,12 @@ def stage_of(plan: Plan, topology: Topology, rank: int, model: Model, costs: Seq
     Raises PlanError: what the partitioner finds, and "handler-missing" if stages share a parameter and no handler of the plan
     sums its gradients.
     """
-    if plan.pipeline is None:
-        return Stage(Lists.alone(), [(0, model.layers)], [model.layers])
-    assert plan.partition is not None, "a pipeline has a partition"
-    schedule = plan.pipeline.build()
-    placement = schedule.placement(topology.pp)
     number = topology.coordinates(rank).stage
-    lists = Lists(lambda micros: schedule.lists(topology.pp, micros), placement, number)
+    lists = lists_of(plan, topology, number)
+    if plan.pipeline is None:
+        return Stage(lists, [(0, model.layers)], [model.layers])
+    assert plan.partition is not None, "a pipeline has a partition"
+    placement = lists.placement
     try:
         boundaries = plan.partition.build()(costs, placement.num_positions)
     except PlanError as error:
@@ -72,6 +71,15 @@ def stage_of(plan: Plan, topology: Topology, rank: int, model: Model, costs: Seq
     found = Stage(lists, stages, chunks)
     _check_ties(plan, found)
     return found
+
+
+def lists_of(plan: Plan, topology: Topology, stage: int) -> Lists:
+    """Returns the lists of a stage, by its number; those of a plan without a pipeline are of one stage."""
+    if plan.pipeline is None:
+        return Lists.alone()
+    schedule = plan.pipeline.build()
+    placement = schedule.placement(topology.pp)
+    return Lists(lambda micros: schedule.lists(topology.pp, micros), placement, stage)
 
 
 def tie_groups(stage: Stage, topology: Topology) -> list[GroupEntry]:

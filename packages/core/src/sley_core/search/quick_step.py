@@ -16,7 +16,7 @@ from sley_core.estimate.seconds.links import NOTHING, Cost
 from sley_core.estimate.seconds.result import simulated_s
 from sley_core.estimate.seconds.step import GradientExchange, StepWork, Use
 from sley_core.plan.check import MOST_FORWARDS
-from sley_core.search.stage_costs import BESIDE
+from sley_core.search.stage_costs import ATTENDED, BESIDE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -92,9 +92,9 @@ class QuickStep:
         seconds: of actions, [4, positions].
         """
         exchanged = self.shared.exchanged
-        each = exchanged.gathers[BESIDE].sum(axis=0), exchanged.sums[BESIDE].sum(axis=0), exchanged.sums[2]
+        each = exchanged.gathers[BESIDE].sum(axis=0), exchanged.sums[BESIDE].sum(axis=0), exchanged.sums[ATTENDED]
         gathers, sums, attended = self.parts.by_position(np.array(each))
-        places, order = self.parts.places, self.cut.complete(self.few)
+        places, order = self.parts.places, self.cut.outline(self.few).complete
         heads_s, tails_s = np.zeros_like(gathers), np.zeros_like(sums)
         # The first layers of the forward may have no gather to wait for, and sums start within the action that ends gradients.
         heads_s[places] = np.maximum(gathers[places].cumsum(axis=0) - seconds[0][places], 0.0)

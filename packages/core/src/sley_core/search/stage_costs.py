@@ -46,7 +46,10 @@ Exchanged = NDArray[np.float64]
 """The three parts of `Cost`, of each layer: [3, layers]."""
 
 BESIDE = slice(0, 2)
-"""The parts that run beside computing, and beside what is not of other exchanges."""
+"""The parts that run beside computing, and beside what of other exchanges does not."""
+
+ATTENDED = 2
+"""The part that does not."""
 
 
 class OfLayers(NamedTuple):
@@ -120,7 +123,8 @@ class StageCosts:
                 self._per_layer(shape) if bucket is None else self._fewest(shape, bucket) for bucket in self._buckets
             ]
             costs = [self._exchange(shape, "reduce", *pieces).sum(axis=1) for pieces in offered]
-            exchanged_s, attended_s = (min(float(cost[parts].sum()) for cost in costs) for parts in (BESIDE, [2]))
+            exchanged_s = min(float(cost[BESIDE].sum()) for cost in costs)
+            attended_s = min(float(cost[ATTENDED]) for cost in costs)
             state_bytes = self.steps.state_bytes(stepping(shape.offload))
             num_bytes = held.sum() * self.weight_bytes + owned.sum() * state_bytes
             return Least(exchanged_s, attended_s, self._update_s(owned.sum(), shape), num_bytes)
@@ -149,7 +153,7 @@ class StageCosts:
         exchanged = once(self._exchanged, (shape.sizes.pp, every, *cut), exchanges)
         held, owned = map(parts.by_stage, self._held_elements(shape, every=every))
         sums_s, gathers_s = (parts.by_stage(costs[BESIDE].sum(axis=0)) for costs in exchanged[:2])
-        attended_s = parts.by_stage(exchanged.sums[2] + exchanged.gathers[2])
+        attended_s = parts.by_stage(exchanged.sums[ATTENDED] + exchanged.gathers[ATTENDED])
         state_bytes = self.steps.state_bytes(stepping(shape.offload))
         states = held * self.weight_bytes + owned * state_bytes + self._gathered_bytes(shape, parts)
         working = dtypes(self.plan)[0].itemsize

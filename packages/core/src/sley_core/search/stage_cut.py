@@ -80,7 +80,6 @@ class StageCut:
     lists: Lists
     parts: ModelParts
     _outlines: dict[int, Outline] = field(default_factory=dict, repr=False)
-    _complete: dict[int, NDArray[np.intp]] = field(default_factory=dict, repr=False)
     _held: dict[int, Held] = field(default_factory=dict, repr=False)
 
     @property
@@ -94,14 +93,6 @@ class StageCut:
         if micros not in self._outlines:
             self._outlines[micros] = Outline(self.lists.of_all_stages(micros), self.placement)
         return self._outlines[micros]
-
-    def complete(self, micros: int) -> NDArray[np.intp]:
-        """Returns, in lists of `micros` micro-batches, the positions of each stage in the order in which their last gradients
-        come: [chunk, stage].
-        """
-        if micros not in self._complete:
-            self._complete[micros] = np.array(self.outline(micros).complete).T
-        return self._complete[micros]
 
     def held(self, micros: int) -> Held:
         """Returns what counts the bytes that stages hold in a step of `micros` micro-batches; made once for each `micros`."""

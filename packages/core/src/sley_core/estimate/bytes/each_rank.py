@@ -10,10 +10,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from sley_core.comm.world import World
+from sley_core.draft import draft_of
+from sley_core.errors import PlanError
 from sley_core.estimate.bytes.fake_tensors import FakeTensors
 from sley_core.estimate.bytes.forks import can_fork, forked
 from sley_core.estimate.bytes.ledger import Ledger, StepPlace
 from sley_core.estimate.bytes.recipes import Recipes
+from sley_core.plan.check import check_plan
 
 if TYPE_CHECKING:
     from sley_core.draft import Draft
@@ -25,21 +29,32 @@ FEW = 2
 """Ranks that are looked at in this process: others take seconds to be worth it."""
 
 
-def each_rank(
-    plan: Plan, ranks: Sequence[int], cores: int, look: Callable[[int, Recipes, Draft | None], T], draft: Draft
-) -> list[T]:
-    """Returns what `look` finds of each of `ranks`, in their order: given the rank, what operations made on others, and in a
-    forked process `draft`, which a run uses up.
+Look = Callable[[int, Recipes, "Draft | None"], T]
+"""Finds something of a rank, given what operations made on others, and in a forked process the draft, which a run uses up."""
 
-    cores: how many processes may work at a time. Results of `look` cross by pickle. Raises as `look` does, and as `forked`.
+
+def checked_draft(plan: Plan, size: int) -> Draft:
+    """Returns the draft of a run of `size` ranks. Raises PlanError for all that the plan's checks find, and as `draft_of`."""
+    if problems := check_plan(plan, size):
+        raise PlanError.many(problems)
+    with World.fake(0, size) as world:
+        return draft_of(plan, world)
+
+
+def each_rank(plan: Plan, ranks: Sequence[int], cores: int, look: Look[T], draft: Callable[[], Draft]) -> list[T]:
+    """Returns what `look` finds of each of `ranks`, in their order.
+
+    cores: how many processes may work at a time. draft: makes the draft that forked processes inherit. Results of `look` cross
+    by pickle. Raises as `look` and `draft` do, and as `forked`.
     """
     recipes = Recipes()
     if min(len(ranks), cores + 1) <= FEW or not can_fork():
         return [look(rank, recipes, None) for rank in ranks]
     FakeTensors(Ledger(lambda: StepPlace(0, "", "")))  # the first one imports much of torch: once for all
+    inherited = draft()
 
     def told(rank: int) -> tuple[T, Recipes]:
-        return look(rank, recipes, draft), recipes
+        return look(rank, recipes, inherited), recipes
 
     found: dict[int, T] = {}
     calls = [partial(told, rank) for rank in ranks]

@@ -10,14 +10,10 @@ from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sley_core.comm.world import World
-from sley_core.draft import draft_of
-from sley_core.errors import PlanError
-from sley_core.estimate.bytes.each_rank import each_rank
+from sley_core.estimate.bytes.each_rank import checked_draft, each_rank
 from sley_core.estimate.bytes.ledger import StepPlace
 from sley_core.estimate.bytes.rank import Moment, RankBytes, rank_bytes
 from sley_core.estimate.bytes.stage_kinds import stage_kinds
-from sley_core.plan.check import check_plan
 
 if TYPE_CHECKING:
     from sley_core.draft import Draft
@@ -34,11 +30,8 @@ def stage_bytes(plan: Plan, size: int, cores: int = 1) -> Iterator[RankBytes]:
     than another. cores: how many processes may work at a time. Raises PlanError for all that the plan's checks find, and as
     `rank_bytes` does.
     """
-    if problems := check_plan(plan, size):
-        raise PlanError.many(problems)
+    draft = checked_draft(plan, size)
     topology = plan.topology(size)
-    with World.fake(0, size) as world:
-        draft = draft_of(plan, world)
     kinds = stage_kinds(plan, topology, draft)
     firsts = {kind: kinds.index(kind) for kind in reversed(kinds)}
     ranks = {kind: number * topology.ranks_per_stage for kind, number in sorted(firsts.items(), key=lambda one: one[1])}
@@ -46,7 +39,7 @@ def stage_bytes(plan: Plan, size: int, cores: int = 1) -> Iterator[RankBytes]:
     def look(rank: int, recipes: Recipes, own: Draft | None) -> RankBytes:
         return rank_bytes(plan, rank, size, recipes, own)
 
-    found = each_rank(plan, list(ranks.values()), cores, look, draft)
+    found = each_rank(plan, list(ranks.values()), cores, look, lambda: draft)
     known: dict[Hashable, RankBytes] = dict(zip(ranks, found, strict=True))
     for number, kind in enumerate(kinds):
         yield _as_on(known[kind], draft.stage.at(number), topology)

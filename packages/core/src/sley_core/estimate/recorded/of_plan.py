@@ -13,10 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from sley_core.actions.action import Action, Kind
-from sley_core.comm.world import World
-from sley_core.draft import draft_of
-from sley_core.errors import PlanError
-from sley_core.estimate.bytes.each_rank import each_rank
+from sley_core.engine.stage import lists_of
+from sley_core.estimate.bytes.each_rank import checked_draft, each_rank
 from sley_core.estimate.layers.operators import Operator
 from sley_core.estimate.recorded.programs import Prices, recorded_programs
 from sley_core.estimate.recorded.record import RankRecord, record
@@ -25,7 +23,6 @@ from sley_core.estimate.seconds.host_copies import copy_cost, on_host_s
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds, seconds_of
 from sley_core.estimate.seconds.links import Cost, collective, message
 from sley_core.estimate.seconds.result import StepSeconds, simulate_programs
-from sley_core.plan.check import check_plan
 
 if TYPE_CHECKING:
     from sley_core.draft import Draft
@@ -53,17 +50,14 @@ def records_of(plan: Plan, size: int, *, runs_ahead: bool = False, cores: int = 
     runs_ahead: whether copies to the host run beside the device's work, as on CUDA. cores: how many processes may work at a
     time. Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a layer that needs values.
     """
-    if problems := check_plan(plan, size):
-        raise PlanError.many(problems)
     topology = plan.topology(size)
     firsts = [stage * topology.ranks_per_stage for stage in range(topology.pp)]
-    with World.fake(0, size) as world:
-        draft = draft_of(plan, world)
 
     def look(rank: int, recipes: Recipes, own: Draft | None) -> RankRecord:
         return record(plan, rank, size, runs_ahead=runs_ahead, recipes=recipes, draft=own)
 
-    return Records(each_rank(plan, firsts, cores, look, draft), draft.stage.lists)
+    ranks = each_rank(plan, firsts, cores, look, lambda: checked_draft(plan, size))
+    return Records(ranks, lists_of(plan, topology, 0))
 
 
 def seconds_of_records(

@@ -13,8 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sley_core.actions.action import Action, Kind, Lowered, Transfer
 from sley_core.actions.machine import Delivery, taken
@@ -140,13 +144,12 @@ class Outline:
         """Returns the number of the entry of `seconds` that is 0: the one behind all positions and kinds of actions."""
         return self.placement.num_positions * len(KINDS)
 
-    @property
-    def complete(self) -> list[list[int]]:
-        """Returns, for each stage, the positions of its chunks in the order in which their last gradients come."""
-        return [
-            [self.placement.position(stage, one.chunk) for one in special.values() if one.kind is not Kind.FORWARD]
-            for stage, special in enumerate(self.special)
-        ]
+    @cached_property
+    def complete(self) -> NDArray[np.intp]:
+        """Returns the positions of each stage in the order in which their last gradients come: [chunk, stage]."""
+        lasts = [[one.chunk for one in some.values() if one.kind is not Kind.FORWARD] for some in self.special]
+        placement = self.placement
+        return np.array([[placement.position(stage, chunk) for chunk in some] for stage, some in enumerate(lasts)]).T
 
     def _number(self, delivery: Delivery) -> int:
         """Returns the number of the message that brings `delivery` from one stage to another; the first time, adds it to the
