@@ -22,6 +22,7 @@ from sley_core.plan.check import check_plan
 if TYPE_CHECKING:
     from sley_core.draft import Draft
     from sley_core.plan.plan import Plan
+    from sley_core.topology import Topology
 
 T = TypeVar("T")
 
@@ -33,10 +34,15 @@ Look = Callable[[int, Recipes, "Draft | None"], T]
 """Finds something of a rank, given what operations made on others, and in a forked process the draft, which a run uses up."""
 
 
-def checked_draft(plan: Plan, size: int) -> Draft:
-    """Returns the draft of a run of `size` ranks. Raises PlanError for all that the plan's checks find, and as `draft_of`."""
+def checked_topology(plan: Plan, size: int) -> Topology:
+    """Returns the layout of `size` ranks. Raises PlanError for all that the plan's checks find."""
     if problems := check_plan(plan, size):
         raise PlanError.many(problems)
+    return plan.topology(size)
+
+
+def first_draft(plan: Plan, size: int) -> Draft:
+    """Returns the draft that the first of `size` ranks makes. Raises as `draft_of`."""
     with World.fake(0, size) as world:
         return draft_of(plan, world)
 

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sley_core.estimate.bytes.each_rank import checked_draft, each_rank
+from sley_core.estimate.bytes.each_rank import checked_topology, each_rank, first_draft
 from sley_core.estimate.bytes.ledger import StepPlace
 from sley_core.estimate.bytes.rank import Moment, RankBytes, rank_bytes
 from sley_core.estimate.bytes.stage_kinds import stage_kinds
@@ -30,8 +30,8 @@ def stage_bytes(plan: Plan, size: int, cores: int = 1) -> Iterator[RankBytes]:
     than another. cores: how many processes may work at a time. Raises PlanError for all that the plan's checks find, and as
     `rank_bytes` does.
     """
-    draft = checked_draft(plan, size)
-    topology = plan.topology(size)
+    topology = checked_topology(plan, size)
+    draft = first_draft(plan, size)
     kinds = stage_kinds(plan, topology, draft)
     firsts = {kind: kinds.index(kind) for kind in reversed(kinds)}
     ranks = {kind: number * topology.ranks_per_stage for kind, number in sorted(firsts.items(), key=lambda one: one[1])}

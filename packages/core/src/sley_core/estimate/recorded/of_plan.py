@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sley_core.actions.action import Action, Kind
 from sley_core.engine.stage import lists_of
-from sley_core.estimate.bytes.each_rank import checked_draft, each_rank
+from sley_core.estimate.bytes.each_rank import checked_topology, each_rank, first_draft
 from sley_core.estimate.layers.operators import Operator
 from sley_core.estimate.recorded.programs import Prices, recorded_programs
 from sley_core.estimate.recorded.record import RankRecord, record
@@ -50,13 +50,13 @@ def records_of(plan: Plan, size: int, *, runs_ahead: bool = False, cores: int = 
     runs_ahead: whether copies to the host run beside the device's work, as on CUDA. cores: how many processes may work at a
     time. Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a layer that needs values.
     """
-    topology = plan.topology(size)
+    topology = checked_topology(plan, size)
     firsts = [stage * topology.ranks_per_stage for stage in range(topology.pp)]
 
     def look(rank: int, recipes: Recipes, own: Draft | None) -> RankRecord:
         return record(plan, rank, size, runs_ahead=runs_ahead, recipes=recipes, draft=own)
 
-    ranks = each_rank(plan, firsts, cores, look, lambda: checked_draft(plan, size))
+    ranks = each_rank(plan, firsts, cores, look, lambda: first_draft(plan, size))
     return Records(ranks, lists_of(plan, topology, 0))
 
 
