@@ -28,15 +28,17 @@ PLAN = small_plan(
     model__num_layers=6,
     precision={"compute": "fp32"},
     parallel={"pp": 4, "dp": 2},
-    batch={"global_size": 24, "micro_size": 1},
+    batch={"global_size": 8, "micro_size": 1},
     pipeline={"use": "pp.gpipe"},
     partition={"use": "pp.explicit", "layers": [2, 2, 2, 2]},
     gradient_handlers=[{"use": "dp.sharded"}],
 )
 WORLD = 8
 LIMIT_S = 60.0
-MANY = changed(PLAN, pipeline={"use": "pp.one_f_one_b"})
-"""Of four kinds: each stage holds another number of micro-batches."""
+TWO = changed(
+    PLAN, parallel={"pp": 2, "dp": 4}, pipeline={"use": "pp.one_f_one_b"}, partition={"use": "pp.explicit", "layers": [4, 4]}
+)
+"""Of two kinds: each stage holds another number of micro-batches."""
 
 
 def kinds(tables: Tables, folder: Path) -> list[int]:
@@ -49,7 +51,7 @@ def kinds(tables: Tables, folder: Path) -> list[int]:
 
 def one_by_one(tables: Tables, folder: Path) -> list[RankBytes]:
     plan = plan_from_dict(tables, folder)
-    return [rank_bytes(plan, rank, WORLD) for rank in range(0, WORLD, WORLD // 4)]
+    return [rank_bytes(plan, rank, WORLD) for rank in range(0, WORLD, WORLD // plan.parallel.pp)]
 
 
 def test_stages_of_a_kind_hold_alike(texts: Path) -> None:
@@ -72,23 +74,19 @@ def test_stages_that_differ_are_of_two_kinds(texts: Path, changes: Any) -> None:
     assert found[1] != found[2]
 
 
-def in_forks(tables: Tables, folder: Path) -> list[RankBytes]:
-    assert can_fork()
-    return list(stage_bytes(plan_from_dict(tables, folder), WORLD, cores=2))
-
-
-def test_processes_of_their_own_say_the_same(ranks: Any, texts: Path) -> None:
-    assert ranks(1, 100, init=False, fresh=True)(in_forks, MANY, texts) == [one_by_one(MANY, texts)]
-
-
 def recorded(tables: Tables, folder: Path, cores: int) -> list[RankRecord]:
-    assert can_fork() or cores == 1
     return list(records_of(plan_from_dict(tables, folder), WORLD, cores=cores).ranks)
 
 
-def test_steps_that_processes_of_their_own_record_are_the_same(ranks: Any, texts: Path) -> None:
-    (found,) = ranks(1, 100, init=False, fresh=True)(recorded, MANY, texts, 2)
-    assert found == recorded(MANY, texts, 1)
+def in_forks(tables: Tables, folder: Path) -> tuple[list[RankBytes], list[RankRecord]]:
+    assert can_fork()
+    return list(stage_bytes(plan_from_dict(tables, folder), WORLD, cores=2)), recorded(tables, folder, 2)
+
+
+def test_processes_of_their_own_say_the_same(ranks: Any, texts: Path) -> None:
+    ((num_bytes, steps),) = ranks(1, 100, init=False, fresh=True)(in_forks, TWO, texts)
+    assert num_bytes == one_by_one(TWO, texts)
+    assert steps == recorded(TWO, texts, 1)
 
 
 def failing() -> None:
