@@ -36,7 +36,10 @@ PLAN = small_plan(
 WORLD = 8
 LIMIT_S = 60.0
 TWO = changed(
-    PLAN, parallel={"pp": 2, "dp": 4}, pipeline={"use": "pp.one_f_one_b"}, partition={"use": "pp.explicit", "layers": [4, 4]}
+    PLAN,
+    parallel={"pp": 2, "dp": 4},
+    pipeline={"use": "pp.one_f_one_b"},
+    partition={"use": "pp.explicit", "layers": [4, 4]},
 )
 """Of two kinds: each stage holds another number of micro-batches."""
 

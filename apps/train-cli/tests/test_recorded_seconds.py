@@ -11,12 +11,13 @@ import torch
 from sley_core.actions.action import Action, Kind
 from sley_core.comm.device import Device
 from sley_core.estimate.calibrate.layers import measure_layers
+from sley_core.estimate.bytes.stages import stage_bytes
 from sley_core.estimate.layers.operators import Operator
 from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.estimate.recorded.expand import expanded
 from sley_core.estimate.recorded.record import record
 from sley_core.estimate.recorded.words import Awaited, Began, RecordedStep, Worked
-from sley_core.estimate.seconds_of_plan import _recorded, estimate_seconds
+from sley_core.estimate.seconds_of_plan import _recorded, estimate_both, estimate_seconds
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.plans import small_plan
 from sley_core.testing.short_calibration import shortly
@@ -28,9 +29,11 @@ FAST = {"latency_s": 1e-5, "bandwidth": 1e10}
 SLOW = {"latency_s": 1e-5, "bandwidth": 1e6}
 
 
-def machine(link: dict[str, float] = FAST, layers: Sequence[dict[str, Any]] = (), launch_s: float = 1e-6):
+def machine(
+    link: dict[str, float] = FAST, layers: Sequence[dict[str, Any]] = (), launch_s: float = 1e-6, kind: str = "cpu"
+):
     matmul = {"fp64": {"flops_per_s": 1e10}, "fp32": {"flops_per_s": 1e10}}
-    device = {"name": "even", "kind": "cpu", "memory_bandwidth": 1e9, "launch_s": launch_s, "matmul": matmul}
+    device = {"name": "even", "kind": kind, "memory_bandwidth": 1e9, "launch_s": launch_s, "matmul": matmul}
     tables = {"format": 1, "device": device, "links": {"ranks_per_host": 8, "same_host": link}, "layers": [*layers]}
     return machine_from_dict(tables)
 
@@ -91,6 +94,15 @@ def test_what_lists_do_not_tell_is_recorded_and_a_slow_link_is_waited_for(change
     fast, slow = (estimate_seconds(plan, 2, machine(link)).step for link in (FAST, SLOW))
     assert slow.seconds > 1.2 * fast.seconds
     assert slow.exposed_s(0)[lane] > fast.exposed_s(0).get(lane, 0.0)
+
+
+def test_on_cuda_the_same_steps_tell_bytes_and_seconds() -> None:
+    """As much as steps that are taken for either alone."""
+    plan, even = plan_of(**SHARDS, run__device="cuda", precision={"compute": "fp32"}), machine(kind="cuda")
+    held, seconds = estimate_both(plan, 2, even)
+    assert list(held) == list(stage_bytes(plan, 2))
+    assert seconds.step == estimate_seconds(plan, 2, even).step
+    assert seconds.step.exposed_s(0)["gather"] > 0
 
 
 def test_a_gather_ahead_is_begun_before_the_layer_in_front_of_it_computes() -> None:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from sley_core.estimate.machine.read import load_machine
 from sley_core.metrics.json_text import write_json
 from sley_core.metrics.summary import NAME
-from train_cli.seconds import seconds_of
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -36,11 +35,10 @@ class Foresight:
 
 def foreseen(plan: Plan, size: int, machine: Path | None) -> Foresight:
     """Returns the estimate of rank 0 of `size` ranks. Raises SleyError as `train-cli estimate` does."""
-    from train_cli.commands.estimate import stages
+    from train_cli.commands.estimate import both, stages
 
-    first = stages(plan, size)[0]
-    seconds = None if machine is None else seconds_of(plan, size, load_machine(machine)).step.seconds
-    return Foresight(first.states, first.peak, seconds)
+    found, timed = (stages(plan, size), None) if machine is None else both(plan, size, load_machine(machine))
+    return Foresight(found[0].states, found[0].peak, timed.step.seconds if timed else None)
 
 
 def put_beside(found: Foresight, folder: Path) -> list[str]:

@@ -25,13 +25,14 @@ from train_cli.options import (
     WorldOption,
     given_world,
 )
-from train_cli.seconds import seconds_data, seconds_lines, seconds_of
+from train_cli.seconds import seconds_data, seconds_lines
 from train_cli.surroundings import num_cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from sley_core.estimate.bytes.rank import RankBytes
+    from sley_core.estimate.machine.tables import MachineFile
     from sley_core.estimate.seconds_of_plan import PlanSeconds
     from sley_core.plan.plan import Plan
 
@@ -89,8 +90,7 @@ def estimate(
     known = None if machine is None else load_machine(machine)
     if known is not None:
         resolved = on_machine(resolved, known)
-    found = stages(resolved, size)  # first: after a backward in this process, those forked from it could have none
-    timed = None if known is None else seconds_of(resolved, size, known)
+    found, timed = (stages(resolved, size), None) if known is None else both(resolved, size, known)
     if limit is None and known is not None:
         limit = known.device.memory
     if svg is not None:
@@ -106,13 +106,26 @@ def estimate(
         raise typer.Exit(1)
 
 
-def stages(plan: Plan, size: int) -> list[RankBytes]:
+def stages(plan: Plan, size: int) -> Sequence[RankBytes]:
     """Returns the bytes of each stage by rank. Raises SleyError, with its place in the plan, as `stage_bytes` does."""
     from sley_core.errors import SleyError
     from sley_core.estimate.bytes.stages import stage_bytes
 
     try:
         return list(stage_bytes(plan, size, cores=num_cores()))
+    except SleyError as error:
+        raise plan.located(error) from error.__cause__
+
+
+def both(plan: Plan, size: int, machine: MachineFile) -> tuple[Sequence[RankBytes], PlanSeconds]:
+    """Returns the bytes of each stage by rank, and the seconds of a step on `machine`. Raises SleyError, with its place in the
+    plan, as `estimate_both` does.
+    """
+    from sley_core.errors import SleyError
+    from sley_core.estimate.seconds_of_plan import estimate_both
+
+    try:
+        return estimate_both(plan, size, machine, num_cores())
     except SleyError as error:
         raise plan.located(error) from error.__cause__
 

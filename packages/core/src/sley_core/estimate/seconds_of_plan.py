@@ -28,7 +28,9 @@ from sley_core.estimate.stage_facts import UntoldError, stage_facts
 from sley_core.records import copies_to_host
 
 if TYPE_CHECKING:
+    from sley_core.estimate.bytes.rank import RankBytes
     from sley_core.estimate.machine.tables import MachineFile
+    from sley_core.estimate.recorded.of_plan import Records
     from sley_core.plan.plan import Plan
     from sley_core.topology import Topology
 
@@ -46,20 +48,38 @@ class PlanSeconds:
     notes: Sequence[str]
 
 
-def estimate_seconds(plan: Plan, size: int, machine: MachineFile, cores: int = 1) -> PlanSeconds:
+def estimate_both(
+    plan: Plan, size: int, machine: MachineFile, cores: int = 1
+) -> tuple[Sequence[RankBytes], PlanSeconds]:
+    """Returns what `stage_bytes` and `estimate_seconds` do, and raises as they do. On CUDA, a plan of which one rank per stage
+    must take steps for either takes them once.
+    """
+    from sley_core.estimate.bytes.stages import stage_bytes
+    from sley_core.estimate.recorded.of_plan import bytes_and_records_of
+
+    if plan.run.device == machine.device.kind == "cuda" and not _is_in_the_lists(plan):
+        found, records = bytes_and_records_of(plan, size, cores)
+        return found, estimate_seconds(plan, size, machine, cores, records)
+    # bytes first: after a backward in this process, those forked from it could have none
+    return list(stage_bytes(plan, size, cores)), estimate_seconds(plan, size, machine, cores)
+
+
+def estimate_seconds(
+    plan: Plan, size: int, machine: MachineFile, cores: int = 1, records: Records | None = None
+) -> PlanSeconds:
     """Returns the seconds of a step of `plan` on `size` ranks of `machine`, once optimizer states and orders are there, with
     the seconds of each layer and notes for the user. Needs neither devices nor peers.
 
     Where handlers tell what they exchange, and nothing else is exchanged but messages between stages, they are simulated from
     the schedule's lists. Else one rank of each stage takes steps without values, which takes longer; as many at a time as there
-    are `cores`. Raises PlanError for all that the plan's checks find, and "machine-host" for copies to the host of which the
-    machine file says nothing.
+    are `cores`, unless `records` of these steps are given. Raises PlanError for all that the plan's checks find, and
+    "machine-host" for copies to the host of which the machine file says nothing.
     """
     try:
         in_lists = _is_in_the_lists(plan)
-        found = _told_by_lists(plan, size, machine) if in_lists else _recorded(plan, size, machine, cores)
+        found = _told_by_lists(plan, size, machine) if in_lists else _recorded(plan, size, machine, cores, records)
     except UntoldError:
-        found = _recorded(plan, size, machine, cores)
+        found = _recorded(plan, size, machine, cores, records)
     return replace(found, notes=(*found.notes, *notes_on(machine, size)))
 
 
@@ -103,13 +123,15 @@ def _is_in_the_lists(plan: Plan) -> bool:
     )
 
 
-def _recorded(plan: Plan, size: int, machine: MachineFile, cores: int = 1) -> PlanSeconds:
+def _recorded(
+    plan: Plan, size: int, machine: MachineFile, cores: int = 1, records: Records | None = None
+) -> PlanSeconds:
     """Returns the seconds of a plan from steps that one rank of each stage takes on tensors without values. Chunks whose layers
     were all measured, or counted in proportion to measured ones, take those seconds.
     """
     from sley_core.estimate.recorded.of_plan import Measured, records_of, seconds_of_records
 
-    records = records_of(plan, size, runs_ahead=machine.device.kind == "cuda", cores=cores)
+    records = records or records_of(plan, size, runs_ahead=machine.device.kind == "cuda", cores=cores)
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model = draft_model(plan, dataset.info)
     fields = meta_micro_batch(plan, dataset)

@@ -21,15 +21,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sley_core.estimate.layers.fused import FusedKernels
+from sley_core.estimate.layers.fused import FusedKernels, Notes
 from sley_core.estimate.layers.operators import Operator
+from sley_core.estimate.layers.recorder import moved_bytes
 from sley_core.model.device_kind import standing_for
 
 
 @contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Makes layers, and the loss, keep within the block what they would keep on CUDA."""
-    with standing_for("cuda"), CudaKernels():
+def as_on_cuda(notes: Notes | None = None) -> Iterator[None]:
+    """Makes layers, and the loss, keep within the block what they would keep on CUDA. notes: takes each kernel as one
+    operator.
+    """
+    with standing_for("cuda"), CudaKernels(notes or _Nobody()):
         yield
 
 
@@ -40,18 +43,20 @@ class _Nobody:
 
 
 class CudaKernels(FusedKernels):
-    """Within it, RMSNorm, attention and dropout keep for their backward what CUDA's kernels do."""
+    """Within it, RMSNorm, attention and dropout keep for their backward what CUDA's kernels do, and are one operator forward
+    and one backward each.
+    """
 
-    def __init__(self) -> None:
-        super().__init__(_Nobody())
+    def __init__(self, recorder: Notes) -> None:
+        super().__init__(recorder)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is F.rms_norm and not _is_fused(*args, **(kwargs or {})):
             return func(*args, **(kwargs or {}))
-        if func is F.dropout and (dropped := _dropped(*args, **(kwargs or {}))) is not None:
-            return dropped
+        if func is F.dropout and _drops(*args, **(kwargs or {})):
+            return _Dropout.apply(self.recorder, args[0] if args else (kwargs or {})["input"])  # type: ignore[no-untyped-call]  # torch's
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -62,24 +67,26 @@ def _is_fused(
     return weight is None or weight.dtype == input.dtype
 
 
-def _dropped(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor | None:
-    """Returns what dropout makes of `input`, and keeps one byte per element for its backward, as CUDA's kernel does; None where
-    no such kernel runs: outside of training, in place, or with p of 0 or 1.
-    """
-    if not training or inplace or not 0 < p < 1:
-        return None
-    found: Tensor = _Dropout.apply(input)  # type: ignore[no-untyped-call]  # torch's
-    return found
+def _drops(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+    """Returns whether CUDA has one kernel for this dropout: not outside of training, in place, or with p of 0 or 1."""
+    return training and not inplace and 0 < p < 1
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor) -> Tensor:
-        ctx.save_for_backward(torch.empty_like(input, dtype=torch.bool))
-        return torch.empty_like(input)
+    def forward(ctx: Any, recorder: Notes, input: Tensor) -> Tensor:
+        """Returns what dropout makes of `input`, keeps one byte per element for its backward, and notes the kernel."""
+        ctx.recorder = recorder
+        mask, dropped = torch.empty_like(input, dtype=torch.bool), torch.empty_like(input)
+        ctx.save_for_backward(mask)
+        recorder.note(Operator("dropout", sum(map(moved_bytes, (input, mask, dropped)))))
+        return dropped
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        ctx.saved_tensors  # noqa: B018  # a policy that moves what is saved brings it back
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        """Returns the gradient of what was dropped from, and notes the kernel."""
+        (mask,) = ctx.saved_tensors  # a policy that moves what is saved brings it back
         (gradient,) = gradients
-        return torch.empty_like(gradient)
+        made = torch.empty_like(gradient)
+        ctx.recorder.note(Operator("dropout", sum(map(moved_bytes, (gradient, mask, made)))))
+        return None, made

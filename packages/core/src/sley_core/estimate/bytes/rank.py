@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.draft import Draft
+    from sley_core.estimate.layers.operators import Operator
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
 
@@ -89,25 +90,53 @@ class RankBytes:
     of_micros: int
 
 
+class LastStep(Protocol):
+    """Writes down the last step of a fake run."""
+
+    def follow(self, run: Run, tensors: FakeTensors) -> None:
+        """Hears from now on what `run`, which has taken no step yet, exchanges. May be called again, with another run."""
+
+    def begin(self) -> None:
+        """Writes from now on: the last step begins."""
+
+    def end(self) -> None:
+        """Stops to write: it is over."""
+
+    def note(self, operator: Operator) -> None:
+        """Notes a kernel of the device that torch does not see as one operator; while not writing, does nothing."""
+
+
 def rank_bytes(
-    plan: Plan, rank: int, size: int, recipes: Recipes | None = None, draft: Draft | None = None
+    plan: Plan,
+    rank: int,
+    size: int,
+    recipes: Recipes | None = None,
+    draft: Draft | None = None,
+    last_step: LastStep | None = None,
 ) -> RankBytes:
     """Returns the bytes that rank `rank` of `size` holds, from steps that it takes in a fake world: no devices, no peers.
 
     recipes: what operations made on ranks of this plan that were asked before, which saves time; what is learned is added to
-    it. draft: the plan's model and stages, if they are known; else they are made. Raises PlanError for all that the plan's
-    checks find, RunError `estimate-layer` for a layer that needs values, `estimate-late` once `limits.estimate_timeout_s` has
-    passed.
+    it. draft: the plan's model and stages, if they are known; else they are made. last_step: writes down the last of the steps,
+    which is as all that follow. Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a layer
+    that needs values, `estimate-late` once `limits.estimate_timeout_s` has passed.
     """
     recipes = recipes or Recipes()
-    found, is_exact = _looked_at(plan, rank, size, recipes, draft, is_first_whole=False)
+    found, is_exact = _looked_at(plan, rank, size, recipes, draft, last_step, is_first_whole=False)
     if found.place.step == 1 and not is_exact:
-        found, _ = _looked_at(plan, rank, size, recipes, draft, is_first_whole=True)
+        found, _ = _looked_at(plan, rank, size, recipes, draft, last_step, is_first_whole=True)
     return found
 
 
 def _looked_at(
-    plan: Plan, rank: int, size: int, recipes: Recipes, draft: Draft | None, *, is_first_whole: bool
+    plan: Plan,
+    rank: int,
+    size: int,
+    recipes: Recipes,
+    draft: Draft | None,
+    last_step: LastStep | None,
+    *,
+    is_first_whole: bool,
 ) -> tuple[RankBytes, bool]:
     """Takes `STEPS` steps in a fake run; returns what rank `rank` holds, and whether the first step took as many micro-batches
     as the last, which takes as many as show a step's peak.
@@ -115,7 +144,9 @@ def _looked_at(
     is_first_whole: let it; else it takes as few as the schedule allows, and what a long run keeps counts as there from its
     start: the peak is then not below the true one.
     """
-    with fake_run(plan, rank, size, recipes, draft) as (run, ledger, _):
+    with fake_run(plan, rank, size, recipes, draft) as (run, ledger, tensors):
+        if last_step is not None:
+            last_step.follow(run, tensors)
         of_micros = plan.num_micros(run.topology)
         is_canonical = run.store.canonical is not None  # a tree of sums, which grows with the number of micro-batches
         taken = of_micros if is_canonical else fewest_micros(run.stepper.lists, of_micros)
@@ -123,12 +154,16 @@ def _looked_at(
         few = least_micros(run.stepper.lists, of_micros)
         first = taken if is_first_whole else few
         is_cuda = plan.run.device == "cuda"
-        with counted(lambda: ledger.now), as_on_cuda() if is_cuda else nullcontext():
+        with counted(lambda: ledger.now), as_on_cuda(last_step) if is_cuda else nullcontext():
             starts = []
             for num_micros in (first, *[few] * (STEPS - 2), taken):
                 starts.append(ledger.num_events)
+                if last_step is not None and len(starts) == STEPS:
+                    last_step.begin()
                 take_step(run, [_again(batch) for _ in range(num_micros)])
                 _own(run, ledger, _on_host(plan, run))
+            if last_step is not None:
+                last_step.end()
             long_since = starts[0] if first < taken else starts[-1]
             ledger.move_up(KEPT, long_since, StepPlace(STEPS, BEGINNING, ""))
         held = 0 if is_cuda else BATCHES * of_micros * sum(value.nbytes for value in batch.values())

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from sley_core.actions.action import Action, Kind
 from sley_core.engine.stage import lists_of
-from sley_core.estimate.bytes.each_rank import checked_topology, each_rank, first_draft
+from sley_core.estimate.bytes.each_rank import Look, checked_topology, each_rank, first_draft
+from sley_core.estimate.bytes.rank import RankBytes, rank_bytes
 from sley_core.estimate.layers.operators import Operator
 from sley_core.estimate.recorded.programs import Prices, recorded_programs
-from sley_core.estimate.recorded.record import RankRecord, record
+from sley_core.estimate.recorded.record import RankRecord, Recording, record
 from sley_core.estimate.recorded.words import HOST, Began, Worked
 from sley_core.estimate.seconds.host_copies import copy_cost, on_host_s
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds, seconds_of
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from sley_core.estimate.bytes.recipes import Recipes
     from sley_core.estimate.machine.tables import MachineFile
     from sley_core.plan.plan import Plan
+
+Found = TypeVar("Found")
 
 Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]
 """Measured seconds of each layer, by stage and chunk."""
@@ -50,14 +53,36 @@ def records_of(plan: Plan, size: int, *, runs_ahead: bool = False, cores: int = 
     runs_ahead: whether copies to the host run beside the device's work, as on CUDA. cores: how many processes may work at a
     time. Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a layer that needs values.
     """
-    topology = checked_topology(plan, size)
-    firsts = [stage * topology.ranks_per_stage for stage in range(topology.pp)]
 
     def look(rank: int, recipes: Recipes, own: Draft | None) -> RankRecord:
         return record(plan, rank, size, runs_ahead=runs_ahead, recipes=recipes, draft=own)
 
-    ranks = each_rank(plan, firsts, cores, look, lambda: first_draft(plan, size))
-    return Records(ranks, lists_of(plan, topology, 0))
+    return Records(*_of_each_stage(plan, size, cores, look))
+
+
+def bytes_and_records_of(plan: Plan, size: int, cores: int = 1) -> tuple[list[RankBytes], Records]:
+    """Returns what the first rank of each stage of a world of `size` holds, and its recorded step, from the same steps, on
+    CUDA: a CPU's plain kernels keep more than the fused ones whose seconds count.
+
+    Raises as `stage_bytes` and `records_of`, whose results it has in about half of their time. `plan.run.device` must be
+    "cuda".
+    """
+    assert plan.run.device == "cuda", plan.run.device
+
+    def look(rank: int, recipes: Recipes, own: Draft | None) -> tuple[RankBytes, RankRecord]:
+        recording = Recording()
+        return rank_bytes(plan, rank, size, recipes, own, recording), recording.found
+
+    found, lists = _of_each_stage(plan, size, cores, look)
+    return [held for held, _ in found], Records([recorded for _, recorded in found], lists)
+
+
+def _of_each_stage(plan: Plan, size: int, cores: int, look: Look[Found]) -> tuple[list[Found], Lists]:
+    """Returns what `look` finds of the first rank of each stage, in order, and the lists of the stages."""
+    topology = checked_topology(plan, size)
+    firsts = [stage * topology.ranks_per_stage for stage in range(topology.pp)]
+    found = each_rank(plan, firsts, cores, look, lambda: first_draft(plan, size))
+    return found, lists_of(plan, topology, 0)
 
 
 def seconds_of_records(

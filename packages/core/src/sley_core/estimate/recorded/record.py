@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from sley_core.actions.action import Action, Kind, Transfer
 from sley_core.engine.on_meta import micro_batch
+from sley_core.estimate.bytes.cuda_kernels import CudaKernels
 from sley_core.estimate.bytes.fake_device import FakeDevice
 from sley_core.estimate.bytes.micros import fewest_micros, least_micros
 from sley_core.estimate.bytes.rank import fake_run, take_step
@@ -24,6 +25,7 @@ from sley_core.records import copies_to_host
 
 if TYPE_CHECKING:
     from sley_core.draft import Draft
+    from sley_core.estimate.bytes.fake_tensors import FakeTensors
     from sley_core.estimate.bytes.recipes import Recipes
     from sley_core.estimate.seconds.host_copies import CopyKind
     from sley_core.plan.plan import Plan
@@ -75,22 +77,54 @@ def record(
         of_micros = plan.num_micros(run.topology)
         taken, few = fewest_micros(run.stepper.lists, of_micros), least_micros(run.stepper.lists, of_micros)
         batch = micro_batch(plan, run.dataset)
-        recorder = StepRecorder()
-        run.groups.progress.listener = recorder
-        assert isinstance(run.world.device, FakeDevice), run.world.device
-        run.world.device.copies.listener = recorder
+        recording = Recording()
+        recording.follow(run, tensors)
         for _ in range(STEPS - 1):
             take_step(run, [batch] * few)
-        recorder.start(run)
-        tensors.listener = recorder.ran
-        # A CPU copies to its host what its plain kernels save.
-        is_plain = copies_to_host(plan.activations.record) and not runs_ahead
-        with nullcontext() if is_plain else FusedKernels(recorder):
+        recording.begin()
+        with _kernels(plan, recording, runs_ahead=runs_ahead):
             take_step(run, [batch] * taken)
-        tensors.listener = None
+        recording.end()
+        return recording.found
+
+
+def _kernels(plan: Plan, recording: Recording, *, runs_ahead: bool) -> AbstractContextManager[object]:
+    """Returns the mode in which a step of `plan` runs the kernels of its device, which `recording` notes."""
+    if plan.run.device == "cuda":
+        return CudaKernels(recording)
+    # A CPU copies to its host what its plain kernels save.
+    is_plain = copies_to_host(plan.activations.record) and not runs_ahead
+    return nullcontext() if is_plain else FusedKernels(recording)
+
+
+class Recording:
+    """Records the last step of a fake run. found: the record, once that is over."""
+
+    found: RankRecord
+
+    def follow(self, run: Run, tensors: FakeTensors) -> None:
+        """Hears from now on what `run`, which has taken no step yet, exchanges and copies to the host."""
+        self._run, self._tensors, self._recorder = run, tensors, StepRecorder()
+        run.groups.progress.listener = self._recorder
+        assert isinstance(run.world.device, FakeDevice), run.world.device
+        run.world.device.copies.listener = self._recorder
+
+    def begin(self) -> None:
+        """Begins to write the last step down."""
+        self._recorder.start(self._run)
+        self._tensors.listener = self._recorder.ran
+
+    def note(self, operator: Operator) -> None:
+        """Notes an operator that torch does not see as one; not before the last step."""
+        self._recorder.note(operator)
+
+    def end(self) -> None:
+        """Stops to write, and keeps the record in `found`."""
+        run, self._tensors.listener = self._run, None
         layers = [[layer.name for layer in chunk] for chunk in run.stepper.executor.chunks]
         groups = {axis: group.ranks for axis, group in run.groups.items()}
-        return RankRecord(recorder.step(), run.topology, groups, _messages(run), layers)
+        self.found = RankRecord(self._recorder.step(), run.topology, groups, _messages(run), layers)
+        del self._run
 
 
 def _messages(run: Run) -> list[int]:
@@ -152,8 +186,9 @@ class StepRecorder:
             self.note(replace(found, is_on_host=True) if self._is_on_host(args) else found)
 
     def note(self, operator: Operator) -> None:
-        """Notes an operator that torch does not see as one."""
-        self._operators.append(operator)
+        """Notes an operator that torch does not see as one; does nothing before `start`."""
+        if self._is_writing:
+            self._operators.append(operator)
 
     def began(self, kind: Collective, axis: str, lane: str, num_bytes: int) -> Callable[[], None]:
         """Notes an exchange of `num_bytes` over the group of `axis` on `lane`; returns a function to call where the rank waits
