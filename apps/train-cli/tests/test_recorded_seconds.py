@@ -10,8 +10,8 @@ import torch
 
 from sley_core.actions.action import Action, Kind
 from sley_core.comm.device import Device
-from sley_core.estimate.calibrate.layers import measure_layers
 from sley_core.estimate.bytes.stages import stage_bytes
+from sley_core.estimate.calibrate.layers import measure_layers
 from sley_core.estimate.layers.operators import Operator
 from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.estimate.recorded.expand import expanded

@@ -128,12 +128,13 @@ class Bounds:
         # there, and back as far as the gradient of a stage's input: what is before a stage's first action, and behind its last
         # of these; gradients of weights may come later
         (before, behind), (there, through, back, kept) = together.by_stage(table.rows, self._one_way(table, together))
-        # gathers come before the last layer's first forward, and sums after the first gradients of the last backward; those of
-        # one chunk may run beside another chunk
-        exposed = np.maximum(rows.sums - back, 0.0) + np.maximum(rows.gathers - there, 0.0)
-        exposed = np.maximum(exposed * together.is_one_chunk, rows.attended)
-        seconds = before + np.maximum((there + back) * micros + exposed, (there + through) * micros + behind)
-        return Passes(seconds, kept)
+        # gathers begin with the step and come before the last layer's first forward, and sums after the first gradients of the
+        # last backward; those of one chunk may run beside another chunk
+        first = np.maximum(before, (rows.gathers - there) * together.is_one_chunk)
+        exposed = np.maximum(rows.sums - back, 0.0) * together.is_one_chunk
+        computes = (there + back) * micros
+        seconds = first + np.maximum(computes + exposed, (there + through) * micros + behind)
+        return Passes(np.maximum(seconds, before + computes + rows.attended), kept)
 
     def _rows_of(self, shape: Shape, together: PartsTogether) -> Rows:
         """Returns what stages take and hold, of which neither policy nor micro-batches change anything."""

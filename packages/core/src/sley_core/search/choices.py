@@ -171,11 +171,12 @@ def _is_reducer(record: object) -> bool:
 
 
 def _with_own(own: Component | None, offered: list[Choice]) -> tuple[Choice, ...]:
-    """Returns the plan's own choice, if it made one, and after it those that are offered and say something else."""
+    """Returns the plan's own choice, if it made one, and after it those that are offered and say something else: an option
+    that is left out is as one with the value of its default.
+    """
     if own is None:
         return tuple(offered)
-    first = _own(own)
-    return (first, *(one for one in offered if one != first))
+    return (_own(own), *(one for one in offered if (one.name, one.config) != (own.name, own.config)))
 
 
 def _own(component: Component) -> Choice:

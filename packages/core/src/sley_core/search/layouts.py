@@ -95,9 +95,11 @@ class Candidate:
         return with_tables(plan, tables)
 
     def _moves_cuts(self, plan: Plan) -> bool:
-        """Returns whether this layout has another number of stages, or another schedule, than the plan."""
-        own = plan.pipeline.name if plan.pipeline else None
-        return plan.parallel.pp != self.shape.sizes.pp or self.schedule is None or self.schedule.name != own
+        """Returns whether this layout has another number of stages than the plan, or another schedule or options of it."""
+        own, schedule = plan.pipeline, self.schedule
+        if own is None or schedule is None or plan.parallel.pp != self.shape.sizes.pp:
+            return True
+        return (schedule.name, schedule.config) != (own.name, own.config)
 
     def _handlers(self, plan: Plan) -> list[dict[str, Any]]:
         """Returns the list of gradient handlers: this reducer, ties where there are stages, and the plan's own others."""

@@ -65,7 +65,7 @@ class Quick:
         self._paths = KnownPaths()
         self._messages: dict[tuple[int, int], list[Cost] | SleyError] = {}  # by id of what is kept here and in `tables`
         self.passing: dict[tuple[int, int], Floats | SleyError] = {}
-        self.peaks: dict[tuple[int, int, tuple[int, ...]], list[int] | SleyError] = {}
+        self.peaks: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], list[int] | SleyError] = {}
 
     def least(self, shape: Shape) -> Estimate:
         """Returns seconds and bytes that no layout of a shape undercuts: what the average stage computes, and holds between the

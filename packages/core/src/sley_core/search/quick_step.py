@@ -130,7 +130,7 @@ class QuickStep:
             costs = Costs({}, (0.0,) * len(handed), kept, tuple(size // 2 for size in kept), handed)
             return self.cut.held(few).most_bytes(costs)
 
-        return once(self.quick.peaks, (id(self.cut), few, kept), held)
+        return once(self.quick.peaks, (id(self.cut), few, kept, handed), held)
 
     def _passing_bytes(self) -> Floats:
         """Returns the bytes that a backward on each stage has at once beside all that waits: of its chunks, that with the

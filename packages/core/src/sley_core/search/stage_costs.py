@@ -122,7 +122,8 @@ class StageCosts:
             offered = [
                 self._per_layer(shape) if bucket is None else self._fewest(shape, bucket) for bucket in self._buckets
             ]
-            costs = [self._exchange(shape, "reduce", *pieces).sum(axis=1) for pieces in offered]
+            kinds: tuple[Collective, ...] = ("reduce", "sum")  # each may have rates of its own
+            costs = [self._exchange(shape, kind, *pieces).sum(axis=1) for pieces in offered for kind in kinds]
             exchanged_s = min(float(cost[BESIDE].sum()) for cost in costs)
             attended_s = min(float(cost[ATTENDED]) for cost in costs)
             state_bytes = self.steps.state_bytes(stepping(shape.offload))

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from sley_core.actions.action import Action, Kind
 from sley_core.engine.stage import lists_of
+from sley_core.errors import SleyError
 from sley_core.estimate.bytes.each_rank import Look, checked_topology, each_rank, first_draft
 from sley_core.estimate.bytes.rank import RankBytes, rank_bytes
+from sley_core.estimate.layers.once import once
 from sley_core.estimate.layers.operators import Operator
 from sley_core.estimate.recorded.programs import Prices, recorded_programs
 from sley_core.estimate.recorded.record import RankRecord, Recording, record
@@ -112,6 +114,7 @@ class _Prices:
         self.records = records.ranks
         self.placement = records.lists.placement
         self.machine = machine
+        self._members: dict[tuple[int, ...], tuple[int, ...] | SleyError] = {}
         self.factors = {
             (stage, chunk, kind): self._measured(layers, kind) / computed
             for (stage, chunk), layers in measured.items()
@@ -142,7 +145,10 @@ class _Prices:
         if axis == HOST:
             return (stage,)
         own = self.records[stage]
-        return tuple(sorted({own.topology.coordinates(rank).stage for rank in own.groups[axis]}))
+        ranks = own.groups[axis]
+        return once(
+            self._members, ranks, lambda: tuple(sorted({own.topology.coordinates(rank).stage for rank in ranks}))
+        )
 
     def message(self, position: int) -> Cost:
         """Returns the cost of the value that position `position` of the model hands to the next one."""

@@ -1,0 +1,71 @@
+"""What a search makes of the plan's own tables: none is offered twice, and what is known of one layout is told of no other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sley_core.estimate.machine.read import machine_from_dict
+from sley_core.plan.load import plan_from_dict
+from sley_core.search.choices import choices_of
+from sley_core.search.layouts import Candidate, Layouts
+from sley_core.search.quick import Quick
+from sley_core.testing.machines import small_machine
+from sley_core.testing.plans import small_plan
+
+for plugin in ("sley_dp", "sley_memory", "sley_pp"):
+    pytest.importorskip(plugin)
+
+WORLD = 4
+
+
+def plan_of(**changes: Any) -> Any:
+    data = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+    sizes = {"pp": 2, "dp": 2}
+    return plan_from_dict(
+        small_plan(
+            data=data, model__num_layers=6, batch={"global_size": 16, "micro_size": 1}, parallel=sizes, **changes
+        )
+    )
+
+
+def test_an_option_with_the_value_of_its_default_is_no_other_choice() -> None:
+    plan = plan_of(
+        pipeline={"use": "pp.interleaved", "chunks": 2}, gradient_handlers=[{"use": "dp.bucketed", "bucket_mb": 25.0}]
+    )
+    choices = choices_of(plan)
+    assert [str(one) for one in choices.reducers if one.name == "dp.bucketed"] == ["dp.bucketed (bucket_mb = 25.0)"]
+    interleaved = [str(one) for one in choices.schedules if one.name == "pp.interleaved"]
+    assert interleaved == ["pp.interleaved (chunks = 2)", "pp.interleaved (chunks = 4)"]
+
+
+def layouts_of(plan: Any, *keep: Any) -> list[Candidate]:
+    space = Layouts(plan, WORLD, choices_of(plan), ("pp", "sp", "wp", "reducer", "activations", "offload", *keep))
+    return [layout for shape in space.shapes() for layout in space.within(shape)]
+
+
+def test_lengths_that_were_written_for_other_chunks_are_left_out() -> None:
+    plan = plan_of(
+        pipeline={"use": "pp.interleaved", "chunks": 2}, partition={"use": "pp.explicit", "layers": [2, 2, 2, 2]}
+    )
+    made = {str(one.schedule): one.plan(plan, WORLD).partition for one in layouts_of(plan, "micro_size")}
+    assert made["pp.interleaved (chunks = 2)"].name == "pp.explicit"
+    assert {str(one.name) for words, one in made.items() if words != "pp.interleaved (chunks = 2)"} == {"pp.balanced"}
+
+
+def test_what_waits_on_a_stage_is_told_of_the_micro_batches_that_were_asked_for() -> None:
+    """Where no layer keeps anything on the device, only messages wait, and these are as large as a micro-batch."""
+    plan = plan_of(
+        pipeline={"use": "pp.one_f_one_b"},
+        gradient_handlers=[{"use": "dp.bucketed"}],
+        activations={"use": "memory.host", "layers": ["*"], "min_bytes": 0},
+    )
+    host = {"to_host": 1e10, "to_device": 1e10, "memory_bandwidth": 1e10}
+    layouts = layouts_of(plan, "schedule")
+    assert len(layouts) > 2
+    found = []
+    for order in (layouts, layouts[::-1]):
+        quick = Quick(plan, WORLD, machine_from_dict(small_machine(host=host)))
+        found.append({str(layout): quick.num_bytes(layout) for layout in order})
+    assert found[0] == found[1]
