@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
+from sley_core.estimate.bytes.rank import rank_bytes
 from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.plan.load import plan_from_dict
 from sley_core.search.choices import choices_of
 from sley_core.search.layouts import Candidate, Layouts
 from sley_core.search.quick import Quick
 from sley_core.testing.machines import small_machine
-from sley_core.testing.plans import small_plan
+from sley_core.testing.plans import changed, small_plan
 
 for plugin in ("sley_dp", "sley_memory", "sley_pp"):
     pytest.importorskip(plugin)
@@ -69,3 +70,18 @@ def test_what_waits_on_a_stage_is_told_of_the_micro_batches_that_were_asked_for(
         quick = Quick(plan, WORLD, machine_from_dict(small_machine(host=host)))
         found.append({str(layout): quick.num_bytes(layout) for layout in order})
     assert found[0] == found[1]
+
+
+def test_a_weight_that_layers_share_is_there_once() -> None:
+    """It counted with each, so that layouts were dropped that fit."""
+    data = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+    model = {"tie_embeddings": True, "vocab_size": 32768, "hidden": 32}
+    tables = small_plan(data=data, batch={"global_size": 4, "micro_size": 1}, parallel={"dp": 2})
+    plan: Any = plan_from_dict(changed(tables, **{f"model__{name}": value for name, value in model.items()}))
+    keep = ("pp", "sp", "wp", "micro_size", "activations", "offload")
+    space = Layouts(plan, 2, choices_of(plan), keep)
+    quick = Quick(plan, 2, machine_from_dict(small_machine()))
+    for layout in (layout for shape in space.shapes() for layout in space.within(shape)):
+        held = rank_bytes(layout.plan(plan, 2), 0, 2).peak
+        assert quick.bound(layout).num_bytes <= quick.num_bytes(layout) <= held, layout
+        assert quick.num_bytes(layout) > 0.7 * held, layout

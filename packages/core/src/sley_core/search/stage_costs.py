@@ -22,6 +22,7 @@ from sley_core.search.buckets import Pieces, bucket_bytes, fewest, filled, per_l
 from sley_core.search.choices import choices_of
 from sley_core.search.glance import leaves_shards, reduces
 from sley_core.search.offloaded import StepCosts, stepping
+from sley_core.search.parameters import num_elements
 from sley_core.topology import Topology
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class StageCosts:
         """Returns seconds and bytes of each stage. every: whether each rank that holds an element alike steps a part of it.
         bucket: bytes of gradients that are summed at once; None for those of each layer.
         """
-        cut = shape.sizes.wp, str(shape.weights), bucket, parts if bucket else None
+        cut = shape.sizes.pp == 1, shape.sizes.wp, str(shape.weights), bucket, parts if bucket else None
 
         def exchanges() -> OfLayers:
             """Computes what does not depend on where optimizer states are, nor on the parts if there are no buckets."""
@@ -169,7 +170,7 @@ class StageCosts:
         """
         sizes, cut = shape.sizes, self.tables.cut(shape)
         ranks = self.world // sizes.pp
-        shards, whole = cut / sizes.wp, self.tables.numel - cut
+        shards, whole = cut / sizes.wp, num_elements(self.tables.held(shape)) - cut
         held = shards + whole
         return held, (shards / (ranks // sizes.wp) + whole / ranks) if every else held
 
@@ -187,7 +188,7 @@ class StageCosts:
         ones.
         """
         cut = self.tables.cut(shape)
-        return per_layer(-(-cut // shape.sizes.wp)), per_layer(self.tables.numel - cut)
+        return per_layer(-(-cut // shape.sizes.wp)), per_layer(num_elements(self.tables.held(shape)) - cut)
 
     def _filled(
         self, shape: Shape, stages: Sequence[Sequence[tuple[int, int]]], bucket: float
