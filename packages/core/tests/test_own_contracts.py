@@ -36,8 +36,12 @@ class TestTensorboard(MetricsWriterContract):
     on_disk = False
 
     @pytest.fixture(autouse=True)
-    def tensorboard(self) -> None:
-        pytest.importorskip("tensorboard")
+    def tensorboard(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Files of one second are read in the order of their numbers in a process, as text, in which 10 is before 9: each test
+        counts from 0, as each run does.
+        """
+        writer = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+        monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(0))
 
     def read(self, folder: Path) -> Iterator[Point]:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
