@@ -6,12 +6,14 @@ import multiprocessing
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from sley_core.comm.world import World
 from sley_core.draft import draft_of
 from sley_core.errors import RunError
+from sley_core.estimate.bytes import each_rank
 from sley_core.estimate.bytes.forks import can_fork, forked
 from sley_core.estimate.bytes.rank import RankBytes, rank_bytes
 from sley_core.estimate.bytes.stage_kinds import stage_kinds
@@ -35,13 +37,8 @@ PLAN = small_plan(
 )
 WORLD = 8
 LIMIT_S = 60.0
-TWO = changed(
-    PLAN,
-    parallel={"pp": 2, "dp": 4},
-    pipeline={"use": "pp.one_f_one_b"},
-    partition={"use": "pp.explicit", "layers": [4, 4]},
-)
-"""Of two kinds: each stage holds another number of micro-batches."""
+MANY = changed(PLAN, pipeline={"use": "pp.one_f_one_b"})
+"""Of four kinds: each stage holds another number of micro-batches. Of two, none would be looked at in another process."""
 
 
 def kinds(tables: Tables, folder: Path) -> list[int]:
@@ -54,7 +51,7 @@ def kinds(tables: Tables, folder: Path) -> list[int]:
 
 def one_by_one(tables: Tables, folder: Path) -> list[RankBytes]:
     plan = plan_from_dict(tables, folder)
-    return [rank_bytes(plan, rank, WORLD) for rank in range(0, WORLD, WORLD // plan.parallel.pp)]
+    return [rank_bytes(plan, rank, WORLD) for rank in range(0, WORLD, WORLD // 4)]
 
 
 def test_stages_of_a_kind_hold_alike(texts: Path) -> None:
@@ -83,13 +80,16 @@ def recorded(tables: Tables, folder: Path, cores: int) -> list[RankRecord]:
 
 def in_forks(tables: Tables, folder: Path) -> tuple[list[RankBytes], list[RankRecord]]:
     assert can_fork()
-    return list(stage_bytes(plan_from_dict(tables, folder), WORLD, cores=2)), recorded(tables, folder, 2)
+    with patch.object(each_rank, "forked", wraps=forked) as used:
+        found = list(stage_bytes(plan_from_dict(tables, folder), WORLD, cores=2)), recorded(tables, folder, 2)
+    assert used.call_count == 2, "else nothing was done in a process of its own"
+    return found
 
 
 def test_processes_of_their_own_say_the_same(ranks: Any, texts: Path) -> None:
-    ((num_bytes, steps),) = ranks(1, 100, init=False, fresh=True)(in_forks, TWO, texts)
-    assert num_bytes == one_by_one(TWO, texts)
-    assert steps == recorded(TWO, texts, 1)
+    ((num_bytes, steps),) = ranks(1, 100, init=False, fresh=True)(in_forks, MANY, texts)
+    assert num_bytes == one_by_one(MANY, texts)
+    assert steps == recorded(MANY, texts, 1)
 
 
 def failing() -> None:

@@ -41,8 +41,8 @@ def test_an_option_with_the_value_of_its_default_is_no_other_choice() -> None:
     assert interleaved == ["pp.interleaved (chunks = 2)", "pp.interleaved (chunks = 4)"]
 
 
-def layouts_of(plan: Any, *keep: Any) -> list[Candidate]:
-    space = Layouts(plan, WORLD, choices_of(plan), ("pp", "sp", "wp", "reducer", "activations", "offload", *keep))
+def layouts_of(plan: Any, *keep: Any, world: int = WORLD) -> list[Candidate]:
+    space = Layouts(plan, world, choices_of(plan), ("pp", "sp", "wp", "activations", "offload", *keep))
     return [layout for shape in space.shapes() for layout in space.within(shape)]
 
 
@@ -50,7 +50,7 @@ def test_lengths_that_were_written_for_other_chunks_are_left_out() -> None:
     plan = plan_of(
         pipeline={"use": "pp.interleaved", "chunks": 2}, partition={"use": "pp.explicit", "layers": [2, 2, 2, 2]}
     )
-    made = {str(one.schedule): one.plan(plan, WORLD).partition for one in layouts_of(plan, "micro_size")}
+    made = {str(one.schedule): one.plan(plan, WORLD).partition for one in layouts_of(plan, "reducer", "micro_size")}
     assert made["pp.interleaved (chunks = 2)"].name == "pp.explicit"
     assert {str(one.name) for words, one in made.items() if words != "pp.interleaved (chunks = 2)"} == {"pp.balanced"}
 
@@ -63,7 +63,7 @@ def test_what_waits_on_a_stage_is_told_of_the_micro_batches_that_were_asked_for(
         activations={"use": "memory.host", "layers": ["*"], "min_bytes": 0},
     )
     host = {"to_host": 1e10, "to_device": 1e10, "memory_bandwidth": 1e10}
-    layouts = layouts_of(plan, "schedule")
+    layouts = layouts_of(plan, "reducer", "schedule")
     assert len(layouts) > 2
     found = []
     for order in (layouts, layouts[::-1]):
@@ -78,10 +78,10 @@ def test_a_weight_that_layers_share_is_there_once() -> None:
     model = {"tie_embeddings": True, "vocab_size": 32768, "hidden": 32}
     tables = small_plan(data=data, batch={"global_size": 4, "micro_size": 1}, parallel={"dp": 2})
     plan: Any = plan_from_dict(changed(tables, **{f"model__{name}": value for name, value in model.items()}))
-    keep = ("pp", "sp", "wp", "micro_size", "activations", "offload")
-    space = Layouts(plan, 2, choices_of(plan), keep)
     quick = Quick(plan, 2, machine_from_dict(small_machine()))
-    for layout in (layout for shape in space.shapes() for layout in space.within(shape)):
+    layouts = layouts_of(plan, "micro_size", world=2)
+    assert {layout.reducer.name for layout in layouts if layout.reducer} >= {"core.each", "dp.bucketed", "dp.sharded"}
+    for layout in layouts:
         held = rank_bytes(layout.plan(plan, 2), 0, 2).peak
         assert quick.bound(layout).num_bytes <= quick.num_bytes(layout) <= held, layout
         assert quick.num_bytes(layout) > 0.7 * held, layout

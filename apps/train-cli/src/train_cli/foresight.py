@@ -35,9 +35,9 @@ class Foresight:
 
 def foreseen(plan: Plan, size: int, machine: Path | None) -> Foresight:
     """Returns the estimate of rank 0 of `size` ranks. Raises SleyError as `train-cli estimate` does."""
-    from train_cli.commands.estimate import both, stages
+    from train_cli.commands.estimate import bytes_and_seconds
 
-    found, timed = (stages(plan, size), None) if machine is None else both(plan, size, load_machine(machine))
+    found, timed = bytes_and_seconds(plan, size, load_machine(machine) if machine else None)
     return Foresight(found[0].states, found[0].peak, timed.step.seconds if timed else None)
 
 

@@ -54,7 +54,7 @@ def seconds(use: str, latency_s: float, **more: float) -> tuple[float, int, int]
     if use == "core.each":
         told = estimate_seconds(found.layout.plan(plan, 2), 2, quick.machine).step.seconds
         assert found.estimate.seconds == pytest.approx(told, rel=0.01)
-    trained = quick.tables.trained
+    trained = quick.tables.trained.every
     return found.estimate.seconds, len(trained), sum(map(len, trained))
 
 

@@ -17,7 +17,6 @@ from sley_core.records import ActivationPolicyRecord, GradientHandlerRecord, Off
 from sley_core.search.best_first import InOrder
 from sley_core.search.choices import choices_of
 from sley_core.search.layouts import Candidate, Layouts
-from sley_core.search.parameters import num_elements
 from sley_core.search.quick import Quick
 from sley_core.table import Table
 from sley_core.testing.machines import small_machine
@@ -147,7 +146,7 @@ def test_states_that_are_swapped_cost_the_slower_way_and_no_bytes() -> None:
     shape = next(iter(space.shapes()))
     (away,) = (one for one in space.offloading(shape) if one.offload.name == "out.swap")
     here, swapped = (Candidate(one, None, None) for one in (shape, away))
-    num_bytes = 2 * 8 * int(num_elements(quick.tables.trained).sum())  # AdamW's states, in fp64
+    num_bytes = 2 * 8 * int(quick.tables.trained.numel(shape).sum())  # AdamW's states, in fp64
     assert quick.seconds(swapped) - quick.seconds(here) == pytest.approx(num_bytes / 5e8)
     assert quick.num_bytes(here) - quick.num_bytes(swapped) == num_bytes
     assert quick.least(swapped.shape).seconds <= quick.bound(swapped).seconds <= quick.seconds(swapped)
@@ -163,6 +162,6 @@ def test_exchanges_that_overlap_nothing_are_added_to_computing() -> None:
     seconds = [one.seconds(layout) for one in quick]
     sums = [
         sum(collective("sum", int(count) * DTYPES[plan.precision.gradients].itemsize, range(2), quick[0].machine.links))
-        for count in num_elements(quick[0].tables.trained)
+        for count in quick[0].tables.trained.numel(layout.shape)
     ]
     assert seconds[0] - seconds[1] == pytest.approx(sum(sums), rel=1e-3)

@@ -90,7 +90,7 @@ def estimate(
     known = None if machine is None else load_machine(machine)
     if known is not None:
         resolved = on_machine(resolved, known)
-    found, timed = (stages(resolved, size), None) if known is None else both(resolved, size, known)
+    found, timed = bytes_and_seconds(resolved, size, known)
     if limit is None and known is not None:
         limit = known.device.memory
     if svg is not None:
@@ -107,24 +107,23 @@ def estimate(
 
 
 def stages(plan: Plan, size: int) -> Sequence[RankBytes]:
-    """Returns the bytes of each stage by rank. Raises SleyError, with its place in the plan, as `stage_bytes` does."""
-    from sley_core.errors import SleyError
-    from sley_core.estimate.bytes.stages import stage_bytes
-
-    try:
-        return list(stage_bytes(plan, size, cores=num_cores()))
-    except SleyError as error:
-        raise plan.located(error) from error.__cause__
+    """Returns the bytes of each stage by rank. Raises as `bytes_and_seconds`."""
+    return bytes_and_seconds(plan, size, None)[0]
 
 
-def both(plan: Plan, size: int, machine: MachineFile) -> tuple[Sequence[RankBytes], PlanSeconds]:
-    """Returns the bytes of each stage by rank, and the seconds of a step on `machine`. Raises SleyError, with its place in the
-    plan, as `estimate_both` does.
+def bytes_and_seconds(
+    plan: Plan, size: int, machine: MachineFile | None
+) -> tuple[Sequence[RankBytes], PlanSeconds | None]:
+    """Returns the bytes of each stage by rank, and the seconds of a step on `machine`, if there is one. Raises SleyError, with
+    its place in the plan, as `stage_bytes` and `estimate_both` do.
     """
     from sley_core.errors import SleyError
+    from sley_core.estimate.bytes.stages import stage_bytes
     from sley_core.estimate.seconds_of_plan import estimate_both
 
     try:
+        if machine is None:
+            return list(stage_bytes(plan, size, cores=num_cores())), None
         return estimate_both(plan, size, machine, num_cores())
     except SleyError as error:
         raise plan.located(error) from error.__cause__

@@ -34,7 +34,7 @@ from sley_core.records import copies_to_host
 from sley_core.search.choices import choices_of
 from sley_core.search.glance import reduces, refused
 from sley_core.search.layouts import Candidate, Shape, Sizes
-from sley_core.search.parameters import first_uses, num_elements
+from sley_core.search.parameters import Trained, num_elements
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -97,7 +97,7 @@ class LayerColumns:
 class LayerTables:
     """Makes the tables of a plan's model for all layouts; a layer is traced when a layout first asks for it.
 
-    trained: parameters of each layer.
+    trained: parameters of its layers.
     """
 
     def __init__(self, plan: Plan, machine: MachineFile) -> None:
@@ -105,8 +105,7 @@ class LayerTables:
         self.machine = machine
         self.dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
         self.model: Model = draft_model(plan, self.dataset.info)
-        self.trained = [[one for one in layer.module.parameters() if one.requires_grad] for layer in self.model.layers]
-        self._once = first_uses(self.trained)
+        self.trained = Trained(self.model.layers)
         self.variants = LayerVariants(plan, self.model, self.dataset)
         self._nearest = NearestLayers(self.variants, machine, choices_of(plan))
         self._tables: dict[Any, LayerColumns | SleyError] = {}
@@ -129,20 +128,16 @@ class LayerTables:
         key = sizes.sp, sizes.wp, sizes.micro_size, str(shape.activations), str(shape.weights), str(shape.attention)
         return once(self._tables, key, lambda: self._sharded(shape) if sizes.wp > 1 else self._whole(shape))
 
-    def held(self, shape: Shape) -> list[list[nn.Parameter]]:
-        """Returns the trained parameters of each layer; of whole weights on one stage, tied ones with the first layer alone."""
-        return self._once if shape.sizes.pp == 1 and shape.weights is None else self.trained
-
     def cut(self, shape: Shape) -> Integers:
         """Returns how many trained elements of each layer the shape's weight communicator shards: int64 [layers]; zeros without
         one.
         """
         if shape.weights is None:
-            return np.zeros(len(self.trained), dtype=np.int64)
+            return np.zeros(len(self.trained.every), dtype=np.int64)
 
         def cut() -> Integers:
             ids = self._ids_cut(shape)
-            return num_elements([[one for one in some if id(one) in ids] for some in self.trained])
+            return num_elements([[one for one in some if id(one) in ids] for some in self.trained.every])
 
         return once(self._cut, str(shape.weights), cut)
 
@@ -154,8 +149,8 @@ class LayerTables:
         def sizes() -> tuple[list[list[float]], list[list[float]]]:
             """Computes it; a shard has 1/wp of the elements."""
             ids, wp = self._ids_cut(shape) if shape.weights else frozenset[int](), shape.sizes.wp
-            shards = [[one.numel() / wp for one in some if id(one) in ids] for some in self.held(shape)]
-            whole = [[float(one.numel()) for one in some if id(one) not in ids] for some in self.held(shape)]
+            shards = [[one.numel() / wp for one in some if id(one) in ids] for some in self.trained.held(shape)]
+            whole = [[float(one.numel()) for one in some if id(one) not in ids] for some in self.trained.held(shape)]
             return shards, whole
 
         return once(self._sizes, (shape.sizes.pp == 1, shape.sizes.wp, str(shape.weights)), sizes)

@@ -22,7 +22,6 @@ from sley_core.search.buckets import Pieces, bucket_bytes, fewest, filled, per_l
 from sley_core.search.choices import choices_of
 from sley_core.search.glance import leaves_shards, reduces
 from sley_core.search.offloaded import StepCosts, stepping
-from sley_core.search.parameters import num_elements
 from sley_core.topology import Topology
 
 if TYPE_CHECKING:
@@ -170,7 +169,7 @@ class StageCosts:
         """
         sizes, cut = shape.sizes, self.tables.cut(shape)
         ranks = self.world // sizes.pp
-        shards, whole = cut / sizes.wp, num_elements(self.tables.held(shape)) - cut
+        shards, whole = cut / sizes.wp, self.tables.trained.numel(shape) - cut
         held = shards + whole
         return held, (shards / (ranks // sizes.wp) + whole / ranks) if every else held
 
@@ -188,7 +187,7 @@ class StageCosts:
         ones.
         """
         cut = self.tables.cut(shape)
-        return per_layer(-(-cut // shape.sizes.wp)), per_layer(num_elements(self.tables.held(shape)) - cut)
+        return per_layer(-(-cut // shape.sizes.wp)), per_layer(self.tables.trained.numel(shape) - cut)
 
     def _filled(
         self, shape: Shape, stages: Sequence[Sequence[tuple[int, int]]], bucket: float

@@ -47,16 +47,14 @@ class CudaKernels(FusedKernels):
     and one backward each.
     """
 
-    def __init__(self, recorder: Notes) -> None:
-        super().__init__(recorder)
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is F.rms_norm and not _is_fused(*args, **(kwargs or {})):
-            return func(*args, **(kwargs or {}))
-        if func is F.dropout and _drops(*args, **(kwargs or {})):
-            return _Dropout.apply(self.recorder, args[0] if args else (kwargs or {})["input"])  # type: ignore[no-untyped-call]  # torch's
+        kwargs = kwargs or {}
+        if func is F.rms_norm and not _is_fused(*args, **kwargs):
+            return func(*args, **kwargs)
+        if func is F.dropout and _drops(*args, **kwargs):
+            return _Dropout.apply(self.recorder, args[0] if args else kwargs["input"])  # type: ignore[no-untyped-call]  # torch's
         return super().__torch_function__(func, types, args, kwargs)
 
 

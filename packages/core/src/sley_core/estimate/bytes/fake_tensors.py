@@ -56,9 +56,8 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # asked more often than all else together
             return args[0].fake_device
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # modes of functions, such as those of kernels, need not hear of each size that is asked
+        # Modes of functions, such as those of kernels, need not hear of each size that is asked.
+        with torch._C.DisableTorchFunction():
             return self.dispatch(func, types, args, kwargs)
 
     def made(self, elem: Tensor, device: torch.device) -> FakeTensor:

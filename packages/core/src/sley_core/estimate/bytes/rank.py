@@ -32,6 +32,7 @@ from sley_core.estimate.bytes.ledger import Ledger, MemoryPiece, StepPlace
 from sley_core.estimate.bytes.limited import limited
 from sley_core.estimate.bytes.micros import fewest_micros, least_micros
 from sley_core.estimate.bytes.recipes import Recipes
+from sley_core.estimate.layers.fused import Notes
 from sley_core.memory.state import PARTS
 from sley_core.model.alike import counted
 from sley_core.model.device_kind import standing_for
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.draft import Draft
-    from sley_core.estimate.layers.operators import Operator
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
 
@@ -90,8 +90,8 @@ class RankBytes:
     of_micros: int
 
 
-class LastStep(Protocol):
-    """Writes down the last step of a fake run."""
+class LastStep(Notes, Protocol):
+    """Writes down the last step of a fake run; what it is told to note before that it ignores."""
 
     def follow(self, run: Run, tensors: FakeTensors) -> None:
         """Hears from now on what `run`, which has taken no step yet, exchanges. May be called again, with another run."""
@@ -101,9 +101,6 @@ class LastStep(Protocol):
 
     def end(self) -> None:
         """Stops to write: it is over."""
-
-    def note(self, operator: Operator) -> None:
-        """Notes a kernel of the device that torch does not see as one operator; while not writing, does nothing."""
 
 
 def rank_bytes(

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from sley_core.actions.action import Action, Kind
 from sley_core.engine.stage import lists_of
-from sley_core.errors import SleyError
 from sley_core.estimate.bytes.each_rank import Look, checked_topology, each_rank, first_draft
 from sley_core.estimate.bytes.rank import RankBytes, rank_bytes
 from sley_core.estimate.layers.once import once
@@ -30,6 +29,7 @@ from sley_core.estimate.seconds.result import StepSeconds, simulate_programs
 if TYPE_CHECKING:
     from sley_core.draft import Draft
     from sley_core.engine.lists import Lists
+    from sley_core.errors import SleyError
     from sley_core.estimate.bytes.recipes import Recipes
     from sley_core.estimate.machine.tables import MachineFile
     from sley_core.plan.plan import Plan
@@ -114,7 +114,7 @@ class _Prices:
         self.records = records.ranks
         self.placement = records.lists.placement
         self.machine = machine
-        self._members: dict[tuple[int, ...], tuple[int, ...] | SleyError] = {}
+        self._members: dict[tuple[str, int], tuple[int, ...] | SleyError] = {}
         self.factors = {
             (stage, chunk, kind): self._measured(layers, kind) / computed
             for (stage, chunk), layers in measured.items()
@@ -145,9 +145,10 @@ class _Prices:
         if axis == HOST:
             return (stage,)
         own = self.records[stage]
-        ranks = own.groups[axis]
         return once(
-            self._members, ranks, lambda: tuple(sorted({own.topology.coordinates(rank).stage for rank in ranks}))
+            self._members,
+            (axis, stage),
+            lambda: tuple(sorted({own.topology.coordinates(rank).stage for rank in own.groups[axis]})),
         )
 
     def message(self, position: int) -> Cost:
