@@ -90,6 +90,15 @@ def test_dropout_keeps_a_byte_for_each_element_and_a_norm_a_number_for_each_row(
     assert kept(lambda x, w: F.rms_norm(x, (32,), w), x, w) == 6 * 4
 
 
+def test_dropout_is_one_kernel_forward_and_one_backward():
+    """Each reads one tensor and writes one, and the byte of each element."""
+    with OperatorRecorder() as seen, FakeTensors(Ledger(lambda: StepPlace(0, "", ""))) as mode, as_on_cuda(seen):
+        x = mode.from_tensor(torch.empty(6, 32, dtype=torch.bfloat16)).requires_grad_()
+        dropped = F.dropout(input=x, p=0.1)
+        dropped.backward(torch.empty_like(dropped))
+    assert [(one.name, one.num_bytes) for one in seen.of("forward")] == [("dropout", 6 * 32 * (2 + 2 + 1))] * 2
+
+
 def test_attention_keeps_what_is_added_to_its_scores():
     """Of booleans, in the type of the queries."""
     q = torch.empty(2, 4, 16, 8, dtype=torch.bfloat16)
