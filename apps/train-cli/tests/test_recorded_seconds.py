@@ -19,6 +19,9 @@ from sley_core.estimate.recorded.record import record
 from sley_core.estimate.recorded.words import Awaited, Began, RecordedStep, Worked
 from sley_core.estimate.seconds_of_plan import _recorded, estimate_both, estimate_seconds
 from sley_core.plan.load import plan_from_dict
+from sley_core.search.choices import choices_of
+from sley_core.search.layouts import AXES, Layouts
+from sley_core.search.quick import Quick
 from sley_core.testing.plans import small_plan
 from sley_core.testing.short_calibration import shortly
 
@@ -30,12 +33,16 @@ SLOW = {"latency_s": 1e-5, "bandwidth": 1e6}
 
 
 def machine(
-    link: dict[str, float] = FAST, layers: Sequence[dict[str, Any]] = (), launch_s: float = 1e-6, kind: str = "cpu"
+    link: dict[str, float] = FAST,
+    layers: Sequence[dict[str, Any]] = (),
+    launch_s: float = 1e-6,
+    kind: str = "cpu",
+    per_host: int = 8,
 ):
     matmul = {"fp64": {"flops_per_s": 1e10}, "fp32": {"flops_per_s": 1e10}}
     device = {"name": "even", "kind": kind, "memory_bandwidth": 1e9, "launch_s": launch_s, "matmul": matmul}
-    tables = {"format": 1, "device": device, "links": {"ranks_per_host": 8, "same_host": link}, "layers": [*layers]}
-    return machine_from_dict(tables)
+    links = {"ranks_per_host": per_host, "same_host": link, "other_host": SLOW}
+    return machine_from_dict({"format": 1, "device": device, "links": links, "layers": [*layers]})
 
 
 def plan_of(**changes: Any):
@@ -163,3 +170,28 @@ def test_layers_of_slices_are_other_layers_than_those_of_short_sequences() -> No
         tables = [measure_layers(plan, Device(torch.device("cpu"))) for plan in (slices, short)]
     keys = [{table["key"] for table in some} for some in tables]
     assert not keys[0] & keys[1]
+
+
+@pytest.mark.parametrize(
+    ("tables", "sizes", "lane"),
+    [(SHARDS, {"dp": 6, "wp": 3}, "gather"), (SLICES, {"dp": 2, "sp": 3}, "swap"), (STAGES, {"dp": 3, "pp": 2}, "up")],
+    ids=["wp", "sp", "pp"],
+)
+def test_the_slowest_group_of_a_stage_counts(tables: dict[str, Any], sizes: dict[str, int], lane: str) -> None:
+    """Of six ranks on hosts of four the first three are on one host, the next three on two; so are ranks 1 and 4."""
+    several = {
+        "model__hidden": 24,
+        "model__heads": 6,
+        "model__kv_heads": 3,
+        "batch": {"global_size": 12, "micro_size": 1},
+    }
+    plan = plan_of(**{**tables, **several, "parallel": sizes})
+    together, apart = (machine(per_host=number) for number in (6, 4))
+    last = sizes.get("pp", 1) - 1
+    slow, fast = (estimate_seconds(plan, 6, one).step.exposed_s(last)[lane] for one in (apart, together))
+    assert slow > 10 * fast
+    (shape,) = Layouts(plan, 6, choices_of(plan), keep=AXES).shapes()
+    computing_s = [sum(Quick(plan, 6, one).tables.of(shape).totals[:2]) for one in (apart, together)]
+    assert last or computing_s[0] > 2 * computing_s[1], (
+        "a glance sees it too: exchanges of shards and slices are a layer's"
+    )

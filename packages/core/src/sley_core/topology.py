@@ -157,10 +157,14 @@ class Topology:
                 for lane in LANES.get(axis, (DEFAULT_LANE,)):
                     yield GroupEntry(axis, lane, ranks, backend)
 
-    def partition(self, axis: str) -> Iterator[tuple[int, ...]]:
-        """Yields every group of `axis`, each once, by its first rank, in ascending order."""
+    def partition(self, axis: str, stage: int | None = None) -> Iterator[tuple[int, ...]]:
+        """Yields every group of `axis`, each once, by its first rank, in ascending order.
+
+        stage: only those that ranks of this stage belong to.
+        """
+        size = self.ranks_per_stage
         seen: set[int] = set()
-        for rank in range(self.world):
+        for rank in range(self.world) if stage is None else range(stage * size, (stage + 1) * size):
             if rank not in seen:
                 ranks = self.ranks_of(axis, rank)
                 seen.update(ranks)

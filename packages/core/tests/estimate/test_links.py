@@ -6,7 +6,9 @@ import pytest
 
 from sley_core.errors import PlanError
 from sley_core.estimate.machine.tables import LinksTable
+from sley_core.estimate.seconds.groups import all_groups, groups_at_once, slowest, slowest_message
 from sley_core.estimate.seconds.links import NOTHING, collective, message
+from sley_core.topology import Topology
 
 MB = 1_000_000
 
@@ -101,3 +103,34 @@ def test_a_link_that_the_file_does_not_have_is_told() -> None:
         message(MB, 0, 4, LinksTable.model_validate({"ranks_per_host": 4}))
     with pytest.raises(PlanError, match="same_host"):
         collective("sum", MB, (0, 1), LinksTable())
+
+
+def test_of_groups_that_lie_on_hosts_in_different_ways_the_slowest_counts() -> None:
+    topology = Topology.of(
+        12, pp=2, sp=3
+    )  # hosts of ranks 0-3, 4-7, 8-11; the first group lies on one host, the second crosses
+    first, crossing = range(3), range(3, 6)
+    assert topology.ranks_of("sp", 3) == tuple(crossing)
+    groups = groups_at_once(topology, "sp", first, links())
+    assert slowest("swap", MB, groups, links()) == collective("swap", MB, crossing, links())
+    assert slowest(
+        "sum", MB, groups_at_once(topology, "sp", first, links(per_host=3)), links(per_host=3)
+    ) == collective("sum", MB, first, links(per_host=3))
+    assert [len(all_groups(topology, "sp", links(per_host=each))) for each in (3, 4, 12)] == [1, 2, 1]
+
+
+def test_a_plugin_s_own_group_is_priced_alone() -> None:
+    assert groups_at_once(Topology.of(8), "mine", (1, 2), links()) == [(1, 2)]
+
+
+def test_ties_of_all_ranks_of_a_stage_are_priced() -> None:
+    topology = Topology.of(6, pp=2)  # rank 0 and 3 share a host of four, 1 and 4 do not
+    groups = groups_at_once(topology, "tie[a]", (0, 3), links())
+    assert slowest("sum", MB, groups, links()) == collective("sum", MB, (1, 4), links())
+
+
+def test_of_messages_between_two_stages_the_slowest_counts() -> None:
+    topology = Topology.of(6, pp=2)
+    assert slowest_message(MB, (0, 1), topology, links()) == message(MB, 1, 4, links())
+    assert slowest_message(MB, (0, 1), topology, links(per_host=6)) == message(MB, 0, 3, links(per_host=6))
+    assert slowest_message(MB, (0, 1), Topology.of(16, pp=2), links()) == message(MB, 0, 8, links())

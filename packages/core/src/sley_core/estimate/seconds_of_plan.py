@@ -21,7 +21,8 @@ from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.engine.stage import Stage, stage_of
 from sley_core.estimate.layers.of_plan import PricedLayer, priced_layers, priced_slices
 from sley_core.estimate.machine.notes import notes_on
-from sley_core.estimate.seconds.links import NOTHING, Cost, collective, message
+from sley_core.estimate.seconds.groups import slowest_message
+from sley_core.estimate.seconds.links import NOTHING, Cost, collective
 from sley_core.estimate.seconds.result import StepSeconds, simulate_step
 from sley_core.estimate.seconds.step import StepWork
 from sley_core.estimate.stage_facts import UntoldError, stage_facts
@@ -94,13 +95,12 @@ def _told_by_lists(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
     stage = stage_of(plan, topology, 0, model, costs)
     num_micros = plan.num_micros(topology)
     facts = stage_facts(plan, topology, stage, layers)
-    firsts = range(0, size, topology.ranks_per_stage)
     work = StepWork(
         parts=[[one.seconds for one in part] for part in _by_position(layers, stage)],
         messages=_messages(_by_position(layers, stage), stage, topology, machine),
         gradients={
-            number: [told.on(first, machine.links) for told in one.exchanges]
-            for number, (one, first) in enumerate(zip(facts, firsts, strict=True))
+            number: [told.on(number, topology, machine.links) for told in one.exchanges]
+            for number, one in enumerate(facts)
         },
         update_s={number: one.update_bytes / machine.device.memory_bandwidth for number, one in enumerate(facts)},
         together=collective("sum", TOTALS_BYTES, range(size), machine.links),
@@ -162,9 +162,8 @@ def _messages(
     parts: the layers of each position.
     """
     found = []
-    size = topology.ranks_per_stage
     for (sender, _), (receiver, _), part in zip(stage.stages, stage.stages[1:], parts, strict=False):
-        alone = sender == receiver
-        cost = message(part[-1].output_bytes, sender * size, receiver * size, machine.links) if not alone else NOTHING
+        alone, ends = sender == receiver, (sender, receiver)
+        cost = slowest_message(part[-1].output_bytes, ends, topology, machine.links) if not alone else NOTHING
         found.append(cost)
     return found

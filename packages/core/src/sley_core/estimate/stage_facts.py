@@ -13,7 +13,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.draft import DTYPES, dtypes
 from sley_core.errors import PlanError
-from sley_core.estimate.seconds.links import collective
+from sley_core.estimate.seconds.groups import groups_at_once, slowest
 from sley_core.estimate.seconds.step import GradientExchange, Use
 from sley_core.topology import TIE
 
@@ -46,12 +46,13 @@ class ToldExchange:
     ranks: tuple[int, ...]
     tie: tuple[str, tuple[int, ...]] | None
 
-    def on(self, first_rank: int, links: LinksTable) -> GradientExchange:
-        """Returns the exchange, with its cost over `links`, on the stage whose first global rank is `first_rank`. Raises as
+    def on(self, stage: int, topology: Topology, links: LinksTable) -> GradientExchange:
+        """Returns the exchange on `stage`, with its cost over `links` in the slowest of the stage's groups. Raises as
         `collective`.
         """
-        one, members = self.one, tuple(first_rank + rank for rank in self.ranks)
-        cost = collective(one.kind, one.num_bytes, members, links)
+        one, first_rank = self.one, stage * topology.ranks_per_stage
+        groups = groups_at_once(topology, one.axis, [first_rank + rank for rank in self.ranks], links)
+        cost = slowest(one.kind, one.num_bytes, groups, links)
         if self.tie is not None:
             name, stages = self.tie
             key: Hashable = one.axis, name

@@ -27,14 +27,16 @@ from sley_core.estimate.layers.grown import ATTENTION
 from sley_core.estimate.layers.nearest import NearestLayers
 from sley_core.estimate.layers.once import once
 from sley_core.estimate.layers.variants import LayerVariants, Variant
+from sley_core.estimate.seconds.groups import Ranks, all_groups, slowest
 from sley_core.estimate.seconds.host_copies import CopyKind, copy_cost
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds
-from sley_core.estimate.seconds.links import NOTHING, collective
+from sley_core.estimate.seconds.links import NOTHING
 from sley_core.records import copies_to_host
 from sley_core.search.choices import choices_of
 from sley_core.search.glance import reduces, refused
 from sley_core.search.layouts import Candidate, Shape, Sizes
 from sley_core.search.parameters import Trained, num_elements
+from sley_core.topology import Topology
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -95,13 +97,14 @@ class LayerColumns:
 
 
 class LayerTables:
-    """Makes the tables of a plan's model for all layouts; a layer is traced when a layout first asks for it.
+    """Makes the tables of a plan's model for all layouts of a world; a layer is traced when a layout first asks for it.
 
     trained: parameters of its layers.
     """
 
-    def __init__(self, plan: Plan, machine: MachineFile) -> None:
+    def __init__(self, plan: Plan, world: int, machine: MachineFile) -> None:
         self.plan = plan
+        self.world = world
         self.machine = machine
         self.dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
         self.model: Model = draft_model(plan, self.dataset.info)
@@ -185,18 +188,17 @@ class LayerTables:
         """Returns the seconds of the gather of each layer's weights, and of the reduction of its gradients per micro-batch
         (zeros if that comes once a step); both [2, layers]: what runs beside computing, and what does not.
         """
-        cut, ranks = self.cut(shape), range(shape.sizes.wp)
-        gather = self._exchanged("gather", cut * dtypes(self.plan)[0].itemsize, ranks)
-        reduce = self._exchanged("reduce", cut * DTYPES[self.plan.precision.gradients].itemsize, ranks)
+        cut = self.cut(shape)
+        groups = all_groups(Topology(self.world, wp=shape.sizes.wp), "wp", self.machine.links)
+        gather = self._exchanged("gather", cut * dtypes(self.plan)[0].itemsize, groups)
+        reduce = self._exchanged("reduce", cut * DTYPES[self.plan.precision.gradients].itemsize, groups)
         return gather, np.zeros_like(reduce) if reduces(shape.weights) == "step" else reduce
 
-    def _exchanged(self, kind: Collective, sizes: Integers, ranks: Sequence[int]) -> Floats:
-        """Returns the seconds of an exchange of `sizes` bytes for each layer among `ranks`, [2, layers]: what runs beside
-        computing, and what does not. Zeros where there are no bytes.
+    def _exchanged(self, kind: Collective, sizes: Integers, groups: Sequence[Ranks]) -> Floats:
+        """Returns the seconds of an exchange of `sizes` bytes for each layer in the slowest of `groups`, [2, layers]: what runs
+        beside computing, and what does not. Zeros where there are no bytes.
         """
-        costs = {
-            size: collective(kind, int(size), ranks, self.machine.links) if size else NOTHING for size in set(sizes)
-        }
+        costs = {size: slowest(kind, int(size), groups, self.machine.links) if size else NOTHING for size in set(sizes)}
         known = {size: (cost.latency_s + cost.work_s, cost.attended_s) for size, cost in costs.items()}
         return np.array([known[size] for size in sizes]).T
 
@@ -264,7 +266,8 @@ class LayerTables:
         what it writes.
         """
         each = [one.num_bytes for one in operators if one.name == ATTENTION]
-        return sum(2 * sum(collective("swap", num_bytes // 2, range(sp), self.machine.links)) for num_bytes in each)
+        groups = all_groups(Topology(self.world, sp=sp), "sp", self.machine.links) if each else []
+        return sum(2 * sum(slowest("swap", num_bytes // 2, groups, self.machine.links)) for num_bytes in each)
 
     def _ids_cut(self, shape: Shape) -> frozenset[int]:
         """Returns the `id`s of the parameters that the shape's weight communicator shards."""

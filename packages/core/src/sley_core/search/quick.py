@@ -22,7 +22,8 @@ from sley_core.engine.stage import stage_of
 from sley_core.errors import PlanError, SleyError
 from sley_core.estimate.layers.once import once
 from sley_core.estimate.machine.on_machine import on_machine
-from sley_core.estimate.seconds.links import NOTHING, Cost, collective, message
+from sley_core.estimate.seconds.groups import slowest_message
+from sley_core.estimate.seconds.links import NOTHING, Cost, collective
 from sley_core.estimate.seconds_of_plan import TOTALS_BYTES
 from sley_core.search.best_first import Estimate
 from sley_core.search.bounds import Bounds
@@ -34,6 +35,7 @@ from sley_core.search.layouts import Candidate, Shape
 from sley_core.search.quick_step import QuickStep
 from sley_core.search.stage_costs import StageCosts
 from sley_core.search.stage_cut import ModelParts, StageCut
+from sley_core.topology import Topology
 
 if TYPE_CHECKING:
     from sley_core.estimate.machine.tables import MachineFile
@@ -54,7 +56,7 @@ class Quick:
         self.plan = plan
         self.world = world
         self.machine = machine
-        self.tables = LayerTables(plan, machine)
+        self.tables = LayerTables(plan, world, machine)
         self._costs = layer_costs.by_parameters(self.tables.model)
         self._cuts: dict[tuple[int, str], StageCut | SleyError] = {}
         self._parts: dict[Hashable, ModelParts] = {}
@@ -133,9 +135,9 @@ class Quick:
         sender, receiver = parts.placement.route[position : position + 2]
         if sender == receiver:
             return NOTHING
-        size = self.world // parts.placement.stages
         num_bytes = int(output[parts.bounds[position + 1] - 1])
-        return message(num_bytes, sender * size, receiver * size, self.machine.links)
+        topology = Topology(self.world, parts.placement.stages)
+        return slowest_message(num_bytes, (sender, receiver), topology, self.machine.links)
 
     def end_s(self, pp: int) -> float:
         """Returns the seconds that end every step with `pp` stages: a sum over all ranks where there are several, and what

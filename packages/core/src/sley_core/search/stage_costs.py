@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from sley_core.draft import DTYPES, dtypes
 from sley_core.estimate.layers.once import once
+from sley_core.estimate.seconds.groups import all_groups
 from sley_core.estimate.seconds.links import NOTHING, collective
 from sley_core.estimate.stage_facts import num_states
 from sley_core.search.buckets import Pieces, bucket_bytes, fewest, filled, per_layer
@@ -175,12 +176,10 @@ class StageCosts:
 
     def _exchange(self, shape: Shape, kind: Collective | None, shards: Pieces, whole: Pieces) -> Exchanged:
         """Returns the cost of exchanging each layer's gradients, or weights, [3, layers]: of shards among the ranks that hold
-        the same one, and of weights that are whole among all of the stage. None: nothing is exchanged. All stages are taken as
-        the first.
+        the same one, and of weights that are whole among all of the stage. None: nothing is exchanged.
         """
         topology = Topology(self.world, shape.sizes.pp, wp=shape.sizes.wp)
-        one = self._of_pieces(kind, shards, topology.ranks_of("wdp", 0))
-        return one + self._of_pieces(kind, whole, topology.ranks_of("stage", 0))
+        return self._of_pieces(kind, shards, topology, "wdp") + self._of_pieces(kind, whole, topology, "stage")
 
     def _per_layer(self, shape: Shape) -> tuple[Pieces, Pieces]:
         """Returns the pieces of a reducer that sums layer by layer: of sharded weights, a rank's part of each, and of whole
@@ -208,11 +207,12 @@ class StageCosts:
         once a step; else zeros.
         """
         is_once = reduces(shape.weights) == "step"
-        return self._of_pieces("reduce" if is_once else None, per_layer(self.tables.cut(shape)), range(shape.sizes.wp))
+        topology = Topology(self.world, shape.sizes.pp, wp=shape.sizes.wp)
+        return self._of_pieces("reduce" if is_once else None, per_layer(self.tables.cut(shape)), topology, "wp")
 
-    def _of_pieces(self, kind: Collective | None, pieces: Pieces, ranks: Sequence[int]) -> Exchanged:
-        """Returns the cost of each layer's pieces, [3, layers], exchanged among `ranks` one after another; zeros if `kind` is
-        None. It is linear in bytes and in their number.
+    def _of_pieces(self, kind: Collective | None, pieces: Pieces, topology: Topology, axis: str) -> Exchanged:
+        """Returns the cost of each layer's pieces, [3, layers], exchanged one after another in groups of `axis`; zeros if
+        `kind` is None. It is linear in bytes and in their number. All groups of all stages are taken as the slowest.
         """
         if kind is None or not pieces.counts.any():
             return np.zeros((len(NOTHING), len(pieces.counts)))
@@ -220,11 +220,12 @@ class StageCosts:
 
         def priced() -> tuple[Exchanged, Exchanged]:
             """Computes the cost of a piece of no bytes, and that of each byte."""
-            empty, large = (np.array(collective(kind, size, ranks, self.machine.links)) for size in (0, LARGE_BYTES))
+            groups = all_groups(topology, axis, self.machine.links)
+            slowest = max(groups, key=lambda ranks: sum(collective(kind, LARGE_BYTES, ranks, self.machine.links)))
+            empty, large = (np.array(collective(kind, size, slowest, self.machine.links)) for size in (0, LARGE_BYTES))
             return empty, (large - empty) / LARGE_BYTES
 
-        # all ranks that are asked for begin with 0 and are equally far apart, so that two numbers name them
-        each, per_byte = once(self._priced, (kind, len(ranks), ranks[-1]), priced)
+        each, per_byte = once(self._priced, (kind, axis, topology), priced)
         return np.outer(each, pieces.counts) + np.outer(per_byte, pieces.elements * itemsize)
 
     def _update_s(self, owned: Owned, shape: Shape) -> Owned:

@@ -21,9 +21,9 @@ from sley_core.estimate.layers.operators import Operator
 from sley_core.estimate.recorded.programs import Prices, recorded_programs
 from sley_core.estimate.recorded.record import RankRecord, Recording, record
 from sley_core.estimate.recorded.words import HOST, Began, Worked
+from sley_core.estimate.seconds.groups import Ranks, groups_at_once, slowest, slowest_message
 from sley_core.estimate.seconds.host_copies import copy_cost, on_host_s
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds, seconds_of
-from sley_core.estimate.seconds.links import Cost, collective, message
 from sley_core.estimate.seconds.result import StepSeconds, simulate_programs
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from sley_core.errors import SleyError
     from sley_core.estimate.bytes.recipes import Recipes
     from sley_core.estimate.machine.tables import MachineFile
+    from sley_core.estimate.seconds.links import Cost
     from sley_core.plan.plan import Plan
 
 Found = TypeVar("Found")
@@ -115,6 +116,7 @@ class _Prices:
         self.placement = records.lists.placement
         self.machine = machine
         self._members: dict[tuple[str, int], tuple[int, ...] | SleyError] = {}
+        self._groups: dict[tuple[str, int], list[Ranks] | SleyError] = {}
         self.factors = {
             (stage, chunk, kind): self._measured(layers, kind) / computed
             for (stage, chunk), layers in measured.items()
@@ -136,7 +138,13 @@ class _Prices:
         """Returns the cost of an exchange, or of a copy to or from the host, that a stage's rank began."""
         if began.kind == "to_host" or began.kind == "to_device":
             return copy_cost(began.kind, began.num_bytes, self.machine)
-        return collective(began.kind, began.num_bytes, self.records[stage].groups[began.axis], self.machine.links)
+        groups = once(self._groups, (began.axis, stage), lambda: self._at_once(began.axis, stage))
+        return slowest(began.kind, began.num_bytes, groups, self.machine.links)
+
+    def _at_once(self, axis: str, stage: int) -> list[Ranks]:
+        """Returns groups of a stage's ranks that exchange over `axis` at once, one for each way in which they lie on hosts."""
+        own = self.records[stage]
+        return groups_at_once(own.topology, axis, own.groups[axis], self.machine.links)
 
     def members(self, axis: str, stage: int) -> tuple[int, ...]:
         """Returns the numbers of the stages whose ranks are in the group of `axis` that this stage's rank is in; of copies to
@@ -153,10 +161,9 @@ class _Prices:
 
     def message(self, position: int) -> Cost:
         """Returns the cost of the value that position `position` of the model hands to the next one."""
-        size = self.records[0].topology.ranks_per_stage
-        sender, receiver = (self.placement.holder(at).stage for at in (position, position + 1))
-        num_bytes = self.records[0].messages[position]
-        return message(num_bytes, sender * size, receiver * size, self.machine.links)
+        ends = self.placement.holder(position).stage, self.placement.holder(position + 1).stage
+        first = self.records[0]
+        return slowest_message(first.messages[position], ends, first.topology, self.machine.links)
 
     def _measured(self, layers: Sequence[LayerSeconds], kind: Kind) -> float:
         """Returns the measured seconds of an action of `kind` on these layers."""
