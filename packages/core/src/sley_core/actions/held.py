@@ -8,11 +8,12 @@ matrix product.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sley_core.actions.action import GRADIENT_KINDS, Action, Kind, Lowered, Transfer
+from sley_core.actions.action import GRADIENT_KINDS, Action, Kind, Lowered, Step, Transfer
 from sley_core.actions.costs import Costs
 from sley_core.actions.machine import taken
 from sley_core.actions.placement import Placement
@@ -28,6 +29,15 @@ CHANGES = {
     Kind.INPUT_GRADIENT: ((GRAPH, -1), (QUEUE, 1)),
     Kind.WEIGHT_GRADIENT: ((QUEUE, -1),),
 }
+
+
+WAITING = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRADIENT: -1}
+"""How many more forwards something waits of behind an action: a graph, or a queued gradient of weights."""
+
+
+def most_held(steps: Sequence[Step]) -> int:
+    """Returns of how many forwards at most something waits at once, in a stage's list, which need not be lowered."""
+    return max(accumulate((WAITING.get(one.kind, 0) for one in steps if isinstance(one, Action)), initial=0))
 
 
 class Held:

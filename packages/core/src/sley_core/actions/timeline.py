@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sley_core.actions.action import Action
 
 
-@dataclass(frozen=True)
-class TimedAction:
+class TimedAction(NamedTuple):
     """`action` of `stage` ran from `start_s` to `end_s`, in seconds after the step began."""
 
     stage: int

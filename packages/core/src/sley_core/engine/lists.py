@@ -36,6 +36,10 @@ class Lists:
         found.of_all_stages = self.of_all_stages
         return found
 
+    def computing(self, micros: int) -> Sequence[Sequence[Action]]:
+        """Returns the compute actions of all stages, which are not lowered: much cheaper, and not kept."""
+        return self._generate(micros)
+
     def splits_backward(self, micros: int) -> bool:
         """Returns whether this stage's training list has split backwards (D and W)."""
         return any(isinstance(s, Action) and s.kind is Kind.WEIGHT_GRADIENT for s in self.training(micros))

@@ -66,6 +66,7 @@ class Quick:
         self._bounds = Bounds(self)
         self._paths = KnownPaths()
         self._messages: dict[tuple[int, int], list[Cost] | SleyError] = {}  # by id of what is kept here and in `tables`
+        self._one_message: dict[tuple[int, int, int, int], Cost | SleyError] = {}
         self.passing: dict[tuple[int, int], Floats | SleyError] = {}
         self.peaks: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], list[int] | SleyError] = {}
 
@@ -135,9 +136,12 @@ class Quick:
         sender, receiver = parts.placement.route[position : position + 2]
         if sender == receiver:
             return NOTHING
-        num_bytes = int(output[parts.bounds[position + 1] - 1])
-        topology = Topology(self.world, parts.placement.stages)
-        return slowest_message(num_bytes, (sender, receiver), topology, self.machine.links)
+        num_bytes, stages = int(output[parts.bounds[position + 1] - 1]), parts.placement.stages
+
+        def cost() -> Cost:
+            return slowest_message(num_bytes, (sender, receiver), Topology(self.world, stages), self.machine.links)
+
+        return once(self._one_message, (stages, sender, receiver, num_bytes), cost)
 
     def end_s(self, pp: int) -> float:
         """Returns the seconds that end every step with `pp` stages: a sum over all ranks where there are several, and what

@@ -31,6 +31,12 @@ if TYPE_CHECKING:
     Starts = Literal["ready", "updated"]
 
 
+MOST_SIMULATED = 8192
+"""So many forwards, of all positions together, are simulated at most, or four micro-batches per stage if these are more: lists
+of as many take half a second to make.
+"""
+
+
 class QuickStep:
     """Estimates a step of `layout`, of which `cut` are the schedule's lists and parts, and `table` the seconds and bytes of
     layers.
@@ -55,19 +61,19 @@ class QuickStep:
         return self.quick.shared.of(self.layout.shape, self.parts, self.layout.reducer)
 
     def seconds(self) -> float:
-        """Returns the simulated seconds of the step. Of more than three micro-batches per stage, steps of two and of three per
-        stage are simulated: each further one adds the same.
+        """Returns the simulated seconds of the step. Of a very long one, shorter steps are simulated, one twice as long as the
+        other: each further micro-batch takes what one takes that the longer has more.
         """
-        pp = self.pp
-        if self.micros <= 3 * pp:
+        half = max(MOST_SIMULATED // self.cut.placement.num_positions // (2 * self.pp), 2) * self.pp
+        if self.micros <= max(2 * half, self.few):
             return self._simulated(self.micros)
-        some, more = self._simulated(2 * pp), self._simulated(3 * pp)
-        return more + (more - some) / pp * (self.micros - 3 * pp)
+        some, more = self._simulated(half), self._simulated(2 * half)
+        return more + (more - some) / half * (self.micros - 2 * half)
 
-    @property
+    @cached_property
     def few(self) -> int:
-        """Returns the micro-batches of shorter lists that tell of this step: two per stage, if it has as many."""
-        return min(self.micros, 2 * self.pp)
+        """Returns the micro-batches of the lists that tell what the stages hold, and bound the step's seconds."""
+        return self.cut.few(self.micros)
 
     @property
     def few_key(self) -> tuple[int, int]:
@@ -124,7 +130,7 @@ class QuickStep:
         """Returns the most bytes that wait for backwards on each stage at once."""
         kept = tuple(int(count) for count in self.parts.by_position(self.table.kept))
         handed = tuple(int(self.table.output[last - 1]) for last in self.parts.bounds[1:-1])
-        few = self.few  # with more, no stage holds more at once
+        few = self.few
 
         def held() -> list[int]:
             costs = Costs({}, (0.0,) * len(handed), kept, tuple(size // 2 for size in kept), handed)

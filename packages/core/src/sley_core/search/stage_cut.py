@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from sley_core.actions.held import Held
+from sley_core.actions.held import Held, most_held
+from sley_core.errors import SleyError
 from sley_core.estimate.seconds.outline import Outline
 
 if TYPE_CHECKING:
@@ -85,6 +86,25 @@ class StageCut:
     @property
     def placement(self) -> Placement:
         return self.parts.placement
+
+    def few(self, micros: int) -> int:
+        """Returns of how many micro-batches lists tell what stages hold in a step of `micros`: two per stage, if shorter lists
+        tell it and there are as many.
+        """
+        some = 2 * self.placement.stages
+        return some if some < micros and self._short_ones_tell else micros
+
+    @cached_property
+    def _short_ones_tell(self) -> bool:
+        """Returns whether stages hold as much in steps of two as in steps of three micro-batches per stage. A schedule may hold
+        all that there are, or have no such steps, as one that is written in a file.
+        """
+        stages = self.placement.stages
+        try:
+            some, more = self.lists.of_all_stages(2 * stages), self.lists.computing(3 * stages)
+        except SleyError:
+            return False
+        return max(map(most_held, some)) == max(map(most_held, more))
 
     def outline(self, micros: int) -> Outline:
         """Returns the lists of a step of `micros` micro-batches as numbers, which the simulation takes; made once for each
