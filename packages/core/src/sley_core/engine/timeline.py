@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,5 +132,5 @@ def _on_one_clock(everyone: list[tuple[str, float, list[TimedAction]]]) -> list[
     found = []
     for name, began_s, spans in everyone:
         late_s = began_s - zero_s if name == machine else 0.0
-        found.append([replace(span, start_s=span.start_s + late_s, end_s=span.end_s + late_s) for span in spans])
+        found.append([span._replace(start_s=span.start_s + late_s, end_s=span.end_s + late_s) for span in spans])
     return found
