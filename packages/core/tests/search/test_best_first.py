@@ -147,6 +147,25 @@ def test_a_layout_that_cannot_be_assembled_is_counted_by_its_reason():
     assert order.tally.refused == {"layout: does not divide": 2}
 
 
+@pytest.mark.parametrize("refuses", ["bound", "num_bytes", "seconds"])
+def test_where_a_layout_is_refused_the_same_with_less_on_the_device_is_asked_for(refuses):
+    """It was neither given nor counted."""
+    known = Rows([None, Estimate(7, 10)], away=(2, 5))
+    asked = getattr(known, refuses)
+
+    def only_away(layout):
+        if layout.shape.offload is None:
+            raise PlanError("layout", "not so")
+        return asked(layout)
+
+    setattr(known, refuses, only_away)
+    order = InOrder(known, known)
+    assert order.next().estimate == Estimate(9, 5)
+    assert order.next() is None
+    assert order.tally.num_layouts == 4
+    assert sum(order.tally.refused.values()) == 3, "of the first both"
+
+
 def test_what_does_not_fit_is_not_simulated():
     known = Rows([Estimate(1.0, 91), Estimate(2.0, 80)])
     order = InOrder(known, known, 40)

@@ -66,10 +66,12 @@ def test_what_runs_on_can_be_killed(program):
 
 
 KILLED = """
-import os, sys, time
+import multiprocessing, os
 from pathlib import Path
+from sley_core.testing import forked
 from sley_core.testing.forked import ForkedProgram
 if __name__ == "__main__":
+    forked.preloaded_server = lambda: multiprocessing.get_context("forkserver")  # which imports no torch
     begun = ForkedProgram("said", [], cwd=Path.cwd(), env=dict(os.environ))
     print(begun.pid, begun.stdout.readline(), flush=True)
     os.kill(os.getpid(), 9)

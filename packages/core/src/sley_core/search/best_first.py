@@ -206,7 +206,7 @@ class InOrder:
         try:
             bound = self._estimator.bound(layout)
         except SleyError as error:
-            self.tally.refuse(error)
+            self._refuse(layout, error)
             return
         if self._fits(bound.num_bytes):
             self._put(layout, bound.seconds, bound.num_bytes)
@@ -228,10 +228,15 @@ class InOrder:
                 return
             seconds = self._estimator.seconds(layout)
         except SleyError as error:
-            self.tally.refuse(error)
+            self._refuse(layout, error)
             return
         self.tally.simulated += 1
         self._put(layout, seconds, num_bytes, is_estimated=True)
+
+    def _refuse(self, layout: Candidate, error: SleyError) -> None:
+        """Counts a layout that is refused; those that differ in what leaves the device are asked for themselves."""
+        self.tally.refuse(error)
+        self.put_offloading(layout)
 
     def _is_put_back(self, layout: Candidate, seconds: float, num_bytes: int, closer_s: float) -> bool:
         """Puts a layout back on the heap under `closer_s` if that is more than the `seconds` with which it lay there; returns
