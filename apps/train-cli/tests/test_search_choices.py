@@ -15,7 +15,7 @@ from sley_core.search.quick import Quick
 from sley_core.testing.machines import small_machine
 from sley_core.testing.plans import changed, small_plan
 
-for plugin in ("sley_dp", "sley_memory", "sley_pp"):
+for plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
     pytest.importorskip(plugin)
 
 WORLD = 4
@@ -72,16 +72,26 @@ def test_what_waits_on_a_stage_is_told_of_the_micro_batches_that_were_asked_for(
     assert found[0] == found[1]
 
 
-def test_a_weight_that_layers_share_is_there_once() -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"parallel": {"dp": 2}},
+        {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}},
+        {"parallel": {"pp": 2}, "pipeline": {"use": "pp.zero_bubble_v"}},
+    ],
+    ids=["one stage", "sharded", "one of two stages"],
+)
+def test_a_weight_that_layers_share_is_there_once(layout: dict[str, Any]) -> None:
     """It counted with each, so that layouts were dropped that fit."""
     data = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
     model = {"tie_embeddings": True, "vocab_size": 32768, "hidden": 32}
-    tables = small_plan(data=data, batch={"global_size": 4, "micro_size": 1}, parallel={"dp": 2})
+    tables = small_plan(data=data, batch={"global_size": 8, "micro_size": 1}, **layout)
     plan: Any = plan_from_dict(changed(tables, **{f"model__{name}": value for name, value in model.items()}))
     quick = Quick(plan, 2, machine_from_dict(small_machine()))
-    layouts = layouts_of(plan, "micro_size", world=2)
-    assert {layout.reducer.name for layout in layouts if layout.reducer} >= {"core.each", "dp.bucketed", "dp.sharded"}
-    for layout in layouts:
-        held = rank_bytes(layout.plan(plan, 2), 0, 2).peak
-        assert quick.bound(layout).num_bytes <= quick.num_bytes(layout) <= held, layout
-        assert quick.num_bytes(layout) > 0.7 * held, layout
+    layouts = layouts_of(plan, "micro_size", "schedule", world=2)
+    reducers = {one.reducer.name for one in layouts if one.reducer}
+    assert reducers >= {"core.each", "dp.bucketed", "dp.sharded"} or layout.keys() > {"parallel"}
+    for one in layouts:
+        held = max(rank_bytes(one.plan(plan, 2), rank, 2).peak for rank in range(plan.parallel.pp))
+        assert quick.bound(one).num_bytes <= quick.num_bytes(one) <= held, one
+        assert quick.num_bytes(one) > 0.7 * held, one

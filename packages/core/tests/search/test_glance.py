@@ -146,7 +146,7 @@ def test_states_that_are_swapped_cost_the_slower_way_and_no_bytes() -> None:
     shape = next(iter(space.shapes()))
     (away,) = (one for one in space.offloading(shape) if one.offload.name == "out.swap")
     here, swapped = (Candidate(one, None, None) for one in (shape, away))
-    num_bytes = 2 * 8 * int(quick.tables.trained.numel(shape).sum())  # AdamW's states, in fp64
+    num_bytes = 2 * 8 * int(quick.tables.trained.counted(None).numel.sum())  # AdamW's states, in fp64
     assert quick.seconds(swapped) - quick.seconds(here) == pytest.approx(num_bytes / 5e8)
     assert quick.num_bytes(here) - quick.num_bytes(swapped) == num_bytes
     assert quick.least(swapped.shape).seconds <= quick.bound(swapped).seconds <= quick.seconds(swapped)
@@ -162,6 +162,6 @@ def test_exchanges_that_overlap_nothing_are_added_to_computing() -> None:
     seconds = [one.seconds(layout) for one in quick]
     sums = [
         sum(collective("sum", int(count) * DTYPES[plan.precision.gradients].itemsize, range(2), quick[0].machine.links))
-        for count in quick[0].tables.trained.numel(layout.shape)
+        for count in quick[0].tables.trained.counted(None).numel
     ]
     assert seconds[0] - seconds[1] == pytest.approx(sum(sums), rel=1e-3)

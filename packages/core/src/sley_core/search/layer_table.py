@@ -35,7 +35,7 @@ from sley_core.records import copies_to_host
 from sley_core.search.choices import choices_of
 from sley_core.search.glance import reduces, refused
 from sley_core.search.layouts import Candidate, Shape, Sizes
-from sley_core.search.parameters import Trained, num_elements
+from sley_core.search.parameters import Counted, Trained, num_elements
 from sley_core.topology import Topology
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class LayerTables:
         self._nearest = NearestLayers(self.variants, machine, choices_of(plan))
         self._tables: dict[Any, LayerColumns | SleyError] = {}
         self._exchanges: dict[tuple[int, str], tuple[Floats, Floats] | SleyError] = {}
-        self._cut: dict[str, Integers | SleyError] = {}
+        self._cut: dict[tuple[str, Counted | None], Integers | SleyError] = {}
         self._cut_ids: dict[str, frozenset[int] | SleyError] = {}
         self._sizes: dict[Any, tuple[list[list[float]], list[list[float]]] | SleyError] = {}
 
@@ -131,32 +131,33 @@ class LayerTables:
         key = sizes.sp, sizes.wp, sizes.micro_size, str(shape.activations), str(shape.weights), str(shape.attention)
         return once(self._tables, key, lambda: self._sharded(shape) if sizes.wp > 1 else self._whole(shape))
 
-    def cut(self, shape: Shape) -> Integers:
+    def cut(self, shape: Shape, counted: Counted | None = None) -> Integers:
         """Returns how many trained elements of each layer the shape's weight communicator shards: int64 [layers]; zeros without
-        one.
+        one. counted: those that count; None for all that the layer uses.
         """
         if shape.weights is None:
             return np.zeros(len(self.trained.every), dtype=np.int64)
 
         def cut() -> Integers:
             ids = self._ids_cut(shape)
-            return num_elements([[one for one in some if id(one) in ids] for some in self.trained.every])
+            held = counted.held if counted else self.trained.every
+            return num_elements([[one for one in some if id(one) in ids] for some in held])
 
-        return once(self._cut, str(shape.weights), cut)
+        return once(self._cut, (str(shape.weights), counted), cut)
 
-    def sizes(self, shape: Shape) -> tuple[list[list[float]], list[list[float]]]:
-        """Returns, by layer, the elements that a rank has of each trained parameter's gradient: first of parameters that are
+    def sizes(self, shape: Shape, counted: Counted) -> tuple[list[list[float]], list[list[float]]]:
+        """Returns, by layer, the elements that a rank has of the gradient of each `counted` parameter: first of those that are
         sharded, then of the others.
         """
 
         def sizes() -> tuple[list[list[float]], list[list[float]]]:
             """Computes it; a shard has 1/wp of the elements."""
             ids, wp = self._ids_cut(shape) if shape.weights else frozenset[int](), shape.sizes.wp
-            shards = [[one.numel() / wp for one in some if id(one) in ids] for some in self.trained.held(shape)]
-            whole = [[float(one.numel()) for one in some if id(one) not in ids] for some in self.trained.held(shape)]
+            shards = [[one.numel() / wp for one in some if id(one) in ids] for some in counted.held]
+            whole = [[float(one.numel()) for one in some if id(one) not in ids] for some in counted.held]
             return shards, whole
 
-        return once(self._sizes, (shape.sizes.pp == 1, shape.sizes.wp, str(shape.weights)), sizes)
+        return once(self._sizes, (counted, shape.sizes.wp, str(shape.weights)), sizes)
 
     def _sharded(self, shape: Shape) -> LayerColumns:
         """Returns the table of a shape that shards weights, from that of whole ones: a layer takes the longer of its computing

@@ -33,10 +33,8 @@ if TYPE_CHECKING:
     from sley_core.search.choices import Choice
     from sley_core.search.layer_table import LayerTables
     from sley_core.search.layouts import Shape
+    from sley_core.search.parameters import Counted
     from sley_core.search.stage_cut import Floats, ModelParts
-
-MOST_LAYERS_WHOLE = 2
-"""How many layers have whole weights at once where weights are sharded: one that computes, and the one after it."""
 
 LARGE_BYTES = 1 << 40
 """Of an exchange whose latency is nothing beside its bytes."""
@@ -119,9 +117,11 @@ class StageCosts:
 
         def least() -> Least:
             """Computes it: one exchange of all gradients together, and the update and states of what a rank steps itself."""
-            held, owned = self._held_elements(shape, every=True)
+            counted = self.tables.trained.counted(None)
+            held, owned = self._held_elements(shape, counted, every=True)
             offered = [
-                self._per_layer(shape) if bucket is None else self._fewest(shape, bucket) for bucket in self._buckets
+                self._per_layer(shape, counted) if bucket is None else self._fewest(shape, counted, bucket)
+                for bucket in self._buckets
             ]
             kinds: tuple[Collective, ...] = ("reduce", "sum")  # each may have rates of its own
             costs = [self._exchange(shape, kind, *pieces).sum(axis=1) for pieces in offered for kind in kinds]
@@ -137,7 +137,8 @@ class StageCosts:
         """Returns seconds and bytes of each stage. every: whether each rank that holds an element alike steps a part of it.
         bucket: bytes of gradients that are summed at once; None for those of each layer.
         """
-        cut = shape.sizes.pp == 1, shape.sizes.wp, str(shape.weights), bucket, parts if bucket else None
+        counted = self.tables.trained.counted(parts)
+        cut = counted, shape.sizes.wp, str(shape.weights), bucket, parts if bucket else None
 
         def exchanges() -> OfLayers:
             """Computes what does not depend on where optimizer states are, nor on the parts if there are no buckets."""
@@ -145,15 +146,17 @@ class StageCosts:
                 self._pieces,
                 cut,
                 lambda: (
-                    self._per_layer(shape) if bucket is None else self._filled(shape, _stages(shape, parts), bucket)
+                    self._per_layer(shape, counted)
+                    if bucket is None
+                    else self._filled(shape, counted, _stages(shape, parts), bucket)
                 ),
             )
             sums = self._exchange(shape, "reduce" if every else "sum", *pieces)
             gathers = self._exchange(shape, "gather" if every else None, *pieces)
-            return OfLayers(sums, gathers, self._reduced_once(shape))
+            return OfLayers(sums, gathers, self._reduced_once(shape, counted))
 
         exchanged = once(self._exchanged, (shape.sizes.pp, every, *cut), exchanges)
-        held, owned = map(parts.by_stage, self._held_elements(shape, every=every))
+        held, owned = map(parts.by_stage, self._held_elements(shape, counted, every=every))
         sums_s, gathers_s = (parts.by_stage(costs[BESIDE].sum(axis=0)) for costs in exchanged[:2])
         attended_s = parts.by_stage(exchanged.sums[ATTENDED] + exchanged.gathers[ATTENDED])
         state_bytes = self.steps.state_bytes(stepping(shape.offload))
@@ -163,14 +166,14 @@ class StageCosts:
         start = held * (self.weight_bytes + working) if every and shape.weights is None else np.zeros(len(held))
         return OfStages(sums_s, gathers_s, attended_s, self._update_s(owned, shape), states, start, exchanged)
 
-    def _held_elements(self, shape: Shape, *, every: bool) -> tuple[np.ndarray, np.ndarray]:
+    def _held_elements(self, shape: Shape, counted: Counted, *, every: bool) -> tuple[np.ndarray, np.ndarray]:
         """Returns, for each layer, the elements that a rank holds of its weights, and those that it steps.
 
         every: whether each of those that hold an element alike steps a part of it.
         """
-        sizes, cut = shape.sizes, self.tables.cut(shape)
+        sizes, cut = shape.sizes, self.tables.cut(shape, counted)
         ranks = self.world // sizes.pp
-        shards, whole = cut / sizes.wp, self.tables.trained.numel(shape) - cut
+        shards, whole = cut / sizes.wp, counted.numel - cut
         held = shards + whole
         return held, (shards / (ranks // sizes.wp) + whole / ranks) if every else held
 
@@ -181,34 +184,36 @@ class StageCosts:
         topology = Topology(self.world, shape.sizes.pp, wp=shape.sizes.wp)
         return self._of_pieces(kind, shards, topology, "wdp") + self._of_pieces(kind, whole, topology, "stage")
 
-    def _per_layer(self, shape: Shape) -> tuple[Pieces, Pieces]:
+    def _per_layer(self, shape: Shape, counted: Counted) -> tuple[Pieces, Pieces]:
         """Returns the pieces of a reducer that sums layer by layer: of sharded weights, a rank's part of each, and of whole
         ones.
         """
-        cut = self.tables.cut(shape)
-        return per_layer(-(-cut // shape.sizes.wp)), per_layer(self.tables.trained.numel(shape) - cut)
+        cut = self.tables.cut(shape, counted)
+        return per_layer(-(-cut // shape.sizes.wp)), per_layer(counted.numel - cut)
 
     def _filled(
-        self, shape: Shape, stages: Sequence[Sequence[tuple[int, int]]], bucket: float
+        self, shape: Shape, counted: Counted, stages: Sequence[Sequence[tuple[int, int]]], bucket: float
     ) -> tuple[Pieces, Pieces]:
         """Returns the pieces of a reducer that fills buckets of `bucket` bytes on each of `stages`."""
         most = bucket / DTYPES[self.plan.precision.gradients].itemsize
-        shards, whole = (filled(sizes, stages, most) for sizes in self.tables.sizes(shape))
+        shards, whole = (filled(sizes, stages, most) for sizes in self.tables.sizes(shape, counted))
         return shards, whole
 
-    def _fewest(self, shape: Shape, bucket: float) -> tuple[Pieces, Pieces]:
+    def _fewest(self, shape: Shape, counted: Counted, bucket: float) -> tuple[Pieces, Pieces]:
         """Returns the pieces of full buckets of `bucket` bytes, of which no cut into stages has fewer."""
         most = bucket / DTYPES[self.plan.precision.gradients].itemsize
-        shards, whole = (fewest(sizes, most) for sizes in self.tables.sizes(shape))
+        shards, whole = (fewest(sizes, most) for sizes in self.tables.sizes(shape, counted))
         return shards, whole
 
-    def _reduced_once(self, shape: Shape) -> Exchanged:
+    def _reduced_once(self, shape: Shape, counted: Counted) -> Exchanged:
         """Returns the cost of reducing each layer's gradients over the ranks that share its weights, [3, layers], if that comes
         once a step; else zeros.
         """
         is_once = reduces(shape.weights) == "step"
         topology = Topology(self.world, shape.sizes.pp, wp=shape.sizes.wp)
-        return self._of_pieces("reduce" if is_once else None, per_layer(self.tables.cut(shape)), topology, "wp")
+        return self._of_pieces(
+            "reduce" if is_once else None, per_layer(self.tables.cut(shape, counted)), topology, "wp"
+        )
 
     def _of_pieces(self, kind: Collective | None, pieces: Pieces, topology: Topology, axis: str) -> Exchanged:
         """Returns the cost of each layer's pieces, [3, layers], exchanged one after another in groups of `axis`; zeros if
@@ -238,11 +243,13 @@ class StageCosts:
         """
         if shape.weights is None:
             return np.zeros(shape.sizes.pp)
-        cut = self.tables.cut(shape)
+        cut, own = self.tables.cut(shape), self.tables.cut(shape, self.tables.trained.counted(parts))
         working, gradient = dtypes(self.plan)[0].itemsize, DTYPES[self.plan.precision.gradients].itemsize
-        largest = np.maximum.reduceat(cut, parts.starts)
-        most = (MOST_LAYERS_WHOLE * largest)[parts.places].max(axis=0)
-        whole = parts.by_stage(cut) if reduces(shape.weights) == "step" else most
+        after = np.append(cut[1:], 0)
+        after[np.array(parts.bounds[1:]) - 1] = 0
+        # whole at once are a layer that computes and the one after it in its part
+        most = np.maximum.reduceat(cut + after, parts.starts)[parts.places].max(axis=0)
+        whole = parts.by_stage(own) if reduces(shape.weights) == "step" else most
         return np.asarray(most * working + whole * gradient, dtype=np.float64)
 
     @cached_property

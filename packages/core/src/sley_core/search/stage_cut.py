@@ -7,6 +7,7 @@ stages      0   1   1   0        and by stage: schedules that deal alike have th
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -54,6 +55,10 @@ class ModelParts:
         """Returns, for each chunk of a stage, the number of its first layer and of the one behind its last."""
         bounds = list(pairwise(self.bounds))
         return [bounds[self.placement.position(stage, chunk)] for chunk in range(self.placement.chunks)]
+
+    def stage_of(self, layer: int) -> int:
+        """Returns the stage that holds a layer, by its number in the model."""
+        return self.placement.route[bisect_right(self.bounds, layer) - 1]
 
     def by_position(self, values: Sequence[float] | np.ndarray) -> Floats:
         """Returns, for values of each layer, [..., layers], their sums over each position: [..., positions]."""
