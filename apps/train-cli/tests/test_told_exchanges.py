@@ -144,8 +144,8 @@ def test_stages_that_are_alike_are_what_each_would_say_of_itself() -> None:
     assert asked[1] is not asked[2]
     for number, (one, other) in enumerate(zip(shared, asked, strict=True)):
         assert one.update_bytes == other.update_bytes > 0
-        first = [told.on(2 * number, machine.links) for told in one.exchanges]
-        assert first == [told.on(2 * number, machine.links) for told in other.exchanges]
+        first = [told.on(number, topology, machine.links) for told in one.exchanges]
+        assert first == [told.on(number, topology, machine.links) for told in other.exchanges]
         assert first
 
 
