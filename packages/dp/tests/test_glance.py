@@ -18,6 +18,7 @@ from sley_core.testing.plans import small_plan
 SHAPE = {"use": "core.llama", "num_layers": 6, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn_hidden": 128}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("use", ["dp.bucketed", "dp.sharded"])
 @pytest.mark.parametrize(("bucket_mb", "overlap"), [(0.02, 1.0), (0.1, 0.0), (25.0, 1.0)])
 def test_a_glance_counts_the_latency_of_each_bucket(use: str, bucket_mb: float, overlap: float) -> None:
