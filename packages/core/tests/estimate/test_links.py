@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from sley_core.errors import PlanError
 from sley_core.estimate.machine.tables import LinksTable
-from sley_core.estimate.seconds.groups import all_groups, groups_at_once, slowest, slowest_message
+from sley_core.estimate.seconds.groups import all_groups, groups_at_once, slowest, slowest_message, spread_apart
 from sley_core.estimate.seconds.links import NOTHING, collective, message
-from sley_core.topology import Topology
+from sley_core.topology import AXES, Topology
 
 MB = 1_000_000
 
@@ -117,6 +119,17 @@ def test_of_groups_that_lie_on_hosts_in_different_ways_the_slowest_counts() -> N
         "sum", MB, groups_at_once(topology, "sp", first, links(per_host=3)), links(per_host=3)
     ) == collective("sum", MB, first, links(per_host=3))
     assert [len(all_groups(topology, "sp", links(per_host=each))) for each in (3, 4, 12)] == [1, 2, 1]
+
+
+def test_groups_of_sizes_that_divide_are_alike_without_looking() -> None:
+    """And where they are not, each way is found."""
+    for world, per_host in product((8, 12, 24), (2, 3, 4, 6, 8)):
+        for pp, sp, wp in product((1, 2, 3, 4), repeat=3):
+            if world % (pp * sp) == world % (pp * wp) == 0:
+                topology, hosts = Topology.of(world, pp=pp, sp=sp, wp=wp), links(per_host=per_host)
+                for axis in AXES:
+                    ways = spread_apart(topology.partition(axis), hosts)
+                    assert len(all_groups(topology, axis, hosts)) == len(ways), (topology, axis, per_host)
 
 
 def test_a_plugin_s_own_group_is_priced_alone() -> None:

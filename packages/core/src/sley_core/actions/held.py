@@ -31,7 +31,7 @@ CHANGES = {
 }
 
 
-WAITING = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRADIENT: -1}
+WAITING = {kind: sum(change for _, change in changes) for kind, changes in CHANGES.items()}
 """How many more forwards something waits of behind an action: a graph, or a queued gradient of weights."""
 
 

@@ -173,8 +173,7 @@ class InOrder:
         try:
             least = self._estimator.least(shape)
         except SleyError as error:
-            self.tally.refuse(error, number)
-            self.put_offloading(shape)
+            self._refuse(shape, error, number)
             return
         if self._fits(least.num_bytes, number):
             self._put(shape, least.seconds, least.num_bytes)
@@ -233,10 +232,12 @@ class InOrder:
         self.tally.simulated += 1
         self._put(layout, seconds, num_bytes, is_estimated=True)
 
-    def _refuse(self, layout: Candidate, error: SleyError) -> None:
-        """Counts a layout that is refused; those that differ in what leaves the device are asked for themselves."""
-        self.tally.refuse(error)
-        self.put_offloading(layout)
+    def _refuse(self, what: Shape | Candidate, error: SleyError, number: int = 1) -> None:
+        """Counts the `number` layouts of a shape, or the layout, that `error` refuses; what differs in what leaves the device
+        is asked for by itself.
+        """
+        self.tally.refuse(error, number)
+        self.put_offloading(what)
 
     def _is_put_back(self, layout: Candidate, seconds: float, num_bytes: int, closer_s: float) -> bool:
         """Puts a layout back on the heap under `closer_s` if that is more than the `seconds` with which it lay there; returns

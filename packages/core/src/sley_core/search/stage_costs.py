@@ -160,7 +160,7 @@ class StageCosts:
         sums_s, gathers_s = (parts.by_stage(costs[BESIDE].sum(axis=0)) for costs in exchanged[:2])
         attended_s = parts.by_stage(exchanged.sums[ATTENDED] + exchanged.gathers[ATTENDED])
         state_bytes = self.steps.state_bytes(stepping(shape.offload))
-        states = held * self.weight_bytes + owned * state_bytes + self._gathered_bytes(shape, parts)
+        states = held * self.weight_bytes + owned * state_bytes + self._gathered_bytes(shape, counted, parts)
         working = dtypes(self.plan)[0].itemsize
         # Weights that ranks step in parts are laid anew, beside those that the model was made with.
         start = held * (self.weight_bytes + working) if every and shape.weights is None else np.zeros(len(held))
@@ -237,13 +237,13 @@ class StageCosts:
         """Returns the seconds of norm and update of so many elements, copies of offloaded states included."""
         return owned * self.steps.update_s(stepping(shape.offload))
 
-    def _gathered_bytes(self, shape: Shape, parts: ModelParts) -> Floats:
+    def _gathered_bytes(self, shape: Shape, counted: Counted, parts: ModelParts) -> Floats:
         """Returns the bytes of whole weights and whole gradients that each stage has for a while beside its shards; zeros
         without sharding.
         """
         if shape.weights is None:
             return np.zeros(shape.sizes.pp)
-        cut, own = self.tables.cut(shape), self.tables.cut(shape, self.tables.trained.counted(parts))
+        cut, own = self.tables.cut(shape), self.tables.cut(shape, counted)
         working, gradient = dtypes(self.plan)[0].itemsize, DTYPES[self.plan.precision.gradients].itemsize
         after = np.append(cut[1:], 0)
         after[np.array(parts.bounds[1:]) - 1] = 0

@@ -109,7 +109,7 @@ class StageCut:
             some, more = self.lists.of_all_stages(2 * stages), self.lists.computing(3 * stages)
         except SleyError:
             return False
-        return max(map(most_held, some)) == max(map(most_held, more))
+        return list(map(most_held, some)) == list(map(most_held, more))
 
     def outline(self, micros: int) -> Outline:
         """Returns the lists of a step of `micros` micro-batches as numbers, which the simulation takes; made once for each

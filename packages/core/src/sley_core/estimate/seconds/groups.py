@@ -27,6 +27,8 @@ def groups_at_once(topology: Topology, axis: str, ranks: Ranks, links: LinksTabl
 
     Groups of a plugin's own axis are not known, so that `ranks` come alone.
     """
+    if _all_alike(topology, links):
+        return [ranks]
     size = topology.ranks_per_stage
     stage, within = divmod(min(ranks), size)
     if axis in AXES:
@@ -40,10 +42,17 @@ def all_groups(topology: Topology, axis: str, links: LinksTable) -> list[Ranks]:
     """Returns one group of core's `axis` for each way in which its groups lie on hosts, of all stages. Cheap where sizes divide
     the ranks of a host.
     """
+    return (
+        [topology.ranks_of(axis, 0)] if _all_alike(topology, links) else spread_apart(topology.partition(axis), links)
+    )
+
+
+def _all_alike(topology: Topology, links: LinksTable) -> bool:
+    """Returns whether all groups of an axis lie on hosts in the same way, since all sizes divide the ranks of a host, or are
+    divided by them.
+    """
     sizes, per_host = (topology.ranks_per_stage, topology.sp, topology.wp), links.ranks_per_host
-    if all(size % per_host == 0 or per_host % size == 0 for size in sizes):
-        return [topology.ranks_of(axis, 0)]
-    return spread_apart(topology.partition(axis), links)
+    return all(size % per_host == 0 or per_host % size == 0 for size in sizes)
 
 
 def spread_apart(groups: Iterable[Ranks], links: LinksTable) -> list[Ranks]:
