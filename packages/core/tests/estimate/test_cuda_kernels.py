@@ -49,7 +49,7 @@ def test_a_block_keeps_what_the_kernels_save(texts, compute, size, kv_heads):
     of_groups = 1.0 if compute == "fp32" else kv_heads / HEADS
     wide = HIDDEN * (6 + 2 * of_groups) + 4 * FFN
     rows = 4 * (2 + HEADS)
-    tables = 2 * 4 * SEQUENCE * HIDDEN // HEADS // 2  # cosines and sines
+    tables = 2 * 4 * SEQUENCE * HIDDEN // HEADS  # cosines and sines
     kept = kept_by_a_block(texts, precision={"compute": compute}, model__kv_heads=kv_heads, data__documents="cut")
     assert kept == TOKENS * (wide * size + rows) + tables
 
@@ -116,7 +116,7 @@ def test_attention_keeps_what_is_added_to_its_scores():
 
 def test_blocks_share_what_is_added_to_scores_for_documents(texts):
     """In fp32 documents are a mask on CUDA too. They share angles as well, which follow from the batch's positions there."""
-    angles = 2 * 4 * SEQUENCE * HIDDEN // HEADS // 2
+    angles = 2 * 4 * SEQUENCE * HIDDEN // HEADS
     fp32 = {"precision": {"compute": "fp32"}}
     packed, cut = (kept_by_a_block(texts, **fp32, data__documents=documents) for documents in ("pack", "cut"))
     assert packed == cut - angles

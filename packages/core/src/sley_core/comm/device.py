@@ -56,6 +56,7 @@ class Device:
             raise RunError("no-device", 'the plan asks for device = "cuda", but torch finds no CUDA device')
         device = torch.device("cuda", local_rank % count)
         torch.cuda.set_device(device)
+        _begin_backwards(device)
         return cls(device, is_shared=local_size > count)
 
     @property
@@ -184,3 +185,10 @@ class Device:
         if self.type == "cuda":
             return f"{self.torch_device} ({torch.cuda.get_device_name(self.torch_device)})"
         return str(self.torch_device)
+
+
+def _begin_backwards(device: torch.device) -> None:
+    """Runs a small backward on a CUDA device. In autograd's thread no device is current before its first kernel; were that a
+    product, as in a stage whose gradients come from another one, cuBLAS would warn that it has no context.
+    """
+    torch.autograd.backward(torch.ones(1, device=device, requires_grad=True) * 2)

@@ -46,6 +46,11 @@ here disturbs those of a run, too.
 HOST_CALLS = 3
 """Calls of an idle device, where it works through a queue: by them it is known how far the host must be ahead."""
 
+HOST_S = 0.03
+"""Seconds for each repetition of a layer that the host takes longer to start than the device to run. Hosts have other work, by
+turns: a layer that was timed within a tenth of a second had seconds that differed by a third from those of a run.
+"""
+
 PLACE = (0, 0)
 """Chunk and micro-batch under which the weight gradients are queued."""
 
@@ -57,8 +62,8 @@ Handed = tuple[Description, list[Tensor]]
 class LayerTimes:
     """Holds the seconds of a layer: medians. backward, input_gradient: recomputation included.
 
-    They are the device's, with the host ahead of it; or the host's, its least, where it takes longer to start the work than
-    the device to do it.
+    They are the device's, with the host ahead of it; or the host's, where it takes longer to start the work than the device to
+    do it.
     """
 
     forward: float
@@ -156,7 +161,10 @@ class LayerBench:
         if self.device.is_async:
             idle = [call(unknown) for _ in range(HOST_CALLS)]
             ahead = median(one.host_s for one, _ in idle), median(one.host_s for _, one in idle)
+        until_s = time.perf_counter() + HOST_S * self.repetitions
         led = [call(ahead) for _ in range(self.repetitions)]
+        while self.device.is_async and _waits_for_host(led) and time.perf_counter() < until_s:
+            led.append(call(ahead))
         return _slower(idle, led, 0), _slower(idle, led, 1)
 
     @contextmanager
@@ -270,14 +278,19 @@ class LayerBench:
         return {name: self.device.move(value) for name, value in first.items()}
 
 
-def _slower(idle: Sequence[Halves], led: Sequence[Halves], half: int) -> float:
-    """Returns the seconds of a half, 0 or 1: the device's median with the host ahead; the host's least where that is more.
+def _waits_for_host(led: Sequence[Halves]) -> bool:
+    """Returns whether the host takes longer to start a half than the device to run it."""
+    return any(median(one[half].host_s - one[half].device_s for one in led) > 0 for half in (0, 1))
 
-    The least, since a run's host is ahead by many layers, and makes up for what disturbs it in one. idle: calls of an idle
-    device, none where it does not work through a queue. A call that waits for the device waits for the lead too, but not there.
+
+def _slower(idle: Sequence[Halves], led: Sequence[Halves], half: int) -> float:
+    """Returns the seconds of a half, 0 or 1, medians: the device's with the host ahead, or the host's where that is more.
+
+    idle: calls of an idle device, none where it does not work through a queue. A layer that waits for the device waits for the
+    lead too, but not there.
     """
-    device_s = median(call[half].device_s for call in led)
-    return max(device_s, min(call[half].host_s for call in (*idle, *led))) if idle else device_s
+    host_s = min(median(one[half].host_s for one in calls) for calls in (led, idle)) if idle else 0.0
+    return max(median(one[half].device_s for one in led), host_s)
 
 
 def _add_to(slot: Tensor, parameter: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Compares the estimate of a plan of one process with its run: bytes at the peak, and seconds of a step.
 
-    machine = machine_for(device, plans)              # measured as `calibrate` measures it
+    machine = machine_for(device, [plan])             # measured as `calibrate` measures it
     compared = compare("wide", plan, machine)         # on a CPU, or on the CUDA device of the plan
 
 On CUDA the allocator tells the most bytes; what cuBLAS works in comes from it too, and is told apart. On a CPU its events tell.
@@ -159,16 +159,18 @@ class Compared:
         return f"{told}, rounds {min(self.rounds):.4f} to {max(self.rounds):.4f}"
 
 
-def machine_for(device: Device, plans: Sequence[Plan]) -> MachineFile:
-    """Returns the machine that `device` is part of, with the layers of `plans`, as `calibrate` measures them.
+def measured_tables(device: Device) -> dict[str, Any]:
+    """Measures the machine that `device` is part of; returns the tables of its file, without layers."""
+    return {"format": MACHINE_FORMAT, "device": measure_device(device), "host": measure_host(device)}
+
+
+def machine_for(device: Device, plans: Sequence[Plan], known: dict[str, Any] | None = None) -> MachineFile:
+    """Returns the machine that `device` is part of, with the layers of `plans`, as `calibrate` measures them. known: what
+    `measured_tables` told; None to measure it now.
 
     Those of plans that differ in nothing that a layer knows of are measured once.
     """
-    tables: dict[str, Any] = {
-        "format": MACHINE_FORMAT,
-        "device": measure_device(device),
-        "host": measure_host(device),
-    }
+    tables = measured_tables(device) if known is None else known
     # What a layer is, what it is given, and how: neither how many micro-batches there are nor what else a run does.
     distinct = {
         repr((one.model, one.data, one.batch.micro_size, one.precision, one.activations, one.loss)): one
