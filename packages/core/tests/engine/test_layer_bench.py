@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from sley_core.comm.device import Device
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.draft import draft_model
-from sley_core.engine.layer_bench import LayerBench
+from sley_core.engine import layer_bench, lead
+from sley_core.engine.layer_bench import HOST_CALLS, LayerBench, LayerTimes
+from sley_core.engine.layer_calls import ROW
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.plans import small_plan
 
@@ -38,20 +41,43 @@ class Additions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def additions(accumulation: str, compute: str = "fp32", *, split: bool = False) -> tuple[dict[str, list[Tensor]], int]:
-    """What was added to while the first block was timed, and how many weights its linears have."""
+@dataclass(frozen=True)
+class AtOnce(Device):
+    """A device that works through a queue, in no time."""
+
+    @property
+    def is_async(self) -> bool:
+        return True
+
+    def moment(self) -> float:
+        return 0.0
+
+    def seconds_between(self, first: object, last: object) -> float:
+        return 0.0
+
+    def move(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+CPU = Device(torch.device("cpu"))
+
+
+def additions(
+    accumulation: str, compute: str = "fp32", *, split: bool = False, device: Device = CPU
+) -> tuple[dict[str, list[Tensor]], int, LayerTimes]:
+    """What was added to while the first block was timed, how many weights its linears have, and its times."""
     data = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
     plan = plan_from_dict(small_plan(data=data, precision={"compute": compute, "accumulation": accumulation}))
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model = draft_model(plan, dataset.info)
     dtype = torch.bfloat16 if compute == "bf16" else torch.float32
-    bench = LayerBench(plan, Device(torch.device("cpu")), model, dataset, dtype, torch.float32, REPETITIONS)
+    bench = LayerBench(plan, device, model, dataset, dtype, torch.float32, REPETITIONS)
     embed, block = model.layers[:2]
     _, value = bench.time(embed, None)
     weights = [one.weight for one in block.module.modules() if isinstance(one, nn.Linear)]
     with Additions({weight.shape for weight in weights}) as seen:
-        bench.time(block, value, split=split)
-    return seen.found, len(weights)
+        times, _ = bench.time(block, value, split=split)
+    return seen.found, len(weights), times
 
 
 @pytest.mark.parametrize(
@@ -59,7 +85,7 @@ def additions(accumulation: str, compute: str = "fp32", *, split: bool = False) 
     [("autograd", "fp32", "add_"), ("autograd", "bf16", "add_"), ("direct", "fp32", "addmm_")],
 )
 def test_a_backward_adds_to_the_same_memory_each_time_as_the_plan_says(accumulation, compute, operator) -> None:
-    found, num_weights = additions(accumulation, compute)
+    found, num_weights, _ = additions(accumulation, compute)
     assert found.keys() == {operator}
     assert len(found[operator]) == num_weights * (1 + REPETITIONS)
     assert len({tensor.data_ptr() for tensor in found[operator]}) == num_weights
@@ -67,12 +93,23 @@ def test_a_backward_adds_to_the_same_memory_each_time_as_the_plan_says(accumulat
 
 
 def test_a_split_backward_adds_its_products_to_the_same_memory_each_time() -> None:
-    found, num_weights = additions("autograd", split=True)
+    found, num_weights, _ = additions("autograd", split=True)
     assert len(found["addmm_"]) == num_weights * (1 + REPETITIONS)
     assert len({tensor.data_ptr() for tensor in found["addmm_"]}) == num_weights
 
 
 def test_a_split_backward_of_narrow_weights_adds_its_products_too() -> None:
     """Autograd has no gradient for the hook that adds it in the wider type: its product waits in the queue."""
-    found, num_weights = additions("autograd", "bf16", split=True)
+    found, num_weights, _ = additions("autograd", "bf16", split=True)
     assert len(found["add_"]) == 2 * num_weights * (1 + REPETITIONS), "whole backwards, and products of split ones"
+
+
+def test_a_device_that_is_faster_than_its_host_is_waited_for_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each half takes the host's seconds; rows add to the same memory, and split ones multiply as often."""
+    monkeypatch.setattr(layer_bench, "HOST_S", 0.0)
+    monkeypatch.setattr(lead, "WRITTEN_BYTES", {"cpu": 1})
+    found, num_weights, times = additions("autograd", split=True, device=AtOnce(CPU.torch_device))
+    assert all(1e-5 < seconds < 1.0 for seconds in astuple(times)), times
+    assert max(times.input_gradient, times.weight_gradient) < 2 * times.backward
+    assert len(found["addmm_"]) == num_weights * (1 + HOST_CALLS + REPETITIONS + ROW)
+    assert len({tensor.data_ptr() for tensor in found["addmm_"]}) == num_weights

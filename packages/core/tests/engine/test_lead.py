@@ -9,7 +9,8 @@ import torch
 
 from sley_core.comm.device import Device
 from sley_core.engine import layer_bench, lead
-from sley_core.engine.layer_bench import HOST_CALLS, LayerBench, _Timed
+from sley_core.engine.layer_bench import HOST_CALLS, LayerBench
+from sley_core.engine.layer_calls import Timed
 from sley_core.engine.lead import Lead, seconds_of_an_empty_backward
 
 
@@ -67,40 +68,30 @@ def test_a_backward_through_nothing_takes_the_host_some_microseconds() -> None:
     assert 1e-6 < seconds_of_an_empty_backward(Device(torch.device("cpu"))) < 1e-2
 
 
-@pytest.mark.parametrize(("device_s", "host_s"), [(5e-3, 1e-3), (1e-3, 5e-3)])
+@pytest.mark.parametrize(("device_s", "host_s"), [(5e-3, 1e-3), (1e-3, 5e-3), (1e-3, 1.5e-3)])
 def test_a_layer_takes_what_the_slower_of_device_and_host_takes(
     queue: Queue, device_s: float, host_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Medians; that of the host with an idle device is the lead of the calls that are counted. Where the host is slower there
-    are more of them, since it is disturbed for some time.
+    """Medians; that of the host with an idle device is the lead of the calls that are counted. Where it is slower than the
+    device its calls in a row count, for some time, since it is disturbed for some time.
     """
     monkeypatch.setattr(layer_bench, "HOST_S", 0.01)
     bench = object.__new__(LayerBench)
     bench.device, bench.repetitions = queue, 4
-    asked = []
+    asked, rows = [], []
 
-    def call(leads: tuple[float, float]) -> tuple[_Timed, _Timed]:
+    def call(leads: tuple[float, float]) -> tuple[Timed, Timed]:
         asked.append(leads)
-        is_first, led = len(asked) == 1, len(asked) - 1 - HOST_CALLS
-        disturbed = 7.0 if led == 1 else 0.0
-        return _Timed(device_s + is_first, host_s + disturbed), _Timed(2 * device_s, host_s)
+        late = 7.0 if len(asked) in (1, 2 + HOST_CALLS) else 0.0
+        return Timed(device_s + late, host_s), Timed(2 * device_s, host_s + late)
 
-    found = bench._medians(call)
-    assert found == (max(device_s, host_s), max(2 * device_s, host_s))
-    assert asked[: 1 + HOST_CALLS] == [(0.0, 0.0)] * (1 + HOST_CALLS)
-    led = asked[1 + HOST_CALLS :]
-    assert set(led) == {(host_s, host_s)}
-    assert len(led) == 4 if host_s < device_s else len(led) > 4
+    def in_a_row() -> tuple[float, float]:
+        rows.append(7.0 if not rows else 0.0)
+        return host_s - 2e-4 + rows[-1], host_s - 1e-4
 
-
-def test_a_layer_that_waits_for_the_device_does_not_take_the_lead(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layer_bench, "HOST_S", 0.0)
-    bench = object.__new__(LayerBench)
-    bench.device, bench.repetitions = queue, 2
-
-    def call(leads: tuple[float, float]) -> tuple[_Timed, _Timed]:
-        return (_Timed(1e-3, 2e-3 + 1.5 * leads[0]),) * 2
-
-    assert bench._medians(call) == (2e-3, 2e-3)
+    found = bench._medians(call, in_a_row)
+    is_slower = host_s > device_s
+    assert asked == [(0.0, 0.0)] * (1 + HOST_CALLS) + [(host_s, host_s)] * 4
+    assert (len(rows) > 1) == is_slower
+    expected = (host_s - 2e-4, max(2 * device_s, host_s - 1e-4)) if is_slower else (device_s, 2 * device_s)
+    assert found == pytest.approx(expected)

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,11 @@ from torch import Tensor
 from sley_core.data.cut import cut
 from sley_core.data.feed import Feed
 from sley_core.data.slices import Slices
-from sley_core.engine.boundary import Description
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.direct import accumulates_directly, queued_products
-from sley_core.engine.in_flight import InFlight, describe, edges_of
+from sley_core.engine.in_flight import describe
 from sley_core.engine.kept_tensors import KeptTensors
-from sley_core.engine.lead import Lead, seconds_of_an_empty_backward
-from sley_core.engine.step_state import MicroStep, Phase
+from sley_core.engine.layer_calls import Halves, Handed, LayerCalls
 from sley_core.engine.weight_queue import WeightQueue
 from sley_core.model.materialize import materialize
 
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from sley_core.data.dataset import AnyDataset
     from sley_core.model.layers import Layer, Model
     from sley_core.plan.plan import Plan
-    from sley_core.protocols import Loss
 
 REPETITIONS = 5
 """Default number of timed calls of a layer, after one to warm up. Their median is used, not the minimum: what disturbs a call
@@ -51,12 +48,6 @@ HOST_S = 0.03
 turns: a layer that was timed within a tenth of a second had seconds that differed by a third from those of a run.
 """
 
-PLACE = (0, 0)
-"""Chunk and micro-batch under which the weight gradients are queued."""
-
-Handed = tuple[Description, list[Tensor]]
-"""A layer's output, as it is passed to the next layer."""
-
 
 @dataclass(frozen=True)
 class LayerTimes:
@@ -70,17 +61,6 @@ class LayerTimes:
     backward: float
     input_gradient: float = 0.0
     weight_gradient: float = 0.0
-
-
-class _Timed(NamedTuple):
-    """The seconds of one half of a call. host_s: to start it."""
-
-    device_s: float
-    host_s: float
-
-
-Halves = tuple[_Timed, _Timed]
-"""Forward and backward, or the two halves of a split backward."""
 
 
 class LayerBench:
@@ -108,15 +88,11 @@ class LayerBench:
         self.dtype = dtype
         self.gradients = gradients
         self.repetitions = repetitions
-        self.apart = apart
         self._is_direct = gradients == dtype and accumulates_directly(plan.precision.accumulation, device)
-        self.loss: Loss = plan.loss.build()
-        policy = plan.activations.build([layer.name for layer in model.layers])
-        self.caller = LayerCaller(device, plan.run.seed, policy)
-        self.fields = self._micro_batch(dataset)
-        self.micro = MicroStep(0, 0, Phase.TRAIN, 0, 0)
-        self._lead = Lead(device)
-        self._empty_s = seconds_of_an_empty_backward(device) if device.is_async else 0.0
+        caller = LayerCaller(device, plan.run.seed, plan.activations.build([layer.name for layer in model.layers]))
+        fields, forgets = self._micro_batch(dataset), gradients is None
+        last, loss = model.layers[-1], plan.loss.build()
+        self._calls = LayerCalls(device, caller, fields, loss, last, forgets=forgets, apart=apart)
         self._remembered = [(layer, layer.written, layer.held) for layer in model.layers]
 
     def time(self, layer: Layer, value: Handed | None, *, split: bool = False) -> tuple[LayerTimes, Handed]:
@@ -136,36 +112,49 @@ class LayerBench:
             device=self.device.torch_device,
             owned={layer.name},
         )
-        queue = WeightQueue()
-        outputs: list[Any] = []
+        calls, queue, outputs = self._calls, WeightQueue(), list[Any]()
         with self._accumulating(layer):
             with self._products(layer, queue) if self._is_direct else nullcontext():
-                forward, backward = self._medians(lambda host_s: self._whole(layer, value, outputs, host_s))
+                forward, backward = self._medians(
+                    lambda host_s: calls.whole(layer, value, outputs, host_s),
+                    lambda: calls.in_a_row(layer, value, None),
+                )
             first, second = 0.0, 0.0
             if split:
                 with self._products(layer, queue):
-                    first, second = self._medians(lambda host_s: self._split(layer, value, queue, host_s))
+                    first, second = self._medians(
+                        lambda host_s: calls.split(layer, value, queue, host_s),
+                        lambda: calls.in_a_row(layer, value, queue),
+                    )
         as_it_was.put_back()
         description, tensors = describe(outputs[-1])
         times = LayerTimes(forward, backward, first, second)
         return times, (description, [tensor.detach() for tensor in tensors])
 
-    def _medians(self, call: Callable[[tuple[float, float]], Halves]) -> tuple[float, float]:
-        """Calls `call` as often as is asked for, and returns the seconds of its halves.
+    def _medians(
+        self, call: Callable[[tuple[float, float]], Halves], in_a_row: Callable[[], tuple[float, float]]
+    ) -> tuple[float, float]:
+        """Calls `call` as often as is asked for, and returns the seconds of its halves, medians: the device's, or the host's of
+        `in_a_row` where that takes longer.
 
         call: given the host's seconds to start each half, 0 where they are not known yet.
         """
         unknown = (0.0, 0.0)
         call(unknown)  # loads kernels, and takes memory
-        ahead, idle = unknown, list[Halves]()
+        ahead = unknown
         if self.device.is_async:
             idle = [call(unknown) for _ in range(HOST_CALLS)]
             ahead = median(one.host_s for one, _ in idle), median(one.host_s for _, one in idle)
-        until_s = time.perf_counter() + HOST_S * self.repetitions
         led = [call(ahead) for _ in range(self.repetitions)]
-        while self.device.is_async and _waits_for_host(led) and time.perf_counter() < until_s:
-            led.append(call(ahead))
-        return _slower(idle, led, 0), _slower(idle, led, 1)
+        first, second = (median(one[half].device_s for one in led) for half in (0, 1))
+        if self.device.is_async and (ahead[0] > first or ahead[1] > second):
+            until_s = time.perf_counter() + HOST_S * self.repetitions
+            hosts = [in_a_row()]
+            while time.perf_counter() < until_s:
+                hosts.append(in_a_row())
+            first = max(first, median(one for one, _ in hosts))
+            second = max(second, median(one for _, one in hosts))
+        return first, second
 
     @contextmanager
     def _accumulating(self, layer: Layer) -> Iterator[None]:
@@ -187,85 +176,6 @@ class LayerBench:
     def _products(self, layer: Layer, queue: WeightQueue) -> AbstractContextManager[None]:
         return queued_products(layer.module, queue, self.gradients or self.dtype)
 
-    def _whole(self, layer: Layer, value: Handed | None, outputs: list[Any], host_s: tuple[float, float]) -> Halves:
-        """Runs the layer forward and backward, as two halves; its output is all that `outputs` has afterwards."""
-        outputs.clear()
-        held, args, named = self._entered(layer, value)
-        self._lead(host_s[0])
-        self.apart()
-        began, began_s = self.device.moment(), time.perf_counter()
-        output = self._called(layer, held, args, named)
-        ended_s, ready, there = time.perf_counter(), self.device.moment(), self.apart()
-        outputs.append(output)
-        gradients = self._left(layer, held, output)
-        self._lead(host_s[1])
-        turned, turned_s = self.device.moment(), time.perf_counter()
-        self._backward(held, gradients)
-        done_s, ended, back = time.perf_counter(), self.device.moment(), self.apart()
-        self._forget(layer)
-        return (
-            _Timed(self._seconds((began, ready), there), ended_s - began_s),
-            _Timed(self._seconds((turned, ended), back), max(0.0, done_s - turned_s - self._empty_s)),
-        )
-
-    def _split(self, layer: Layer, value: Handed | None, queue: WeightQueue, host_s: tuple[float, float]) -> Halves:
-        """Runs the layer with a split backward, whose parts are the halves."""
-        held, args, named = self._entered(layer, value)
-        gradients = self._left(layer, held, self._called(layer, held, args, named))
-        self._lead(host_s[0])
-        self.apart()
-        began, began_s = self.device.moment(), time.perf_counter()
-        with queue.collecting(PLACE):
-            self._backward(held, gradients)
-        ended_s, done, first = time.perf_counter(), self.device.moment(), self.apart()
-        self._lead(host_s[1])
-        turned, turned_s = self.device.moment(), time.perf_counter()
-        queue.run(PLACE)
-        done_s, ended, second = time.perf_counter(), self.device.moment(), self.apart()
-        self._forget(layer)
-        return (
-            _Timed(self._seconds((began, done), first), max(0.0, ended_s - began_s - self._empty_s)),
-            _Timed(self._seconds((turned, ended), second), done_s - turned_s),
-        )
-
-    def _backward(self, held: InFlight, gradients: list[Tensor]) -> None:
-        """Runs the backward of what is in flight, if anything of it has one."""
-        if held.loss is None or held.loss.requires_grad:
-            held.backward(gradients)
-
-    def _seconds(self, span: Span, apart: Sequence[Span]) -> float:
-        """Returns the seconds of `span` on the device, without those of `apart`. Waits for the device: called once all work is
-        queued, so that no timed work waits.
-        """
-        whole, *others = (self.device.seconds_between(*one) for one in (span, *apart))
-        return max(0.0, whole - sum(others))
-
-    def _forget(self, layer: Layer) -> None:
-        if self.gradients is None:
-            layer.module.zero_grad(set_to_none=True)
-
-    def _entered(self, layer: Layer, value: Handed | None) -> tuple[InFlight, tuple[Any, ...], Mapping[str, Tensor]]:
-        """Returns what is in flight, and the layer's arguments and fields."""
-        held = InFlight()
-        args: tuple[Any, ...] = () if value is None else (held.enter(*value),)
-        return held, args, {name: self.fields[name] for name in layer.fields}
-
-    def _called(self, layer: Layer, held: InFlight, args: tuple[Any, ...], named: Mapping[str, Tensor]) -> Any:
-        """Runs the layer's forward, and the loss after the last; returns its output."""
-        output = self.caller(layer, args, named, self.micro)
-        if layer is self.model.layers[-1]:
-            held.loss = self.loss.loss(output, self.fields)
-        return output
-
-    def _left(self, layer: Layer, held: InFlight, output: Any) -> list[Tensor]:
-        """Returns the gradients (ones) to start the backward with."""
-        if held.loss is not None:
-            return [torch.ones_like(held.loss)]
-        description, tensors = describe(output)
-        held.edges = edges_of(description, tensors)
-        pairs = zip(description.leaves, tensors, strict=True)
-        return [torch.ones_like(tensor) for leaf, tensor in pairs if leaf.has_gradient]
-
     def _micro_batch(self, dataset: AnyDataset) -> Mapping[str, Tensor]:
         """Returns the first micro-batch of the run, as the first rank of `sp` gets it, on the device."""
         plan, size = self.plan, self.plan.batch.global_size
@@ -276,21 +186,6 @@ class LayerBench:
         declared = {name: field for name, field in dataset.info.fields.items() if name in batch}
         first = Slices(declared, plan.parallel.sp, 0)(batch)
         return {name: self.device.move(value) for name, value in first.items()}
-
-
-def _waits_for_host(led: Sequence[Halves]) -> bool:
-    """Returns whether the host takes longer to start a half than the device to run it."""
-    return any(median(one[half].host_s - one[half].device_s for one in led) > 0 for half in (0, 1))
-
-
-def _slower(idle: Sequence[Halves], led: Sequence[Halves], half: int) -> float:
-    """Returns the seconds of a half, 0 or 1, medians: the device's with the host ahead, or the host's where that is more.
-
-    idle: calls of an idle device, none where it does not work through a queue. A layer that waits for the device waits for the
-    lead too, but not there.
-    """
-    host_s = min(median(one[half].host_s for one in calls) for calls in (led, idle)) if idle else 0.0
-    return max(median(one[half].device_s for one in led), host_s)
 
 
 def _add_to(slot: Tensor, parameter: Tensor) -> None:

@@ -13,7 +13,8 @@ import torch
 
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.engine.layer_bench import Handed, LayerBench
+from sley_core.engine.layer_bench import LayerBench
+from sley_core.engine.layer_calls import Handed
 from sley_core.records import PartitionerRecord
 
 if TYPE_CHECKING:

@@ -22,8 +22,10 @@ SMALL_BYTES = 1 << 12
 NUM_SMALL = 100
 """Of them one after the other: what the host takes to start one is hidden, as in a run, by those before."""
 
-STEPPED = 1 << 24
-"""Elements that an optimizer steps on the host, to time it: more than caches hold."""
+STEPPED = 1 << 26
+"""Elements that an optimizer steps on the host, to time it: more than caches hold, which of a server are hundreds of MiB. In a
+run each element is stepped once between two forwards.
+"""
 
 STEP_BYTES = 7 * 4 + 6
 """Of each element in fp32: weight, gradient and two states are read, all but the gradient written; then the weight is rounded

@@ -19,7 +19,8 @@ from sley_core.comm.groups import imagined
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.draft import DTYPES, draft_model, dtypes
-from sley_core.engine.layer_bench import Handed, LayerBench
+from sley_core.engine.layer_bench import LayerBench
+from sley_core.engine.layer_calls import Handed
 from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.errors import PlanError, SleyError
 from sley_core.estimate.layers.distinct import layer_keys
