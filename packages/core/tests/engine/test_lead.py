@@ -10,7 +10,7 @@ import torch
 from sley_core.comm.device import Device
 from sley_core.engine import layer_bench, lead
 from sley_core.engine.layer_bench import HOST_CALLS, LayerBench
-from sley_core.engine.layer_calls import Timed
+from sley_core.engine.layer_calls import Half
 from sley_core.engine.lead import Lead, seconds_of_an_empty_backward
 
 
@@ -80,10 +80,10 @@ def test_a_layer_takes_what_the_slower_of_device_and_host_takes(
     bench.device, bench.repetitions = queue, 4
     asked, rows = [], []
 
-    def call(leads: tuple[float, float]) -> tuple[Timed, Timed]:
+    def call(leads: tuple[float, float]) -> tuple[Half, Half]:
         asked.append(leads)
         late = 7.0 if len(asked) in (1, 2 + HOST_CALLS) else 0.0
-        return Timed(device_s + late, host_s), Timed(2 * device_s, host_s + late)
+        return Half(device_s + late, host_s), Half(2 * device_s, host_s + late)
 
     def in_a_row() -> tuple[float, float]:
         rows.append(7.0 if not rows else 0.0)

@@ -10,6 +10,7 @@ import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -106,18 +107,23 @@ def _alone(path: Path) -> File:
 
 def standard_library() -> Found:
     """Returns the source files of the running Python's standard library, sorted, without tests and installed packages."""
-    root = Path(sysconfig.get_path("stdlib"))
+    root = sysconfig.get_path("stdlib")
+    if files := _sources(root):
+        return [*files], []
+    message = f"this Python has no source files in `{root}`"
+    return [], [Problem(("data", "source"), message, "name `files` instead", "data-missing")]
+
+
+@cache
+def _sources(root: str) -> tuple[File, ...]:
+    """Returns the files with source of a library, which stays as it is while a program runs."""
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in NOT_LIBRARY]
         prefix = Path(folder, "_").relative_to(root).as_posix()[:-1]
         paths = [(name, Path(folder, name)) for name in names if name.endswith(".py")]
         files += [File(prefix + name, path, path.stat().st_size) for name, path in paths]
-    found = sorted((file for file in files if file.num_bytes), key=lambda file: file.name)
-    if found:
-        return found, []
-    message = f"this Python has no source files in `{root}`"
-    return [], [Problem(("data", "source"), message, "name `files` instead", "data-missing")]
+    return tuple(sorted((file for file in files if file.num_bytes), key=lambda file: file.name))
 
 
 def text_files(config: TextConfig, split: Split) -> Found:

@@ -37,14 +37,14 @@ Handed = tuple[Description, list[Tensor]]
 """A layer's output, as it is passed to the next layer."""
 
 
-class Timed(NamedTuple):
+class Half(NamedTuple):
     """The seconds of one half of a call. host_s: to start it."""
 
     device_s: float
     host_s: float
 
 
-Halves = tuple[Timed, Timed]
+Halves = tuple[Half, Half]
 """Forward and backward, or the two halves of a split backward."""
 
 
@@ -96,8 +96,8 @@ class LayerCalls:
         done_s, ended, back = time.perf_counter(), self.device.moment(), self.apart()
         self._forget(layer)
         return (
-            Timed(self._seconds((began, ready), there), ended_s - began_s),
-            Timed(self._seconds((turned, ended), back), max(0.0, done_s - turned_s - self._empty_s)),
+            Half(self._seconds((began, ready), there), ended_s - began_s),
+            Half(self._seconds((turned, ended), back), max(0.0, done_s - turned_s - self._empty_s)),
         )
 
     def split(self, layer: Layer, value: Handed | None, queue: WeightQueue, host_s: tuple[float, float]) -> Halves:
@@ -116,8 +116,8 @@ class LayerCalls:
         done_s, ended, second = time.perf_counter(), self.device.moment(), self.apart()
         self._forget(layer)
         return (
-            Timed(self._seconds((began, done), first), max(0.0, ended_s - began_s - self._empty_s)),
-            Timed(self._seconds((turned, ended), second), done_s - turned_s),
+            Half(self._seconds((began, done), first), max(0.0, ended_s - began_s - self._empty_s)),
+            Half(self._seconds((turned, ended), second), done_s - turned_s),
         )
 
     def in_a_row(self, layer: Layer, value: Handed | None, queue: WeightQueue | None) -> tuple[float, float]:
