@@ -37,8 +37,14 @@ PLAN = small_plan(
 )
 WORLD = 8
 LIMIT_S = 60.0
-MANY = changed(PLAN, pipeline={"use": "pp.one_f_one_b"})
-"""Of four kinds: each stage holds another number of micro-batches. Of two, none would be looked at in another process."""
+MANY = changed(
+    PLAN,
+    model__num_layers=4,
+    parallel__pp=3,
+    pipeline={"use": "pp.one_f_one_b"},
+    partition={"use": "pp.explicit", "layers": [2, 2, 2]},
+)
+"""Of three kinds: each stage holds another number of micro-batches. Of two, none would be looked at in another process."""
 
 
 def kinds(tables: Tables, folder: Path) -> list[int]:
@@ -51,7 +57,7 @@ def kinds(tables: Tables, folder: Path) -> list[int]:
 
 def one_by_one(tables: Tables, folder: Path) -> list[RankBytes]:
     plan = plan_from_dict(tables, folder)
-    return [rank_bytes(plan, rank, WORLD) for rank in range(0, WORLD, WORLD // 4)]
+    return [rank_bytes(plan, rank, plan.world()) for rank in range(0, plan.world(), 2)]
 
 
 def test_stages_of_a_kind_hold_alike(texts: Path) -> None:
@@ -75,13 +81,15 @@ def test_stages_that_differ_are_of_two_kinds(texts: Path, changes: Any) -> None:
 
 
 def recorded(tables: Tables, folder: Path, cores: int) -> list[RankRecord]:
-    return list(records_of(plan_from_dict(tables, folder), WORLD, cores=cores).ranks)
+    plan = plan_from_dict(tables, folder)
+    return list(records_of(plan, plan.world(), cores=cores).ranks)
 
 
 def in_forks(tables: Tables, folder: Path) -> tuple[list[RankBytes], list[RankRecord]]:
     assert can_fork()
     with patch.object(each_rank, "forked", wraps=forked) as used:
-        found = list(stage_bytes(plan_from_dict(tables, folder), WORLD, cores=2)), recorded(tables, folder, 2)
+        plan = plan_from_dict(tables, folder)
+        found = list(stage_bytes(plan, plan.world(), cores=2)), recorded(tables, folder, 2)
     assert used.call_count == 2, "else nothing was done in a process of its own"
     return found
 
