@@ -17,9 +17,10 @@ from sley_core.draft import draft_model
 from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.engine.stage import stage_of
 from sley_core.errors import PlanError
+from sley_core.estimate.bytes.stages import stage_bytes
 from sley_core.estimate.layers.of_plan import priced_layers
 from sley_core.estimate.machine.read import machine_from_dict
-from sley_core.estimate.seconds_of_plan import estimate_seconds
+from sley_core.estimate.seconds_of_plan import estimate_both, estimate_seconds
 from sley_core.estimate.stage_facts import stage_facts
 from sley_core.model.layers import Model
 from sley_core.plan.load import plan_from_dict
@@ -147,6 +148,23 @@ def test_stages_that_are_alike_are_what_each_would_say_of_itself() -> None:
         first = [told.on(number, topology, machine.links) for told in one.exchanges]
         assert first == [told.on(number, topology, machine.links) for told in other.exchanges]
         assert first
+
+
+@pytest.mark.parametrize("handler", ["dp.sharded", "dp.bucketed"])
+def test_runs_that_tell_their_bytes_tell_the_same_exchanges(handler: str) -> None:
+    """They are asked before their first step, as a run is that takes none."""
+    tables = plan_of(
+        model__tie_embeddings=True,
+        parallel={"pp": 2, "dp": 2},
+        pipeline={"use": "pp.one_f_one_b"},
+        partition={"use": "pp.uniform"},
+        gradient_handlers=[{"use": handler}, {"use": "pp.shared_modules"}],
+    )
+    plan, machine = plan_from_dict(tables), machine_from_dict(changed(MACHINE, links__ranks_per_host=4))
+    held, seconds = estimate_both(plan, 4, machine)
+    assert held == list(stage_bytes(plan, 4))
+    assert seconds.step == estimate_seconds(plan, 4, machine).step
+    assert seconds.step.exposed_s(0)
 
 
 @pytest.mark.parametrize(("dp", "reduced"), [(1, {}), (2, {"gradient_handlers": [{"use": "dp.bucketed"}]})])

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.draft import draft_model, layer_costs_of
+from sley_core.draft import draft_model, draft_of
 from sley_core.engine.on_meta import meta_micro_batch
-from sley_core.engine.stage import Stage, stage_of
 from sley_core.estimate.layers.of_plan import PricedLayer, priced_layers, priced_slices
 from sley_core.estimate.machine.notes import notes_on
 from sley_core.estimate.seconds.groups import slowest_message
@@ -29,9 +28,12 @@ from sley_core.estimate.stage_facts import UntoldError, stage_facts
 from sley_core.records import copies_to_host
 
 if TYPE_CHECKING:
+    from sley_core.draft import Draft
+    from sley_core.engine.stage import Stage
     from sley_core.estimate.bytes.rank import RankBytes
     from sley_core.estimate.machine.tables import MachineFile
     from sley_core.estimate.recorded.of_plan import Records
+    from sley_core.estimate.stage_facts import StageFacts
     from sley_core.plan.plan import Plan
     from sley_core.topology import Topology
 
@@ -55,13 +57,21 @@ def estimate_both(
     """Returns what `stage_bytes` and `estimate_seconds` do, and raises as they do. On CUDA, a plan of which one rank per stage
     must take steps for either takes them once.
     """
-    from sley_core.estimate.bytes.stages import stage_bytes
+    from sley_core.estimate.bytes.each_rank import checked_topology, first_draft
+    from sley_core.estimate.bytes.stages import bytes_and_facts, stage_bytes
     from sley_core.estimate.recorded.of_plan import bytes_and_records_of
 
-    if plan.run.device == machine.device.kind == "cuda" and not _is_in_the_lists(plan):
+    # bytes first: after a backward in this process, those forked from it could have none
+    if _is_in_the_lists(plan):
+        checked_topology(plan, size)
+        draft = first_draft(plan, size)
+        held, facts = bytes_and_facts(plan, size, cores, draft)
+        if facts is not None:
+            return held, _with_notes(_told_by_lists(plan, size, machine, draft, facts), machine, size)
+        return held, estimate_seconds(plan, size, machine, cores)
+    if plan.run.device == machine.device.kind == "cuda":
         found, records = bytes_and_records_of(plan, size, cores)
         return found, estimate_seconds(plan, size, machine, cores, records)
-    # bytes first: after a backward in this process, those forked from it could have none
     return list(stage_bytes(plan, size, cores)), estimate_seconds(plan, size, machine, cores)
 
 
@@ -81,20 +91,29 @@ def estimate_seconds(
         found = _told_by_lists(plan, size, machine) if in_lists else _recorded(plan, size, machine, cores, records)
     except UntoldError:
         found = _recorded(plan, size, machine, cores, records)
+    return _with_notes(found, machine, size)
+
+
+def _with_notes(found: PlanSeconds, machine: MachineFile, size: int) -> PlanSeconds:
+    """Returns `found` with what there is to note on a world of `size` on the machine."""
     return replace(found, notes=(*found.notes, *notes_on(machine, size)))
 
 
-def _told_by_lists(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
-    """Returns the seconds of a plan from its lists and what its handlers tell. Raises UntoldError if one does not."""
+def _told_by_lists(
+    plan: Plan, size: int, machine: MachineFile, draft: Draft | None = None, facts: Sequence[StageFacts] | None = None
+) -> PlanSeconds:
+    """Returns the seconds of a plan from its lists and what its handlers tell. Raises UntoldError if one does not.
+
+    draft: of a rank of that world, which is not used up; facts: of each stage; both are found where they are not given.
+    """
     topology = plan.topology(size)
-    dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
-    model = draft_model(plan, dataset.info)
-    layers = priced_layers(plan, model, meta_micro_batch(plan, dataset), machine)
-    with World.fake(0, size) as world:
-        costs, notes = layer_costs_of(plan, world, model)
-    stage = stage_of(plan, topology, 0, model, costs)
+    if draft is None:
+        with World.fake(0, size) as world:
+            draft = draft_of(plan, world)
+    stage, notes = draft.stage, draft.notes
+    layers = priced_layers(plan, draft.model, meta_micro_batch(plan, draft.dataset), machine)
     num_micros = plan.num_micros(topology)
-    facts = stage_facts(plan, topology, stage, layers)
+    facts = stage_facts(plan, topology, stage, layers) if facts is None else facts
     work = StepWork(
         parts=[[one.seconds for one in part] for part in _by_position(layers, stage)],
         messages=_messages(_by_position(layers, stage), stage, topology, machine),

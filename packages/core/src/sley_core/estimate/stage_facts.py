@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from sley_core.engine.stage import Stage
     from sley_core.engine.stepper import Stepper
     from sley_core.estimate.layers.of_plan import PricedLayer
+    from sley_core.estimate.layers.operators import Operator
     from sley_core.estimate.machine.tables import LinksTable
     from sley_core.plan.plan import Plan
     from sley_core.protocols import HandlerExchange
+    from sley_core.run import Run
     from sley_core.topology import Topology
 
 
@@ -36,8 +38,9 @@ class UntoldError(Exception):
 class ToldExchange:
     """Holds what a handler said, for the ranks of any stage like the one that was asked.
 
-    one: what it said. handler: its number among the stage's. uses: the layers of the stage whose weights it is about. ranks: of
-    its group, counted from the first rank of the stage. tie: None, or the tied parameter's name and the stages that have it.
+    one: what it said, without its entries. handler: its number among the stage's. uses: the layers of the stage whose weights
+    it is about. ranks: of its group, counted from the first rank of the stage. tie: None, or the tied parameter's name and the
+    stages that have it.
     """
 
     one: HandlerExchange
@@ -71,6 +74,35 @@ class StageFacts:
     update_bytes: int
 
 
+class FactsOfRun:
+    """Finds the facts of the stage whose fake run takes steps for its bytes. found: None where a handler does not tell.
+
+    count: tensors like the weight that the optimizer keeps.
+    """
+
+    found: StageFacts | None
+
+    def __init__(self, plan: Plan, count: int) -> None:
+        self._plan = plan
+        self._count = count
+
+    def follow(self, run: Run, tensors: object) -> None:
+        """Asks `run`, which has taken no step yet."""
+        try:
+            self.found = _facts_of(self._plan, run, self._count)
+        except UntoldError:
+            self.found = None
+
+    def begin(self) -> None:
+        """Does nothing: all is known."""
+
+    def end(self) -> None:
+        """Does nothing."""
+
+    def note(self, operator: Operator) -> None:
+        """Does nothing."""
+
+
 def stage_facts(plan: Plan, topology: Topology, stage: Stage, layers: Sequence[PricedLayer]) -> list[StageFacts]:
     """Returns what the ranks of each stage exchange and update, in the order of stages. Stages with layers of the same keys,
     and no tie, are alike, and one of them is assembled in a fake world.
@@ -98,13 +130,18 @@ def _facts(plan: Plan, topology: Topology, number: int, count: int) -> StageFact
     """
     first = number * topology.ranks_per_stage
     with World.fake(first, topology.world) as world, assemble(plan, world) as run:
-        told = tuple(
-            _told(run.parts, run.stepper, one, at)
-            for at, handler in enumerate(run.stepper.handlers)
-            for one in _asked(handler.exchanges())
-            if run.groups[one.axis].size > 1
-        )
-        return StageFacts(told, _update_bytes(plan, run.parts, count))
+        return _facts_of(plan, run, count)
+
+
+def _facts_of(plan: Plan, run: Run, count: int) -> StageFacts:
+    """Returns the facts of the stage of `run`, which has taken no step yet. count: as `_facts` takes it."""
+    told = tuple(
+        _told(run.parts, run.stepper, one, at)
+        for at, handler in enumerate(run.stepper.handlers)
+        for one in _asked(handler.exchanges())
+        if run.groups[one.axis].size > 1
+    )
+    return StageFacts(told, _update_bytes(plan, run.parts, count))
 
 
 def _asked(exchanges: Sequence[HandlerExchange] | None) -> Sequence[HandlerExchange]:
@@ -128,7 +165,8 @@ def _told(parts: Parts, stepper: Stepper, one: HandlerExchange, handler: int) ->
     tie = None
     if one.axis.startswith(TIE):
         tie = one.entries[0].name, tuple(sorted(parts.topology.coordinates(rank).stage for rank in ranks))
-    return ToldExchange(one, handler, uses, tuple(rank - parts.world.rank for rank in ranks), tie)
+    alone = replace(one, entries=())  # which would hold the run
+    return ToldExchange(alone, handler, uses, tuple(rank - parts.world.rank for rank in ranks), tie)
 
 
 def _update_bytes(plan: Plan, parts: Parts, count: int) -> int:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from sley_core.estimate.bytes.each_rank import checked_topology, each_rank, first_draft
+from sley_core.estimate.bytes.each_rank import Look, checked_topology, each_rank, first_draft
 from sley_core.estimate.bytes.ledger import StepPlace
 from sley_core.estimate.bytes.rank import Moment, RankBytes, rank_bytes
 from sley_core.estimate.bytes.stage_kinds import stage_kinds
+from sley_core.estimate.stage_facts import FactsOfRun, StageFacts, num_states
 
 if TYPE_CHECKING:
     from sley_core.draft import Draft
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from sley_core.estimate.bytes.recipes import Recipes
     from sley_core.plan.plan import Plan
     from sley_core.topology import Topology
+
+Found = TypeVar("Found")
 
 
 def stage_bytes(plan: Plan, size: int, cores: int = 1) -> Iterator[RankBytes]:
@@ -30,19 +33,45 @@ def stage_bytes(plan: Plan, size: int, cores: int = 1) -> Iterator[RankBytes]:
     than another. cores: how many processes may work at a time. Raises PlanError for all that the plan's checks find, and as
     `rank_bytes` does.
     """
-    topology = checked_topology(plan, size)
-    draft = first_draft(plan, size)
+
+    def look(rank: int, recipes: Recipes, own: Draft | None) -> tuple[RankBytes, None]:
+        return rank_bytes(plan, rank, size, recipes, own), None
+
+    checked_topology(plan, size)
+    for held, _ in _each_stage(plan, size, cores, look, first_draft(plan, size)):
+        yield held
+
+
+def bytes_and_facts(plan: Plan, size: int, cores: int, draft: Draft) -> tuple[list[RankBytes], list[StageFacts] | None]:
+    """Returns what `stage_bytes` yields, and what the ranks of each stage exchange of gradients and update, of the same runs;
+    None where a handler does not tell.
+
+    draft: of a rank of that world, which is not used up. Raises as `stage_bytes` and `num_states` do.
+    """
+    count = num_states(plan)
+
+    def look(rank: int, recipes: Recipes, own: Draft | None) -> tuple[RankBytes, StageFacts | None]:
+        facts = FactsOfRun(plan, count)
+        return rank_bytes(plan, rank, size, recipes, own, facts), facts.found
+
+    found = list(_each_stage(plan, size, cores, look, draft))
+    told = [facts for _, facts in found if facts is not None]
+    return [held for held, _ in found], told if len(told) == len(found) else None
+
+
+def _each_stage(
+    plan: Plan, size: int, cores: int, look: Look[tuple[RankBytes, Found]], draft: Draft
+) -> Iterator[tuple[RankBytes, Found]]:
+    """Yields what `look` finds of the first rank of each stage, in order, where stages of one kind are looked at once."""
+    topology = plan.topology(size)
     kinds = stage_kinds(plan, topology, draft)
     firsts = {kind: kinds.index(kind) for kind in reversed(kinds)}
     ranks = {kind: number * topology.ranks_per_stage for kind, number in sorted(firsts.items(), key=lambda one: one[1])}
-
-    def look(rank: int, recipes: Recipes, own: Draft | None) -> RankBytes:
-        return rank_bytes(plan, rank, size, recipes, own)
-
     found = each_rank(plan, list(ranks.values()), cores, look, lambda: draft)
-    known: dict[Hashable, RankBytes] = dict(zip(ranks, found, strict=True))
+    known: dict[Hashable, tuple[RankBytes, Found]] = dict(zip(ranks, found, strict=True))
     for number, kind in enumerate(kinds):
-        yield _as_on(known[kind], draft.stage.at(number), topology)
+        held, more = known[kind]
+        yield _as_on(held, draft.stage.at(number), topology), more
 
 
 def _as_on(one: RankBytes, stage: Stage, topology: Topology) -> RankBytes:

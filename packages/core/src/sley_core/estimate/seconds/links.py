@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from sley_core.errors import PlanError
@@ -45,17 +46,16 @@ def collective(kind: Collective, num_bytes: int, ranks: Sequence[int], links: Li
     if size == 1:
         return NOTHING
     passes = 2 if kind == "sum" else 1
-    hosts = Counter(rank // links.ranks_per_host for rank in ranks)
-    per_host = max(hosts.values())
+    num_hosts, per_host = _on_hosts(ranks if isinstance(ranks, range) else tuple(ranks), links.ranks_per_host)
     if kind == "swap":
-        return _swap(num_bytes, size, per_host, len(hosts), links)
+        return _swap(num_bytes, size, per_host, num_hosts, links)
     ways: list[WayTable] = []
     bandwidths: list[float] = []
     if per_host > 1:
         same = _same(links)
         ways.append(_way(same, kind))
         bandwidths.append(_between_ranks(same, kind, links))
-    if len(hosts) > 1:
+    if num_hosts > 1:
         other = _other(links)
         way = _way(other, kind)
         ways.append(way)
@@ -66,6 +66,13 @@ def collective(kind: Collective, num_bytes: int, ranks: Sequence[int], links: Li
     cost = Cost(latency_s, rounds / size * num_bytes / min(bandwidths))
     slowest = min(zip(bandwidths, ways, strict=True), key=lambda one: one[0])[1]
     return cost.with_overlap(slowest.overlap)
+
+
+@lru_cache(maxsize=1 << 12)
+def _on_hosts(ranks: range | tuple[int, ...], ranks_per_host: int) -> tuple[int, int]:
+    """Returns on how many hosts the ranks are, and how many of them at most on one."""
+    hosts = Counter(rank // ranks_per_host for rank in ranks)
+    return len(hosts), max(hosts.values())
 
 
 def message(num_bytes: int, sender: int, receiver: int, links: LinksTable) -> Cost:
