@@ -59,6 +59,21 @@ def test_a_program_may_join_again_after_it_has_left(ranks):
     assert ranks(2, 30, init=False)(sum_twice) == [(3.0, 3.0), (3.0, 3.0)]
 
 
+def keeps_its_store(path):
+    environ = {"RANK": "0", "WORLD_SIZE": "1", "SLEY_STORE": path.as_uri()}
+    found = []
+    for _ in range(2):
+        with World.join("cpu", timeout_s=10, environ=environ):
+            pass
+        found.append(path.exists())
+    return found
+
+
+def test_a_store_in_a_file_stays_where_another_rank_may_have_opened_it_again(ranks, tmp_path):
+    """torch deletes the file with the last process that closes it, and with it what a rank that joins again has written."""
+    assert ranks(1, 30, init=False)(keeps_its_store, tmp_path / "store") == [[True, True]]
+
+
 def leave_it():
     before = dist.get_rank()
     with World.join("cpu", environ={"RANK": "5", "WORLD_SIZE": "7"}) as world:

@@ -1,19 +1,39 @@
-"""Unused parts of a launcher's store, which may have been used before: by ranks that the launcher started earlier, and by this
-process.
+"""A launcher's store, and unused parts of it: it may have been used before, by ranks that the launcher started earlier, and by
+this process.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch exports them
+from torch.distributed.rendezvous import rendezvous
 
 STORE = "SLEY_STORE"
 """The environment variable in which a local launch names its file store; else `env://` is used."""
 
 _PLACE = (STORE, "MASTER_ADDR", "MASTER_PORT", "RANK")
 _counts: Counter[tuple[str | None, ...]] = Counter()
+_files: dict[tuple[str, int, int], Store] = {}
+
+
+def store_at(environ: Mapping[str, str], rank: int, size: int, timeout: timedelta) -> Store:
+    """Returns the store that the launcher's environment names. Blocks until it is there.
+
+    A file is opened once, and stays open until another one is asked for: the last rank that closes it deletes it, also when
+    another has just opened it again and written there. Raises RuntimeError or ValueError, as torch does.
+    """
+    url = environ.get(STORE)
+    key = url or "", rank, size
+    if url is not None and key in _files:
+        return _files[key]
+    store: Store = next(rendezvous(url or "env://", rank, size, timeout=timeout))[0]
+    if url is not None:
+        _files.clear()
+        _files[key] = store
+    return store
 
 
 def fresh(store: Store, environ: Mapping[str, str], what: str) -> PrefixStore:
@@ -28,8 +48,9 @@ def fresh(store: Store, environ: Mapping[str, str], what: str) -> PrefixStore:
 
 
 def forget() -> None:
-    """Resets the counts, as in a new process."""
+    """Resets the counts and closes what is open, as in a new process."""
     _counts.clear()
+    _files.clear()
 
 
 def is_one_host(environ: Mapping[str, str]) -> bool:

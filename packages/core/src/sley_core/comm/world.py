@@ -18,7 +18,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 
 from sley_core.comm import occasions
 from sley_core.comm.device import Device
@@ -80,10 +79,7 @@ class World(AbstractContextManager["World"]):
         picked = _picked(device, local_rank, local_size)
         timeout = timedelta(seconds=timeout_s)
         try:
-            if meeting is not None:
-                store = meeting.store
-            else:
-                store, *_ = next(rendezvous(environ.get(occasions.STORE, "env://"), rank, size, timeout=timeout))
+            store = occasions.store_at(environ, rank, size, timeout) if meeting is None else meeting.store
             store.set_timeout(timeout)
             dist.init_process_group(
                 picked.backend,
