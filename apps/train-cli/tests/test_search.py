@@ -22,7 +22,7 @@ pytest.importorskip("sley_pp")
 @pytest.fixture
 def given(tmp_path: Path) -> Path:
     data = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
-    plan = small_plan(data=data, model__num_layers=3, batch={"global_size": 8, "micro_size": 1})
+    plan = small_plan(data=data, model__num_layers=4, batch={"global_size": 8, "micro_size": 1})
     (tmp_path / "plan.toml").write_text(tomli_w.dumps(plan), "utf-8")
     (tmp_path / "machine.toml").write_text(tomli_w.dumps(small_machine()), "utf-8")
     return tmp_path

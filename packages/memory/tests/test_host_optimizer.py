@@ -16,7 +16,7 @@ from sley_core.testing.parity import assert_same_bits
 from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.runs import alone, record, weights
 
-STEPS = 6
+STEPS = 10
 
 SMALL_BUCKETS = [{"use": "memory.host_optimizer", "bucket_mb": 0.004}]
 ONE_BUCKET = [{"use": "memory.host_optimizer"}]

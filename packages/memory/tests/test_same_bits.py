@@ -1,4 +1,4 @@
-"""Six steps between which memory leaves and comes back end with the bits of six without, in every layout.
+"""Ten steps between which memory leaves and comes back end with the bits of ten without, in every layout.
 
 Memory comes back as NaN before it is copied. bf16 has masters, which alias working weights: fp32 alone would hide that.
 """

@@ -72,7 +72,7 @@ def cycle(run):
     run.memory.onload()
 
 
-def steps(tables, folder, num_steps=6, moves=False):
+def steps(tables, folder, num_steps=10, moves=False):
     """The digest after `num_steps`, each row's loss and norm, and the bytes that were copied to the host."""
     with running(tables, folder) as run:
         rows = []
