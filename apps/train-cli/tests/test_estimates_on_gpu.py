@@ -52,7 +52,7 @@ def test_a_small_one_takes_what_was_estimated_of_a_cpu(name: str) -> None:
     """Its bytes; its seconds are compared, and say nothing, since calibration is short and the machine is others' too."""
     plan = plan_from_dict(twenty_plans("cpu", is_large=False)[name])
     with World.alone("cpu") as world, shortly():
-        machine = machine_for(world.device, [plan])
+        machine = machine_for(world.device, plan)
     found = compare(name, plan, machine, num_steps=1, num_rounds=1)
     print(found)
     assert found.states == found.real_states
@@ -81,7 +81,7 @@ def test_a_large_one_takes_what_was_estimated_of_the_device(name: str, known) ->
     """
     plan = plan_from_dict(twenty_plans("cuda", is_large=True)[name])
     with World.alone("cuda") as world:
-        machine = machine_for(world.device, [plan], known)
+        machine = machine_for(world.device, plan, known)
     found = compare(name, plan, machine)
     print(found)
     for figure in figures(found):

@@ -25,12 +25,11 @@ def store_at(environ: Mapping[str, str], rank: int, size: int, timeout: timedelt
     A file is opened once, and stays open until another one is asked for: the last rank that closes it deletes it, also when
     another has just opened it again and written there. Raises RuntimeError or ValueError, as torch does.
     """
-    url = environ.get(STORE)
-    key = url or "", rank, size
-    if url is not None and key in _files:
+    key = environ.get(STORE, "env://"), rank, size
+    if key in _files:
         return _files[key]
-    store: Store = next(rendezvous(url or "env://", rank, size, timeout=timeout))[0]
-    if url is not None:
+    store: Store = next(rendezvous(*key, timeout=timeout))[0]
+    if STORE in environ:
         _files.clear()
         _files[key] = store
     return store

@@ -9,14 +9,14 @@ plan ── draft ──> layers, priced one by one ──┐
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.draft import draft_model, draft_of
+from sley_core.draft import draft_model
 from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.estimate.layers.of_plan import PricedLayer, priced_layers, priced_slices
 from sley_core.estimate.machine.notes import notes_on
@@ -68,7 +68,7 @@ def estimate_both(
         held, facts = bytes_and_facts(plan, size, cores, draft)
         if facts is not None:
             return held, _with_notes(_told_by_lists(plan, size, machine, draft, facts), machine, size)
-        return held, estimate_seconds(plan, size, machine, cores)
+        return held, _with_notes(_recorded(plan, size, machine, cores), machine, size)
     if plan.run.device == machine.device.kind == "cuda":
         found, records = bytes_and_records_of(plan, size, cores)
         return found, estimate_seconds(plan, size, machine, cores, records)
@@ -86,12 +86,12 @@ def estimate_seconds(
     are `cores`, unless `records` of these steps are given. Raises PlanError for all that the plan's checks find, and
     "machine-host" for copies to the host of which the machine file says nothing.
     """
-    try:
-        in_lists = _is_in_the_lists(plan)
-        found = _told_by_lists(plan, size, machine) if in_lists else _recorded(plan, size, machine, cores, records)
-    except UntoldError:
-        found = _recorded(plan, size, machine, cores, records)
-    return _with_notes(found, machine, size)
+    from sley_core.estimate.bytes.each_rank import first_draft
+
+    if _is_in_the_lists(plan):
+        with suppress(UntoldError):
+            return _with_notes(_told_by_lists(plan, size, machine, first_draft(plan, size)), machine, size)
+    return _with_notes(_recorded(plan, size, machine, cores, records), machine, size)
 
 
 def _with_notes(found: PlanSeconds, machine: MachineFile, size: int) -> PlanSeconds:
@@ -100,16 +100,13 @@ def _with_notes(found: PlanSeconds, machine: MachineFile, size: int) -> PlanSeco
 
 
 def _told_by_lists(
-    plan: Plan, size: int, machine: MachineFile, draft: Draft | None = None, facts: Sequence[StageFacts] | None = None
+    plan: Plan, size: int, machine: MachineFile, draft: Draft, facts: Sequence[StageFacts] | None = None
 ) -> PlanSeconds:
     """Returns the seconds of a plan from its lists and what its handlers tell. Raises UntoldError if one does not.
 
-    draft: of a rank of that world, which is not used up; facts: of each stage; both are found where they are not given.
+    draft: of a rank of that world, which is not used up. facts: of each stage; None if they are still to be found.
     """
     topology = plan.topology(size)
-    if draft is None:
-        with World.fake(0, size) as world:
-            draft = draft_of(plan, world)
     stage, notes = draft.stage, draft.notes
     layers = priced_layers(plan, draft.model, meta_micro_batch(plan, draft.dataset), machine)
     num_micros = plan.num_micros(topology)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from sley_core.errors import PlanError
 from sley_core.estimate.bytes.rank import RankBytes, rank_bytes
-from sley_core.estimate.bytes.stages import stage_bytes
 from sley_core.estimate.machine.on_machine import on_machine
-from sley_core.estimate.seconds_of_plan import PlanSeconds, estimate_seconds
+from sley_core.estimate.seconds_of_plan import PlanSeconds, estimate_both, estimate_seconds
 from sley_core.plan.check import check_plan
 from sley_core.search.best_first import Estimate
 
@@ -40,8 +39,8 @@ def exact_of_plan(plan: Plan, size: int, machine: MachineFile) -> ExactEstimate:
     for all that the plan's checks find, and RunError "estimate-layer" for a layer that cannot be called without values.
     """
     plan = on_machine(plan, machine)
-    fullest = max(stage_bytes(plan, size), key=lambda one: one.peak)
-    return ExactEstimate(plan, estimate_seconds(plan, size, machine), fullest)
+    held, seconds = estimate_both(plan, size, machine)
+    return ExactEstimate(plan, seconds, max(held, key=lambda one: one.peak))
 
 
 def exact(quick: Quick, layout: Candidate, memory: int | None = None) -> ExactEstimate | None:

@@ -1,6 +1,6 @@
 """Compares the estimate of a plan of one process with its run: bytes at the peak, and seconds of a step.
 
-    machine = machine_for(device, [plan])             # measured as `calibrate` measures it
+    machine = machine_for(device, plan)               # measured as `calibrate` measures it
     compared = compare("wide", plan, machine)         # on a CPU, or on the CUDA device of the plan
 
 On CUDA the allocator tells the most bytes; what cuBLAS works in comes from it too, and is told apart. On a CPU its events tell.
@@ -164,20 +164,12 @@ def measured_tables(device: Device) -> dict[str, Any]:
     return {"format": MACHINE_FORMAT, "device": measure_device(device), "host": measure_host(device)}
 
 
-def machine_for(device: Device, plans: Sequence[Plan], known: dict[str, Any] | None = None) -> MachineFile:
-    """Returns the machine that `device` is part of, with the layers of `plans`, as `calibrate` measures them. known: what
+def machine_for(device: Device, plan: Plan, known: dict[str, Any] | None = None) -> MachineFile:
+    """Returns the machine that `device` is part of, with the layers of `plan`, as `calibrate` measures them. known: what
     `measured_tables` told; None to measure it now.
-
-    Those of plans that differ in nothing that a layer knows of are measured once.
     """
     tables = measured_tables(device) if known is None else known
-    # What a layer is, what it is given, and how: neither how many micro-batches there are nor what else a run does.
-    distinct = {
-        repr((one.model, one.data, one.batch.micro_size, one.precision, one.activations, one.loss)): one
-        for one in plans
-    }
-    layers = {table["key"]: table for plan in distinct.values() for table in measure_layers(plan, device)}
-    return machine_from_dict(tables | {"layers": list(layers.values())})
+    return machine_from_dict(tables | {"layers": measure_layers(plan, device)})
 
 
 def compare(name: str, plan: Plan, machine: MachineFile, num_steps: int = 5, num_rounds: int = 5) -> Compared:

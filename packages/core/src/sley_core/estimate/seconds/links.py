@@ -68,7 +68,7 @@ def collective(kind: Collective, num_bytes: int, ranks: Sequence[int], links: Li
     return cost.with_overlap(slowest.overlap)
 
 
-@lru_cache(maxsize=1 << 12)
+@lru_cache(maxsize=64)  # groups may have thousands of ranks
 def _on_hosts(ranks: range | tuple[int, ...], ranks_per_host: int) -> tuple[int, int]:
     """Returns on how many hosts the ranks are, and how many of them at most on one."""
     hosts = Counter(rank // ranks_per_host for rank in ranks)
