@@ -14,6 +14,7 @@ from sley_core.comm.world import World
 from sley_core.draft import draft_of
 from sley_core.errors import RunError
 from sley_core.estimate.bytes import each_rank
+from sley_core.estimate.bytes.each_rank import first_draft
 from sley_core.estimate.bytes.forks import can_fork, forked
 from sley_core.estimate.bytes.rank import RankBytes, rank_bytes
 from sley_core.estimate.bytes.stage_kinds import stage_kinds
@@ -82,7 +83,8 @@ def test_stages_that_differ_are_of_two_kinds(texts: Path, changes: Any) -> None:
 
 def recorded(tables: Tables, folder: Path, cores: int) -> list[RankRecord]:
     plan = plan_from_dict(tables, folder)
-    return list(records_of(plan, plan.world(), cores=cores).ranks)
+    size = plan.world()
+    return list(records_of(plan, size, first_draft(plan, size), cores=cores).ranks)
 
 
 def in_forks(tables: Tables, folder: Path) -> tuple[list[RankBytes], list[RankRecord]]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sley_core.errors import PlanError
+from sley_core.estimate.bytes.each_rank import first_draft
 from sley_core.estimate.bytes.rank import rank_bytes
 from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.estimate.machine.tables import MachineFile
@@ -63,7 +64,7 @@ def records(folder: Path, changes: Tables, *, runs_ahead: bool) -> Records:
     key = f"{changes} {runs_ahead}"
     if key not in RECORDED:
         plan = plan_from_dict(changed(PLAN, **changes), folder)
-        RECORDED[key] = records_of(plan, 1, runs_ahead=runs_ahead)
+        RECORDED[key] = records_of(plan, 1, first_draft(plan, 1), runs_ahead=runs_ahead)
     return RECORDED[key]
 
 

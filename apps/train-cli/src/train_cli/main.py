@@ -20,7 +20,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_standard_streams()
     try:
         with _without_collector():
-            return _main(list(sys.argv[1:] if argv is None else argv))
+            if argv is not None:
+                return _main(list(argv))
+            code = _main(sys.argv[1:])
+            gc.freeze()  # at its end Python would look through all modules for garbage, for most of a second
+            return code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Terminated as stop:

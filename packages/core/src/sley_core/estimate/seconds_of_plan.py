@@ -14,9 +14,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from sley_core.data.dataset import DataContext
-from sley_core.data.factory import open_dataset
-from sley_core.draft import draft_model
 from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.estimate.layers.of_plan import PricedLayer, priced_layers, priced_slices
 from sley_core.estimate.machine.notes import notes_on
@@ -57,41 +54,40 @@ def estimate_both(
     """Returns what `stage_bytes` and `estimate_seconds` do, and raises as they do. On CUDA, a plan of which one rank per stage
     must take steps for either takes them once.
     """
-    from sley_core.estimate.bytes.each_rank import checked_topology, first_draft
+    from sley_core.estimate.bytes.each_rank import first_draft
     from sley_core.estimate.bytes.stages import bytes_and_facts, stage_bytes
     from sley_core.estimate.recorded.of_plan import bytes_and_records_of
 
+    draft = first_draft(plan, size)
     # bytes first: after a backward in this process, those forked from it could have none
     if _is_in_the_lists(plan):
-        checked_topology(plan, size)
-        draft = first_draft(plan, size)
         held, facts = bytes_and_facts(plan, size, cores, draft)
         if facts is not None:
             return held, _with_notes(_told_by_lists(plan, size, machine, draft, facts), machine, size)
-        return held, _with_notes(_recorded(plan, size, machine, cores), machine, size)
-    if plan.run.device == machine.device.kind == "cuda":
-        found, records = bytes_and_records_of(plan, size, cores)
-        return found, estimate_seconds(plan, size, machine, cores, records)
-    return list(stage_bytes(plan, size, cores)), estimate_seconds(plan, size, machine, cores)
+        records = None
+    elif plan.run.device == machine.device.kind == "cuda":
+        held, records = bytes_and_records_of(plan, size, cores, draft)
+    else:
+        held, records = list(stage_bytes(plan, size, cores, draft)), None
+    return held, _with_notes(_recorded(plan, size, machine, draft, cores, records), machine, size)
 
 
-def estimate_seconds(
-    plan: Plan, size: int, machine: MachineFile, cores: int = 1, records: Records | None = None
-) -> PlanSeconds:
+def estimate_seconds(plan: Plan, size: int, machine: MachineFile, cores: int = 1) -> PlanSeconds:
     """Returns the seconds of a step of `plan` on `size` ranks of `machine`, once optimizer states and orders are there, with
     the seconds of each layer and notes for the user. Needs neither devices nor peers.
 
     Where handlers tell what they exchange, and nothing else is exchanged but messages between stages, they are simulated from
     the schedule's lists. Else one rank of each stage takes steps without values, which takes longer; as many at a time as there
-    are `cores`, unless `records` of these steps are given. Raises PlanError for all that the plan's checks find, and
-    "machine-host" for copies to the host of which the machine file says nothing.
+    are `cores`. Raises PlanError for all that the plan's checks find, and "machine-host" for copies to the host of which the
+    machine file says nothing.
     """
     from sley_core.estimate.bytes.each_rank import first_draft
 
+    draft = first_draft(plan, size)
     if _is_in_the_lists(plan):
         with suppress(UntoldError):
-            return _with_notes(_told_by_lists(plan, size, machine, first_draft(plan, size)), machine, size)
-    return _with_notes(_recorded(plan, size, machine, cores, records), machine, size)
+            return _with_notes(_told_by_lists(plan, size, machine, draft), machine, size)
+    return _with_notes(_recorded(plan, size, machine, draft, cores), machine, size)
 
 
 def _with_notes(found: PlanSeconds, machine: MachineFile, size: int) -> PlanSeconds:
@@ -140,19 +136,19 @@ def _is_in_the_lists(plan: Plan) -> bool:
 
 
 def _recorded(
-    plan: Plan, size: int, machine: MachineFile, cores: int = 1, records: Records | None = None
+    plan: Plan, size: int, machine: MachineFile, draft: Draft, cores: int = 1, records: Records | None = None
 ) -> PlanSeconds:
     """Returns the seconds of a plan from steps that one rank of each stage takes on tensors without values. Chunks whose layers
     were all measured, or counted in proportion to measured ones, take those seconds.
+
+    draft: of a rank of that world, which is not used up. records: of such steps; None if they are still to be taken.
     """
     from sley_core.estimate.recorded.of_plan import Measured, records_of, seconds_of_records
 
-    records = records or records_of(plan, size, runs_ahead=machine.device.kind == "cuda", cores=cores)
-    dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
-    model = draft_model(plan, dataset.info)
-    fields = meta_micro_batch(plan, dataset)
+    records = records or records_of(plan, size, draft, runs_ahead=machine.device.kind == "cuda", cores=cores)
+    fields = meta_micro_batch(plan, draft.dataset)
     priced = priced_layers if plan.parallel.sp == 1 else priced_slices
-    layers = priced(plan, model, fields, machine) or []
+    layers = priced(plan, draft.model, fields, machine) or []
     by_name = {one.name: one for one in layers if one.source != "counted"}
     measured: Measured = {
         (stage, chunk): [by_name[name].seconds for name in names]

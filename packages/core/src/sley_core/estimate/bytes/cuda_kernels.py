@@ -13,7 +13,7 @@ From torch's sources (aten/src/ATen/native/cuda, transformers/cuda); only a comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,15 +47,18 @@ class CudaKernels(FusedKernels):
     and one backward each.
     """
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.rms_norm and not _is_fused(*args, **kwargs):
-            return func(*args, **kwargs)
-        if func is F.dropout and _drops(*args, **kwargs):
-            return _Dropout.apply(self.recorder, args[0] if args else kwargs["input"])  # type: ignore[no-untyped-call]  # torch's
-        return super().__torch_function__(func, types, args, kwargs)
+    def norm_with_weight(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns what an RMSNorm makes of its input: in one kernel, where CUDA has one, else by its formula."""
+        return self.norm(*args, **kwargs) if _is_fused(*args, **kwargs) else F.rms_norm(*args, **kwargs)
+
+    def dropout(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns what dropout makes of its input: in one kernel, where anything is dropped."""
+        if _drops(*args, **kwargs):
+            dropped: Tensor = _Dropout.apply(self.recorder, args[0] if args else kwargs["input"])  # type: ignore[no-untyped-call]  # torch's
+            return dropped
+        return F.dropout(*args, **kwargs)
+
+    instead = FusedKernels.instead | {F.rms_norm: norm_with_weight, F.dropout: dropout}
 
 
 def _is_fused(

@@ -22,7 +22,6 @@ from sley_core.plan.check import check_plan
 if TYPE_CHECKING:
     from sley_core.draft import Draft
     from sley_core.plan.plan import Plan
-    from sley_core.topology import Topology
 
 T = TypeVar("T")
 
@@ -34,33 +33,29 @@ Look = Callable[[int, Recipes, "Draft | None"], T]
 """Finds something of a rank, given what operations made on others, and in a forked process the draft, which a run uses up."""
 
 
-def checked_topology(plan: Plan, size: int) -> Topology:
-    """Returns the layout of `size` ranks. Raises PlanError for all that the plan's checks find."""
+def first_draft(plan: Plan, size: int) -> Draft:
+    """Returns the draft that the first of `size` ranks makes. Raises PlanError for all that the plan's checks find, and as
+    `draft_of` does.
+    """
     if problems := check_plan(plan, size):
         raise PlanError.many(problems)
-    return plan.topology(size)
-
-
-def first_draft(plan: Plan, size: int) -> Draft:
-    """Returns the draft that the first of `size` ranks makes. Raises as `draft_of`."""
     with World.fake(0, size) as world:
         return draft_of(plan, world)
 
 
-def each_rank(plan: Plan, ranks: Sequence[int], cores: int, look: Look[T], draft: Callable[[], Draft]) -> list[T]:
+def each_rank(plan: Plan, ranks: Sequence[int], cores: int, look: Look[T], draft: Draft) -> list[T]:
     """Returns what `look` finds of each of `ranks`, in their order.
 
-    cores: how many processes may work at a time. draft: makes the draft that forked processes inherit. Results of `look` cross
-    by pickle. Raises as `look` and `draft` do, and as `forked`.
+    cores: how many processes may work at a time. draft: which forked processes inherit, and this one keeps. Results of `look`
+    cross by pickle. Raises as `look` and `forked` do.
     """
     recipes = Recipes()
     if min(len(ranks), cores + 1) <= FEW or not can_fork():
         return [look(rank, recipes, None) for rank in ranks]
     FakeTensors(Ledger(lambda: StepPlace(0, "", "")))  # the first one imports much of torch: once for all
-    inherited = draft()
 
     def told(rank: int) -> tuple[T, Recipes]:
-        return look(rank, recipes, inherited), recipes
+        return look(rank, recipes, draft), recipes
 
     found: dict[int, T] = {}
     calls = [partial(told, rank) for rank in ranks]

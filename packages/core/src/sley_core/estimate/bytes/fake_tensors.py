@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -32,15 +32,16 @@ _TAKES_STORAGE = {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source
 class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
     """Within it new tensors are fake; outside of it too, operations on fake ones come here. All memory goes into `ledger`.
 
-    listener: is told of each operation, with its arguments and its result. recipes: what was made once is made again without
-    asking torch; the same, and faster. has_scratch: whether memory counts that the CPU's operators take inside themselves. An
-    operation whose result depends on values raises torch's DataDependentOutputException, or the like.
+    listener: is told of each operation: what `recipes` know it by or None, its arguments and its result. recipes: what was made
+    once is made again without asking torch; the same, and faster. has_scratch: whether memory counts that the CPU's operators
+    take inside themselves. An operation whose result depends on values raises torch's DataDependentOutputException, or the
+    like.
     """
 
     def __init__(self, ledger: Ledger, recipes: Recipes | None = None, *, has_scratch: bool = True) -> None:
         super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
         self.ledger = ledger
-        self.listener: Callable[[Any, Any, Any, Any], None] | None = None
+        self.listener: Callable[[Hashable | None, Any, Any, Any, Any], None] | None = None
         self.recipes = recipes
         self.has_scratch = has_scratch
         self._depth = 0
@@ -103,19 +104,19 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
                 self.ledger.see(new)
             self.ledger.pass_by(scratch)
             if self.listener is not None:
-                self.listener(func, args, kwargs, result)
+                self.listener(key, func, args, kwargs, result)
             return result
-        found = self._ask(func, types, args, kwargs)
+        found = self._ask(func, types, args, kwargs, key)
         self.recipes.remember(key, args, kwargs, found, self._scratch(func, args, kwargs, found))
         return found
 
-    def _ask(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _ask(self, func: Any, types: Any, args: Any, kwargs: Any, key: Hashable | None = None) -> Any:
         """Asks torch for the result of an operation and returns it; None for one that returns nothing and that torch cannot run
         without values, such as a fused optimizer's step.
 
         Unless it is called within another operation, also counts the result's memory and the operator's scratch bytes in the
-        ledger, and tells the listener. Raises UnsupportedOperatorException for any other operation that torch cannot run
-        without values.
+        ledger, and tells the listener, with the `key` that recipes know the call by. Raises UnsupportedOperatorException for
+        any other operation that torch cannot run without values.
         """
         self._depth += 1
         try:
@@ -130,7 +131,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
             self._see(found)
             self.ledger.pass_by(self._scratch(func, args, kwargs, found))
             if self.listener is not None:
-                self.listener(func, args, kwargs, found)
+                self.listener(key, func, args, kwargs, found)
         return found
 
     def _scratch(self, func: Any, args: Any, kwargs: Any, found: Any) -> int:

@@ -227,6 +227,8 @@ class _Standing:
 
     def __init__(self) -> None:
         self._run: Run | None = None
+        self._at: object = None
+        self._place = StepPlace(0, "the start of the run", "")
 
     def follow(self, run: Run) -> None:
         """Makes `place` tell where `run` is, from now on."""
@@ -235,9 +237,12 @@ class _Standing:
     def place(self) -> StepPlace:
         """Returns step, entry and layer that the run is at; step 0, "the start of the run", before there is one to follow."""
         if self._run is None:
-            return StepPlace(0, "the start of the run", "")
+            return self._place
         standing = self._run.groups.progress.standing
-        return StepPlace(standing.step, str(standing.pending), standing.layer)
+        at = standing.step, standing.pending, standing.layer
+        if at != self._at:  # much memory comes and goes in one place
+            self._at, self._place = at, StepPlace(standing.step, str(standing.pending), standing.layer)
+        return self._place
 
 
 def _on_host(plan: Plan, run: Run) -> frozenset[str]:

@@ -8,6 +8,7 @@ is more than that is not remembered: results with numbers, arguments that are no
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,11 +42,12 @@ class Recipes:
         """Returns what a call is known by: its operator's name, and sizes, strides, offsets, dtypes and devices of its tensors,
         and its plain arguments. None for a call that is never remembered. It can be pickled.
         """
-        if func in _NEVER or torch.Tag.inplace_view in func.tags or torch.Tag.data_dependent_output in func.tags:
+        name = _name(func)
+        if name is None:
             return None
         try:
             named = tuple((name, _key(value)) for name, value in kwargs.items()) if kwargs else ()
-            return func.name(), tuple(map(_key, args)), named  # by name: this may go to another process
+            return name, tuple(map(_key, args)), named
         except _UnknownError:
             return None
 
@@ -57,12 +59,12 @@ class Recipes:
 
         args, kwargs: of this call; views are of these, and what was returned as given is. Counts in `num_used`.
         """
-        if key not in self._made:
+        made = self._made.get(key)
+        if made is None:
             return None
         self.num_used += 1
         given = _tensors(args, kwargs)
         new: list[Tensor] = []
-        made = self._made[key]
         results = [_result(mode, one, given, new) for one in made[1]]
         return (made[0](results) if made[0] is not None else results[0]), new, made[2]
 
@@ -86,6 +88,17 @@ class Recipes:
         ]
         if kind in (None, tuple, list) and len(set(news)) == len(news):
             self._made[key] = kind, made, scratch
+
+
+@cache
+def _name(func: Any) -> str | None:
+    """Returns the name of an operator, by which another process knows it too; None for one whose calls are never
+    remembered.
+    """
+    if func in _NEVER or torch.Tag.inplace_view in func.tags or torch.Tag.data_dependent_output in func.tags:
+        return None
+    name: str = func.name()
+    return name
 
 
 def _result(mode: FakeTensors, made: Any, given: Sequence[FakeTensor], new: list[Tensor]) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from sley_core.estimate.bytes.each_rank import Look, checked_topology, each_rank, first_draft
+from sley_core.estimate.bytes.each_rank import Look, each_rank, first_draft
 from sley_core.estimate.bytes.ledger import StepPlace
 from sley_core.estimate.bytes.rank import Moment, RankBytes, rank_bytes
 from sley_core.estimate.bytes.stage_kinds import stage_kinds
@@ -26,19 +26,18 @@ if TYPE_CHECKING:
 Found = TypeVar("Found")
 
 
-def stage_bytes(plan: Plan, size: int, cores: int = 1) -> Iterator[RankBytes]:
+def stage_bytes(plan: Plan, size: int, cores: int = 1, draft: Draft | None = None) -> Iterator[RankBytes]:
     """Yields what the first rank of each stage of a world of `size` holds, in their order.
 
     Shards have equal sizes on all ranks, padding included; of a sharded optimizer's states the first rank has no fewer elements
-    than another. cores: how many processes may work at a time. Raises PlanError for all that the plan's checks find, and as
-    `rank_bytes` does.
+    than another. cores: how many processes may work at a time. draft: of a rank of that world, if there is one; it is not used
+    up. Raises PlanError for all that the plan's checks find, and as `rank_bytes` does.
     """
 
     def look(rank: int, recipes: Recipes, own: Draft | None) -> tuple[RankBytes, None]:
         return rank_bytes(plan, rank, size, recipes, own), None
 
-    checked_topology(plan, size)
-    for held, _ in _each_stage(plan, size, cores, look, first_draft(plan, size)):
+    for held, _ in _each_stage(plan, size, cores, look, draft or first_draft(plan, size)):
         yield held
 
 
@@ -67,7 +66,7 @@ def _each_stage(
     kinds = stage_kinds(plan, topology, draft)
     firsts = {kind: kinds.index(kind) for kind in reversed(kinds)}
     ranks = {kind: number * topology.ranks_per_stage for kind, number in sorted(firsts.items(), key=lambda one: one[1])}
-    found = each_rank(plan, list(ranks.values()), cores, look, lambda: draft)
+    found = each_rank(plan, list(ranks.values()), cores, look, draft)
     known: dict[Hashable, tuple[RankBytes, Found]] = dict(zip(ranks, found, strict=True))
     for number, kind in enumerate(kinds):
         held, more = known[kind]

@@ -10,7 +10,7 @@ save for their backward what the kernels save: a number in fp32 for each row, to
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -46,16 +46,31 @@ class FusedKernels(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is F.scaled_dot_product_attention:
-            return _noted(self.recorder, *args, **kwargs)
-        if func in (F.rms_norm, torch.rms_norm):
-            return _normed(self.recorder, self.by_steps, *args, **kwargs)
-        if func is torch.autograd.backward:
-            # Of tensors it would run with this mode off, and layers that run again within it would not be fused.
-            with self:
-                return func([get_gradient_edge(tensor) for tensor in args[0]], *args[1:], **kwargs)
-        return func(*args, **kwargs)
+        made = self.instead.get(func)
+        return func(*args, **(kwargs or {})) if made is None else made(self, *args, **(kwargs or {}))
+
+    def attention(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns the context of an attention, noted as one kernel forward and one backward."""
+        return _noted(self.recorder, *args, **kwargs)
+
+    def norm(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns what an RMSNorm makes of its input, noted as one kernel forward and one backward."""
+        return _normed(self.recorder, self.by_steps, *args, **kwargs)
+
+    def backward(self, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
+        """Runs torch's backward from the edges of `tensors`: of tensors it would run with this mode off, and layers that run
+        again within it would not be fused.
+        """
+        with self:
+            torch.autograd.backward([get_gradient_edge(tensor) for tensor in tensors], *args, **kwargs)
+
+    instead: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {
+        F.scaled_dot_product_attention: attention,
+        F.rms_norm: norm,
+        torch.rms_norm: norm,
+        torch.autograd.backward: backward,
+    }
+    """What is called instead of torch's function, which is asked for each attribute of a tensor too."""
 
 
 def _noted(

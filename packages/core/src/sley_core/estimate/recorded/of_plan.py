@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from sley_core.actions.action import Action, Kind
 from sley_core.engine.stage import lists_of
-from sley_core.estimate.bytes.each_rank import Look, checked_topology, each_rank, first_draft
+from sley_core.estimate.bytes.each_rank import Look, each_rank
 from sley_core.estimate.bytes.rank import RankBytes, rank_bytes
 from sley_core.estimate.layers.once import once
 from sley_core.estimate.layers.operators import Operator
@@ -50,20 +50,20 @@ class Records(NamedTuple):
     lists: Lists
 
 
-def records_of(plan: Plan, size: int, *, runs_ahead: bool = False, cores: int = 1) -> Records:
+def records_of(plan: Plan, size: int, draft: Draft, *, runs_ahead: bool = False, cores: int = 1) -> Records:
     """Returns a recorded step of each stage of a world of `size`. Needs neither devices nor peers.
 
-    runs_ahead: whether copies to the host run beside the device's work, as on CUDA. cores: how many processes may work at a
-    time. Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a layer that needs values.
+    draft: of a rank of that world, which is not used up. runs_ahead: whether copies to the host run beside the device's work,
+    as on CUDA. cores: how many processes may work at a time. Raises RunError `estimate-layer` for a layer that needs values.
     """
 
     def look(rank: int, recipes: Recipes, own: Draft | None) -> RankRecord:
         return record(plan, rank, size, runs_ahead=runs_ahead, recipes=recipes, draft=own)
 
-    return Records(*_of_each_stage(plan, size, cores, look))
+    return Records(*_of_each_stage(plan, size, cores, look, draft))
 
 
-def bytes_and_records_of(plan: Plan, size: int, cores: int = 1) -> tuple[list[RankBytes], Records]:
+def bytes_and_records_of(plan: Plan, size: int, cores: int, draft: Draft) -> tuple[list[RankBytes], Records]:
     """Returns what the first rank of each stage of a world of `size` holds, and its recorded step, from the same steps, on
     CUDA: a CPU's plain kernels keep more than the fused ones whose seconds count.
 
@@ -76,15 +76,15 @@ def bytes_and_records_of(plan: Plan, size: int, cores: int = 1) -> tuple[list[Ra
         recording = Recording()
         return rank_bytes(plan, rank, size, recipes, own, recording), recording.found
 
-    found, lists = _of_each_stage(plan, size, cores, look)
+    found, lists = _of_each_stage(plan, size, cores, look, draft)
     return [held for held, _ in found], Records([recorded for _, recorded in found], lists)
 
 
-def _of_each_stage(plan: Plan, size: int, cores: int, look: Look[Found]) -> tuple[list[Found], Lists]:
+def _of_each_stage(plan: Plan, size: int, cores: int, look: Look[Found], draft: Draft) -> tuple[list[Found], Lists]:
     """Returns what `look` finds of the first rank of each stage, in order, and the lists of the stages."""
-    topology = checked_topology(plan, size)
+    topology = plan.topology(size)
     firsts = [stage * topology.ranks_per_stage for stage in range(topology.pp)]
-    found = each_rank(plan, firsts, cores, look, lambda: first_draft(plan, size))
+    found = each_rank(plan, firsts, cores, look, draft)
     return found, lists_of(plan, topology, 0)
 
 

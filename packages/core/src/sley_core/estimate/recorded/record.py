@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -148,6 +148,7 @@ class StepRecorder:
         self._first = 0
         self._is_writing = False
         self._of_host: set[int] = set()
+        self._known: dict[Hashable, Operator | None] = {}
         self._entry: object = None
         self._operators: list[Operator] = []
         self._opening: list[Word] = []
@@ -177,11 +178,18 @@ class StepRecorder:
         elif not isinstance(entry, Transfer) and self._actions:
             self._words = self._closing
 
-    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Notes one call of torch's operator `func`, unless it computes and moves nothing, or belongs to a transfer."""
+    def ran(self, key: Hashable | None, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Notes one call of torch's operator `func`, unless it computes and moves nothing, or belongs to a transfer. key: equal
+        for calls that do the same with tensors of the same shapes; None for a call like no other.
+        """
         if isinstance(self._entry, Transfer):
             return
-        found = operator_of(func, args, kwargs, result)
+        try:
+            found = self._known[key]
+        except KeyError:
+            found = operator_of(func, args, kwargs, result)
+            if key is not None:
+                self._known[key] = found
         if found is not None:
             self.note(replace(found, is_on_host=True) if self._is_on_host(args) else found)
 
