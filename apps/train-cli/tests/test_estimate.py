@@ -127,3 +127,29 @@ def test_what_is_no_size_is_told_the_units(text: str) -> None:
     with pytest.raises(UsageError, match="KiB") as raised:
         num_bytes(text)
     assert raised.value.diagnostics[0].code == "memory-size"
+
+
+def test_memory_that_waits_for_the_collector_is_noted(cli: Cli, own_model: Callable[..., Path]) -> None:
+    plan = own_model(
+        """
+        from torch import nn
+
+        class Embeds(nn.Embedding):
+            def forward(self, tokens):
+                return super().forward(tokens)
+
+        class Keeps(nn.Linear):
+            def forward(self, given):
+                kept = [given * 2]
+                kept.append(kept)
+                return super().forward(kept[0])
+
+        def layers():
+            return [("embeds", Embeds(256, 16)), ("keeps", Keeps(16, 256))]
+        """
+    )
+    result = cli("estimate", plan)
+    # 2 micro-batches of a rank, [1, 16, 16] in fp32 each
+    assert "    note: from layer keeps on, 2.00 KiB stay in reference cycles" in result.out, result.err
+    (stage,) = json.loads(cli("estimate", plan, "--format", "json").out)["stages"]
+    assert stage["cycles"] == {"num_bytes": 2048, "layer": "keeps"}

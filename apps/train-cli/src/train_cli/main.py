@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
+from sley_core.collector import uncollected
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED
 from train_cli.stopping import Terminated
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _open_standard_streams()
     try:
-        with _without_collector():
+        with uncollected():  # imports allocate much and free nothing; training turns it on
             if argv is not None:
                 return _main(list(argv))
             code = _main(sys.argv[1:])
@@ -66,15 +66,3 @@ def _code(stop: SystemExit) -> int:
     if stop.code is None:
         return EXIT_OK
     return stop.code if isinstance(stop.code, int) else EXIT_RUN_FAILED
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Turns the garbage collector off within the block, since imports allocate much and free nothing. Training turns it on."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -13,17 +13,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sley_core.api.comm import REDUCE, checksum
-from sley_core.api.parts import ALIGNMENT_BYTES, offsets
+from sley_core.api.parts import ALIGNMENT_BYTES, offsets, views_of
 from sley_isp.buckets import Open
 from sley_isp.together import Together
-from sley_isp.units import padded, shard_of
+from sley_isp.units import padded, shard_of, unpadded
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Group, SentBytes, Work
@@ -99,7 +98,7 @@ class Reductions:
                 if self._may_leave(before.bucket) and (before.is_complete(self._places) or not self.once):
                     self._start(before)
         filled = self._open.get(bucket) or self._opened(bucket)
-        write(filled.wholes[entry][: entry.shape[0]], entry in filled.written)
+        write(unpadded(filled.wholes[entry], entry), entry in filled.written)
         filled.written.add(entry)
 
     def flush(self, *, everything: bool = False) -> None:
@@ -234,7 +233,7 @@ class Reductions:
             lease.callback(self._returned, flat.nbytes)
         else:
             flat = torch.empty(0, dtype=self.store.dtype, device=self.store.device)
-        return [flat[start : start + prod(shape)].view(shape) for start, shape in zip(starts, shapes, strict=True)]
+        return views_of(flat, starts, shapes)
 
     def _end(self, reduction: _Reduction) -> None:
         """Waits until the peers have received this rank's data, then returns the buffer to the pool."""

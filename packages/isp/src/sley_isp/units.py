@@ -10,12 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from sley_core.api.parts import ALIGNMENT_BYTES, offsets
+from sley_core.api.parts import ALIGNMENT_BYTES, offsets, views_of
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Published, Transport
@@ -52,6 +51,11 @@ def padded(entry: Entry) -> tuple[int, ...]:
     """Returns the shape of the full parameter, padding rows included."""
     shard = shard_of(entry)
     return (shard.count * shard.size, *shard.shape[1:])
+
+
+def unpadded(whole: Tensor, entry: Entry) -> Tensor:
+    """Returns the full tensor of `entry`, of shape `padded(entry)`, without padding rows: a view, or `whole` if it has none."""
+    return whole if len(whole) == entry.shape[0] else whole[: entry.shape[0]]
 
 
 @dataclass(eq=False)
@@ -100,12 +104,12 @@ class Gathered:
         self.num_received_bytes = sum(parameter.nbytes for parameter in parameters) * (size - 1)
         with ExitStack() as stack:
             flat = stack.enter_context(pool.lease((numel,), dtype, device))
-            views = views_of(flat, unit.entries, starts)
+            views = views_of(flat, starts, [padded(entry) for entry in unit.entries])
             self.num_bytes = flat.nbytes
             # Over `wp`, whose ranks gather the same units in one order, each with its entries in the unit's order.
             self._work = source.all_gather(views, parameters, what=f"the weights of {unit.name}")
             self._stack = stack.pop_all()  # not if the exchange could not start
-        self._wholes = {entry: view[: entry.shape[0]] for entry, view in zip(unit.entries, views, strict=True)}
+        self._wholes = {entry: unpadded(view, entry) for entry, view in zip(unit.entries, views, strict=True)}
 
     def is_older(self, entries: Iterable[Entry]) -> bool:
         """Returns whether the shard of one of `entries` was written since the gather started."""
@@ -137,11 +141,3 @@ class Gathered:
 def layout(entries: Sequence[Entry], itemsize: int) -> tuple[list[int], int]:
     """Returns the element offset of each padded full entry in a flat buffer, and the size of that buffer in elements."""
     return offsets([padded(entry) for entry in entries], ALIGNMENT_BYTES // itemsize)
-
-
-def views_of(flat: Tensor, entries: Sequence[Entry], starts: Sequence[int]) -> list[Tensor]:
-    """Returns the padded full tensor of each entry, as a view of `flat`."""
-    return [
-        flat[start : start + prod(padded(entry))].view(padded(entry))
-        for entry, start in zip(entries, starts, strict=True)
-    ]

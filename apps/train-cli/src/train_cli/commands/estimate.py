@@ -163,6 +163,11 @@ def lines(found: Sequence[RankBytes], size: int, limit: int | None) -> Iterator[
         yield f"stage {one.stage} ({ranks}): {shown(one.peak)} at {one.place.entry}{first}{layer}"
         for owner, count in one.alive.items():
             yield f"    {owner.replace('_', ' '):18} {shown(count):>12}"
+        if one.cycles is not None:
+            yield (
+                f"    note: from layer {one.cycles.layer} on, {shown(one.cycles.num_bytes)} stay in reference cycles, and are "
+                "counted to the step's end; a run holds them until Python's collector comes, sooner or later than that"
+            )
     most = max(found, key=lambda one: one.peak)
     verdict = f"the most is {shown(most.peak)}, on stage {most.stage}"
     if limit is not None:

@@ -4,7 +4,7 @@ from sley_core.engine.book import Entry, ParameterBook
 from sley_core.engine.canonical.tree_sums import TreeSums
 from sley_core.engine.cuts import ALIGNMENT as SHARD_ALIGNMENT
 from sley_core.engine.cuts import Cut
-from sley_core.engine.flat import ALIGNMENT_BYTES, FlatBuffer, offsets
+from sley_core.engine.flat import ALIGNMENT_BYTES, FlatBuffer, offsets, views_of
 from sley_core.engine.gradient_buffers import GradientBuffer
 from sley_core.engine.layout import Layout, Planner
 from sley_core.engine.parts import Parts
@@ -35,4 +35,5 @@ __all__ = [
     "WeightQueue",
     "add_at",
     "offsets",
+    "views_of",
 ]

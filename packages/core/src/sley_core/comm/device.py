@@ -64,6 +64,11 @@ class Device:
         return self.torch_device.type
 
     @property
+    def exchanges_as(self) -> torch.device:
+        """Returns a device of the kind by which ranks choose how they exchange tensors: its own kind."""
+        return self.torch_device
+
+    @property
     def backend(self) -> str:
         """Returns the communication backend of this device's groups: gloo for a CPU, NCCL for CUDA; gloo too where ranks share
         a device, which NCCL refuses unless it is told to.

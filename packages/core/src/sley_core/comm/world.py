@@ -176,7 +176,7 @@ class World(AbstractContextManager["World"]):
             backend="fake" if self.is_fake else self.device.backend,
             timeout=timedelta(seconds=timeout_s),
             extra=extra,
-            device=self.device.torch_device,
+            device=self.device.exchanges_as,
             attaches=attaches,
         )
         self.made.append(groups)

@@ -9,7 +9,9 @@ An operation over the buffer is one call instead of one per tensor, and no step 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -41,10 +43,7 @@ class FlatBuffer:
         self.offsets, numel = offsets(shapes, alignment, multiple)
         self.data: Tensor = torch.zeros(numel, dtype=dtype, device=device) if memory is None else memory
         assert self.data.shape == (numel,), f"{self.data.shape} for {numel} elements"
-        self.views: list[Tensor] = [
-            self.data[start : start + prod(shape)].view(tuple(shape))
-            for start, shape in zip(self.offsets, shapes, strict=True)
-        ]
+        self.views = views_of(self.data, self.offsets, shapes)
 
     @property
     def num_bytes(self) -> int:
@@ -64,3 +63,15 @@ def offsets(shapes: Sequence[Sequence[int]], alignment: int, multiple: int = 1) 
     if multiple > 1:
         end = max(1, -(-end // (multiple * alignment))) * multiple * alignment
     return starts, end
+
+
+def views_of(flat: Tensor, starts: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Returns a contiguous view of `flat`, [numel], for each of `shapes`, which begins at that element of `starts`."""
+    before, numel = int(flat.storage_offset()), flat.numel()
+    views = []
+    for start, shape in zip(starts, shapes, strict=True):
+        assert start + prod(shape) <= numel, f"{shape} at {start} of {numel} elements"
+        strides = list(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if len(shape) else []
+        # one call where a slice and its `view` are two, for each weight that is gathered and for each gradient
+        views.append(flat.as_strided(tuple(shape), strides, before + start))
+    return views

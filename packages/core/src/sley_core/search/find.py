@@ -7,12 +7,11 @@ InOrder ──the next fastest──> exact ──fits──> one of the `top`
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sley_core.collector import uncollected
 from sley_core.errors import SleyError
 from sley_core.search.best_first import InOrder, SearchTally, Seen, smallest
 from sley_core.search.exact import ExactEstimate, exact
@@ -54,6 +53,7 @@ class SearchFound:
     smallest: Seen | None = None
 
 
+@uncollected()  # simulated steps are many objects and no cycles: to walk through all of them took a fifth of the time and more
 def find(
     space: Layouts,
     quick: Quick,
@@ -69,11 +69,10 @@ def find(
     verify: whether the figures of the fastest are those of `train-cli estimate`, and one that does not fit by them is replaced
     by the next; else those at a glance. tell: called with each layout before its steps are taken, which lasts.
     """
-    with _uncollected():
-        order = InOrder(space, quick, memory)
+    order = InOrder(space, quick, memory)
     found = SearchFound(order.tally)
     seen = []
-    while len(found.fastest) < top and (one := _fastest(order)):
+    while len(found.fastest) < top and (one := order.next()):
         if not verify:
             seen.append(one)
             found.fastest.append(Final(one, None))
@@ -92,28 +91,7 @@ def find(
             found.fastest.append(Final(one, told))
     found.fastest.sort(key=lambda final: final.seconds)
     if found.fastest:
-        with _uncollected():
-            found.front = list(order.front(seen))
+        found.front = list(order.front(seen))
     else:
         found.smallest = smallest(space, quick)
     return found
-
-
-def _fastest(order: InOrder) -> Seen | None:
-    """Returns the next fastest layout of `order`, None if there is none; without Python's collector meanwhile."""
-    with _uncollected():
-        return order.next()
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keeps Python's collector of cycles from running within the block. Simulated steps are many objects and no cycles, and it
-    would walk through all of them and the model again and again: a fifth of the time and more.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

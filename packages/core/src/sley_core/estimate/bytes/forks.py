@@ -93,9 +93,6 @@ def _received(receiver: Any, process: Any) -> Any:
 def _work(call: Callable[[], Any], sender: Connection) -> None:
     """Makes the call in a forked process, with one thread, and sends (True, its result) or (False, the exception)."""
     gc.freeze()  # what was inherited is neither walked through nor, by that, copied
-    gc.set_threshold(
-        gc.get_threshold()[0], 20, 100
-    )  # and what has lived for long a twentieth as often: a tenth of the time
     torch.set_num_threads(1)  # those of OpenMP did not come along
     try:
         sender.send((True, call()))

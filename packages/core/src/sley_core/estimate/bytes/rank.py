@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -20,11 +20,13 @@ from torch._subclasses.fake_tensor import (
 )
 
 from sley_core.assemble import assemble
+from sley_core.collector import uncollected
 from sley_core.comm.progress import BEGINNING
 from sley_core.comm.world import World
 from sley_core.engine.on_meta import micro_batch
 from sley_core.errors import RunError
 from sley_core.estimate.bytes.cuda_kernels import as_on_cuda
+from sley_core.estimate.bytes.cycles import MemoryCycles, collected
 from sley_core.estimate.bytes.fake_copies import FakeCopies
 from sley_core.estimate.bytes.fake_device import FakeDevice
 from sley_core.estimate.bytes.fake_tensors import FakeTensors
@@ -32,6 +34,7 @@ from sley_core.estimate.bytes.ledger import Ledger, MemoryPiece, StepPlace
 from sley_core.estimate.bytes.limited import limited
 from sley_core.estimate.bytes.micros import fewest_micros, least_micros
 from sley_core.estimate.bytes.recipes import Recipes
+from sley_core.estimate.bytes.standing import RunStanding
 from sley_core.estimate.layers.fused import Notes
 from sley_core.memory.state import PARTS
 from sley_core.model.alike import counted
@@ -75,7 +78,8 @@ class RankBytes:
     states: by part of the run, between two steps. batch: of samples, where they lie on the device. peak: the most at once;
     place: when that was. alive: what was there then, by whose it is. curve: the step with the peak, entry by entry: the
     first, or one as all that follow. num_micros: how many micro-batches were taken, of the plan's `of_micros`; more would not
-    change the peak.
+    change the peak. cycles: what layers left in reference cycles, counted to the step's end: a run holds them until Python's
+    collector comes, so less or more. None, as it should be, if they left nothing.
     """
 
     rank: int
@@ -88,6 +92,7 @@ class RankBytes:
     curve: Sequence[Moment]
     num_micros: int
     of_micros: int
+    cycles: MemoryCycles | None = None
 
 
 class LastStep(Notes, Protocol):
@@ -159,12 +164,14 @@ def _looked_at(
                     last_step.begin()
                 take_step(run, [_again(batch) for _ in range(num_micros)])
                 _own(run, ledger, _on_host(plan, run))
+                cycles = collected(ledger)
             if last_step is not None:
                 last_step.end()
             long_since = starts[0] if first < taken else starts[-1]
             ledger.move_up(KEPT, long_since, StepPlace(STEPS, BEGINNING, ""))
         held = 0 if is_cuda else BATCHES * of_micros * sum(value.nbytes for value in batch.values())
-        return _told(run, ledger, held, taken, of_micros, _on_host(plan, run)), first == taken
+        told = _told(run, ledger, held, taken, of_micros, _on_host(plan, run))
+        return replace(told, cycles=cycles), first == taken
 
 
 @contextmanager
@@ -186,17 +193,24 @@ def fake_run(
     Raises PlanError for all that the plan's checks find, and in the block RunError `estimate-late` once
     `limits.estimate_timeout_s` has passed.
     """
-    standing = _Standing()
+    standing = RunStanding()
     ledger = Ledger(standing.place)
     is_cuda = plan.run.device == "cuda"
     tensors = FakeTensors(ledger, recipes or Recipes(), has_scratch=not is_cuda)
     is_ahead = is_cuda if runs_ahead is None else runs_ahead
     copies = FakeCopies(tensors, runs_ahead=is_ahead)
-    device = FakeDevice(torch.device("cpu"), tensors=tensors, copies=copies)
+    device = FakeDevice(torch.device("cpu"), kind="cuda" if is_cuda else "cpu", tensors=tensors, copies=copies)
     limit = limited(plan.limits.estimate_timeout_s)
     on_device = standing_for("cuda") if is_ahead else nullcontext()
     world_of = World.fake(rank, size, device)
-    with limit, tensors.watched(), on_device, world_of as world, assemble(plan, world, draft=draft) as run:
+    with (
+        uncollected(),
+        limit,
+        tensors.watched(),
+        on_device,
+        world_of as world,
+        assemble(plan, world, draft=draft) as run,
+    ):
         standing.follow(run)
         yield run, ledger, tensors
 
@@ -220,29 +234,6 @@ def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
 def _again(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the micro-batch in new tensors over the same memory: what layers keep of a tensor they keep of each."""
     return {name: value.detach() for name, value in batch.items()}
-
-
-class _Standing:
-    """Tells where a run's step is, once it follows a run."""
-
-    def __init__(self) -> None:
-        self._run: Run | None = None
-        self._at: object = None
-        self._place = StepPlace(0, "the start of the run", "")
-
-    def follow(self, run: Run) -> None:
-        """Makes `place` tell where `run` is, from now on."""
-        self._run = run
-
-    def place(self) -> StepPlace:
-        """Returns step, entry and layer that the run is at; step 0, "the start of the run", before there is one to follow."""
-        if self._run is None:
-            return self._place
-        standing = self._run.groups.progress.standing
-        at = standing.step, standing.pending, standing.layer
-        if at != self._at:  # much memory comes and goes in one place
-            self._at, self._place = at, StepPlace(standing.step, str(standing.pending), standing.layer)
-        return self._place
 
 
 def _on_host(plan: Plan, run: Run) -> frozenset[str]:

@@ -87,5 +87,6 @@ def _as_on(one: RankBytes, stage: Stage, topology: Topology) -> RankBytes:
         stage=number,
         rank=number * topology.ranks_per_stage,
         place=StepPlace(step, entries.get(entry, entry), layers.get(layer, layer)),
+        cycles=one.cycles and replace(one.cycles, layer=layers.get(one.cycles.layer, one.cycles.layer)),
         curve=[Moment(entries.get(moment.entry, moment.entry), moment.num_bytes) for moment in one.curve],
     )
