@@ -64,17 +64,19 @@ class Held:
 def _counts(steps: Lowered, stage: int, placement: Placement) -> Counts:
     """Returns the counts after every step that adds something, without repeated rows."""
     keeps = any(step.kind in GRADIENT_KINDS for step in steps if isinstance(step, Action))
-    changes = np.zeros((len(steps), placement.chunks * 4), dtype=np.int64)
+    width, positions = 4 * placement.chunks, [placement.position(stage, chunk) for chunk in range(placement.chunks)]
+    flat = [0] * (width * len(steps))  # numpy takes longer for a number than for a thousand
     for number, step in enumerate(steps):
-        first = step.chunk * 4
+        first = number * width + step.chunk * 4
         if isinstance(step, Transfer):
             if step.op == "post":
-                changes[number, first + (OUTPUT if step.flow == "forward" else GRADIENT)] += 1
+                flat[first + (OUTPUT if step.flow == "forward" else GRADIENT)] += 1
             continue
-        needed = taken(step, placement.position(stage, step.chunk), placement)
+        needed = taken(step, positions[step.chunk], placement)
         if needed is not None and placement.route[needed.origin] != stage:
-            changes[number, first + (OUTPUT if step.kind is Kind.FORWARD else GRADIENT)] -= 1
+            flat[first + (OUTPUT if step.kind is Kind.FORWARD else GRADIENT)] -= 1
         for column, change in CHANGES.get(step.kind, ()) if keeps else ():
-            changes[number, first + column] += change
+            flat[first + column] += change
+    changes = np.array(flat, dtype=np.int64).reshape(len(steps), width)
     counts = changes.cumsum(axis=0)[(changes > 0).any(axis=1)]
     return np.unique(counts, axis=0)

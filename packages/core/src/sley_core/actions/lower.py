@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from sley_core.actions.action import GRADIENT_KINDS, Action, Kind, Lowered, Step, Transfer
 from sley_core.actions.check import check_lists
 from sley_core.actions.costs import Costs
-from sley_core.actions.machine import Delivery, Machine
+from sley_core.actions.machine import Delivery, Machine, given
 from sley_core.actions.placement import Placement
 from sley_core.actions.posts import AHEAD, order_of, posts_of, send_of
 
@@ -37,14 +37,24 @@ def lower(
     with what each blocked stage waits for.
     """
     check_lists(lists, placement, micros, training=training)
-    sends = [[send_of(action, stage, placement) for action in actions] for stage, actions in enumerate(lists)]
+    made = [_made(actions, stage, placement) for stage, actions in enumerate(lists)]
+    sends = [
+        [send_of(action, one, stage, placement) for action, one in zip(actions, ones, strict=True)]
+        for stage, (actions, ones) in enumerate(zip(lists, made, strict=True))
+    ]
     machine = Machine(
         list(map(_with_sends, lists, sends)), placement, Costs.even(placement.num_positions), posted=False
     )
     machine.run()
     order = order_of(machine.sent_s)
-    every = enumerate(zip(lists, sends, strict=True))
-    return [_lowered(actions, sent, stage, placement, order) for stage, (actions, sent) in every]
+    every = enumerate(zip(lists, made, sends, strict=True))
+    return [_lowered(actions, ones, sent, stage, placement, order) for stage, (actions, ones, sent) in every]
+
+
+def _made(actions: Sequence[Action], stage: int, placement: Placement) -> list[Delivery | None]:
+    """Returns what each of the stage's actions makes for a neighbouring chunk; None if it makes nothing."""
+    positions = [placement.position(stage, chunk) for chunk in range(placement.chunks)]
+    return [given(action, positions[action.chunk], placement) for action in actions]
 
 
 def _with_sends(actions: Sequence[Action], sends: Sequence[Transfer | None]) -> list[Step]:
@@ -57,15 +67,16 @@ def _with_sends(actions: Sequence[Action], sends: Sequence[Transfer | None]) -> 
 
 def _lowered(
     actions: Sequence[Action],
+    made: Sequence[Delivery | None],
     sends: Sequence[Transfer | None],
     stage: int,
     placement: Placement,
     order: dict[Delivery, int],
 ) -> Lowered:
-    """Returns one stage's actions with sends, posts and CHUNK_DONE marks. sends: of each action's result, if another stage
-    needs it. order: of all transfers, the same on all stages.
+    """Returns one stage's actions with sends, posts and CHUNK_DONE marks. made: what each action makes. sends: of that, if
+    another stage needs it. order: of all transfers, the same on all stages.
     """
-    posts = posts_of(actions, stage, placement, order, AHEAD)
+    posts = posts_of(actions, made, stage, placement, order, AHEAD)
     last = {action.chunk: number for number, action in enumerate(actions) if action.kind in GRADIENT_KINDS}
     steps: list[Step] = [*posts.get(0, ())]
     for number, (action, send) in enumerate(zip(actions, sends, strict=True)):

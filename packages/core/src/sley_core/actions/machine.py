@@ -48,6 +48,8 @@ class Machine:
         self.posted_s: dict[Delivery, float] = {}
         self._free_s: dict[tuple[int, int], float] = {}
         self._now_s = [0.0] * len(lists)
+        chunks = range(placement.chunks)
+        self._positions = [[placement.position(stage, chunk) for chunk in chunks] for stage in range(placement.stages)]
         self._at = [0] * len(lists)
         self._waiting: dict[Delivery, int] = {}
         self._ready = deque(range(len(lists)))
@@ -67,17 +69,18 @@ class Machine:
     def _advance(self, stage: int) -> None:
         """Runs one stage's list until an action must wait for a value that has not arrived."""
         steps = self.lists[stage]
-        while self._at[stage] < len(steps):
-            step = steps[self._at[stage]]
+        for at in range(self._at[stage], len(steps)):
+            step = steps[at]
             if isinstance(step, Transfer):
                 self._transfer(stage, step)
             elif step.kind is not Kind.CHUNK_DONE and not self._act(stage, step):
+                self._at[stage] = at
                 return
-            self._at[stage] += 1
+        self._at[stage] = len(steps)
 
     def _act(self, stage: int, action: Action) -> bool:
         """Runs `action` and returns True if its input has arrived; else records what the stage waits for and returns False."""
-        position = self.placement.position(stage, action.chunk)
+        position = self._positions[stage][action.chunk]
         start_s = self._now_s[stage]
         delivery = taken(action, position, self.placement)
         if delivery is not None:
@@ -85,7 +88,8 @@ class Machine:
             if arrived_s is None:
                 self._waiting[delivery] = stage
                 return False
-            start_s = max(start_s, arrived_s)
+            if arrived_s > start_s:
+                start_s = arrived_s
         end_s = self._now_s[stage] = start_s + self.costs.seconds[action.kind][position]
         self.spans.append(TimedAction(stage, action, start_s, end_s))
         made = given(action, position, self.placement)
@@ -96,11 +100,11 @@ class Machine:
     def _transfer(self, stage: int, step: Transfer) -> None:
         """Records one end of a transfer; once both ends are there, computes when the value arrives."""
         if step.op == "post":
-            delivery = Delivery(step.flow, self.placement.position(stage, step.chunk), step.micro)
+            delivery = Delivery(step.flow, self._positions[stage][step.chunk], step.micro)
             channel = step.peer, stage
             self.posted_s[delivery] = self._now_s[stage]
         else:
-            delivery = Delivery(step.flow, self.placement.position(step.peer, step.peer_chunk), step.micro)
+            delivery = Delivery(step.flow, self._positions[step.peer][step.peer_chunk], step.micro)
             channel = stage, step.peer
             self.sent_s[delivery] = self._now_s[stage]
         sent_s = self.sent_s.get(delivery)

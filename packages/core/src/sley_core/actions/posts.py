@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from sley_core.actions.action import DIRECTIONS, Action, Direction, Flow, Transfer, direction_of
-from sley_core.actions.machine import Delivery, given, taken
+from sley_core.actions.machine import Delivery, taken
 from sley_core.actions.placement import Placement
 
 AHEAD = 4
@@ -36,15 +36,16 @@ link but in the processes at its ends (docs/adr/0014).
 """
 
 
-def send_of(action: Action, stage: int, placement: Placement) -> Transfer | None:
-    """Returns the send that must follow `action`; None if the neighbour is on the same stage, or there is none."""
-    delivery = given(action, placement.position(stage, action.chunk), placement)
-    if delivery is None:
+def send_of(action: Action, made: Delivery | None, stage: int, placement: Placement) -> Transfer | None:
+    """Returns the send that must follow `action`, which makes `made`; None if the neighbour is on the same stage, or there is
+    none.
+    """
+    if made is None:
         return None
-    peer = placement.holder(delivery.position)
+    peer = placement.holder(made.position)
     if peer.stage == stage:
         return None
-    return Transfer("send", delivery.flow, action.chunk, action.micro, peer.stage, peer.chunk)
+    return Transfer("send", made.flow, action.chunk, action.micro, peer.stage, peer.chunk)
 
 
 def order_of(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
@@ -75,27 +76,36 @@ class _Issue(NamedTuple):
 
 
 def posts_of(
-    actions: Sequence[Action], stage: int, placement: Placement, order: Mapping[Delivery, int], ahead: int
+    actions: Sequence[Action],
+    made_by: Sequence[Delivery | None],
+    stage: int,
+    placement: Placement,
+    order: Mapping[Delivery, int],
+    ahead: int,
 ) -> dict[int, list[Transfer]]:
     """Returns the posts of `stage`, by the number of the action in its list before which they stand.
 
-    order: of all transfers. ahead: how many actions before its taker a receive is posted, where the order allows that.
+    made_by: what each action makes for a neighbouring chunk. order: of all transfers. ahead: how many actions before its taker
+    a receive is posted, where the order allows that.
     """
     issues: dict[Direction, list[_Issue]] = {direction: [] for direction in DIRECTIONS}
     latest_taken: list[int] = []
-    for number, action in enumerate(actions):
-        position = placement.position(stage, action.chunk)
-        made, needed = given(action, position, placement), taken(action, position, placement)
-        if made is not None and made in order:
+    positions = [placement.position(stage, chunk) for chunk in range(placement.chunks)]
+    latest_order = -1
+    for number, (action, made) in enumerate(zip(actions, made_by, strict=True)):
+        needed = taken(action, positions[action.chunk], placement)
+        at = None if made is None else order.get(made)
+        if made is not None and at is not None:
             direction = direction_of(stage, placement.holder(made.position).stage)
-            issues[direction].append(_Issue(order[made], number, None, number))
-        if needed is not None and needed in order:
+            issues[direction].append(_Issue(at, number, None, number))
+        at = None if needed is None else order.get(needed)
+        if needed is not None and at is not None:
             source = placement.holder(needed.origin)
             post = Transfer("post", needed.flow, action.chunk, action.micro, source.stage, source.chunk)
-            latest = bisect_right(latest_taken, order[needed])
-            issues[direction_of(source.stage, stage)].append(_Issue(order[needed], number, post, latest))
-        before = latest_taken[-1] if latest_taken else -1
-        latest_taken.append(max(before, order.get(needed, -1) if needed else -1))
+            latest = bisect_right(latest_taken, at)
+            issues[direction_of(source.stage, stage)].append(_Issue(at, number, post, latest))
+            latest_order = max(latest_order, at)
+        latest_taken.append(latest_order)
     posts: dict[int, list[Transfer]] = {}
     for direction in DIRECTIONS:
         for number, post in _placed(sorted(issues[direction], key=lambda issue: issue.order), ahead):

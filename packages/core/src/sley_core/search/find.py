@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from sley_core.collector import uncollected
@@ -53,7 +54,6 @@ class SearchFound:
     smallest: Seen | None = None
 
 
-@uncollected()  # simulated steps are many objects and no cycles: to walk through all of them took a fifth of the time and more
 def find(
     space: Layouts,
     quick: Quick,
@@ -69,14 +69,13 @@ def find(
     verify: whether the figures of the fastest are those of `train-cli estimate`, and one that does not fit by them is replaced
     by the next; else those at a glance. tell: called with each layout before its steps are taken, which lasts.
     """
-    order = InOrder(space, quick, memory)
+    with uncollected():
+        order = InOrder(space, quick, memory)
     found = SearchFound(order.tally)
-    seen = []
-    while len(found.fastest) < top and (one := order.next()):
-        if not verify:
-            seen.append(one)
-            found.fastest.append(Final(one, None))
-            continue
+    seen = [] if verify else _fastest(order, top)
+    found.fastest = [Final(one, None) for one in seen]
+    while verify and len(found.fastest) < top and (next_one := _fastest(order, 1)):
+        (one,) = next_one
         tell(one.layout)
         try:
             told = exact(quick, one.layout, memory)
@@ -91,7 +90,16 @@ def find(
             found.fastest.append(Final(one, told))
     found.fastest.sort(key=lambda final: final.seconds)
     if found.fastest:
-        found.front = list(order.front(seen))
+        with uncollected():
+            found.front = list(order.front(seen))
     else:
         found.smallest = smallest(space, quick)
     return found
+
+
+def _fastest(order: InOrder, number: int) -> list[Seen]:
+    """Returns up to `number` layouts of `order`, the fastest of those that are left. Python's collector is off meanwhile:
+    simulated steps are many objects and no cycles, and to walk through all of them took a fifth of the time and more.
+    """
+    with uncollected():
+        return list(islice(iter(order.next, None), number))
