@@ -20,13 +20,12 @@ from torch._subclasses.fake_tensor import (
 )
 
 from sley_core.assemble import assemble
-from sley_core.collector import uncollected
 from sley_core.comm.progress import BEGINNING
 from sley_core.comm.world import World
 from sley_core.engine.on_meta import micro_batch
 from sley_core.errors import RunError
 from sley_core.estimate.bytes.cuda_kernels import as_on_cuda
-from sley_core.estimate.bytes.cycles import MemoryCycles, collected
+from sley_core.estimate.bytes.cycles import MemoryCycles, collected, only_new_objects
 from sley_core.estimate.bytes.fake_copies import FakeCopies
 from sley_core.estimate.bytes.fake_device import FakeDevice
 from sley_core.estimate.bytes.fake_tensors import FakeTensors
@@ -164,7 +163,7 @@ def _looked_at(
                     last_step.begin()
                 take_step(run, [_again(batch) for _ in range(num_micros)])
                 _own(run, ledger, _on_host(plan, run))
-                cycles = collected(ledger)
+                cycles = collected(ledger, len(starts))
             if last_step is not None:
                 last_step.end()
             long_since = starts[0] if first < taken else starts[-1]
@@ -204,7 +203,7 @@ def fake_run(
     on_device = standing_for("cuda") if is_ahead else nullcontext()
     world_of = World.fake(rank, size, device)
     with (
-        uncollected(),
+        only_new_objects(),
         limit,
         tensors.watched(),
         on_device,
