@@ -63,8 +63,6 @@ def dev(session: nox.Session) -> None:
     editable = [argument for package in PACKAGES for argument in ("-e", package.folder)]
     tests = [requirement for package in PACKAGES for requirement in package.test_requirements()]
     session.install(*CONSTRAINTS, *editable, *tests, "pytest-xdist", "mypy")
-    # compiled once, by one process: of four that start together each would compile all tests, and what these import
-    session.run_install("python", "-m", "pytest", "--collect-only", "-q", silent=True)
 
 
 def in_dev(session: nox.Session, *command: str, success_codes: tuple[int, ...] = (0,), **env: str) -> None:

@@ -20,10 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_standard_streams()
     try:
         with uncollected():  # imports allocate much and free nothing; training turns it on
-            if argv is not None:
-                return _main(list(argv))
-            code = _main(sys.argv[1:])
-            gc.freeze()  # at its end Python would look through all modules for garbage, for most of a second
+            code = _main(list(sys.argv[1:] if argv is None else argv))
+            if argv is None:
+                gc.freeze()  # at its end Python would look through all modules for garbage, for most of a second
             return code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

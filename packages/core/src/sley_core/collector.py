@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Keeps the collector from running within the block, or within the function that this decorates."""
+    """Keeps the collector from running within the block."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -166,7 +166,7 @@ class Reductions:
         lease = ExitStack()
         wholes = self._lent([padded(entry) for entry in entries], lease)
         for entry, whole in zip(entries, wholes, strict=True):
-            if len(whole) > entry.shape[0]:  # a microsecond of the host where there is no padding, for each weight
+            if len(whole) > entry.shape[0]:  # else two operators for nothing, for each weight
                 whole[entry.shape[0] :].zero_()
         filled = self._open[bucket] = Open(bucket, dict(zip(entries, wholes, strict=True)), lease)
         self._live += len(wholes)

@@ -8,9 +8,6 @@ from sley_core.actions.action import GRADIENT_KINDS, SENDS_GRADIENT, Action, Kin
 from sley_core.actions.placement import Placement
 from sley_core.errors import PlanError
 
-Place = tuple[Kind, int, int]
-"""An action as the tuple that it equals, which is made in a tenth of the time: a search looks for a million of them."""
-
 NEEDS = {
     Kind.FORWARD: None,
     Kind.BACKWARD: Kind.FORWARD,
@@ -42,11 +39,11 @@ def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros:
 
 def _check_order(
     actions: Sequence[Action], stage: int, placement: Placement, micros: int, training: bool
-) -> set[Place]:
+) -> set[Action]:
     """Returns the set of a stage's actions. Raises PlanError "schedule-wrong" for the first one that is not possible at its
     place.
     """
-    seen: set[Place] = set()
+    seen: set[Action] = set()
     for at, action in enumerate(actions):
         fault = _fault(action, seen, stage, placement, micros, training)
         if fault:
@@ -56,7 +53,7 @@ def _check_order(
 
 
 def _fault(
-    action: Action, seen: set[Place], stage: int, placement: Placement, micros: int, training: bool
+    action: Action, seen: set[Action], stage: int, placement: Placement, micros: int, training: bool
 ) -> str | None:
     """Returns what is wrong with `action` after the actions `seen`; None if nothing is."""
     kind, chunk, micro = action.kind, action.chunk, action.micro
@@ -69,6 +66,7 @@ def _fault(
     if kind in GRADIENT_KINDS and not training:
         return "stands in a forward-only list"
     needed = NEEDS[kind]
+    # looked up as the tuples that actions equal, which are made faster: a search looks for a million
     if needed and (needed, chunk, micro) not in seen:
         return f"comes before its {Action(needed, chunk, micro)}"
     if kind in EXCLUDES and (EXCLUDES[kind], chunk, micro) in seen:
@@ -76,7 +74,7 @@ def _fault(
     return _local_fault(action, seen, stage, placement)
 
 
-def _local_fault(action: Action, seen: set[Place], stage: int, placement: Placement) -> str | None:
+def _local_fault(action: Action, seen: set[Action], stage: int, placement: Placement) -> str | None:
     """Returns what is wrong if `action` needs a value from another chunk of its own stage that was not made yet; else None."""
     if action.kind is Kind.FORWARD:
         neighbour, kinds = placement.previous(stage, action.chunk), frozenset({Kind.FORWARD})
@@ -92,7 +90,7 @@ def _local_fault(action: Action, seen: set[Place], stage: int, placement: Placem
     return f"comes before {Action(kind, neighbour.chunk, action.micro)}, which it continues"
 
 
-def _missing(seen: set[Place], chunks: int, micros: int, training: bool) -> Iterator[Action]:
+def _missing(seen: set[Action], chunks: int, micros: int, training: bool) -> Iterator[Action]:
     """Yields the actions that a complete list would have besides those `seen`."""
     for chunk in range(chunks):
         for micro in range(micros):

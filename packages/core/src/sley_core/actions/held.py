@@ -64,8 +64,8 @@ class Held:
 def _counts(steps: Lowered, stage: int, placement: Placement) -> Counts:
     """Returns the counts after every step that adds something, without repeated rows."""
     keeps = any(step.kind in GRADIENT_KINDS for step in steps if isinstance(step, Action))
-    width, positions = 4 * placement.chunks, [placement.position(stage, chunk) for chunk in range(placement.chunks)]
-    flat = [0] * (width * len(steps))  # numpy takes longer for a number than for a thousand
+    width, positions = 4 * placement.chunks, placement.positions(stage)
+    flat = [0] * (width * len(steps))  # an array only at the end: numpy is slow at single numbers
     for number, step in enumerate(steps):
         first = number * width + step.chunk * 4
         if isinstance(step, Transfer):

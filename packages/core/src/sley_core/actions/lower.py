@@ -53,7 +53,7 @@ def lower(
 
 def _made(actions: Sequence[Action], stage: int, placement: Placement) -> list[Delivery | None]:
     """Returns what each of the stage's actions makes for a neighbouring chunk; None if it makes nothing."""
-    positions = [placement.position(stage, chunk) for chunk in range(placement.chunks)]
+    positions = placement.positions(stage)
     return [given(action, positions[action.chunk], placement) for action in actions]
 
 

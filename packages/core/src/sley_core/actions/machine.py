@@ -48,8 +48,7 @@ class Machine:
         self.posted_s: dict[Delivery, float] = {}
         self._free_s: dict[tuple[int, int], float] = {}
         self._now_s = [0.0] * len(lists)
-        chunks = range(placement.chunks)
-        self._positions = [[placement.position(stage, chunk) for chunk in chunks] for stage in range(placement.stages)]
+        self._positions = [placement.positions(stage) for stage in range(placement.stages)]
         self._at = [0] * len(lists)
         self._waiting: dict[Delivery, int] = {}
         self._ready = deque(range(len(lists)))
@@ -88,8 +87,7 @@ class Machine:
             if arrived_s is None:
                 self._waiting[delivery] = stage
                 return False
-            if arrived_s > start_s:
-                start_s = arrived_s
+            start_s = max(start_s, arrived_s)
         end_s = self._now_s[stage] = start_s + self.costs.seconds[action.kind][position]
         self.spans.append(TimedAction(stage, action, start_s, end_s))
         made = given(action, position, self.placement)

@@ -16,7 +16,7 @@ here, any other is a function of a plugin's (`Placing`):
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -75,6 +75,10 @@ class Placement:
         assert 0 <= stage < self.stages, f"stage {stage} of {self.stages}"
         assert 0 <= chunk < self.chunks, f"chunk {chunk} of {self.chunks}"
         return self._positions[stage][chunk]
+
+    def positions(self, stage: int) -> Sequence[int]:
+        """Returns the positions of a stage's chunks along the model, by the number of the chunk."""
+        return self._positions[stage]
 
     def holder(self, position: int) -> StageChunk:
         """Returns the stage and chunk that hold `position`; the inverse of `position`."""

@@ -90,16 +90,14 @@ def posts_of(
     """
     issues: dict[Direction, list[_Issue]] = {direction: [] for direction in DIRECTIONS}
     latest_taken: list[int] = []
-    positions = [placement.position(stage, chunk) for chunk in range(placement.chunks)]
-    latest_order = -1
+    positions, latest_order = placement.positions(stage), -1
     for number, (action, made) in enumerate(zip(actions, made_by, strict=True)):
         needed = taken(action, positions[action.chunk], placement)
-        at = None if made is None else order.get(made)
-        if made is not None and at is not None:
+        if made is not None and made in order:
             direction = direction_of(stage, placement.holder(made.position).stage)
-            issues[direction].append(_Issue(at, number, None, number))
-        at = None if needed is None else order.get(needed)
-        if needed is not None and at is not None:
+            issues[direction].append(_Issue(order[made], number, None, number))
+        if needed is not None and needed in order:
+            at = order[needed]
             source = placement.holder(needed.origin)
             post = Transfer("post", needed.flow, action.chunk, action.micro, source.stage, source.chunk)
             latest = bisect_right(latest_taken, at)

@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from asking_layers import Embeds
 from torch import Tensor, nn
-
-
-class Embeds(nn.Module):
-    """Vectors of the tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(256, 8)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Returns [b, s, 8]."""
-        vectors: Tensor = self.table(tokens)
-        return vectors
 
 
 class Keeps(nn.Module):
@@ -37,4 +25,4 @@ class Keeps(nn.Module):
 
 def layers() -> list[tuple[str, nn.Module]]:
     """A model whose second layer leaves [b, s, 8] in a cycle, for each micro-batch."""
-    return [("embeds", Embeds()), ("keeps", Keeps())]
+    return [("embeds", Embeds(asks=False)), ("keeps", Keeps())]

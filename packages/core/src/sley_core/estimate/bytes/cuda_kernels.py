@@ -47,7 +47,7 @@ class CudaKernels(FusedKernels):
     and one backward each.
     """
 
-    def norm_with_weight(self, *args: Any, **kwargs: Any) -> Tensor:
+    def norm_if_fused(self, *args: Any, **kwargs: Any) -> Tensor:
         """Returns what an RMSNorm makes of its input: in one kernel, where CUDA has one, else by its formula."""
         return self.norm(*args, **kwargs) if _is_fused(*args, **kwargs) else F.rms_norm(*args, **kwargs)
 
@@ -58,7 +58,7 @@ class CudaKernels(FusedKernels):
             return dropped
         return F.dropout(*args, **kwargs)
 
-    instead = FusedKernels.instead | {F.rms_norm: norm_with_weight, F.dropout: dropout}
+    instead = FusedKernels.instead | {F.rms_norm: norm_if_fused, F.dropout: dropout}
 
 
 def _is_fused(

@@ -30,8 +30,8 @@ def stage_bytes(plan: Plan, size: int, cores: int = 1, draft: Draft | None = Non
     """Yields what the first rank of each stage of a world of `size` holds, in their order.
 
     Shards have equal sizes on all ranks, padding included; of a sharded optimizer's states the first rank has no fewer elements
-    than another. cores: how many processes may work at a time. draft: of a rank of that world, if there is one; it is not used
-    up. Raises PlanError for all that the plan's checks find, and as `rank_bytes` does.
+    than another. cores: how many processes may work at a time. draft: of a rank of that world, which is not used up; left out,
+    it is made as `first_draft` does, which checks the plan. Raises as that does, and as `rank_bytes`.
     """
 
     def look(rank: int, recipes: Recipes, own: Draft | None) -> tuple[RankBytes, None]:

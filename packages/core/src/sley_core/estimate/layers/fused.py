@@ -46,8 +46,8 @@ class FusedKernels(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        made = self.instead.get(func)
-        return func(*args, **(kwargs or {})) if made is None else made(self, *args, **(kwargs or {}))
+        other = self.instead.get(func)
+        return func(*args, **(kwargs or {})) if other is None else other(self, *args, **(kwargs or {}))
 
     def attention(self, *args: Any, **kwargs: Any) -> Tensor:
         """Returns the context of an attention, noted as one kernel forward and one backward."""
