@@ -10,7 +10,7 @@ import pytest
 from sley_core.comm.world import World
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.estimates import Compared, compare, machine_for, measured_tables
+from sley_core.testing.estimates import Compared, apart, compare, machine_for, measured_tables
 from sley_core.testing.figures import Figure, note
 from sley_core.testing.short_calibration import shortly
 
@@ -29,7 +29,7 @@ def figures(found: Compared) -> list[Figure]:
     rows = [
         _figure(f"peak bytes: {found.name}", found.bytes_error, BYTES, f"of {found.peak.num_bytes / 2**20:,.0f} MiB")
     ]
-    real = f"of {found.real_seconds:.4f} s ({min(found.rounds):.4f} to {max(found.rounds):.4f})"
+    real = f"of {found.real_seconds:.4f} s ({apart(found.rounds)}; foreseen {apart(found.estimates)})"
     return [*rows, _figure(f"step seconds: {found.name}", found.seconds_error, SECONDS, real)]
 
 
@@ -52,8 +52,8 @@ def test_a_small_one_takes_what_was_estimated_of_a_cpu(name: str) -> None:
     """Its bytes; its seconds are compared, and say nothing, since calibration is short and the machine is others' too."""
     plan = plan_from_dict(twenty_plans("cpu", is_large=False)[name])
     with World.alone("cpu") as world, shortly():
-        machine = machine_for(world.device, plan)
-    found = compare(name, plan, machine, num_steps=1, num_rounds=1)
+        machine = machine_for(world.device, plan, measured_tables(world.device))
+    found = compare(name, plan, lambda _: machine, num_steps=1, num_rounds=1)
     print(found)
     assert found.states == found.real_states
     assert abs(found.bytes_error) <= BYTES
@@ -75,14 +75,9 @@ def known():
 @pytest.mark.timeout(300)  # the first one measures the machine
 @pytest.mark.parametrize("name", KINDS)
 def test_a_large_one_takes_what_was_estimated_of_the_device(name: str, known) -> None:
-    """What parts hold between two steps to the byte; the peak and the seconds nearly so.
-
-    The layers are timed right before the steps: a host that others use is faster at one time than at another.
-    """
+    """What parts hold between two steps to the byte; the peak and the seconds nearly so."""
     plan = plan_from_dict(twenty_plans("cuda", is_large=True)[name])
-    with World.alone("cuda") as world:
-        machine = machine_for(world.device, plan, known)
-    found = compare(name, plan, machine)
+    found = compare(name, plan, lambda device: machine_for(device, plan, known))
     print(found)
     for figure in figures(found):
         note(figure)

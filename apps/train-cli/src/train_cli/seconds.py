@@ -55,11 +55,15 @@ def seconds_of(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
 def seconds_lines(found: PlanSeconds, machine: MachineFile) -> Iterator[str]:
     """Yields the seconds of a step, what each stage does meanwhile, and where the layers' seconds come from."""
     step = found.step
-    yield f"a step takes {step.seconds:.4g} s"
+    behind_s = step.seconds - step.devices_s
+    yield f"a step takes {step.seconds:.4g} s" + (
+        f", of which devices wait {behind_s:.4g} s for a host" if behind_s else ""
+    )
     for stage, computing_s in enumerate(step.computing_s):
         waits = ", ".join(f"{seconds:.4g} s for {lane}" for lane, seconds in sorted(step.exposed_s(stage).items()))
         idle = f"idle {step.idle(stage):.1%}" + (f" (waits {waits})" if waits else "")
-        yield f"  stage {stage}: computes {computing_s:.4g} s, {idle}"
+        started = f"; its host starts all of it in {step.host_s[stage]:.4g} s" if step.host_s[stage] else ""
+        yield f"  stage {stage}: computes {computing_s:.4g} s, {idle}{started}"
     yield f"  {_sources(found)}; {machine.device.name} of the machine file"
     yield from (f"  {note}" for note in found.notes)
 
@@ -81,8 +85,8 @@ def seconds_data(found: PlanSeconds) -> dict[str, Any]:
     return {
         "step": step.seconds,
         "stages": [
-            {"computes": computing_s, "idle": step.idle(stage), "waits": step.exposed_s(stage)}
-            for stage, computing_s in enumerate(step.computing_s)
+            {"computes": computing_s, "idle": step.idle(stage), "waits": step.exposed_s(stage), "host": host_s}
+            for stage, (computing_s, host_s) in enumerate(zip(step.computing_s, step.host_s, strict=True))
         ],
         "layers": [
             {"name": layer.name, "measured": layer.is_measured, "source": layer.source, **asdict(layer.seconds)}

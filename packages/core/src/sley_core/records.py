@@ -219,6 +219,11 @@ def copies_to_host(record: Record | None) -> bool:
     return isinstance(record, ActivationPolicyRecord) and record.copies
 
 
+def steps_on_host(record: Record | None) -> bool:
+    """Returns whether `record` is of an offload manager under which the optimizer steps on the host."""
+    return isinstance(record, OffloadManagerRecord) and record.steps_on_host
+
+
 class MetricsWriterRecord(Record):
     """`build(config, folder: Path) -> MetricsWriter`, on rank 0 only."""
 

@@ -12,7 +12,7 @@ from sley_core.engine.masters import HOST, Masters
 from sley_core.engine.skips import Skips
 from sley_core.engine.update import Update
 from sley_core.optim.groups import EVERYWHERE_ALIKE, parameter_groups
-from sley_core.records import OffloadManagerRecord
+from sley_core.records import steps_on_host
 
 if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
@@ -26,7 +26,7 @@ def make_update(plan: Plan, parts: Parts) -> Update:
     config: Any = plan.optimizer.config
     device = parts.world.device
     host = HOST if device.is_real else device.torch_device  # what has no memory has no host either
-    home = host if _steps_on_host(plan) else None
+    home = host if any(steps_on_host(manager.record) for manager in plan.offload) else None
     masters = Masters(parts.weights, parts.store, dtypes(plan)[1], home)
     masters.add(parts.book.trainable)
     for entry in parts.book:
@@ -52,8 +52,3 @@ def make_update(plan: Plan, parts: Parts) -> Update:
         events=parts.events,
         skips=None if plan.run.max_skips is None else Skips(plan.run.max_skips),
     )
-
-
-def _steps_on_host(plan: Plan) -> bool:
-    records = (component.record for component in plan.offload)
-    return any(isinstance(record, OffloadManagerRecord) and record.steps_on_host for record in records)

@@ -25,7 +25,7 @@ from sley_core.engine.call import LayerCaller
 from sley_core.engine.direct import accumulates_directly, queued_products
 from sley_core.engine.in_flight import describe
 from sley_core.engine.kept_tensors import KeptTensors
-from sley_core.engine.layer_calls import Halves, Handed, LayerCalls
+from sley_core.engine.layer_calls import Half, Halves, Handed, LayerCalls
 from sley_core.engine.weight_queue import WeightQueue
 from sley_core.model.materialize import materialize
 
@@ -44,23 +44,39 @@ HOST_CALLS = 3
 """Calls of an idle device, where it works through a queue: by them it is known how far the host must be ahead."""
 
 HOST_S = 0.03
-"""Seconds for each repetition of a layer that the host takes longer to start than the device to run. Hosts have other work, by
-turns: a layer that was timed within a tenth of a second had seconds that differed by a third from those of a run.
+"""Seconds for each repetition of a layer that the host may take longer to start than the device to run. Hosts have other work,
+by turns: a layer that was timed within a tenth of a second had seconds that differed by a third from those of a run.
 """
+
+NEARLY = 0.5
+"""Share of the device's seconds from which the host's are timed so: it is slower on its own than in a row of calls, and what
+it takes beside layers comes on top.
+"""
+
+
+NOTHING = Half(0.0, 0.0)
+"""Of a half that was not asked for."""
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Holds the seconds of a layer: medians. backward, input_gradient: recomputation included.
-
-    They are the device's, with the host ahead of it; or the host's, where it takes longer to start the work than the device to
-    do it.
+    """Holds the seconds of a layer, medians: of the device, with the host ahead of it. backward, input_gradient: recomputation
+    included. host_forward and so on: of the host to start each; 0 for a device without a queue.
     """
 
     forward: float
     backward: float
     input_gradient: float = 0.0
     weight_gradient: float = 0.0
+    host_forward: float = 0.0
+    host_backward: float = 0.0
+    host_input_gradient: float = 0.0
+    host_weight_gradient: float = 0.0
+
+    @property
+    def whole_s(self) -> float:
+        """Returns the seconds of forward and backward, each of the slower of device and host."""
+        return max(self.forward, self.host_forward) + max(self.backward, self.host_backward)
 
 
 class LayerBench:
@@ -94,6 +110,7 @@ class LayerBench:
         last, loss = model.layers[-1], plan.loss.build()
         self._calls = LayerCalls(device, caller, fields, loss, last, forgets=forgets, apart=apart)
         self._remembered = [(layer, layer.written, layer.held) for layer in model.layers]
+        self._drops = False
 
     def time(self, layer: Layer, value: Handed | None, *, split: bool = False) -> tuple[LayerTimes, Handed]:
         """Returns the times of `layer`, and its output for the next one. value: the output of the layer before it; None for the
@@ -115,46 +132,53 @@ class LayerBench:
         calls, queue, outputs = self._calls, WeightQueue(), list[Any]()
         with self._accumulating(layer):
             with self._products(layer, queue) if self._is_direct else nullcontext():
-                forward, backward = self._medians(
+                whole = self._medians(
                     lambda host_s: calls.whole(layer, value, outputs, host_s),
                     lambda: calls.in_a_row(layer, value, None),
                 )
-            first, second = 0.0, 0.0
+            parts = NOTHING, NOTHING
             if split:
                 with self._products(layer, queue):
-                    first, second = self._medians(
+                    parts = self._medians(
                         lambda host_s: calls.split(layer, value, queue, host_s),
                         lambda: calls.in_a_row(layer, value, queue),
                     )
         as_it_was.put_back()
         description, tensors = describe(outputs[-1])
-        times = LayerTimes(forward, backward, first, second)
+        halves = *whole, *parts
+        times = LayerTimes(*(half.device_s for half in halves), *(half.host_s for half in halves))
         return times, (description, [tensor.detach() for tensor in tensors])
 
     def _medians(
         self, call: Callable[[tuple[float, float]], Halves], in_a_row: Callable[[], tuple[float, float]]
-    ) -> tuple[float, float]:
-        """Calls `call` as often as is asked for, and returns the seconds of its halves, medians: the device's, or the host's of
-        `in_a_row` where that takes longer.
+    ) -> Halves:
+        """Calls `call` as often as is asked for, and returns the seconds of its halves, medians. Those of the host are of
+        `in_a_row`, unless the device takes much longer.
 
         call: given the host's seconds to start each half, 0 where they are not known yet.
         """
-        unknown = (0.0, 0.0)
+        ahead = unknown = (0.0, 0.0)
         call(unknown)  # loads kernels, and takes memory
-        ahead = unknown
         if self.device.is_async:
             idle = [call(unknown) for _ in range(HOST_CALLS)]
             ahead = median(one.host_s for one, _ in idle), median(one.host_s for _, one in idle)
         led = [call(ahead) for _ in range(self.repetitions)]
-        first, second = (median(one[half].device_s for one in led) for half in (0, 1))
-        if self.device.is_async and (ahead[0] > first or ahead[1] > second):
-            until_s = time.perf_counter() + HOST_S * self.repetitions
-            hosts = [in_a_row()]
-            while time.perf_counter() < until_s:
-                hosts.append(in_a_row())
-            first = max(first, median(one for one, _ in hosts))
-            second = max(second, median(one for _, one in hosts))
-        return first, second
+        device_s = [median(one[half].device_s for one in led) for half in (0, 1)]
+        if any(host > NEARLY * device for host, device in zip(ahead, device_s, strict=True)):
+            ahead = self._host_s(in_a_row)
+        return Half(device_s[0], ahead[0]), Half(device_s[1], ahead[1])
+
+    def _host_s(self, in_a_row: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+        """Calls `in_a_row` for a while, and returns the host's seconds to start each half, medians. Gradients that autograd
+        hands over are dropped meanwhile: what becomes of them is the engine's, which is timed by itself.
+        """
+        self._drops = True
+        until_s = time.perf_counter() + HOST_S * self.repetitions
+        rows = [in_a_row()]
+        while time.perf_counter() < until_s:
+            rows.append(in_a_row())
+        self._drops = False
+        return median(one for one, _ in rows), median(one for _, one in rows)
 
     @contextmanager
     def _accumulating(self, layer: Layer) -> Iterator[None]:
@@ -168,10 +192,17 @@ class LayerBench:
                 if parameter.dtype == self.gradients:
                     parameter.grad = slot
                 else:
-                    hook = parameter.register_post_accumulate_grad_hook(partial(_add_to, slot))  # type: ignore[no-untyped-call]
+                    hook = parameter.register_post_accumulate_grad_hook(partial(self._take, slot))  # type: ignore[no-untyped-call]
                     hooks.callback(hook.remove)
             yield
         layer.module.zero_grad(set_to_none=True)
+
+    def _take(self, slot: Tensor, parameter: Tensor) -> None:
+        """Adds the gradient that autograd has made to `slot`, or drops it; there is none where a product waits in the queue."""
+        if parameter.grad is not None:
+            if not self._drops:
+                slot.add_(parameter.grad)
+            parameter.grad = None
 
     def _products(self, layer: Layer, queue: WeightQueue) -> AbstractContextManager[None]:
         return queued_products(layer.module, queue, self.gradients or self.dtype)
@@ -186,10 +217,3 @@ class LayerBench:
         declared = {name: field for name, field in dataset.info.fields.items() if name in batch}
         first = Slices(declared, plan.parallel.sp, 0)(batch)
         return {name: self.device.move(value) for name, value in first.items()}
-
-
-def _add_to(slot: Tensor, parameter: Tensor) -> None:
-    """Adds the gradient that autograd has made to `slot`, and frees it; there is none where a product waits in the queue."""
-    if parameter.grad is not None:
-        slot.add_(parameter.grad)
-        parameter.grad = None

@@ -60,5 +60,5 @@ def _seconds(bench: LayerBench) -> list[float]:
     value: Handed | None = None
     for layer in bench.model.layers:
         times, value = bench.time(layer, value)
-        found.append(round(times.forward + times.backward, DIGITS))
+        found.append(round(times.whole_s, DIGITS))
     return found

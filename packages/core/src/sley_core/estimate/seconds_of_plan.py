@@ -8,6 +8,7 @@ plan ── draft ──> layers, priced one by one ──┐
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -117,9 +118,21 @@ def _told_by_lists(
         update_s={number: one.update_bytes / machine.device.memory_bandwidth for number, one in enumerate(facts)},
         together=collective("sum", TOTALS_BYTES, range(size), machine.links),
         after_s=machine.device.step_s,
+        host_s=_engine_s(machine, stage, num_micros),
     )
     lists = stage.lists.of_all_stages(num_micros)
     return PlanSeconds(simulate_step(lists, stage.lists.placement, work), layers, num_micros, notes)
+
+
+def _engine_s(machine: MachineFile, stage: Stage, num_micros: int) -> dict[int, float]:
+    """Returns the seconds of the host of each stage for a step beside layers; none where the machine file does not say."""
+    if machine.engine is None:
+        return {}
+    held: dict[int, set[int]] = defaultdict(set)
+    for number, part in stage.stages:
+        trained = (one for layer in part for one in layer.module.parameters() if one.requires_grad)
+        held[number].update(map(id, trained))
+    return {number: machine.engine.seconds(len(some), num_micros) for number, some in held.items()}
 
 
 def _is_in_the_lists(plan: Plan) -> bool:

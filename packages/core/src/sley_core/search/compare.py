@@ -23,8 +23,8 @@ class Part:
 
 def seconds_parts(one: StepSeconds, other: StepSeconds) -> Iterator[Part]:
     """Yields the parts of two steps' seconds, the largest first, each on its step's stage that computes longest: actions,
-    update, waiting for each kind of exchange; and what that idles besides, before its first micro-batch and behind its update.
-    They sum to the steps.
+    update, waiting for each kind of exchange and for the host; and what that idles besides, before its first micro-batch and
+    behind its update. They sum to the steps.
     """
     yield from _parts(_seconds(one), _seconds(other))
 
@@ -45,6 +45,8 @@ def _seconds(step: StepSeconds) -> Mapping[str, float]:
     )
     for lane, seconds in step.exposed_s(stage).items():
         parts[f"waiting for {lane}"] += seconds
+    if step.seconds > step.devices_s:
+        parts["waiting for the host"] = step.seconds - step.devices_s
     parts["idle besides"] = step.seconds - sum(parts.values())
     return parts
 

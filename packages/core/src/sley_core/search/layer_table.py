@@ -59,7 +59,7 @@ Integers = NDArray[np.int64]
 class LayerColumns:
     """One entry per layer of the model. Seconds: of a micro-batch, exchanges of its weights included. Bytes: `kept`, of what
     waits for the backward; `output`, of what is handed on; `passing`, of what the backward has beside what waited.
-    is_measured: whether the seconds rest on the machine file's.
+    is_measured: whether the seconds rest on the machine file's. host_s: of the host to start a micro-batch there and back.
     """
 
     forward: Floats
@@ -70,6 +70,7 @@ class LayerColumns:
     output: Integers
     passing: Integers
     is_measured: NDArray[np.bool_]
+    host_s: Floats
 
     @cached_property
     def least_back(self) -> Floats:
@@ -223,12 +224,12 @@ class LayerTables:
         kept = [work.kept_bytes for work in works]
         if copies_to_host(shape.activations.record):
             self._copy(shape, seconds, kept)
-        forward, backward, input_gradient, weight_gradient = seconds.T
         output, passing = ([getattr(work, name) for work in works] for name in ("output_bytes", "passing_bytes"))
         waiting, handed, beside = (np.array(some, dtype=np.int64) for some in (kept, output, passing))
         is_measured = np.array([source != "counted" for _, source in priced])
-        of_seconds = forward, backward, input_gradient, weight_gradient
-        return LayerColumns(*of_seconds, waiting, handed, beside, is_measured)
+        host_s = np.array([of.least_host_s for of, _ in priced])
+        forward, backward, through, rest = seconds.T
+        return LayerColumns(forward, backward, through, rest, waiting, handed, beside, is_measured, host_s)
 
     def _copy(self, shape: Shape, seconds: Floats, kept: list[int]) -> None:
         """Changes `seconds`, [layers, 4], and `kept` for a policy that copies what chosen layers save to the host: copies count

@@ -12,7 +12,7 @@ from sley_core.draft import DTYPES, dtypes
 from sley_core.estimate.layers.operators import Operator
 from sley_core.estimate.seconds.host_copies import copy_cost, on_host_s
 from sley_core.estimate.stage_facts import moved_by_update
-from sley_core.records import OffloadManagerRecord
+from sley_core.records import steps_on_host
 
 if TYPE_CHECKING:
     from sley_core.estimate.machine.tables import MachineFile
@@ -30,8 +30,7 @@ def stepping(offload: Choice | None) -> Stepping:
     """Returns where this manager, which works within steps, leaves optimizer states; "here" without one."""
     if offload is None:
         return "here"
-    record = offload.record
-    return "on_host" if isinstance(record, OffloadManagerRecord) and record.steps_on_host else "swapped"
+    return "on_host" if steps_on_host(offload.record) else "swapped"
 
 
 class StepCosts:

@@ -105,9 +105,9 @@ class Quick:
             """Simulates it, and learns what that says of others."""
             step = self.step(layout)
             self._paths.begin(step)
-            seconds = step.seconds()
+            seconds = step.devices_s()
             self._paths.learn(step, seconds)
-            return seconds
+            return max(seconds, step.host_s)
 
         return once(self._seconds, (_alike(layout), str(layout.schedule)), simulated)
 
@@ -118,7 +118,7 @@ class Quick:
         step = self.step(layout)
         if look:
             self._paths.begin(step)
-        return self._paths.least_s(step)
+        return max(self._paths.least_s(step), step.host_s)
 
     def messages(self, parts: ModelParts, output: Integers) -> list[Cost]:
         """Returns the cost of what each position but the last hands to the next; the same however weights are sharded.

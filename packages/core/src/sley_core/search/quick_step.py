@@ -60,15 +60,28 @@ class QuickStep:
         """Returns seconds and bytes of each stage that do not depend on its micro-batches."""
         return self.quick.shared.of(self.layout.shape, self.parts, self.layout.reducer)
 
-    def seconds(self) -> float:
-        """Returns the simulated seconds of the step. Of a very long one, shorter steps are simulated, one twice as long as the
-        other: each further micro-batch takes what one takes that the longer has more.
+    def devices_s(self) -> float:
+        """Returns the simulated seconds of the devices in the step. Of a very long one, shorter steps are simulated, one twice
+        as long as the other: each further micro-batch takes what one takes that the longer has more.
         """
         half = max(MOST_SIMULATED // self.cut.placement.num_positions // (2 * self.pp), 2) * self.pp
         if self.micros <= max(2 * half, self.few):
             return self._simulated(self.micros)
         some, more = self._simulated(half), self._simulated(2 * half)
         return more + (more - some) / half * (self.micros - 2 * half)
+
+    @cached_property
+    def host_s(self) -> float:
+        """Returns the seconds of the slowest host to start its stage's part of the step; 0 where none runs ahead."""
+        layers_s = self.parts.by_stage(self.table.host_s) * self.micros
+        engine = self.quick.machine.engine
+        if engine is None:
+            return float(layers_s.max())
+        held = self.parts.by_stage([len(some) for some in self.quick.tables.trained.counted(self.parts).held])
+        return max(
+            float(of_layers_s) + engine.seconds(int(num_parameters), self.micros)
+            for of_layers_s, num_parameters in zip(layers_s.tolist(), held, strict=True)
+        )
 
     @cached_property
     def few(self) -> int:

@@ -1,9 +1,14 @@
 """Compares the estimate of a plan of one process with its run: bytes at the peak, and seconds of a step.
 
-    machine = machine_for(device, plan)               # measured as `calibrate` measures it
-    compared = compare("wide", plan, machine)         # on a CPU, or on the CUDA device of the plan
+    def measured(device: Device) -> MachineFile:      # as `calibrate` measures it
+        return machine_for(device, plan, known)
+
+    compared = compare("wide", plan, measured)        # on a CPU, or on the CUDA device of the plan
 
 On CUDA the allocator tells the most bytes; what cuBLAS works in comes from it too, and is told apart. On a CPU its events tell.
+
+Layers are timed and steps are taken in turn: a host that others use is faster at one time than at another, by half within ten
+seconds, and what is timed at one time would be compared with what runs at another.
 
 Since core 0.2.
 """
@@ -12,7 +17,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
@@ -24,11 +29,13 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.estimate.bytes.rank import STEPS, rank_bytes
 from sley_core.estimate.calibrate.device import measure_device
-from sley_core.estimate.calibrate.host import measure_host
+from sley_core.estimate.calibrate.engine import measure_engine
+from sley_core.estimate.calibrate.host import host_bandwidth, measure_host
 from sley_core.estimate.calibrate.layers import measure_layers
 from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.estimate.machine.tables import MACHINE_FORMAT
 from sley_core.estimate.seconds_of_plan import estimate_seconds
+from sley_core.records import steps_on_host
 from sley_core.testing.live_bytes import memory_profile, peak_bytes
 
 if TYPE_CHECKING:
@@ -123,8 +130,8 @@ def _clear_workspaces() -> None:
 
 @dataclass(frozen=True)
 class Compared:
-    """What a plan was estimated to take, and took. states, real_states: bytes by part between two steps. rounds: mean seconds
-    of a step in each of some rounds.
+    """What a plan was estimated to take, and took. states, real_states: bytes by part between two steps. estimates: seconds of
+    a step, as they were foreseen before each of some rounds. rounds: mean seconds of a step in each of them.
     """
 
     name: str
@@ -132,8 +139,13 @@ class Compared:
     peak: Peak
     states: dict[str, int]
     real_states: dict[str, int]
-    seconds: float
+    estimates: Sequence[float]
     rounds: Sequence[float]
+
+    @property
+    def seconds(self) -> float:
+        """Returns the median of the estimates."""
+        return median(self.estimates)
 
     @property
     def real_seconds(self) -> float:
@@ -156,28 +168,41 @@ class Compared:
         if peak.requested:
             told += f", {peak.requested / mib:.1f} asked for, beside {peak.workspaces / mib:.0f} of cuBLAS"
         told += f"; {self.seconds:.4f} s of {self.real_seconds:.4f} ({self.seconds_error:+.1%})"
-        return f"{told}, rounds {min(self.rounds):.4f} to {max(self.rounds):.4f}"
+        turns = (f"{seconds:.4f} of {real_s:.4f}" for seconds, real_s in zip(self.estimates, self.rounds, strict=True))
+        return f"{told}, in turn {', '.join(turns)}"
+
+
+def apart(seconds: Sequence[float]) -> str:
+    """Returns how far seconds are apart, in words."""
+    return f"{min(seconds):.4f} to {max(seconds):.4f}"
 
 
 def measured_tables(device: Device) -> dict[str, Any]:
-    """Measures the machine that `device` is part of; returns the tables of its file, without layers."""
+    """Measures the machine that `device` is part of; returns the tables of its file, without engine and layers."""
     return {"format": MACHINE_FORMAT, "device": measure_device(device), "host": measure_host(device)}
 
 
-def machine_for(device: Device, plan: Plan, known: dict[str, Any] | None = None) -> MachineFile:
-    """Returns the machine that `device` is part of, with the layers of `plan`, as `calibrate` measures them. known: what
-    `measured_tables` told; None to measure it now.
+def machine_for(device: Device, plan: Plan, known: dict[str, Any]) -> MachineFile:
+    """Returns the machine that `device` is part of, with the layers of `plan` as `calibrate` measures them now, and so what the
+    engine takes of a host that runs ahead, and that host's bandwidth where the plan's optimizer steps there. known: what
+    `measured_tables` told, of all else.
     """
-    tables = measured_tables(device) if known is None else known
-    return machine_from_dict(tables | {"layers": measure_layers(plan, device)})
+    now: dict[str, Any] = {"layers": measure_layers(plan, device)}
+    if device.is_async:
+        now["engine"] = measure_engine(device, plan)
+        if any(steps_on_host(manager.record) for manager in plan.offload):
+            now["host"] = known["host"] | {"memory_bandwidth": host_bandwidth(device)}
+    return machine_from_dict(known | now)
 
 
-def compare(name: str, plan: Plan, machine: MachineFile, num_steps: int = 5, num_rounds: int = 5) -> Compared:
+def compare(
+    name: str, plan: Plan, measured: Callable[[Device], MachineFile], num_steps: int = 5, num_rounds: int = 3
+) -> Compared:
     """Estimates a plan of one process, and takes steps of it: as many as show its peak, then rounds of `num_steps` that are
-    timed.
+    timed, with a machine file that `measured` returns before each.
     """
     estimated = rank_bytes(plan, 0, 1)
-    seconds = estimate_seconds(plan, 1, machine).step.seconds
+    estimates, rounds = list[float](), list[float]()
     with World.alone(plan.run.device) as world, ExitStack() as stack:
         meter: Meter = CudaMeter() if world.device.type == "cuda" else HostMeter()
         with meter:
@@ -185,9 +210,11 @@ def compare(name: str, plan: Plan, machine: MachineFile, num_steps: int = 5, num
             for _ in range(STEPS):
                 run.step()
             states = dict(run.memory.bytes)
-        rounds = [_seconds(run, num_steps) for _ in range(num_rounds)]
+        for _ in range(num_rounds):
+            estimates.append(estimate_seconds(plan, 1, measured(world.device)).step.seconds)
+            rounds.append(_seconds(run, num_steps))
     num_bytes = estimated.peak - estimated.batch
-    return Compared(name, num_bytes, meter.peak, dict(estimated.states), states, seconds, rounds)
+    return Compared(name, num_bytes, meter.peak, dict(estimated.states), states, estimates, rounds)
 
 
 def _seconds(run: Run, num_steps: int) -> float:

@@ -31,7 +31,7 @@ def shortly() -> Iterator[None]:
             (links, "REPETITIONS", 3),
             (layers, "REPETITIONS", 3),
             (layers, "REPETITIONS_OF_OTHERS", 1),
-            (host, "STEPPED", 1 << 16),
+            (host, "BUCKET", 1 << 14),
             (lead, "WRITTEN_BYTES", {"cpu": 1 << 16}),
         ):
             patches.enter_context(patch.object(module, name, value))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -39,6 +40,16 @@ class Landing(NamedTuple):
     weights: HostMemory
 
 
+class Bucket(NamedTuple):
+    """What is stepped at a time. landed, rounded: a view of a landing's memory for each gradient, and for each weight in the
+    format of the device.
+    """
+
+    stepped: Sequence[Stepped]
+    landed: Sequence[Tensor]
+    rounded: list[Tensor]
+
+
 class Copies(NamedTuple):
     """Copies of one bucket, one way: their end, when they began, and their bytes."""
 
@@ -53,7 +64,7 @@ class HostOptimizer(OffloadManager):
     def __init__(self, config: HostOptimizerConfig) -> None:
         self.config = config
         self._moved: dict[Part, Moved] = {part: Moved() for part in config.moves}
-        self._buckets: list[list[Stepped]] = []
+        self._buckets: list[Bucket] = []
         self._ring: list[Landing] = []
         self._sent: dict[int, Copies] = {}
 
@@ -104,7 +115,7 @@ class HostOptimizer(OffloadManager):
                 arriving[at].end.wait()
                 if self._device.is_async:
                     self._arrived(arriving[at])
-                yield bucket
+                yield bucket.stepped
                 self._send(at)
                 if at + RING < len(self._buckets):
                     arriving.append(self._fetch(at + RING))
@@ -119,8 +130,7 @@ class HostOptimizer(OffloadManager):
     def _fetch(self, at: int) -> Copies:
         """Starts to copy a bucket's gradients to the host, and gives them to its masters."""
         began, num_bytes = time.perf_counter(), 0
-        slot = self._ring[at % RING].gradients.data
-        for one, landed in zip(self._buckets[at], _views(slot, self._buckets[at], self._store.dtype), strict=True):
+        for one, landed in zip(self._buckets[at].stepped, self._buckets[at].landed, strict=True):
             if one.entry not in self._store:
                 one.parameter.grad = None
                 continue
@@ -138,7 +148,7 @@ class HostOptimizer(OffloadManager):
         """Rounds the new weights of bucket number `at` to the device's format, on the host, and starts to copy them to the
         device.
         """
-        bucket = self._buckets[at]
+        bucket, _, weights = self._buckets[at]
         dtype = bucket[0].original.dtype
         is_direct = dtype == bucket[0].parameter.dtype and not self._device.is_async
         if is_direct:
@@ -148,7 +158,6 @@ class HostOptimizer(OffloadManager):
                 self._sent[at % RING].end.wait()
                 if self._device.is_async:
                     self._returned(self._sent[at % RING])
-            weights = _views(self._ring[at % RING].weights.data, bucket, dtype)
             torch._foreach_copy_(weights, [one.parameter.detach() for one in bucket])
         began, num_bytes = time.perf_counter(), 0
         for one, value in zip(bucket, weights, strict=True):
@@ -173,20 +182,25 @@ class HostOptimizer(OffloadManager):
         """Makes buckets of `stepped`, and host memory for two of them, in the first step; and again where weights were unfrozen
         since.
         """
-        if sum(map(len, self._buckets)) == len(stepped):
+        if sum(len(bucket.stepped) for bucket in self._buckets) == len(stepped):
             return
-        self._buckets = by_bytes(stepped, int(self.config.bucket_mb * MB))
-        sizes = [self._bytes(bucket, self._store.dtype) for bucket in self._buckets]
-        narrow = [self._bytes(bucket, bucket[0].original.dtype) for bucket in self._buckets]
+        buckets, wide = by_bytes(stepped, int(self.config.bucket_mb * MB)), self._store.dtype
+        sizes = [_bytes(bucket, wide) for bucket in buckets]
+        narrow = [_bytes(bucket, bucket[0].original.dtype) for bucket in buckets]
         make = self._device.host_memory
         self._ring = [Landing(make(max(sizes, default=0)), make(max(narrow, default=0))) for _ in range(RING)]
         self._moved["optimizer_states"].host_bytes = sum(
             slot.gradients.num_bytes + slot.weights.num_bytes for slot in self._ring
         )
+        self._buckets = [
+            Bucket(bucket, _views(gradients.data, bucket, wide), _views(weights.data, bucket, bucket[0].original.dtype))
+            for bucket, (gradients, weights) in zip(buckets, cycle(self._ring))
+        ]
 
-    def _bytes(self, bucket: Sequence[Stepped], dtype: torch.dtype) -> int:
-        """Returns the bytes that a bucket takes in `dtype`, each weight aligned to 256 bytes."""
-        return sum(-(-one.parameter.numel() * dtype.itemsize // 256) * 256 for one in bucket)
+
+def _bytes(bucket: Sequence[Stepped], dtype: torch.dtype) -> int:
+    """Returns the bytes that a bucket takes in `dtype`, each weight aligned to 256 bytes."""
+    return sum(-(-one.parameter.numel() * dtype.itemsize // 256) * 256 for one in bucket)
 
 
 def _views(memory: Tensor, bucket: Sequence[Stepped], dtype: torch.dtype) -> list[Tensor]:

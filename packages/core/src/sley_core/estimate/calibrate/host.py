@@ -22,10 +22,14 @@ SMALL_BYTES = 1 << 12
 NUM_SMALL = 100
 """Of them one after the other: what the host takes to start one is hidden, as in a run, by those before."""
 
-STEPPED = 1 << 26
-"""Elements that an optimizer steps on the host, to time it: more than caches hold, which of a server are hundreds of MiB. In a
-run each element is stepped once between two forwards.
+BUCKETS, BUCKET = 4, 1 << 24
+"""How many buckets an optimizer steps on the host, to time it, and elements of each: as a run steps them, some 64 MB of weights
+at a time, which are rounded while caches still have them. Together they are more than caches hold, which of a server are
+hundreds of MiB: in a run each element is stepped once between two forwards.
 """
+
+RING = 2
+"""Buckets whose gradients are on the host at once, in the same memory by turns."""
 
 STEP_BYTES = 7 * 4 + 6
 """Of each element in fp32: weight, gradient and two states are read, all but the gradient written; then the weight is rounded
@@ -49,8 +53,32 @@ def measure_host(device: Device) -> dict[str, float]:
         "latency_s": _start_s(device),
     }
     if device.is_async:
-        table["memory_bandwidth"] = STEPPED * STEP_BYTES / _step_s(device, STEPPED)
+        table["memory_bandwidth"] = host_bandwidth(device)
     return table
+
+
+def host_bandwidth(device: Device) -> float:
+    """Returns the bytes per second that a fused AdamW reads and writes on the host, where it steps buckets one after the other,
+    and each is rounded to bf16.
+
+    As in a run, gradients and rounded weights lie in memory that `device` copies to and from, not in that of tensors.
+    """
+    parameters = [torch.nn.Parameter(torch.ones(BUCKET)) for _ in range(BUCKETS)]
+    landed = [device.host_memory(4 * BUCKET) for _ in range(RING)]
+    rounded = [device.host_memory(2 * BUCKET) for _ in range(RING)]
+    for at, parameter in enumerate(parameters):
+        parameter.grad = landed[at % RING].data[: 4 * BUCKET].view(torch.float32).fill_(1.0)
+    leaving = [memory.data[: 2 * BUCKET].view(torch.bfloat16) for memory in rounded]
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    taken = []
+    for _ in range(1 + REPETITIONS):
+        began = time.perf_counter()
+        for at, parameter in enumerate(parameters):
+            optimizer.param_groups[0]["params"] = [parameter]
+            optimizer.step()
+            torch._foreach_copy_([leaving[at % RING]], [parameter.detach()])
+        taken.append(time.perf_counter() - began)
+    return BUCKETS * BUCKET * STEP_BYTES / statistics.median(taken[1:])  # the first makes the states
 
 
 def _start_s(device: Device) -> float:
@@ -73,25 +101,6 @@ def _start_s(device: Device) -> float:
             seconds = device.seconds_between(began, device.moment())
         found.append(seconds / NUM_SMALL)
     return min(found)
-
-
-def _step_s(device: Device, num_elements: int) -> float:
-    """Returns the median seconds in which a fused AdamW steps that many elements on the host, and they are rounded to bf16.
-
-    As in a run, gradients and rounded weights lie in memory that `device` copies to and from, not in that of tensors.
-    """
-    parameter = torch.nn.Parameter(torch.ones(num_elements))
-    landed, rounded = device.host_memory(4 * num_elements), device.host_memory(2 * num_elements)
-    parameter.grad = landed.data.view(torch.float32).fill_(1.0)
-    leaving = rounded.data.view(torch.bfloat16)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    taken = []
-    for _ in range(1 + REPETITIONS):
-        began = time.perf_counter()
-        optimizer.step()
-        torch._foreach_copy_([leaving], [parameter.detach()])
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken[1:])  # the first makes the states
 
 
 def _seconds(device: Device, num_bytes: int) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Measures a machine and returns its file: the device, its links where several ranks measure, and the layers of a plan."""
+"""Measures a machine and returns its file: the device and its host, links where several ranks measure, the layers of a plan."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sley_core.comm.malloc import keep_freed_memory
 from sley_core.estimate.calibrate.device import measure_device
+from sley_core.estimate.calibrate.engine import measure_engine
 from sley_core.estimate.calibrate.host import measure_host
 from sley_core.estimate.calibrate.layers import measure_variants
 from sley_core.estimate.calibrate.links import measure_links
@@ -46,10 +47,12 @@ def measure(
     together = world.size > 1 and world.device.type == "cpu"
 
     def alone() -> dict[str, Any]:
-        """Measures device, host and the plan's layers on this rank; returns their tables, and the variants
+        """Measures device, host, engine and the plan's layers on this rank; returns their tables, and the variants
         that were left out.
         """
         found: dict[str, Any] = {"device": measure_device(world.device), "host": measure_host(world.device)}
+        if world.device.is_async:
+            found["engine"] = measure_engine(world.device, plan)
         if plan is not None:
             found["layers"], found["left out"] = measure_variants(plan, world.device, until_s)
         return found

@@ -54,7 +54,8 @@ class DeviceTable(Table):
     """What it is called; printed with estimates."""
 
     kind: Literal["cpu", "cuda"]
-    """On `"cuda"` the host starts kernels ahead of the device, and the slower of both counts; on `"cpu"` both add up."""
+    """On `"cuda"` the host starts kernels ahead of the device, and the slower of both counts of a step; on `"cpu"` both add
+    up."""
 
     memory: Annotated[int, Field(ge=10**6, le=10**14), Words("bytes, from 1e6 to 1e14")] | None = None
     """Bytes of memory."""
@@ -137,6 +138,27 @@ class HostTable(Table):
     """Bytes per second that an operator on the host's cores reads and writes together."""
 
 
+class EngineTable(Table):
+    """What the host takes for a step beside its layers, where the device works through a queue. Said since 0.2."""
+
+    step_s: Latency
+    """Seconds of a step, whatever its size."""
+
+    parameter_s: Latency
+    """Seconds for each trained parameter of a rank, once a step."""
+
+    micro_s: Latency
+    """Seconds of a micro-batch."""
+
+    gradient_s: Latency
+    """Seconds for each trained parameter and micro-batch."""
+
+    def seconds(self, num_parameters: int, num_micros: int) -> float:
+        """Returns the seconds for a step of a rank with so many trained parameters and micro-batches."""
+        of_micro_s = self.micro_s + self.gradient_s * num_parameters
+        return self.step_s + self.parameter_s * num_parameters + of_micro_s * num_micros
+
+
 class LayerTable(Table):
     """Measured seconds of one distinct layer, under one activation policy, on a micro-batch of one size."""
 
@@ -157,6 +179,19 @@ class LayerTable(Table):
 
     weight_gradient: Measured
     """Seconds of the second half."""
+
+    host_forward: Measured = 0.0
+    """Seconds of the host to start the forward, where the device works through a queue; 0 if it does not. Said since 0.2:
+    before, the four above were the longer of both."""
+
+    host_backward: Measured = 0.0
+    """Seconds of the host to start the whole backward, but for what autograd does with a gradient."""
+
+    host_input_gradient: Measured = 0.0
+    """Seconds of the host to start the first half."""
+
+    host_weight_gradient: Measured = 0.0
+    """Seconds of the host to start the second half."""
 
     output_bytes: Annotated[int, Field(ge=0, le=10**13), Words("bytes, from 0 to 1e13")]
     """Bytes of what it hands on."""
@@ -185,6 +220,9 @@ class MachineFile(Table):
 
     host: HostTable | None = None
     """Copies that offload makes."""
+
+    engine: EngineTable | None = None
+    """What the host takes for a step beside its layers."""
 
     layers: Array[LayerTable] = ()
     """Layers that were timed; others are computed from their operators, in proportion to what is here of the same layer."""

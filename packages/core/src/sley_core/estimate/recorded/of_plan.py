@@ -9,7 +9,8 @@ machine file ──> seconds of operators, exchanges, messages ────┘
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from sley_core.actions.action import Action, Kind
@@ -23,7 +24,7 @@ from sley_core.estimate.recorded.record import RankRecord, Recording, record
 from sley_core.estimate.recorded.words import HOST, Began, Worked
 from sley_core.estimate.seconds.groups import Ranks, groups_at_once, slowest, slowest_message
 from sley_core.estimate.seconds.host_copies import copy_cost, on_host_s
-from sley_core.estimate.seconds.layer_seconds import LayerSeconds, seconds_of
+from sley_core.estimate.seconds.layer_seconds import LayerSeconds, device_seconds_of, seconds_of, starts_of
 from sley_core.estimate.seconds.result import StepSeconds, simulate_programs
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from sley_core.engine.lists import Lists
     from sley_core.errors import SleyError
     from sley_core.estimate.bytes.recipes import Recipes
-    from sley_core.estimate.machine.tables import MachineFile
+    from sley_core.estimate.machine.tables import DeviceTable, MachineFile
     from sley_core.estimate.seconds.links import Cost
     from sley_core.plan.plan import Plan
 
@@ -101,7 +102,15 @@ def seconds_of_records(
         {number: one.step for number, one in enumerate(records.ranks)},
         records.lists.of_all_stages(num_micros),
         records.lists.placement,
-        Prices(prices.operators, prices.exchange, prices.members, prices.message, machine.device.step_s),
+        Prices(
+            prices.operators,
+            prices.starts,
+            prices.exchange,
+            prices.members,
+            prices.message,
+            prices.after_s,
+            lambda stage: prices.engine_s(stage, num_micros),
+        ),
     )
     return simulate_programs(programs)
 
@@ -117,22 +126,56 @@ class _Prices:
         self.machine = machine
         self._members: dict[tuple[str, int], tuple[int, ...] | SleyError] = {}
         self._groups: dict[tuple[str, int], list[Ranks] | SleyError] = {}
-        self.factors = {
-            (stage, chunk, kind): self._measured(layers, kind) / computed
-            for (stage, chunk), layers in measured.items()
-            for kind, computed in self._computed(stage, chunk).items()
-            if computed
-        }
+        self._led = {place for place, layers in measured.items() if any(layer.host_forward for layer in layers)}
+        self.factors: dict[tuple[int, int, Kind], float] = {}
+        self.host_factors: dict[tuple[int, int, Kind], float] = {}
+        for (stage, chunk), layers in measured.items():
+            for kind, (computed_s, starts_s) in self._computed(stage, chunk).items():
+                if computed_s:
+                    self.factors[stage, chunk, kind] = sum(layer.of(kind) for layer in layers) / computed_s
+                if starts_s:
+                    self.host_factors[stage, chunk, kind] = sum(layer.host_of(kind) for layer in layers) / starts_s
 
     def operators(self, operators: Sequence[Operator], stage: int, action: Action | None) -> float:
         """Returns the seconds of operators that follow each other on a stage, in `action` or (None) outside of any: those on
         the host's memory by its bandwidth, the others scaled to the measured seconds of the action's chunk, if there are any.
         """
-        if on_host := [one for one in operators if one.is_on_host]:
-            rest = [one for one in operators if not one.is_on_host]
+        on_host, rest = _apart(operators)
+        if on_host:
             return on_host_s(on_host, self.machine) + (self.operators(rest, stage, action) if rest else 0.0)
-        seconds = seconds_of(operators, self.machine.device)
-        return seconds if action is None else seconds * self.factors.get((stage, action.chunk, action.kind), 1.0)
+        if action is None:  # what the host takes for these is the engine's, where the machine file has that
+            return (device_seconds_of if self.machine.engine else seconds_of)(operators, self.machine.device)
+        seconds = self._price(stage, action.chunk)(operators, self.machine.device)
+        return seconds * self.factors.get((stage, action.chunk, action.kind), 1.0)
+
+    def _price(self, stage: int, chunk: int) -> Callable[[Sequence[Operator], DeviceTable], float]:
+        """Returns what prices operators of a chunk: on the device alone where it is known what the host takes for them."""
+        return device_seconds_of if (stage, chunk) in self._led else seconds_of
+
+    def starts(self, operators: Sequence[Operator], stage: int, action: Action | None) -> float:
+        """Returns the seconds of the host to start operators, as `operators` takes them, and to run those on its own memory.
+        Those of a chunk are scaled to what the host was timed to take for its layers; 0 where that is not known.
+        """
+        on_host, rest = _apart(operators)
+        own_s = on_host_s(on_host, self.machine) if on_host and self.machine.device.kind == "cuda" else 0.0
+        if action is None or (stage, action.chunk) not in self._led:
+            return own_s
+        factor = self.host_factors.get((stage, action.chunk, action.kind), 1.0)
+        return own_s + factor * starts_of(rest, self.machine.device)
+
+    def after_s(self, stage: int) -> float:
+        """Returns the seconds of a step that belong to nothing else; on a stage whose host steps the weights, with what the
+        engine takes for an update: the device waits for it there.
+        """
+        own_s, engine, of_stage = self.machine.device.step_s, self.machine.engine, self.records[stage]
+        closing = (word.operators for word in of_stage.step.closing if isinstance(word, Worked))
+        is_on_host = any(one.is_on_host for operators in closing for one in operators)
+        return own_s + engine.seconds(of_stage.num_parameters, 0) if engine and is_on_host else own_s
+
+    def engine_s(self, stage: int, num_micros: int) -> float:
+        """Returns the seconds of the host of a stage for a step beside its operators; 0 where the machine file does not say."""
+        engine = self.machine.engine
+        return engine.seconds(self.records[stage].num_parameters, num_micros) if engine else 0.0
 
     def exchange(self, began: Began, stage: int) -> Cost:
         """Returns the cost of an exchange, or of a copy to or from the host, that a stage's rank began."""
@@ -165,16 +208,26 @@ class _Prices:
         first = self.records[0]
         return slowest_message(first.messages[position], ends, first.topology, self.machine.links)
 
-    def _measured(self, layers: Sequence[LayerSeconds], kind: Kind) -> float:
-        """Returns the measured seconds of an action of `kind` on these layers."""
-        return sum(layer.of(kind) for layer in layers)
-
-    def _computed(self, stage: int, chunk: int) -> dict[Kind, float]:
-        """Returns, by kind of action on a chunk, the seconds of its operators, on average over the recorded actions."""
-        found: dict[Kind, list[float]] = defaultdict(list)
+    def _computed(self, stage: int, chunk: int) -> dict[Kind, tuple[float, float]]:
+        """Returns, by kind of action on a chunk, the seconds of its operators, and of the host to start them, on average over
+        the recorded actions.
+        """
+        found: dict[Kind, list[tuple[float, float]]] = defaultdict(list)
+        device, price = self.machine.device, self._price(stage, chunk)
         for action, words in self.records[stage].step.actions:
             if action.chunk == chunk:
                 worked = [word.operators for word in words if isinstance(word, Worked)]
-                of_device = ([one for one in some if not one.is_on_host] for some in worked)
-                found[action.kind].append(sum(seconds_of(some, self.machine.device) for some in of_device))
-        return {kind: sum(some) / len(some) for kind, some in found.items()}
+                of_device = [_apart(some)[1] for some in worked]
+                seconds, starts_s = (sum(of(some, device) for some in of_device) for of in (price, starts_of))
+                found[action.kind].append((seconds, starts_s))
+        return {
+            kind: (fmean(one for one, _ in some), fmean(other for _, other in some)) for kind, some in found.items()
+        }
+
+
+def _apart(operators: Sequence[Operator]) -> tuple[list[Operator], list[Operator]]:
+    """Returns the operators on the host's memory, and the others."""
+    found: tuple[list[Operator], list[Operator]] = [], []
+    for one in operators:
+        found[not one.is_on_host].append(one)
+    return found

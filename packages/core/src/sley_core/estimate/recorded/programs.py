@@ -26,17 +26,20 @@ from sley_core.estimate.seconds.step import message_exchange
 @dataclass(frozen=True)
 class Prices:
     """Tells what things take. operators: seconds of operators that follow each other on a stage, in an action or (None) outside
-    of any.
+    of any. starts: of the host, where it runs ahead, to start them.
 
     exchange: cost of an exchange that a stage began. members: the stages that meet in the group of an axis that a stage is in.
-    message: cost of the value between positions i and i + 1. step_s: seconds of every step that belong to nothing else.
+    message: cost of the value between positions i and i + 1. after_s: seconds of a stage that end its step and belong to
+    nothing else. host_s: of the host of a stage for what belongs to no operator.
     """
 
     operators: Callable[[Sequence[Operator], int, Action | None], float]
+    starts: Callable[[Sequence[Operator], int, Action | None], float]
     exchange: Callable[[Began, int], Cost]
     members: Callable[[str, int], tuple[int, ...]]
     message: Callable[[int], Cost]
-    step_s: float = 0.0
+    after_s: Callable[[int], float]
+    host_s: Callable[[int], float]
 
 
 def recorded_programs(
@@ -74,7 +77,7 @@ class _RecordedStage:
 
     def program(self) -> Iterator[ProgramWord]:
         """Yields the stage's program: exchanges that the step before began, the opening, messages and actions of the list, the
-        closing, and the seconds of every step that belong to nothing else.
+        closing, and the seconds that belong to nothing else.
         """
         for one in self.step.carried:
             yield self._begin(one)
@@ -89,8 +92,7 @@ class _RecordedStage:
                 yield from self._needs(action)
                 yield from self._words(words, action)
         yield from self._words(self.step.closing, None)
-        if self.prices.step_s:
-            yield Compute(self.prices.step_s)
+        yield Compute(self.prices.after_s(self.stage), None, self.prices.host_s(self.stage))
 
     def _needs(self, action: Action) -> Iterator[ProgramWord]:
         """Yields the wait for the message that an action needs from another stage, if it needs one."""
@@ -104,7 +106,8 @@ class _RecordedStage:
         """
         for word in words:
             if isinstance(word, Worked):
-                yield Compute(self.prices.operators(word.operators, self.stage, action), action)
+                asked = word.operators, self.stage, action
+                yield Compute(self.prices.operators(*asked), action, self.prices.starts(*asked))
             elif isinstance(word, Began):
                 if word.number not in self.left:
                     yield self._begin(word)

@@ -47,7 +47,7 @@ class RankRecord:
     """Holds a recorded step, and what of the run it takes to read it.
 
     groups: the global ranks of each of this rank's groups, by axis. messages: bytes of what each position of the model but the
-    last hands on. layers: names of those of each chunk.
+    last hands on. layers: names of those of each chunk. num_parameters: that are trained.
     """
 
     step: RecordedStep
@@ -55,6 +55,7 @@ class RankRecord:
     groups: Mapping[str, tuple[int, ...]]
     messages: Sequence[int]
     layers: Sequence[Sequence[str]]
+    num_parameters: int
 
 
 def record(
@@ -123,7 +124,8 @@ class Recording:
         run, self._tensors.listener = self._run, None
         layers = [[layer.name for layer in chunk] for chunk in run.stepper.executor.chunks]
         groups = {axis: group.ranks for axis, group in run.groups.items()}
-        self.found = RankRecord(self._recorder.step(), run.topology, groups, _messages(run), layers)
+        trained = len(run.parts.book.trainable)
+        self.found = RankRecord(self._recorder.step(), run.topology, groups, _messages(run), layers, trained)
         del self._run
 
 

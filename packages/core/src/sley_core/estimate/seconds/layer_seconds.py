@@ -1,13 +1,16 @@
 """Tells the seconds of a layer on a device: measured ones where the machine file has them, else from the layer's operators.
 
 An operator takes the longer of its products and its memory traffic. On a CPU the host's part comes in front of each. A GPU's
-host starts kernels ahead of the device, so what counts of a phase is the slower of the two: small layers are bound by the host.
+host starts kernels ahead of the device. Of a layer that was measured both are known, what the device takes for it and what the
+host takes to start it, and what counts of a step is the slower of the two (`result.py`); of one that is counted from its
+operators the slower of the two counts in each phase: a launch is a rough figure, the same for all operators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 
 from sley_core.actions.action import Kind
 from sley_core.errors import PlanError
@@ -17,17 +20,24 @@ from sley_core.estimate.machine.tables import DeviceTable, LayerTable, MatmulTab
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of one layer and one micro-batch. backward, input_gradient: with the recomputation in front of them."""
+    """Seconds of one layer and one micro-batch. backward, input_gradient: with the recomputation in front of them.
+
+    host_forward and so on: of the host to start each, where it runs ahead of the device and was timed; else 0.
+    """
 
     forward: float
     backward: float
     input_gradient: float
     weight_gradient: float
+    host_forward: float = 0.0
+    host_backward: float = 0.0
+    host_input_gradient: float = 0.0
+    host_weight_gradient: float = 0.0
 
     @classmethod
     def measured(cls, table: LayerTable) -> LayerSeconds:
         """Returns what a machine file says of a layer."""
-        return cls(table.forward, table.backward, table.input_gradient, table.weight_gradient)
+        return cls(**{one.name: getattr(table, one.name) for one in fields(cls)})
 
     @classmethod
     def computed(cls, work: LayerWork, device: DeviceTable) -> LayerSeconds:
@@ -35,12 +45,16 @@ class LayerSeconds:
 
         Raises PlanError "machine-matmul" for a product of a dtype of which the machine file says nothing.
         """
-        again = seconds_of(work.recompute, device)
+        return cls._priced(work, lambda operators: seconds_of(operators, device))
+
+    @classmethod
+    def _priced(cls, work: LayerWork, price: Callable[[Sequence[Operator]], float]) -> LayerSeconds:
+        again = price(work.recompute)
         return cls(
-            forward=seconds_of(work.forward, device),
-            backward=again + seconds_of(work.backward, device),
-            input_gradient=again + seconds_of(work.input_gradient, device),
-            weight_gradient=seconds_of(work.weight_gradient, device),
+            price(work.forward),
+            again + price(work.backward),
+            again + price(work.input_gradient),
+            price(work.weight_gradient),
         )
 
     @classmethod
@@ -53,9 +67,10 @@ class LayerSeconds:
 
         Raises PlanError "machine-matmul" for a product of a dtype of which the machine file says nothing.
         """
-        beside, counted = cls.computed(there, device), cls.computed(work, device)
+        price = partial(device_seconds_of if measured.host_forward else seconds_of, device=device)
+        beside, counted = cls._priced(there, price), cls._priced(work, price)
         forward = _ratio(measured.forward, beside.forward)
-        again_s = seconds_of(work.recompute, device)
+        again_s = price(work.recompute)
 
         def back(kind: Kind) -> float:
             ratio = _ratio(measured.of(kind), beside.of(kind))
@@ -63,10 +78,14 @@ class LayerSeconds:
             return again_s * again + (counted.of(kind) - again_s) * ratio
 
         return cls(
-            forward=counted.forward * forward,
-            backward=back(Kind.BACKWARD),
-            input_gradient=back(Kind.INPUT_GRADIENT),
-            weight_gradient=counted.weight_gradient * _ratio(measured.weight_gradient, beside.weight_gradient),
+            counted.forward * forward,
+            back(Kind.BACKWARD),
+            back(Kind.INPUT_GRADIENT),
+            counted.weight_gradient * _ratio(measured.weight_gradient, beside.weight_gradient),
+            *(
+                measured.host_of(kind) * _ratio(len(own), len(others))
+                for kind, own, others in zip(KINDS, _each(work), _each(there), strict=True)
+            ),
         )
 
     def of(self, kind: Kind) -> float:
@@ -83,10 +102,39 @@ class LayerSeconds:
             case Kind.CHUNK_DONE:
                 return 0.0
 
+    def host_of(self, kind: Kind) -> float:
+        """Returns the seconds of the host to start the layer's part of an action of `kind`; 0 as `of` does."""
+        match kind:
+            case Kind.FORWARD:
+                return self.host_forward
+            case Kind.BACKWARD:
+                return self.host_backward
+            case Kind.INPUT_GRADIENT:
+                return self.host_input_gradient
+            case Kind.WEIGHT_GRADIENT:
+                return self.host_weight_gradient
+            case Kind.CHUNK_DONE:
+                return 0.0
 
-def _ratio(measured_s: float, counted_s: float) -> float:
-    """Returns measured over counted seconds; 1 where nothing was counted that could grow."""
-    return measured_s / counted_s if counted_s > 0 else 1.0
+    @property
+    def least_host_s(self) -> float:
+        """Returns the seconds of the host to start the forward, and the cheaper way back: whole, or in two halves."""
+        return self.host_forward + min(self.host_backward, self.host_input_gradient + self.host_weight_gradient)
+
+
+KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+"""The actions of which a layer has seconds, in the order in which it has them."""
+
+
+def _each(work: LayerWork) -> tuple[tuple[Operator, ...], ...]:
+    """Returns the operators of each of `KINDS`, recomputation included."""
+    again = work.recompute
+    return work.forward, again + work.backward, again + work.input_gradient, work.weight_gradient
+
+
+def _ratio(measured: float, counted: float) -> float:
+    """Returns measured over counted; 1 where nothing was counted that could grow."""
+    return measured / counted if counted > 0 else 1.0
 
 
 def seconds_of(operators: Sequence[Operator], device: DeviceTable) -> float:
@@ -95,9 +143,20 @@ def seconds_of(operators: Sequence[Operator], device: DeviceTable) -> float:
 
     Raises PlanError "machine-matmul" for a product of a dtype of which the machine file says nothing.
     """
-    host_s = device.launch_s * len(operators)
-    device_s = sum(_alone(operator, device) for operator in operators)
+    host_s, device_s = starts_of(operators, device), device_seconds_of(operators, device)
     return max(host_s, device_s) if device.kind == "cuda" else host_s + device_s
+
+
+def starts_of(operators: Sequence[Operator], device: DeviceTable) -> float:
+    """Returns the seconds of the host to start operators."""
+    return device.launch_s * len(operators)
+
+
+def device_seconds_of(operators: Sequence[Operator], device: DeviceTable) -> float:
+    """Returns the seconds of operators that follow each other, whatever the host takes to start them. Raises as
+    `seconds_of`.
+    """
+    return sum(_alone(operator, device) for operator in operators)
 
 
 def _alone(operator: Operator, device: DeviceTable) -> float:

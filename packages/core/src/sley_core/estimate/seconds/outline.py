@@ -23,12 +23,11 @@ from numpy.typing import NDArray
 from sley_core.actions.action import Action, Kind, Lowered, Transfer
 from sley_core.actions.machine import Delivery, taken
 from sley_core.actions.placement import Placement
-from sley_core.estimate.seconds.layer_seconds import LayerSeconds
+from sley_core.estimate.seconds.layer_seconds import KINDS, LayerSeconds
 from sley_core.estimate.seconds.links import Cost
 from sley_core.estimate.seconds.program import Await, Begin, Exchange, Word
 from sley_core.estimate.seconds.step import StageWords, StepWork, firsts_of, lasts_of
 
-KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 COLUMNS = {kind: number for number, kind in enumerate(KINDS)}
 
 NONE = -1

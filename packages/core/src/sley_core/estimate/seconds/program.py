@@ -15,10 +15,13 @@ from sley_core.actions.action import Action
 
 
 class Compute(NamedTuple):
-    """The rank computes for `seconds`. action: what this is part of, for the timeline; None outside the list."""
+    """The rank computes for `seconds`. action: what this is part of, for the timeline; None outside the list. host_s: of the
+    host to start it, where that runs ahead.
+    """
 
     seconds: float
     action: Action | None = None
+    host_s: float = 0.0
 
 
 class Exchange(NamedTuple):

@@ -1,4 +1,12 @@
-"""Reads a simulated step: how long it takes, and what it waits for."""
+"""Reads a simulated step: how long it takes, and what it waits for.
+
+    host     | F0.0 | F0.1 | B0.0 | B0.1 | update | F0.0 of the next step ...
+    device      |  F0.0  |  F0.1  |   B0.0   |   B0.1   | update |
+
+A host that runs ahead starts a step when it has started the one before, and reads the totals of that after it. So it may be a
+whole step ahead, and what it takes longer for one layer than the device is caught up in others: a step takes the longer of what
+its devices take for it and what a host takes to start it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +28,8 @@ from sley_core.estimate.seconds.timed import Timed
 class StepSeconds:
     """A simulated step. timeline: the actions of all stages. exchanges: what ran beside them. exposed: where a stage waited for
     an exchange, or did its own part of one that does not overlap. computing_s: seconds that each stage computes, and of these
-    updating_s in no action: norm and update. seconds: of the step, its update included.
+    updating_s in no action: norm and update. devices_s: until all of them are done, the update included. host_s: that the host
+    of each stage takes to start all of its work; 0 where it does not run ahead.
     """
 
     timeline: Timeline
@@ -28,7 +37,13 @@ class StepSeconds:
     exposed: tuple[Exposed, ...]
     computing_s: tuple[float, ...]
     updating_s: tuple[float, ...]
-    seconds: float
+    devices_s: float
+    host_s: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Returns the seconds of the step, its update included: of the devices, or of the slowest host if that takes longer."""
+        return max(self.devices_s, *self.host_s)
 
     def idle(self, stage: int) -> float:
         """Returns the share of the step in which a stage computes nothing, update and all, from 0 to 1."""
@@ -54,13 +69,13 @@ def simulate_step(lists: Sequence[Lowered], placement: Placement, work: StepWork
 
 
 def simulated_s(outline: Outline, work: StepWork) -> float:
-    """Returns only the seconds of the step that `simulate_step` makes of the lists of `outline` and `work`, equal to the bit,
-    in a fraction of the time. Pure.
+    """Returns only the seconds of the devices in the step that `simulate_step` makes of the lists of `outline` and `work`,
+    equal to the bit, in a fraction of the time. Pure.
 
     Raises PlanError "schedule-deadlock" for lists that come to a stop.
     """
     found = Timed(outline.fill(work)).run()
-    return simulate_step(outline.lists, outline.placement, work).seconds if found is None else found
+    return simulate_step(outline.lists, outline.placement, work).devices_s if found is None else found
 
 
 def simulate_programs(programs: Sequence[Program]) -> StepSeconds:
@@ -90,4 +105,5 @@ def simulate_programs(programs: Sequence[Program]) -> StepSeconds:
         tuple(computing),
         tuple(updating),
         max(lanes.ends_s, default=0.0),
+        tuple(sum(word.host_s for word in program if isinstance(word, Compute)) for program in programs),
     )

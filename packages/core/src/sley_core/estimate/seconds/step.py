@@ -49,7 +49,8 @@ class StepWork:
     """What a step does, beside its lists. parts: layers of each position of the model, in order.
 
     messages: cost of the value between position i and i + 1, and of its gradient. gradients, update_s: of each stage.
-    together: cost of what all stages sum before the update (norm, loss). after_s: seconds of every stage at the end.
+    together: cost of what all stages sum before the update (norm, loss). after_s: seconds of every stage at the end. host_s:
+    seconds of the host of each stage beside its layers.
     """
 
     parts: Sequence[Sequence[LayerSeconds]]
@@ -58,6 +59,7 @@ class StepWork:
     update_s: Mapping[int, float] = field(default_factory=dict)
     together: Cost = NOTHING
     after_s: float = 0.0
+    host_s: Mapping[int, float] = field(default_factory=dict)
 
 
 def programs_of(lists: Sequence[Lowered], placement: Placement, work: StepWork) -> list[list[Word]]:
@@ -135,9 +137,12 @@ class StageWords:
         if self.stages > 1:
             everyone = Exchange("norm", "all", tuple(range(self.stages)), *self.work.together)
             yield from (Begin(everyone), Await(everyone.key))
-        rest = self.work.update_s.get(self.stage, 0.0) + self.work.after_s
-        if rest:
-            yield Compute(rest)
+        rest, host_s = (
+            self.work.update_s.get(self.stage, 0.0) + self.work.after_s,
+            self.work.host_s.get(self.stage, 0.0),
+        )
+        if rest or host_s:
+            yield Compute(rest, None, host_s)
 
     def _begin_all(self, starts: str, numbers: Iterable[int]) -> Iterator[Word]:
         """Yields the beginnings of those of the exchanges `numbers` that start at `starts`."""
@@ -160,21 +165,22 @@ class StageWords:
             yield Await(needed)
         layers = self.work.parts[position]
         numbers = range(len(layers))
-        pending_s = 0.0
+        pending_s = host_s = 0.0
         for at in numbers if action.kind is Kind.FORWARD else reversed(numbers):
             use = action.chunk, at
             before = list(self._wait_for(self._due(use))) if self.first.get(action.chunk) == action else []
             if before:
-                yield Compute(pending_s, action)
+                yield Compute(pending_s, action, host_s)
                 yield from before
-                pending_s = 0.0
+                pending_s = host_s = 0.0
             pending_s += layers[at].of(action.kind)
+            host_s += layers[at].host_of(action.kind)
             ready = self._ready(use) if self.last.get(action.chunk) == action else []
             if ready:
-                yield Compute(pending_s, action)
+                yield Compute(pending_s, action, host_s)
                 yield from (Begin(self._exchange(number)) for number in ready)
-                pending_s = 0.0
-        yield Compute(pending_s, action)
+                pending_s = host_s = 0.0
+        yield Compute(pending_s, action, host_s)
 
     def _due(self, use: Use) -> list[int]:
         """Returns the numbers of the exchanges of weights for which the first forward of a layer waits. use: its chunk, and its

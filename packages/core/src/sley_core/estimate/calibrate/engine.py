@@ -1,0 +1,169 @@
+"""Measures what the host takes for a step beside its layers: runs of the engine itself, on weights of one element.
+
+    a step = step_s + parameter_s x weights + micro-batches x (micro_s + gradient_s x weights)
+
+Runs of few and of many weights, with one micro-batch and with some, give the four. Such a run's device has next to nothing to
+do, so that its steps take as long as the host takes to start them: reading a batch, gradients that autograd hands over, norm,
+clipping, the optimizer, the totals.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.data.dataset import DataInfo, Field
+from sley_core.plan.load import plan_from_dict
+
+if TYPE_CHECKING:
+    from sley_core.comm.device import Device
+    from sley_core.plan.plan import Plan
+    from sley_core.run import Run
+
+WEIGHTS = 8, 128
+"""Of a run of few weights, and of one of many."""
+
+MICROS = 1, 3
+"""Micro-batches of a step."""
+
+STEPS, TURNS = 4, 7
+"""Steps of each kind of run in a turn, and turns, of which the median counts: hosts have other work, by turns."""
+
+FIRST_STEPS = 3
+"""In which optimizer states and orders come."""
+
+
+@dataclass(frozen=True)
+class EngineSeconds:
+    """Seconds of the host for what the engine does beside layers, as a machine file has them."""
+
+    step_s: float
+    parameter_s: float
+    micro_s: float
+    gradient_s: float
+
+
+class Samples:
+    """A data set whose samples are their own numbers."""
+
+    info = DataInfo({"number": Field("int64")})
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"number": torch.tensor(index)}
+
+
+class Weights(nn.Module):
+    """A layer of `count` weights of one element, which computes nothing; each gets a gradient of its own."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.all = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(count)])
+
+    def forward(self, number: Tensor) -> Tensor:
+        found: Tensor = _Nothing.apply(*self.all)  # type: ignore[no-untyped-call]  # torch's
+        return found
+
+
+def weights(count: int) -> list[nn.Module]:
+    """Returns the one layer of that model."""
+    return [Weights(count)]
+
+
+class _Nothing(torch.autograd.Function):
+    """Reads its inputs and gives 0, float32 []; the gradient of each is what comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, *weights: Tensor) -> Tensor:
+        ctx.count, ctx.dtype = len(weights), weights[0].dtype
+        return torch.zeros((), device=weights[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        gradient: Tensor = gradients[0].to(ctx.dtype).view(1)
+        return tuple(gradient for _ in range(ctx.count))
+
+
+class Passed:
+    """A loss that is the output."""
+
+    def weight(self, batch: Mapping[str, Tensor]) -> float:
+        """Returns the number of samples."""
+        return float(len(batch["number"]))
+
+    def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Returns the output."""
+        return output
+
+
+def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]:
+    """Measures what the host takes for a step beside layers, and returns the table `[engine]` of a machine file, in seconds.
+    Takes about a second. plan: with whose precision; None for weights in bf16.
+    """
+    precision = {"compute": plan.precision.compute if plan else "bf16"}
+    taken: dict[tuple[int, int], list[float]] = {(count, micros): [] for count in WEIGHTS for micros in MICROS}
+    with ExitStack() as stack, device.random_state_kept():
+        runs = {kind: stack.enter_context(_run(device, precision, *kind)) for kind in taken}
+        for run in runs.values():
+            for _ in range(FIRST_STEPS):
+                run.step()
+        for _ in range(TURNS):
+            for kind, run in runs.items():
+                taken[kind].append(_step_s(run))
+    return asdict(solved({kind: median(some) for kind, some in taken.items()}))
+
+
+def solved(seconds: Mapping[tuple[int, int], float]) -> EngineSeconds:
+    """Returns the four that give a step of each kind, (weights, micro-batches), its `seconds`; none less than 0."""
+    (few, many), (one, some) = WEIGHTS, MICROS
+    micro = {count: (seconds[count, some] - seconds[count, one]) / (some - one) for count in WEIGHTS}
+    step = {count: seconds[count, one] - one * micro[count] for count in WEIGHTS}
+    gradient_s, parameter_s = (max(0.0, (each[many] - each[few]) / (many - few)) for each in (micro, step))
+    return EngineSeconds(
+        max(0.0, step[few] - few * parameter_s), parameter_s, max(0.0, micro[few] - few * gradient_s), gradient_s
+    )
+
+
+def _run(device: Device, precision: Mapping[str, str], count: int, micros: int) -> Run:
+    """Returns a run alone on `device` of `count` weights, whose steps take `micros` micro-batches: clipped, with AdamW.
+    precision: the plan's table.
+    """
+    factory = f"{__name__}:{{}}".format
+    tables = {
+        "run": {"name": "engine", "steps": 1 << 20, "device": device.type},
+        "model": {"factory": factory("weights"), "options": {"count": count}},
+        "data": {"factory": factory("Samples")},
+        "loss": {"factory": factory("Passed")},
+        "batch": {"global_size": micros, "micro_size": 1},
+        "optimizer": {"use": "core.adamw", "lr": 1e-4, "clip_norm": 1.0},
+        "precision": dict(precision),
+    }
+    return assemble(plan_from_dict(tables), World.alone(device))
+
+
+def _step_s(run: Run) -> float:
+    """Returns the mean seconds of steps one after the other, each launched before the one before is read, as in
+    `Run.train`.
+    """
+    device = run.world.device
+    late = run.loop.launch(None)
+    device.wait_until(device.moment())
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        before, late = late, run.loop.launch(None)
+        before.totals.read()
+    device.wait_until(device.moment())
+    taken_s = time.perf_counter() - began
+    late.totals.read()
+    return taken_s / STEPS
