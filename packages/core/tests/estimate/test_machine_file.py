@@ -31,6 +31,12 @@ other_host = { latency_s = 2e-5, bandwidth = 2.5e10, shared = true }
 [host]
 to_host = 2e10
 to_device = 2e10
+
+[engine]
+step_s = 1e-3
+parameter_s = 2e-5
+micro_s = 2e-4
+gradient_s = 1e-5
 """
 
 
@@ -44,6 +50,7 @@ def test_what_is_written_is_what_is_read(tmp_path):
     machine = read(tmp_path, GOOD)
     assert machine.device.matmul.fp16.half_flops == 1e9
     assert machine.links.other_host.shared
+    assert machine.engine.seconds(100, 4) == pytest.approx(1e-3 + 2e-3 + 4 * (2e-4 + 1e-3))
     assert read(tmp_path, machine_text(machine)) == machine
 
 

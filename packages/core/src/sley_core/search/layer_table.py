@@ -59,7 +59,8 @@ Integers = NDArray[np.int64]
 class LayerColumns:
     """One entry per layer of the model. Seconds: of a micro-batch, exchanges of its weights included. Bytes: `kept`, of what
     waits for the backward; `output`, of what is handed on; `passing`, of what the backward has beside what waited.
-    is_measured: whether the seconds rest on the machine file's. host_s: of the host to start a micro-batch there and back.
+    is_measured: whether the seconds rest on the machine file's. host_s: of the host to start a micro-batch there
+    and back, [2, layers]: whole, and in two halves.
     """
 
     forward: Floats
@@ -226,10 +227,11 @@ class LayerTables:
             self._copy(shape, seconds, kept)
         output, passing = ([getattr(work, name) for work in works] for name in ("output_bytes", "passing_bytes"))
         waiting, handed, beside = (np.array(some, dtype=np.int64) for some in (kept, output, passing))
-        is_measured = np.array([source != "counted" for _, source in priced])
-        host_s = np.array([of.least_host_s for of, _ in priced])
+        is_measured, host_s = [source != "counted" for _, source in priced], [of.host_ways_s for of, _ in priced]
         forward, backward, through, rest = seconds.T
-        return LayerColumns(forward, backward, through, rest, waiting, handed, beside, is_measured, host_s)
+        return LayerColumns(
+            forward, backward, through, rest, waiting, handed, beside, np.array(is_measured), np.array(host_s).T
+        )
 
     def _copy(self, shape: Shape, seconds: Floats, kept: list[int]) -> None:
         """Changes `seconds`, [layers, 4], and `kept` for a policy that copies what chosen layers save to the host: copies count

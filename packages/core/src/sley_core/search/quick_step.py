@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sley_core.actions.action import Kind
 from sley_core.actions.costs import Costs
 from sley_core.errors import PlanError
 from sley_core.estimate.layers.once import once
@@ -73,7 +74,8 @@ class QuickStep:
     @cached_property
     def host_s(self) -> float:
         """Returns the seconds of the slowest host to start its stage's part of the step; 0 where none runs ahead."""
-        layers_s = self.parts.by_stage(self.table.host_s) * self.micros
+        ends = (one.kind for some in self.cut.outline(self.few).special for one in some.values())
+        layers_s = self.parts.by_stage(self.table.host_s[int(Kind.WEIGHT_GRADIENT in ends)]) * self.micros
         engine = self.quick.machine.engine
         if engine is None:
             return float(layers_s.max())

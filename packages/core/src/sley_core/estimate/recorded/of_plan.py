@@ -24,7 +24,7 @@ from sley_core.estimate.recorded.record import RankRecord, Recording, record
 from sley_core.estimate.recorded.words import HOST, Began, Worked
 from sley_core.estimate.seconds.groups import Ranks, groups_at_once, slowest, slowest_message
 from sley_core.estimate.seconds.host_copies import copy_cost, on_host_s
-from sley_core.estimate.seconds.layer_seconds import LayerSeconds, device_seconds_of, seconds_of, starts_of
+from sley_core.estimate.seconds.layer_seconds import LayerSeconds, device_seconds_of, seconds_of
 from sley_core.estimate.seconds.result import StepSeconds, simulate_programs
 
 if TYPE_CHECKING:
@@ -128,13 +128,13 @@ class _Prices:
         self._groups: dict[tuple[str, int], list[Ranks] | SleyError] = {}
         self._led = {place for place, layers in measured.items() if any(layer.host_forward for layer in layers)}
         self.factors: dict[tuple[int, int, Kind], float] = {}
-        self.host_factors: dict[tuple[int, int, Kind], float] = {}
+        self.starts_s: dict[tuple[int, int, Kind], float] = {}  # of one operator
         for (stage, chunk), layers in measured.items():
-            for kind, (computed_s, starts_s) in self._computed(stage, chunk).items():
+            for kind, (computed_s, number) in self._computed(stage, chunk).items():
                 if computed_s:
                     self.factors[stage, chunk, kind] = sum(layer.of(kind) for layer in layers) / computed_s
-                if starts_s:
-                    self.host_factors[stage, chunk, kind] = sum(layer.host_of(kind) for layer in layers) / starts_s
+                if number:
+                    self.starts_s[stage, chunk, kind] = sum(layer.host_of(kind) for layer in layers) / number
 
     def operators(self, operators: Sequence[Operator], stage: int, action: Action | None) -> float:
         """Returns the seconds of operators that follow each other on a stage, in `action` or (None) outside of any: those on
@@ -154,14 +154,13 @@ class _Prices:
 
     def starts(self, operators: Sequence[Operator], stage: int, action: Action | None) -> float:
         """Returns the seconds of the host to start operators, as `operators` takes them, and to run those on its own memory.
-        Those of a chunk are scaled to what the host was timed to take for its layers; 0 where that is not known.
+        Those of a chunk share what the host was timed to take for its layers; 0 where that is not known.
         """
         on_host, rest = _apart(operators)
         own_s = on_host_s(on_host, self.machine) if on_host and self.machine.device.kind == "cuda" else 0.0
-        if action is None or (stage, action.chunk) not in self._led:
-            return own_s
-        factor = self.host_factors.get((stage, action.chunk, action.kind), 1.0)
-        return own_s + factor * starts_of(rest, self.machine.device)
+        return (
+            own_s if action is None else own_s + len(rest) * self.starts_s.get((stage, action.chunk, action.kind), 0.0)
+        )
 
     def after_s(self, stage: int) -> float:
         """Returns the seconds of a step that belong to nothing else; on a stage whose host steps the weights, with what the
@@ -209,7 +208,7 @@ class _Prices:
         return slowest_message(first.messages[position], ends, first.topology, self.machine.links)
 
     def _computed(self, stage: int, chunk: int) -> dict[Kind, tuple[float, float]]:
-        """Returns, by kind of action on a chunk, the seconds of its operators, and of the host to start them, on average over
+        """Returns, by kind of action on a chunk, the seconds of its operators on the device, and their number, on average over
         the recorded actions.
         """
         found: dict[Kind, list[tuple[float, float]]] = defaultdict(list)
@@ -218,8 +217,7 @@ class _Prices:
             if action.chunk == chunk:
                 worked = [word.operators for word in words if isinstance(word, Worked)]
                 of_device = [_apart(some)[1] for some in worked]
-                seconds, starts_s = (sum(of(some, device) for some in of_device) for of in (price, starts_of))
-                found[action.kind].append((seconds, starts_s))
+                found[action.kind].append((sum(price(some, device) for some in of_device), sum(map(len, of_device))))
         return {
             kind: (fmean(one for one, _ in some), fmean(other for _, other in some)) for kind, some in found.items()
         }

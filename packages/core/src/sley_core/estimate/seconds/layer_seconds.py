@@ -117,9 +117,10 @@ class LayerSeconds:
                 return 0.0
 
     @property
-    def least_host_s(self) -> float:
-        """Returns the seconds of the host to start the forward, and the cheaper way back: whole, or in two halves."""
-        return self.host_forward + min(self.host_backward, self.host_input_gradient + self.host_weight_gradient)
+    def host_ways_s(self) -> tuple[float, float]:
+        """Returns the seconds of the host to start the forward and the way back: whole, and in two halves."""
+        halves_s = self.host_input_gradient + self.host_weight_gradient
+        return self.host_forward + self.host_backward, self.host_forward + halves_s
 
 
 KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
@@ -143,13 +144,8 @@ def seconds_of(operators: Sequence[Operator], device: DeviceTable) -> float:
 
     Raises PlanError "machine-matmul" for a product of a dtype of which the machine file says nothing.
     """
-    host_s, device_s = starts_of(operators, device), device_seconds_of(operators, device)
+    host_s, device_s = device.launch_s * len(operators), device_seconds_of(operators, device)
     return max(host_s, device_s) if device.kind == "cuda" else host_s + device_s
-
-
-def starts_of(operators: Sequence[Operator], device: DeviceTable) -> float:
-    """Returns the seconds of the host to start operators."""
-    return device.launch_s * len(operators)
 
 
 def device_seconds_of(operators: Sequence[Operator], device: DeviceTable) -> float:
