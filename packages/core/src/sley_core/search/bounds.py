@@ -24,7 +24,7 @@ from sley_core.search.parts_together import PartsTogether
 
 if TYPE_CHECKING:
     from sley_core.search.choices import Choice
-    from sley_core.search.layer_table import LayerColumns
+    from sley_core.search.layer_columns import LayerColumns
     from sley_core.search.layouts import Candidate, Shape
     from sley_core.search.quick import Quick
     from sley_core.search.stage_cut import Floats, ModelParts

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
@@ -34,6 +32,7 @@ from sley_core.estimate.seconds.links import NOTHING
 from sley_core.records import copies_to_host
 from sley_core.search.choices import choices_of
 from sley_core.search.glance import reduces, refused
+from sley_core.search.layer_columns import Floats, Integers, LayerColumns
 from sley_core.search.layouts import Candidate, Shape, Sizes
 from sley_core.search.parameters import Counted, Trained, num_elements
 from sley_core.topology import Topology
@@ -50,52 +49,6 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
     from sley_core.protocols import Collective
     from sley_core.search.choices import Choice
-
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class LayerColumns:
-    """One entry per layer of the model. Seconds: of a micro-batch, exchanges of its weights included. Bytes: `kept`, of what
-    waits for the backward; `output`, of what is handed on; `passing`, of what the backward has beside what waited.
-    is_measured: whether the seconds rest on the machine file's. host_s: of the host to start a micro-batch there
-    and back, [2, layers]: whole, and in two halves.
-    """
-
-    forward: Floats
-    backward: Floats
-    input_gradient: Floats
-    weight_gradient: Floats
-    kept: Integers
-    output: Integers
-    passing: Integers
-    is_measured: NDArray[np.bool_]
-    host_s: Floats
-
-    @cached_property
-    def least_back(self) -> Floats:
-        """Returns each layer's seconds of the cheaper way to go back: whole, or in two halves."""
-        return np.minimum(self.backward, self.input_gradient + self.weight_gradient)
-
-    @cached_property
-    def rows(self) -> Floats:
-        """Returns [4, layers + 1], with a zero behind the last layer: seconds of a layer's forward, until its input's gradient
-        is there, and of its cheaper way back; kept bytes.
-        """
-        through = np.minimum(self.backward, self.input_gradient)
-        return np.array([np.append(one, 0.0) for one in (self.forward, through, self.least_back, self.kept)])
-
-    @cached_property
-    def totals(self) -> tuple[float, float, int]:
-        """Returns the sums over all layers: seconds of forwards, seconds of the cheaper ways back, kept bytes."""
-        return float(self.forward.sum()), float(self.least_back.sum()), int(self.kept.sum())
-
-    @cached_property
-    def layers(self) -> list[LayerSeconds]:
-        """Returns the seconds of each layer as one object."""
-        each = self.forward, self.backward, self.input_gradient, self.weight_gradient
-        return [LayerSeconds(*values) for values in zip(*(values.tolist() for values in each), strict=True)]
 
 
 class LayerTables:

@@ -40,7 +40,7 @@ from sley_core.topology import Topology
 if TYPE_CHECKING:
     from sley_core.estimate.machine.tables import MachineFile
     from sley_core.plan.plan import Plan
-    from sley_core.search.layer_table import Integers
+    from sley_core.search.layer_columns import Integers
     from sley_core.search.stage_cut import Floats
 
 

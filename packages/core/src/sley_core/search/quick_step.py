@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Literal
 
-    from sley_core.search.layer_table import LayerColumns
+    from sley_core.search.layer_columns import LayerColumns
     from sley_core.search.layouts import Candidate
     from sley_core.search.quick import Quick
     from sley_core.search.stage_costs import Exchanged, OfStages

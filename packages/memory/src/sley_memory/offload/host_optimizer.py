@@ -40,7 +40,7 @@ class Landing(NamedTuple):
     weights: HostMemory
 
 
-class Bucket(NamedTuple):
+class SteppedBucket(NamedTuple):
     """What is stepped at a time. landed, rounded: a view of a landing's memory for each gradient, and for each weight in the
     format of the device.
     """
@@ -64,7 +64,7 @@ class HostOptimizer(OffloadManager):
     def __init__(self, config: HostOptimizerConfig) -> None:
         self.config = config
         self._moved: dict[Part, Moved] = {part: Moved() for part in config.moves}
-        self._buckets: list[Bucket] = []
+        self._buckets: list[SteppedBucket] = []
         self._ring: list[Landing] = []
         self._sent: dict[int, Copies] = {}
 
@@ -193,7 +193,9 @@ class HostOptimizer(OffloadManager):
             slot.gradients.num_bytes + slot.weights.num_bytes for slot in self._ring
         )
         self._buckets = [
-            Bucket(bucket, _views(gradients.data, bucket, wide), _views(weights.data, bucket, bucket[0].original.dtype))
+            SteppedBucket(
+                bucket, _views(gradients.data, bucket, wide), _views(weights.data, bucket, bucket[0].original.dtype)
+            )
             for bucket, (gradients, weights) in zip(buckets, cycle(self._ring))
         ]
 

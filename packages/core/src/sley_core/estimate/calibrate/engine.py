@@ -52,7 +52,7 @@ class EngineSeconds:
     gradient_s: float
 
 
-class Samples:
+class Numbers:
     """A data set whose samples are their own numbers."""
 
     info = DataInfo({"number": Field("int64")})
@@ -143,7 +143,7 @@ def _run(device: Device, precision: Mapping[str, str], count: int, micros: int) 
     tables = {
         "run": {"name": "engine", "steps": 1 << 20, "device": device.type},
         "model": {"factory": factory("weights"), "options": {"count": count}},
-        "data": {"factory": factory("Samples")},
+        "data": {"factory": factory("Numbers")},
         "loss": {"factory": factory("Passed")},
         "batch": {"global_size": micros, "micro_size": 1},
         "optimizer": {"use": "core.adamw", "lr": 1e-4, "clip_norm": 1.0},
