@@ -16,7 +16,6 @@ Since core 0.2.
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.estimate.bytes.rank import STEPS, rank_bytes
 from sley_core.estimate.calibrate.device import measure_device
-from sley_core.estimate.calibrate.engine import measure_engine
+from sley_core.estimate.calibrate.engine import measure_engine, seconds_of_steps
 from sley_core.estimate.calibrate.host import host_bandwidth, measure_host
 from sley_core.estimate.calibrate.layers import measure_layers
 from sley_core.estimate.machine.read import machine_from_dict
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from sley_core.comm.device import Device
     from sley_core.estimate.machine.tables import MachineFile
     from sley_core.plan.plan import Plan
-    from sley_core.run import Run
 
 
 @dataclass(frozen=True)
@@ -212,22 +210,6 @@ def compare(
             states = dict(run.memory.bytes)
         for _ in range(num_rounds):
             estimates.append(estimate_seconds(plan, 1, measured(world.device)).step.seconds)
-            rounds.append(_seconds(run, num_steps))
+            rounds.append(seconds_of_steps(run, num_steps))
     num_bytes = estimated.peak - estimated.batch
     return Compared(name, num_bytes, meter.peak, dict(estimated.states), states, estimates, rounds)
-
-
-def _seconds(run: Run, num_steps: int) -> float:
-    """Returns the mean seconds of steps one after the other, each launched before the one before is read, as in `Run.train`."""
-    device = run.world.device
-    late = run.loop.launch(None)
-    device.wait_until(device.moment())
-    began = time.perf_counter()
-    for _ in range(num_steps):
-        before, late = late, run.loop.launch(None)
-        assert before.totals.read().is_finite, f"step {before.number}"
-    device.wait_until(device.moment())
-    taken_s = time.perf_counter() - began
-    assert late.totals.read().is_finite, f"step {late.number}"
-    run.loop.parts.weights.settle()
-    return taken_s / num_steps

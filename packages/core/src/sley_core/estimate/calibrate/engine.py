@@ -120,7 +120,7 @@ def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]
                 run.step()
         for _ in range(TURNS):
             for kind, run in runs.items():
-                taken[kind].append(_step_s(run))
+                taken[kind].append(seconds_of_steps(run, STEPS))
     return asdict(solved({kind: median(some) for kind, some in taken.items()}))
 
 
@@ -152,18 +152,19 @@ def _run(device: Device, precision: Mapping[str, str], count: int, micros: int) 
     return assemble(plan_from_dict(tables), World.alone(device))
 
 
-def _step_s(run: Run) -> float:
-    """Returns the mean seconds of steps one after the other, each launched before the one before is read, as in
-    `Run.train`.
+def seconds_of_steps(run: Run, num_steps: int) -> float:
+    """Takes steps one after the other, each launched before the one before is read, as `Run.train` does; returns the mean
+    seconds of one.
     """
     device = run.world.device
     late = run.loop.launch(None)
     device.wait_until(device.moment())
-    began = time.perf_counter()
-    for _ in range(STEPS):
+    began_s = time.perf_counter()
+    for _ in range(num_steps):
         before, late = late, run.loop.launch(None)
-        before.totals.read()
+        assert before.totals.read().is_finite, f"step {before.number}"
     device.wait_until(device.moment())
-    taken_s = time.perf_counter() - began
-    late.totals.read()
-    return taken_s / STEPS
+    taken_s = time.perf_counter() - began_s
+    assert late.totals.read().is_finite, f"step {late.number}"
+    run.loop.parts.weights.settle()
+    return taken_s / num_steps
