@@ -69,10 +69,11 @@ class Weights(nn.Module):
 
     def __init__(self, count: int) -> None:
         super().__init__()
-        self.all = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(count)])
+        for number in range(count):
+            self.register_parameter(f"weight{number}", nn.Parameter(torch.ones(1)))
 
     def forward(self, number: Tensor) -> Tensor:
-        found: Tensor = _Nothing.apply(*self.all)  # type: ignore[no-untyped-call]  # torch's
+        found: Tensor = _Nothing.apply(*self._parameters.values())  # type: ignore[no-untyped-call]  # torch's
         return found
 
 
