@@ -86,7 +86,7 @@ def test_parts_of_a_step_that_waits_for_its_host_sum_to_it() -> None:
 
 def plan_of(**changes: Any) -> Plan:
     data = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
-    return plan_from_dict(small_plan(data=data, precision={"compute": "fp32"}, **changes))
+    return plan_from_dict(small_plan(**{"data": data, "precision": {"compute": "fp32"}, **changes}))
 
 
 def machine_of(plan: Plan, host: float) -> MachineFile:
@@ -124,6 +124,29 @@ def test_lists_and_recorded_steps_and_a_glance_have_the_same_host(host: float) -
     assert step.host_s == pytest.approx(listed.step.host_s[0])
     assert quick.seconds(layout) == pytest.approx(listed.step.seconds, rel=0.01)
     assert quick.bound(layout).seconds <= quick.closer_s(layout, look=True) <= quick.seconds(layout) * (1 + 1e-9)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("changes", "is_waited_for"),
+    [
+        ({"optimizer": {"factory": "torch.optim:RMSprop", "lr": 1e-3}}, True),
+        ({"precision": {"compute": "fp16"}}, True),
+        ({"optimizer": {"use": "core.sgd", "lr": 1e-3}}, False),
+    ],
+)
+def test_an_update_for_which_the_host_waits_is_waited_for(changes: dict[str, Any], is_waited_for: bool) -> None:
+    """Where it does not know on the device whether a step is taken, it starts the update when the device has nothing to do."""
+    plan, matmul = plan_of(**changes), {name: {"flops_per_s": 1e11} for name in ("fp16", "fp32")}
+    slow, fast = (
+        machine_from_dict(small_machine(engine=ENGINE | {"parameter_s": value}, device__matmul=matmul))
+        for value in (1e-3, 0.0)
+    )
+    told = [estimate_seconds(plan, 1, machine).step.devices_s for machine in (slow, fast)]
+    recorded = [_recorded(plan, 1, machine, first_draft(plan, 1)).step.devices_s for machine in (slow, fast)]
+    num_parameters = len({id(one) for layer in first_draft(plan, 1).model.layers for one in layer.module.parameters()})
+    for one, other in (told, recorded):
+        assert one - other == pytest.approx(num_parameters * 1e-3 if is_waited_for else 0.0, abs=1e-9)
 
 
 def test_a_layer_in_proportion_has_its_host_by_the_number_of_operators() -> None:

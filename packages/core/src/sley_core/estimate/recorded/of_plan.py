@@ -90,14 +90,20 @@ def _of_each_stage(plan: Plan, size: int, cores: int, look: Look[Found], draft: 
 
 
 def seconds_of_records(
-    records: Records, num_micros: int, machine: MachineFile, measured: Measured | None = None
+    records: Records,
+    num_micros: int,
+    machine: MachineFile,
+    measured: Measured | None = None,
+    *,
+    waits: bool = False,
 ) -> StepSeconds:
     """Returns the simulated step of `num_micros` micro-batches that recorded steps make on `machine`.
 
-    measured: seconds of layers that operators are scaled to. Raises PlanError "machine-matmul", "machine-links" and
+    measured: seconds of layers that operators are scaled to. waits: whether the host waits for its device before each update.
+    Raises PlanError "machine-matmul", "machine-links" and
     "machine-host" for what the machine file does not say, "estimate-seconds" for an action that was not recorded.
     """
-    prices = _Prices(records, machine, measured or {})
+    prices = _Prices(records, machine, measured or {}, waits=waits)
     programs = recorded_programs(
         {number: one.step for number, one in enumerate(records.ranks)},
         records.lists.of_all_stages(num_micros),
@@ -117,10 +123,11 @@ def seconds_of_records(
 
 class _Prices:
     """Prices what a recorded step does on `machine`. Where a chunk's layers were all measured, its operators share what these
-    took, in proportion to what they would take by themselves.
+    took, in proportion to what they would take by themselves. waits: whether the host waits for its device before each update.
     """
 
-    def __init__(self, records: Records, machine: MachineFile, measured: Measured) -> None:
+    def __init__(self, records: Records, machine: MachineFile, measured: Measured, *, waits: bool) -> None:
+        self.waits = waits
         self.records = records.ranks
         self.placement = records.lists.placement
         self.machine = machine
@@ -163,13 +170,10 @@ class _Prices:
         )
 
     def after_s(self, stage: int) -> float:
-        """Returns the seconds of a step that belong to nothing else; on a stage whose host steps the weights, with what the
-        engine takes for an update: the device waits for it there.
+        """Returns the seconds of a step that belong to nothing else: of the engine for an update, too, if the device waits for
+        that.
         """
-        own_s, engine, of_stage = self.machine.device.step_s, self.machine.engine, self.records[stage]
-        closing = (word.operators for word in of_stage.step.closing if isinstance(word, Worked))
-        is_on_host = any(one.is_on_host for operators in closing for one in operators)
-        return own_s + engine.seconds(of_stage.num_parameters, 0) if engine and is_on_host else own_s
+        return self.machine.device.step_s + (self.engine_s(stage, 0) if self.waits else 0.0)
 
     def engine_s(self, stage: int, num_micros: int) -> float:
         """Returns the seconds of the host of a stage for a step beside its operators; 0 where the machine file does not say."""
