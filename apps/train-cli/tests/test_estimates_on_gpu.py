@@ -10,7 +10,7 @@ import pytest
 from sley_core.comm.world import World
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.estimates import Compared, apart, compare, machine_for, measured_tables
+from sley_core.testing.estimates import Compared, compare, machine_for, measured_tables
 from sley_core.testing.figures import Figure, note
 from sley_core.testing.short_calibration import shortly
 
@@ -29,7 +29,8 @@ def figures(found: Compared) -> list[Figure]:
     rows = [
         _figure(f"peak bytes: {found.name}", found.bytes_error, BYTES, f"of {found.peak.num_bytes / 2**20:,.0f} MiB")
     ]
-    real = f"of {found.real_seconds:.4f} s ({apart(found.rounds)}; foreseen {apart(found.estimates)})"
+    turns = ", ".join(f"{error:+.1%}" for error in found.seconds_errors)
+    real = f"of {found.real_seconds:.4f} s ({min(found.rounds):.4f} to {max(found.rounds):.4f}; in turn {turns})"
     return [*rows, _figure(f"step seconds: {found.name}", found.seconds_error, SECONDS, real)]
 
 

@@ -33,6 +33,11 @@ class LayerColumns:
     host_s: Floats
 
     @cached_property
+    def has_host(self) -> bool:
+        """Returns whether it is known of a layer what the host takes to start it."""
+        return bool(self.host_s.any())
+
+    @cached_property
     def least_back(self) -> Floats:
         """Returns each layer's seconds of the cheaper way to go back: whole, or in two halves."""
         return np.minimum(self.backward, self.input_gradient + self.weight_gradient)

@@ -74,9 +74,11 @@ class QuickStep:
     @cached_property
     def host_s(self) -> float:
         """Returns the seconds of the slowest host to start its stage's part of the step; 0 where none runs ahead."""
+        engine = self.quick.machine.engine
+        if engine is None and not self.table.has_host:
+            return 0.0
         ends = (one.kind for some in self.cut.outline(self.few).special for one in some.values())
         layers_s = self.parts.by_stage(self.table.host_s[int(Kind.WEIGHT_GRADIENT in ends)]) * self.micros
-        engine = self.quick.machine.engine
         if engine is None:
             return float(layers_s.max())
         held = self.parts.by_stage([len(some) for some in self.quick.tables.trained.counted(self.parts).held])

@@ -141,11 +141,6 @@ class Compared:
     rounds: Sequence[float]
 
     @property
-    def seconds(self) -> float:
-        """Returns the median of the estimates."""
-        return median(self.estimates)
-
-    @property
     def real_seconds(self) -> float:
         """Returns the median of the rounds: what disturbs the machine for a while leaves it as it is."""
         return median(self.rounds)
@@ -156,23 +151,24 @@ class Compared:
         return self.num_bytes / self.peak.num_bytes - 1
 
     @property
+    def seconds_errors(self) -> list[float]:
+        """Returns how much longer the estimated step is than the real one, relative to that, in each turn."""
+        return [seconds / real_s - 1 for seconds, real_s in zip(self.estimates, self.rounds, strict=True)]
+
+    @property
     def seconds_error(self) -> float:
-        """Returns how much longer the estimated step is than the real one, relative to that."""
-        return self.seconds / self.real_seconds - 1
+        """Returns the median of those: a machine that is faster in one turn than in another is so in both halves of it."""
+        return median(self.seconds_errors)
 
     def __str__(self) -> str:
         mib, peak = 2**20, self.peak
         told = f"{self.name}: estimated {self.num_bytes / mib:.1f} MiB of {peak.num_bytes / mib:.1f} ({self.bytes_error:+.2%})"
         if peak.requested:
             told += f", {peak.requested / mib:.1f} asked for, beside {peak.workspaces / mib:.0f} of cuBLAS"
-        told += f"; {self.seconds:.4f} s of {self.real_seconds:.4f} ({self.seconds_error:+.1%})"
-        turns = (f"{seconds:.4f} of {real_s:.4f}" for seconds, real_s in zip(self.estimates, self.rounds, strict=True))
-        return f"{told}, in turn {', '.join(turns)}"
-
-
-def apart(seconds: Sequence[float]) -> str:
-    """Returns how far seconds are apart, in words."""
-    return f"{min(seconds):.4f} to {max(seconds):.4f}"
+        turns = ", ".join(
+            f"{error:+.1%} of {real_s:.4f}" for error, real_s in zip(self.seconds_errors, self.rounds, strict=True)
+        )
+        return f"{told}; a step of {self.real_seconds:.4f} s ({self.seconds_error:+.1%}), in turn {turns}"
 
 
 def measured_tables(device: Device) -> dict[str, Any]:

@@ -35,7 +35,7 @@ WEIGHTS = 8, 128
 MICROS = 1, 3
 """Micro-batches of a step."""
 
-STEPS, TURNS = 4, 7
+STEPS, TURNS = 4, 5
 """Steps of each kind of run in a turn, and turns, of which the median counts: hosts have other work, by turns."""
 
 FIRST_STEPS = 3

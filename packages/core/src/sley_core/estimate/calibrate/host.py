@@ -13,7 +13,7 @@ from sley_core.engine.lead import Lead
 from sley_core.estimate.calibrate.device import MOVED_BYTES, PATIENCE_S, REPETITIONS
 
 if TYPE_CHECKING:
-    from sley_core.comm.copies import CopyStream, HostMemory
+    from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory
     from sley_core.comm.device import Device
 
 SMALL_BYTES = 1 << 12
@@ -58,27 +58,64 @@ def measure_host(device: Device) -> dict[str, float]:
 
 
 def host_bandwidth(device: Device) -> float:
-    """Returns the bytes per second that a fused AdamW reads and writes on the host, where it steps buckets one after the other,
-    and each is rounded to bf16.
-
-    As in a run, gradients and rounded weights lie in memory that `device` copies to and from, not in that of tensors.
+    """Returns the bytes per second that a fused AdamW reads and writes on the host, where it steps buckets one after the other
+    and rounds each to bf16: while the next gradients come from `device`, and the weights before go there, as in a run.
     """
-    parameters = [torch.nn.Parameter(torch.ones(BUCKET)) for _ in range(BUCKETS)]
-    landed = [device.host_memory(4 * BUCKET) for _ in range(RING)]
-    rounded = [device.host_memory(2 * BUCKET) for _ in range(RING)]
-    for at, parameter in enumerate(parameters):
-        parameter.grad = landed[at % RING].data[: 4 * BUCKET].view(torch.float32).fill_(1.0)
-    leaving = [memory.data[: 2 * BUCKET].view(torch.bfloat16) for memory in rounded]
-    optimizer = torch.optim.AdamW(parameters, fused=True)
-    taken = []
-    for _ in range(1 + REPETITIONS):
+    stepping = HostStepping(device)
+    stepping.step()  # makes the states
+    return BUCKETS * BUCKET * STEP_BYTES / statistics.median(stepping.step() for _ in range(REPETITIONS))
+
+
+class HostStepping:
+    """Steps buckets on the host, as an optimizer there does in a run. parameters: fp32, one for each bucket. sent: the last of
+    them as `device` has it, in bf16.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.parameters = [torch.nn.Parameter(torch.ones(BUCKET)) for _ in range(BUCKETS)]
+        self._optimizer = torch.optim.AdamW(self.parameters, fused=True)
+        # memory that the device copies to and from, not that of tensors
+        self._memory = [device.host_memory(size * BUCKET) for size in RING * (4, 2)]
+        views = [memory.data[: BUCKET * size] for memory, size in zip(self._memory, RING * (4, 2), strict=True)]
+        self._landed = [view.view(torch.float32).fill_(1.0) for view in views[::2]]
+        self._leaving = [view.view(torch.bfloat16) for view in views[1::2]]
+        for at, parameter in enumerate(self.parameters):
+            parameter.grad = self._landed[at % RING]
+        self._gradient = torch.ones(BUCKET, device=device.torch_device)
+        self.sent = torch.ones(BUCKET, dtype=torch.bfloat16, device=device.torch_device)
+        self._out, self._into = device.copy_stream(), device.copy_stream()
+        for stream in (self._out, self._into):
+            stream.follow()
+
+    def step(self) -> float:
+        """Steps all buckets once; returns the seconds from the arrival of the first gradients until the last weights are
+        rounded.
+        """
+        arriving = [self._fetch(at) for at in range(RING)]
+        for event in arriving:
+            event.wait()
+        leaving: list[CopyEvent] = []
         began = time.perf_counter()
-        for at, parameter in enumerate(parameters):
-            optimizer.param_groups[0]["params"] = [parameter]
-            optimizer.step()
-            torch._foreach_copy_([leaving[at % RING]], [parameter.detach()])
-        taken.append(time.perf_counter() - began)
-    return BUCKETS * BUCKET * STEP_BYTES / statistics.median(taken[1:])  # the first makes the states
+        for at, parameter in enumerate(self.parameters):
+            arriving[at].wait()
+            self._optimizer.param_groups[0]["params"] = [parameter]
+            self._optimizer.step()
+            if at >= RING:
+                leaving[at - RING].wait()
+            torch._foreach_copy_([self._leaving[at % RING]], [parameter.detach()])
+            ended = time.perf_counter()
+            self._into.copy(self.sent, self._leaving[at % RING])
+            leaving.append(self._into.record())
+            if at + RING < BUCKETS:
+                arriving.append(self._fetch(at + RING))
+        for event in leaving:
+            event.wait()
+        return ended - began
+
+    def _fetch(self, at: int) -> CopyEvent:
+        """Starts to copy a bucket's gradients to the host."""
+        self._out.copy(self._landed[at % RING], self._gradient)
+        return self._out.record()
 
 
 def _start_s(device: Device) -> float:
