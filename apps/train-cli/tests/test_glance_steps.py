@@ -16,7 +16,7 @@ from sley_core.search.best_first import InOrder
 from sley_core.search.choices import choices_of
 from sley_core.search.layouts import AXES, Candidate, Layouts
 from sley_core.search.quick import Quick
-from sley_core.testing.machines import small_machine
+from sley_core.testing.machines import small_machine, timed_layers
 from sley_core.testing.plans import small_plan
 
 for plugin in ("sley_dp", "sley_pp"):
@@ -87,3 +87,25 @@ def test_a_schedule_of_a_file_is_simulated_as_it_is_written(tmp_path: Path) -> N
     found = order.next()
     assert found is not None, order.tally
     assert found.estimate.seconds == pytest.approx(estimate_seconds(plan, 2, MACHINE).step.seconds, rel=0.01)
+
+
+ENGINE = {"step_s": 1e-6, "parameter_s": 1e-8, "micro_s": 1e-7, "gradient_s": 1e-8}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [("pp.interleaved", {"chunks": 2}), ("pp.one_f_one_b", {}), ("pp.zero_bubble_v", {})],
+)
+def test_the_slowest_host_of_stages_is_that_of_their_lists(schedule: str, options: dict[str, Any]) -> None:
+    """Whole backwards and split ones; the halves of the latter take the host half again as long here."""
+    plan = plan_of(schedule, 4, 2, **options)
+    layers = timed_layers(plan, host=20.0)
+    for layer in layers:
+        layer["host_weight_gradient"] += 0.5 * layer["host_backward"]
+    fast = small_machine(links__same_host={"latency_s": 0.0, "bandwidth": 1e12}, layers=layers, engine=ENGINE)
+    machine = machine_from_dict(fast)
+    exact = estimate_seconds(plan, 2, machine).step
+    assert exact.seconds == max(exact.host_s) > exact.devices_s
+    assert min(exact.host_s) > 0
+    assert Quick(plan, 2, machine).seconds(own_layout(plan)) == pytest.approx(exact.seconds, rel=1e-6)

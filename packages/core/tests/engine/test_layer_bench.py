@@ -21,6 +21,7 @@ from sley_core.draft import draft_model
 from sley_core.engine import layer_bench, layer_calls, lead
 from sley_core.engine.layer_bench import HOST_CALLS, LayerBench, LayerTimes
 from sley_core.engine.layer_calls import ROW
+from sley_core.engine.layer_gradients import LayerGradients
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.plans import small_plan
 
@@ -119,3 +120,26 @@ def test_a_device_that_is_faster_than_its_host_is_waited_for_in_a_row(monkeypatc
     assert times.whole_s == pytest.approx(2 / ROW - 0.05), "the slower counts"
     assert len(found["addmm_"]) == num_weights * (1 + HOST_CALLS + REPETITIONS + ROW)
     assert len({tensor.data_ptr() for tensor in found["addmm_"]}) == num_weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_added_to_the_same_memory_but_for_a_while_dropped(dtype: torch.dtype) -> None:
+    """What becomes of them is no layer's: the engine's own seconds have it."""
+    weight = nn.Parameter(torch.ones(3, dtype=dtype))
+    with Additions({weight.shape}) as seen:
+        gradients = LayerGradients([weight], torch.float32)
+
+        def backward() -> int:
+            before = len(seen.found["add_"])
+            (2 * weight).sum().backward()
+            return len(seen.found["add_"]) - before
+
+        assert [backward(), backward()] == [1, 1]
+        with gradients.dropped():
+            assert [backward(), backward()] == [0, 0]
+            assert weight.grad is None
+        assert backward() == 1
+    assert len({one.data_ptr() for one in seen.found["add_"]}) == 1
+    assert seen.found["add_"][0].tolist() == [6.0] * 3, "three were added, two dropped"
+    gradients.close()
+    assert weight.grad is None

@@ -13,14 +13,9 @@ from sley_core.actions.action import Action, Kind
 from sley_core.actions.lower import lower
 from sley_core.actions.placement import loop
 from sley_core.comm.world import World
-from sley_core.data.dataset import DataContext
-from sley_core.data.factory import open_dataset
-from sley_core.draft import draft_model
-from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.estimate.bytes.each_rank import first_draft
 from sley_core.estimate.calibrate import engine
 from sley_core.estimate.calibrate.engine import MICROS, WEIGHTS, EngineSeconds, measure_engine, solved
-from sley_core.estimate.layers.of_plan import priced_layers
 from sley_core.estimate.layers.operators import LayerWork, Operator
 from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.estimate.machine.tables import EngineTable, MachineFile
@@ -33,9 +28,9 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.search.choices import choices_of
 from sley_core.search.compare import seconds_parts
-from sley_core.search.layouts import Layouts
+from sley_core.search.layouts import Candidate, Layouts
 from sley_core.search.quick import Quick
-from sley_core.testing.machines import small_machine
+from sley_core.testing.machines import small_machine, timed_layers
 from sley_core.testing.plans import small_plan
 
 ENGINE = {"step_s": 1e-6, "parameter_s": 1e-8, "micro_s": 1e-7, "gradient_s": 1e-8}
@@ -91,16 +86,14 @@ def plan_of(**changes: Any) -> Plan:
 
 def machine_of(plan: Plan, host: float) -> MachineFile:
     """A machine on which each layer of `plan` takes what is counted, and its host `host` times as long to start it."""
-    dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
-    model, bare = draft_model(plan, dataset.info), machine_from_dict(small_machine(device__launch_s=0.0))
-    tables = {}
-    for one in priced_layers(plan, model, meta_micro_batch(plan, dataset), bare):
-        seconds = asdict(one.seconds)
-        for kind in ("forward", "backward", "input_gradient", "weight_gradient"):
-            seconds[f"host_{kind}"] = host * seconds[kind]
-        tables[one.key] = {"key": one.key, "name": one.name, "output_bytes": one.output_bytes, **seconds}
-    layers = [*tables.values()]
+    layers = timed_layers(plan, host=host, launch_s=0.0)
     return machine_from_dict(small_machine(device__launch_s=0.0, layers=layers, engine=ENGINE))
+
+
+def layouts_of(plan: Plan) -> list[Candidate]:
+    """The layouts of one rank with the plan's own micro-batches and policy."""
+    space = Layouts(plan, 1, choices_of(plan), ["offload", "micro_size", "activations"])
+    return [layout for shape in space.shapes() for layout in space.within(shape)]
 
 
 @pytest.mark.sample(1)
@@ -118,8 +111,7 @@ def test_lists_and_recorded_steps_and_a_glance_have_the_same_host(host: float) -
     assert recorded.step.seconds == pytest.approx(listed.step.seconds, rel=0.02)
     assert (listed.step.seconds > listed.step.devices_s) == (host > 1)
 
-    quick, space = Quick(plan, 1, machine), Layouts(plan, 1, choices_of(plan), ["offload", "micro_size", "activations"])
-    ((layout,),) = (list(space.within(shape)) for shape in space.shapes())
+    quick, (layout,) = Quick(plan, 1, machine), layouts_of(plan)
     step = quick.step(layout)
     assert step.host_s == pytest.approx(listed.step.host_s[0])
     assert quick.seconds(layout) == pytest.approx(listed.step.seconds, rel=0.01)
@@ -149,6 +141,24 @@ def test_an_update_for_which_the_host_waits_is_waited_for(changes: dict[str, Any
         assert one - other == pytest.approx(num_parameters * 1e-3 if is_waited_for else 0.0, abs=1e-9)
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("launch_s", [1e-3, 1e-9])
+def test_what_the_engine_takes_comes_on_top_of_counted_layers(launch_s: float) -> None:
+    """Those of a machine file without layers; the slower of device and launches counts in each phase besides."""
+    plan, slow = plan_of(), {name: 100 * value for name, value in ENGINE.items()}
+    bare, known = (small_machine(device__launch_s=launch_s, **more) for more in ({}, {"engine": slow}))
+    without, machine = estimate_seconds(plan, 1, machine_from_dict(bare)).step, machine_from_dict(known)
+    listed, recorded = estimate_seconds(plan, 1, machine).step, _recorded(plan, 1, machine, first_draft(plan, 1)).step
+    assert without.host_s == (0.0,)
+    assert listed.devices_s == pytest.approx(without.devices_s)
+    assert recorded.host_s == (pytest.approx(listed.host_s[0], rel=0.2),), "lists do not have what is no layer's"
+    if launch_s > 1e-6:
+        assert listed.seconds == listed.host_s[0] > without.devices_s
+        assert recorded.seconds == pytest.approx(listed.seconds, rel=0.2)
+    (layout,) = layouts_of(plan)
+    assert Quick(plan, 1, machine).seconds(layout) == pytest.approx(listed.seconds, rel=0.01)
+
+
 def test_a_layer_in_proportion_has_its_host_by_the_number_of_operators() -> None:
     """Not by their size: a host starts large operators as fast as small ones."""
     device = machine_from_dict(small_machine(device__launch_s=0.1)).device
@@ -170,7 +180,7 @@ def test_four_kinds_of_steps_tell_the_four_figures_of_the_engine() -> None:
         for micros in MICROS
     }
     assert asdict(solved(seconds)) == pytest.approx(ENGINE)
-    assert EngineTable(**ENGINE).seconds(8, 3) == pytest.approx(seconds[8, 3])
+    assert EngineTable(**ENGINE).seconds(WEIGHTS[0], MICROS[1]) == pytest.approx(seconds[WEIGHTS[0], MICROS[1]])
     flat = solved(dict.fromkeys(seconds, 1.0))
     assert asdict(flat) == pytest.approx({"step_s": 1.0, "parameter_s": 0.0, "micro_s": 0.0, "gradient_s": 0.0})
 

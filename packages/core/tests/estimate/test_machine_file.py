@@ -102,6 +102,12 @@ def test_a_layer_stands_there_once():
         machine_from_dict(tables)
 
 
+def test_a_cpu_runs_ahead_of_no_device():
+    engine = {"step_s": 1e-3, "parameter_s": 2e-5, "micro_s": 2e-4, "gradient_s": 1e-5}
+    with pytest.raises(PlanError, match="ahead of no device"):
+        machine_from_dict(small_machine(device__kind="cpu", engine=engine))
+
+
 FIGURES = {"latency_s": 1e-5, "bandwidth": 1e10}
 SAID = {**FIGURES, "overlap": 1.0}
 EACH = dict.fromkeys(("send", "sum", "gather", "reduce", "swap"), SAID)

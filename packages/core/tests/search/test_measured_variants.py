@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from sley_core.search.best_first import InOrder
 from sley_core.search.choices import choices_of
 from sley_core.search.layouts import Layouts
 from sley_core.search.quick import Quick
-from sley_core.testing.machines import small_machine
+from sley_core.testing.machines import small_machine, timed_layers
 from sley_core.testing.plans import small_plan
 
 DATA = {"use": "core.text", "source": "python-stdlib", "sequence": 64}
@@ -43,11 +42,7 @@ def priced(plan: Plan, machine: MachineFile) -> list[PricedLayer]:
 
 def measured(plan: Plan, times: float, **more: Any) -> MachineFile:
     """The small machine, on which each layer of `plan` was measured to take so many times what is counted."""
-    tables = {}
-    for one in priced(plan, machine_from_dict(small_machine())):
-        seconds = {name: times * value for name, value in asdict(one.seconds).items()}
-        tables[one.key] = {"key": one.key, "name": one.name, "output_bytes": one.output_bytes, **seconds, **more}
-    return machine_from_dict(small_machine(layers=[*tables.values()]))
+    return machine_from_dict(small_machine(layers=[table | more for table in timed_layers(plan, times)]))
 
 
 def glance(machine: MachineFile) -> dict[str, float]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from sley_core.engine.direct import accumulates_directly, queued_products
 from sley_core.engine.in_flight import describe
 from sley_core.engine.kept_tensors import KeptTensors
 from sley_core.engine.layer_calls import Half, Halves, Handed, LayerCalls
+from sley_core.engine.layer_gradients import LayerGradients
 from sley_core.engine.weight_queue import WeightQueue
 from sley_core.model.materialize import materialize
 
@@ -49,8 +49,8 @@ by turns: a layer that was timed within a tenth of a second had seconds that dif
 """
 
 NEARLY = 0.5
-"""Share of the device's seconds from which the host's are timed so: it is slower on its own than in a row of calls, and what
-it takes beside layers comes on top.
+"""Share of the device's seconds from which the host's are timed so. Calls in a row are for layers of which several fit; of
+others single calls tell, in which a host that has waited for its device is a little slower.
 """
 
 
@@ -61,7 +61,8 @@ NOTHING = Half(0.0, 0.0)
 @dataclass(frozen=True)
 class LayerTimes:
     """Holds the seconds of a layer, medians: of the device, with the host ahead of it. backward, input_gradient: recomputation
-    included. host_forward and so on: of the host to start each; 0 for a device without a queue.
+    included. host_forward and so on: of the host to start each, but for what becomes of gradients that autograd hands over,
+    which is the engine's and timed by itself; 0 for a device without a queue.
     """
 
     forward: float
@@ -110,7 +111,7 @@ class LayerBench:
         last, loss = model.layers[-1], plan.loss.build()
         self._calls = LayerCalls(device, caller, fields, loss, last, forgets=forgets, apart=apart)
         self._remembered = [(layer, layer.written, layer.held) for layer in model.layers]
-        self._drops = False
+        self._gradients: LayerGradients | None = None
 
     def time(self, layer: Layer, value: Handed | None, *, split: bool = False) -> tuple[LayerTimes, Handed]:
         """Returns the times of `layer`, and its output for the next one. value: the output of the layer before it; None for the
@@ -152,57 +153,50 @@ class LayerBench:
     def _medians(
         self, call: Callable[[tuple[float, float]], Halves], in_a_row: Callable[[], tuple[float, float]]
     ) -> Halves:
-        """Calls `call` as often as is asked for, and returns the seconds of its halves, medians. Those of the host are of
-        `in_a_row`, unless the device takes much longer.
+        """Calls `call` as often as is asked for, and returns the seconds of its halves, medians.
 
-        call: given the host's seconds to start each half, 0 where they are not known yet.
+        call: given the host's seconds to start each half, 0 where they are not known yet. in_a_row: tells those of the host.
         """
         ahead = unknown = (0.0, 0.0)
         call(unknown)  # loads kernels, and takes memory
         if self.device.is_async:
-            idle = [call(unknown) for _ in range(HOST_CALLS)]
-            ahead = median(one.host_s for one, _ in idle), median(one.host_s for _, one in idle)
+            ahead = _host_medians([call(unknown) for _ in range(HOST_CALLS)])
         led = [call(ahead) for _ in range(self.repetitions)]
         device_s = [median(one[half].device_s for one in led) for half in (0, 1)]
-        if any(host > NEARLY * device for host, device in zip(ahead, device_s, strict=True)):
-            ahead = self._host_s(in_a_row)
-        return Half(device_s[0], ahead[0]), Half(device_s[1], ahead[1])
+        host_s = (0.0, 0.0)
+        if self.device.is_async:
+            is_near = any(host > NEARLY * device for host, device in zip(ahead, device_s, strict=True))
+            with self._gradients.dropped() if self._gradients else nullcontext():
+                host_s = (
+                    self._row_medians(in_a_row)
+                    if is_near
+                    else _host_medians([call(unknown) for _ in range(HOST_CALLS)])
+                )
+        return Half(device_s[0], host_s[0]), Half(device_s[1], host_s[1])
 
-    def _host_s(self, in_a_row: Callable[[], tuple[float, float]]) -> tuple[float, float]:
-        """Calls `in_a_row` for a while, and returns the host's seconds to start each half, medians. Gradients that autograd
-        hands over are dropped meanwhile: what becomes of them is the engine's, which is timed by itself.
-        """
-        self._drops = True
+    def _row_medians(self, in_a_row: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+        """Calls `in_a_row` for a while, and returns the host's seconds to start each half, medians."""
         until_s = time.perf_counter() + HOST_S * self.repetitions
         rows = [in_a_row()]
         while time.perf_counter() < until_s:
             rows.append(in_a_row())
-        self._drops = False
         return median(one for one, _ in rows), median(one for _, one in rows)
 
     @contextmanager
     def _accumulating(self, layer: Layer) -> Iterator[None]:
-        """Returns a context manager in which gradients are added to memory allocated for the layer, as in the store of a run:
-        by autograd, or by a hook if the dtypes differ. If accumulation is omitted, it does nothing.
+        """Returns a context manager in which gradients are added to memory allocated for the layer, as in the store of a run.
+        If accumulation is omitted, it does nothing.
         """
-        trained = [parameter for parameter in layer.module.parameters() if parameter.requires_grad]
-        with ExitStack() as hooks:
-            for parameter in trained if self.gradients is not None else ():
-                slot = torch.zeros_like(parameter, dtype=self.gradients)
-                if parameter.dtype == self.gradients:
-                    parameter.grad = slot
-                else:
-                    hook = parameter.register_post_accumulate_grad_hook(partial(self._take, slot))  # type: ignore[no-untyped-call]
-                    hooks.callback(hook.remove)
+        if self.gradients is not None:
+            trained = [one for one in layer.module.parameters() if one.requires_grad]
+            self._gradients = LayerGradients(trained, self.gradients)
+        try:
             yield
+        finally:
+            if self._gradients is not None:
+                self._gradients.close()
+                self._gradients = None
         layer.module.zero_grad(set_to_none=True)
-
-    def _take(self, slot: Tensor, parameter: Tensor) -> None:
-        """Adds the gradient that autograd has made to `slot`, or drops it; there is none where a product waits in the queue."""
-        if parameter.grad is not None:
-            if not self._drops:
-                slot.add_(parameter.grad)
-            parameter.grad = None
 
     def _products(self, layer: Layer, queue: WeightQueue) -> AbstractContextManager[None]:
         return queued_products(layer.module, queue, self.gradients or self.dtype)
@@ -217,3 +211,8 @@ class LayerBench:
         declared = {name: field for name, field in dataset.info.fields.items() if name in batch}
         first = Slices(declared, plan.parallel.sp, 0)(batch)
         return {name: self.device.move(value) for name, value in first.items()}
+
+
+def _host_medians(calls: Sequence[Halves]) -> tuple[float, float]:
+    """Returns the host's seconds to start each half, medians."""
+    return median(one.host_s for one, _ in calls), median(one.host_s for _, one in calls)

@@ -22,7 +22,7 @@ from sley_core.estimate.seconds.groups import slowest_message
 from sley_core.estimate.seconds.links import NOTHING, Cost, collective
 from sley_core.estimate.seconds.result import StepSeconds, simulate_step
 from sley_core.estimate.seconds.step import StepWork
-from sley_core.estimate.stage_facts import UntoldError, stage_facts, waits_in_a_step
+from sley_core.estimate.stage_facts import UntoldError, stage_facts, waits_before_updates
 from sley_core.records import copies_to_host
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _told_by_lists(
     layers = priced_layers(plan, draft.model, meta_micro_batch(plan, draft.dataset), machine)
     num_micros = plan.num_micros(topology)
     facts = stage_facts(plan, topology, stage, layers) if facts is None else facts
-    waited_s = _engine_s(machine, stage, 0) if machine.engine and waits_in_a_step(plan) else {}
+    waited_s = _engine_s(machine, stage, 0) if machine.engine and waits_before_updates(plan) else {}
     work = StepWork(
         parts=[[one.seconds for one in part] for part in _by_position(layers, stage)],
         messages=_messages(_by_position(layers, stage), stage, topology, machine),
@@ -174,7 +174,7 @@ def _recorded(
         if by_name.keys() >= set(names)
     }
     num_micros = plan.num_micros(plan.topology(size))
-    waits = machine.engine is not None and waits_in_a_step(plan)
+    waits = machine.engine is not None and waits_before_updates(plan)
     step = seconds_of_records(records, num_micros, machine, measured, waits=waits)
     return PlanSeconds(step, layers, num_micros, ())
 

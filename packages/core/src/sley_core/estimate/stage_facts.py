@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from sley_core.topology import Topology
 
 
-TRIED = torch.Size((4, 4))
-"""The shape of the weight on which an optimizer is tried."""
-
-
 class UntoldError(Exception):
     """A handler does not tell what it exchanges."""
 
@@ -203,29 +199,23 @@ def num_states(plan: Plan) -> int:
 
     Raises PlanError "estimate-seconds" for an optimizer that cannot be built or stepped so.
     """
-    kept = (value for state in _tried(plan).state.values() for value in state.values() if torch.is_tensor(value))
-    return sum(1 for value in kept if value.shape == TRIED)
-
-
-def waits_in_a_step(plan: Plan) -> bool:
-    """Returns whether the host waits for its device before each update, so that the device waits for that: the host steps the
-    weights itself, the loss is scaled, or the optimizer cannot skip a step on the device. Raises as `num_states`.
-    """
-    if plan.precision.loss_scale is not None or any(steps_on_host(manager.record) for manager in plan.offload):
-        return True
-    return not skips_on_device(_tried(plan))
-
-
-def _tried(plan: Plan) -> torch.optim.Optimizer:
-    """Returns the plan's optimizer after a step of one small weight on the CPU. Raises PlanError "estimate-seconds" for one
-    that cannot be built or stepped so.
-    """
-    weight = nn.Parameter(torch.zeros(TRIED))
+    weight = nn.Parameter(torch.zeros(4, 4))
     try:
-        optimizer: torch.optim.Optimizer = plan.optimizer.build([{"params": [weight]}], torch.device("cpu"))
+        optimizer: Any = plan.optimizer.build([{"params": [weight]}], torch.device("cpu"))
         weight.grad = torch.zeros_like(weight)
         optimizer.step()
     except Exception as error:
         message = f"`{plan.optimizer.name}` cannot be tried on one small weight: {type(error).__name__}: {error}"
         raise PlanError("estimate-seconds", message, path=("optimizer",)) from error
-    return optimizer
+    kept = (value for value in optimizer.state[weight].values() if torch.is_tensor(value))
+    return sum(1 for value in kept if value.shape == weight.shape)
+
+
+def waits_before_updates(plan: Plan) -> bool:
+    """Returns whether the host waits for its device before each update, and the device then for that: the host steps the
+    weights itself, the loss is scaled, or the optimizer cannot skip a step on the device.
+    """
+    if plan.precision.loss_scale is not None or any(steps_on_host(manager.record) for manager in plan.offload):
+        return True
+    some = [{"params": [nn.Parameter(torch.zeros(4, 4))]}]
+    return not skips_on_device(plan.optimizer.build(some, torch.device("cpu")))

@@ -51,8 +51,8 @@ class Estimator(Protocol):
         ...
 
     def closer_s(self, layout: Candidate, *, look: bool = False) -> float:
-        """Returns seconds that the layout does not undercut, by what layouts show that were looked at before; 0 if they show
-        nothing. Cheap, but where they do not and `look` says that this one is looked at.
+        """Returns seconds that the layout does not undercut, by what its hosts take, and by what layouts show that were looked
+        at before. Cheap, but where they show nothing and `look` says that this one is looked at.
         """
         ...
 

@@ -112,8 +112,9 @@ class Quick:
         return once(self._seconds, (_alike(layout), str(layout.schedule)), simulated)
 
     def closer_s(self, layout: Candidate, *, look: bool = False) -> float:
-        """Returns seconds that the layout does not undercut, by what is known of others with the same lists: see `KnownPaths`.
-        look: whether to look at this layout where nothing is known. Raises PlanError for a layout that cannot be assembled.
+        """Returns seconds that the layout does not undercut, by what its hosts take, and by what is known of others with the
+        same lists: see `KnownPaths`. look: whether to look at this layout where nothing is known. Raises PlanError for a layout
+        that cannot be assembled.
         """
         step = self.step(layout)
         if look:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import product
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +33,11 @@ if TYPE_CHECKING:
 WEIGHTS = 8, 128
 """Of a run of few weights, and of one of many."""
 
-MICROS = 1, 3
+MICROS = 1, 5
 """Micro-batches of a step."""
 
-STEPS, TURNS = 4, 5
-"""Steps of each kind of run in a turn, and turns, of which the median counts: hosts have other work, by turns."""
+STEPS, TURNS = 4, 7
+"""Steps of each kind of run in a turn, and turns. Each gives the four, and medians count: hosts have other work, by turns."""
 
 FIRST_STEPS = 3
 """In which optimizer states and orders come."""
@@ -92,8 +93,8 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        gradient: Tensor = gradients[0].to(ctx.dtype).view(1)
-        return tuple(gradient for _ in range(ctx.count))
+        # one tensor for each: autograd copies what it is given twice
+        return torch.unbind(gradients[0].to(ctx.dtype).expand(ctx.count, 1).contiguous())
 
 
 class Passed:
@@ -110,35 +111,44 @@ class Passed:
 
 def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]:
     """Measures what the host takes for a step beside layers, and returns the table `[engine]` of a machine file, in seconds.
-    Takes about a second. plan: with whose precision; None for weights in bf16.
+    Takes a second or two. plan: with whose types of weights and gradients; None for weights in bf16.
     """
-    precision = {"compute": plan.precision.compute if plan else "bf16"}
-    taken: dict[tuple[int, int], list[float]] = {(count, micros): [] for count in WEIGHTS for micros in MICROS}
+    precision = (
+        {"compute": plan.precision.compute, "gradients": plan.precision.gradients} if plan else {"compute": "bf16"}
+    )
+    turns = []
     with ExitStack() as stack, device.random_state_kept():
-        runs = {kind: stack.enter_context(_run(device, precision, *kind)) for kind in taken}
+        world = stack.enter_context(World.alone(device))
+        kinds = product(WEIGHTS, MICROS)
+        runs = {kind: stack.enter_context(assemble(_plan(device, precision, *kind), world)) for kind in kinds}
         for run in runs.values():
             for _ in range(FIRST_STEPS):
                 run.step()
         for _ in range(TURNS):
-            for kind, run in runs.items():
-                taken[kind].append(seconds_of_steps(run, STEPS))
-    return asdict(solved({kind: median(some) for kind, some in taken.items()}))
+            turns.append(solved({kind: seconds_of_steps(run, STEPS) for kind, run in runs.items()}))
+    return {name: median(getattr(turn, name) for turn in turns) for name in asdict(turns[0])}
 
 
 def solved(seconds: Mapping[tuple[int, int], float]) -> EngineSeconds:
-    """Returns the four that give a step of each kind, (weights, micro-batches), its `seconds`; none less than 0."""
-    (few, many), (one, some) = WEIGHTS, MICROS
-    micro = {count: (seconds[count, some] - seconds[count, one]) / (some - one) for count in WEIGHTS}
-    step = {count: seconds[count, one] - one * micro[count] for count in WEIGHTS}
-    gradient_s, parameter_s = (max(0.0, (each[many] - each[few]) / (many - few)) for each in (micro, step))
-    return EngineSeconds(
-        max(0.0, step[few] - few * parameter_s), parameter_s, max(0.0, micro[few] - few * gradient_s), gradient_s
-    )
+    """Returns the four that give a step of each kind, (weights, micro-batches), its `seconds`; or, since none is less than 0,
+    come near.
+    """
+    one, some = MICROS
+    micro_s, gradient_s = _line({n: (seconds[n, some] - seconds[n, one]) / (some - one) for n in WEIGHTS})
+    step_s, parameter_s = _line({n: seconds[n, one] - one * (micro_s + n * gradient_s) for n in WEIGHTS})
+    return EngineSeconds(step_s, parameter_s, micro_s, gradient_s)
 
 
-def _run(device: Device, precision: Mapping[str, str], count: int, micros: int) -> Run:
-    """Returns a run alone on `device` of `count` weights, whose steps take `micros` micro-batches: clipped, with AdamW.
-    precision: the plan's table.
+def _line(values: Mapping[int, float]) -> tuple[float, float]:
+    """Returns where the line through two points begins, at 0, and its slope; neither less than 0."""
+    (few, low), (many, high) = values.items()
+    slope = max(0.0, (high - low) / (many - few))
+    return max(0.0, low - few * slope), slope
+
+
+def _plan(device: Device, precision: Mapping[str, str], count: int, micros: int) -> Plan:
+    """Returns the plan of a run on `device` of `count` weights, whose steps take `micros` micro-batches: clipped, with AdamW.
+    precision: keys of its table.
     """
     factory = f"{__name__}:{{}}".format
     tables = {
@@ -150,7 +160,7 @@ def _run(device: Device, precision: Mapping[str, str], count: int, micros: int) 
         "optimizer": {"use": "core.adamw", "lr": 1e-4, "clip_norm": 1.0},
         "precision": dict(precision),
     }
-    return assemble(plan_from_dict(tables), World.alone(device))
+    return plan_from_dict(tables)
 
 
 def seconds_of_steps(run: Run, num_steps: int) -> float:

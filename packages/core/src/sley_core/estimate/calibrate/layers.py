@@ -216,4 +216,5 @@ class LayerTiming:
             self._keys.add(key)
             output_bytes = sum(leaf.num_bytes for leaf in self._handed[key][0].leaves)
             how = {"activations": str(variant.policy), "micro_size": variant.micro_size, "sp": variant.sp}
-            self.tables.append({"key": key, "name": layer.name, "output_bytes": output_bytes, **asdict(times), **how})
+            seconds = {name: value for name, value in asdict(times).items() if value or not name.startswith("host_")}
+            self.tables.append({"key": key, "name": layer.name, "output_bytes": output_bytes, **seconds, **how})

@@ -81,13 +81,13 @@ class NearestLayers:
         """Returns the seconds of layer number `at`, which does `work`, and their source: in proportion to `near`; counted alone
         if that is None or cannot be counted.
         """
-        device = self.machine.device
+        device, starts = self.machine.device, self.machine.engine is not None
         if near is None:
-            return LayerSeconds.computed(work, device), "counted"
+            return LayerSeconds.computed(work, device, starts=starts), "counted"
         try:
             there = self.variants.works(near.variant)[at]
         except SleyError:  # measured as it was, it cannot be counted
-            return LayerSeconds.computed(work, device), "counted"
+            return LayerSeconds.computed(work, device, starts=starts), "counted"
         return LayerSeconds.in_proportion(work, there, near.seconds, device), "in proportion"
 
     def _near(self, variant: Variant) -> list[Near | None]:

@@ -78,7 +78,8 @@ def priced_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machin
         nearest, variant = _nearest(plan, model, machine)
         priced = nearest.priced(variant, works)
     else:
-        priced = [(LayerSeconds.computed(work, machine.device), "counted") for work in works]
+        starts = machine.engine is not None
+        priced = [(LayerSeconds.computed(work, machine.device, starts=starts), "counted") for work in works]
     return [
         PricedLayer(layer.name, key, seconds, work.output_bytes, source)
         for layer, key, work, (seconds, source) in zip(model.layers, keys, works, priced, strict=True)

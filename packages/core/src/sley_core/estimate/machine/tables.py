@@ -139,7 +139,9 @@ class HostTable(Table):
 
 
 class EngineTable(Table):
-    """What the host takes for a step beside its layers, where the device works through a queue. Said since 0.2."""
+    """What the host of a rank alone takes for a step beside its layers, clipped, with AdamW, where the device works through a
+    queue. Said since 0.2.
+    """
 
     step_s: Latency
     """Seconds of a step, whatever its size."""
@@ -153,10 +155,10 @@ class EngineTable(Table):
     gradient_s: Latency
     """Seconds for each trained parameter and micro-batch."""
 
-    def seconds(self, num_parameters: int, num_micros: int) -> float:
+    def seconds(self, num_trained: int, num_micros: int) -> float:
         """Returns the seconds for a step of a rank with so many trained parameters and micro-batches."""
-        of_micro_s = self.micro_s + self.gradient_s * num_parameters
-        return self.step_s + self.parameter_s * num_parameters + of_micro_s * num_micros
+        of_micro_s = self.micro_s + self.gradient_s * num_trained
+        return self.step_s + self.parameter_s * num_trained + of_micro_s * num_micros
 
 
 class LayerTable(Table):
@@ -226,6 +228,13 @@ class MachineFile(Table):
 
     layers: Array[LayerTable] = ()
     """Layers that were timed; others are computed from their operators, in proportion to what is here of the same layer."""
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> MachineFile:
+        """Returns itself; raises ValueError if a CPU has what only a host has that runs ahead of its device."""
+        if self.device.kind == "cpu" and (self.engine or any(layer.host_forward for layer in self.layers)):
+            raise ValueError("a CPU runs ahead of no device, so it has no `[engine]`, and its layers no `host_forward`")
+        return self
 
     @model_validator(mode="after")
     def _once(self) -> MachineFile:

@@ -160,14 +160,19 @@ class _Prices:
         return device_seconds_of if (stage, chunk) in self._led else seconds_of
 
     def starts(self, operators: Sequence[Operator], stage: int, action: Action | None) -> float:
-        """Returns the seconds of the host to start operators, as `operators` takes them, and to run those on its own memory.
-        Those of a chunk share what the host was timed to take for its layers; 0 where that is not known.
+        """Returns the seconds of the host to start operators, as `operators` takes them, and to run those on its own memory; 0
+        on a CPU. Those of a chunk share what the host was timed to take for its layers; where it was not, each is a launch.
         """
+        device, engine = self.machine.device, self.machine.engine
+        if device.kind == "cpu":
+            return 0.0
         on_host, rest = _apart(operators)
-        own_s = on_host_s(on_host, self.machine) if on_host and self.machine.device.kind == "cuda" else 0.0
-        return (
-            own_s if action is None else own_s + len(rest) * self.starts_s.get((stage, action.chunk, action.kind), 0.0)
-        )
+        own_s = on_host_s(on_host, self.machine) if on_host else 0.0
+        if action is None:  # the engine's, where that is known
+            return own_s
+        if (stage, action.chunk) in self._led:
+            return own_s + len(rest) * self.starts_s.get((stage, action.chunk, action.kind), 0.0)
+        return own_s + (device.launch_s * len(rest) if engine else 0.0)
 
     def after_s(self, stage: int) -> float:
         """Returns the seconds of a step that belong to nothing else: of the engine for an update, too, if the device waits for
@@ -178,7 +183,7 @@ class _Prices:
     def engine_s(self, stage: int, num_micros: int) -> float:
         """Returns the seconds of the host of a stage for a step beside its operators; 0 where the machine file does not say."""
         engine = self.machine.engine
-        return engine.seconds(self.records[stage].num_parameters, num_micros) if engine else 0.0
+        return engine.seconds(self.records[stage].num_trained, num_micros) if engine else 0.0
 
     def exchange(self, began: Began, stage: int) -> Cost:
         """Returns the cost of an exchange, or of a copy to or from the host, that a stage's rank began."""

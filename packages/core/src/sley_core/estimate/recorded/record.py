@@ -47,7 +47,7 @@ class RankRecord:
     """Holds a recorded step, and what of the run it takes to read it.
 
     groups: the global ranks of each of this rank's groups, by axis. messages: bytes of what each position of the model but the
-    last hands on. layers: names of those of each chunk. num_parameters: that are trained.
+    last hands on. layers: names of those of each chunk. num_trained: parameters.
     """
 
     step: RecordedStep
@@ -55,7 +55,7 @@ class RankRecord:
     groups: Mapping[str, tuple[int, ...]]
     messages: Sequence[int]
     layers: Sequence[Sequence[str]]
-    num_parameters: int
+    num_trained: int
 
 
 def record(

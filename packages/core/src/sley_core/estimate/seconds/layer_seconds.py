@@ -3,13 +3,14 @@
 An operator takes the longer of its products and its memory traffic. On a CPU the host's part comes in front of each. A GPU's
 host starts kernels ahead of the device. Of a layer that was measured both are known, what the device takes for it and what the
 host takes to start it, and what counts of a step is the slower of the two (`result.py`); of one that is counted from its
-operators the slower of the two counts in each phase: a launch is a rough figure, the same for all operators.
+operators the slower of the two counts in each phase: a launch is a rough figure, the same for all operators. What the host
+takes beside layers comes on top of either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from sley_core.actions.action import Kind
@@ -22,7 +23,7 @@ from sley_core.estimate.machine.tables import DeviceTable, LayerTable, MatmulTab
 class LayerSeconds:
     """Seconds of one layer and one micro-batch. backward, input_gradient: with the recomputation in front of them.
 
-    host_forward and so on: of the host to start each, where it runs ahead of the device and was timed; else 0.
+    host_forward and so on: of the host to start each, where it runs ahead of the device; 0 where it does not, or is not told.
     """
 
     forward: float
@@ -40,12 +41,23 @@ class LayerSeconds:
         return cls(**{one.name: getattr(table, one.name) for one in fields(cls)})
 
     @classmethod
-    def computed(cls, work: LayerWork, device: DeviceTable) -> LayerSeconds:
+    def computed(cls, work: LayerWork, device: DeviceTable, *, starts: bool = False) -> LayerSeconds:
         """Returns the seconds of a layer's operators on `device`; recomputation counts in front of each kind of backward.
 
-        Raises PlanError "machine-matmul" for a product of a dtype of which the machine file says nothing.
+        starts: whether to tell what the host takes to start them, too, where it runs ahead. Raises PlanError "machine-matmul"
+        for a product of a dtype of which the machine file says nothing.
         """
-        return cls._priced(work, lambda operators: seconds_of(operators, device))
+        found = cls._priced(work, lambda operators: seconds_of(operators, device))
+        if not starts or device.kind == "cpu":
+            return found
+        forward, backward, input_gradient, weight_gradient = (device.launch_s * len(some) for some in _each(work))
+        return replace(
+            found,
+            host_forward=forward,
+            host_backward=backward,
+            host_input_gradient=input_gradient,
+            host_weight_gradient=weight_gradient,
+        )
 
     @classmethod
     def _priced(cls, work: LayerWork, price: Callable[[Sequence[Operator]], float]) -> LayerSeconds:

@@ -43,7 +43,7 @@ class StepSeconds:
     @property
     def seconds(self) -> float:
         """Returns the seconds of the step, its update included: of the devices, or of the slowest host if that takes longer."""
-        return max(self.devices_s, *self.host_s)
+        return max((self.devices_s, *self.host_s))
 
     def idle(self, stage: int) -> float:
         """Returns the share of the step in which a stage computes nothing, update and all, from 0 to 1."""
