@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from sley_core.actions.placement import loop
 from sley_core.comm.world import World
 from sley_core.estimate.bytes.each_rank import first_draft
 from sley_core.estimate.calibrate import engine
-from sley_core.estimate.calibrate.engine import MICROS, WEIGHTS, EngineSeconds, measure_engine, solved
+from sley_core.estimate.calibrate.engine import MICROS, WEIGHTS, measure_engine, solved
 from sley_core.estimate.layers.operators import LayerWork, Operator
 from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.estimate.machine.tables import EngineTable, MachineFile
@@ -173,16 +172,16 @@ def test_a_layer_in_proportion_has_its_host_by_the_number_of_operators() -> None
 
 
 def test_four_kinds_of_steps_tell_the_four_figures_of_the_engine() -> None:
-    known = EngineSeconds(**ENGINE)
+    known = EngineTable(**ENGINE)
     seconds = {
         (count, micros): known.step_s + known.parameter_s * count + micros * (known.micro_s + known.gradient_s * count)
         for count in WEIGHTS
         for micros in MICROS
     }
-    assert asdict(solved(seconds)) == pytest.approx(ENGINE)
+    assert solved(seconds).model_dump() == pytest.approx(ENGINE)
     assert EngineTable(**ENGINE).seconds(WEIGHTS[0], MICROS[1]) == pytest.approx(seconds[WEIGHTS[0], MICROS[1]])
     flat = solved(dict.fromkeys(seconds, 1.0))
-    assert asdict(flat) == pytest.approx({"step_s": 1.0, "parameter_s": 0.0, "micro_s": 0.0, "gradient_s": 0.0})
+    assert flat.model_dump() == pytest.approx({"step_s": 1.0, "parameter_s": 0.0, "micro_s": 0.0, "gradient_s": 0.0})
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])

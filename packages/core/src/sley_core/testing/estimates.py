@@ -157,8 +157,8 @@ class Compared:
 
     @property
     def seconds_error(self) -> float:
-        """Returns the median of those: a machine that is faster in one turn than in another is so in both halves of it."""
-        return median(self.seconds_errors)
+        """Returns how much longer the median estimate is than the median step, relative to that."""
+        return median(self.estimates) / self.real_seconds - 1
 
     def __str__(self) -> str:
         mib, peak = 2**20, self.peak

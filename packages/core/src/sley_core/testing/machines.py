@@ -50,11 +50,8 @@ def timed_layers(plan: Plan, times: float = 1.0, host: float = 0.0, launch_s: fl
     times: how much longer each takes than what is counted of it, with `launch_s` for each operator. host: how much longer its
     host takes than the device does.
     """
-    dataset, bare = (
-        open_dataset(plan.data, DataContext(plan.run.seed, "train")),
-        small_machine(device__launch_s=launch_s),
-    )
-    model, machine = draft_model(plan, dataset.info), machine_from_dict(bare)
+    dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
+    model, machine = draft_model(plan, dataset.info), machine_from_dict(small_machine(device__launch_s=launch_s))
     tables = {}
     for one in priced_layers(plan, model, meta_micro_batch(plan, dataset), machine):
         seconds = {name: times * value for name, value in asdict(one.seconds).items()}

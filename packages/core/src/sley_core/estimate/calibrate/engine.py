@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from itertools import product
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo, Field
+from sley_core.estimate.machine.tables import EngineTable
 from sley_core.plan.load import plan_from_dict
 
 if TYPE_CHECKING:
@@ -41,16 +41,6 @@ STEPS, TURNS = 4, 7
 
 FIRST_STEPS = 3
 """In which optimizer states and orders come."""
-
-
-@dataclass(frozen=True)
-class EngineSeconds:
-    """Seconds of the host for what the engine does beside layers, as a machine file has them."""
-
-    step_s: float
-    parameter_s: float
-    micro_s: float
-    gradient_s: float
 
 
 class Numbers:
@@ -126,17 +116,17 @@ def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]
                 run.step()
         for _ in range(TURNS):
             turns.append(solved({kind: seconds_of_steps(run, STEPS) for kind, run in runs.items()}))
-    return {name: median(getattr(turn, name) for turn in turns) for name in asdict(turns[0])}
+    return {name: median(getattr(turn, name) for turn in turns) for name in EngineTable.model_fields}
 
 
-def solved(seconds: Mapping[tuple[int, int], float]) -> EngineSeconds:
+def solved(seconds: Mapping[tuple[int, int], float]) -> EngineTable:
     """Returns the four that give a step of each kind, (weights, micro-batches), its `seconds`; or, since none is less than 0,
     come near.
     """
     one, some = MICROS
     micro_s, gradient_s = _line({n: (seconds[n, some] - seconds[n, one]) / (some - one) for n in WEIGHTS})
     step_s, parameter_s = _line({n: seconds[n, one] - one * (micro_s + n * gradient_s) for n in WEIGHTS})
-    return EngineSeconds(step_s, parameter_s, micro_s, gradient_s)
+    return EngineTable(step_s=step_s, parameter_s=parameter_s, micro_s=micro_s, gradient_s=gradient_s)
 
 
 def _line(values: Mapping[int, float]) -> tuple[float, float]:

@@ -100,8 +100,8 @@ def seconds_of_records(
     """Returns the simulated step of `num_micros` micro-batches that recorded steps make on `machine`.
 
     measured: seconds of layers that operators are scaled to. waits: whether the host waits for its device before each update.
-    Raises PlanError "machine-matmul", "machine-links" and
-    "machine-host" for what the machine file does not say, "estimate-seconds" for an action that was not recorded.
+    Raises PlanError "machine-matmul", "machine-links" and "machine-host" for what the machine file does not say,
+    "estimate-seconds" for an action that was not recorded.
     """
     prices = _Prices(records, machine, measured or {}, waits=waits)
     programs = recorded_programs(

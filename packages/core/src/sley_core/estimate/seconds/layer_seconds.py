@@ -50,14 +50,8 @@ class LayerSeconds:
         found = cls._priced(work, lambda operators: seconds_of(operators, device))
         if not starts or device.kind == "cpu":
             return found
-        forward, backward, input_gradient, weight_gradient = (device.launch_s * len(some) for some in _each(work))
-        return replace(
-            found,
-            host_forward=forward,
-            host_backward=backward,
-            host_input_gradient=input_gradient,
-            host_weight_gradient=weight_gradient,
-        )
+        hosts = (device.launch_s * len(operators) for operators in _each(work))
+        return replace(found, **dict(zip(HOST_NAMES.values(), hosts, strict=True)))
 
     @classmethod
     def _priced(cls, work: LayerWork, price: Callable[[Sequence[Operator]], float]) -> LayerSeconds:
@@ -116,17 +110,7 @@ class LayerSeconds:
 
     def host_of(self, kind: Kind) -> float:
         """Returns the seconds of the host to start the layer's part of an action of `kind`; 0 as `of` does."""
-        match kind:
-            case Kind.FORWARD:
-                return self.host_forward
-            case Kind.BACKWARD:
-                return self.host_backward
-            case Kind.INPUT_GRADIENT:
-                return self.host_input_gradient
-            case Kind.WEIGHT_GRADIENT:
-                return self.host_weight_gradient
-            case Kind.CHUNK_DONE:
-                return 0.0
+        return getattr(self, HOST_NAMES[kind]) if kind in HOST_NAMES else 0.0
 
     @property
     def host_ways_s(self) -> tuple[float, float]:
@@ -137,6 +121,11 @@ class LayerSeconds:
 
 KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 """The actions of which a layer has seconds, in the order in which it has them."""
+
+HOST_NAMES = dict(
+    zip(KINDS, ("host_forward", "host_backward", "host_input_gradient", "host_weight_gradient"), strict=True)
+)
+"""Where a layer has the host's seconds of each."""
 
 
 def _each(work: LayerWork) -> tuple[tuple[Operator, ...], ...]:
