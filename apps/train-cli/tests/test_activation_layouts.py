@@ -93,6 +93,15 @@ def test_two_shards(ranks: Any, texts: Path, changes: Tables) -> None:
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.parametrize("attentions", [1, 2])
+def test_two_slices(ranks: Any, texts: Path, monkeypatch: pytest.MonkeyPatch, attentions: int) -> None:
+    """An attention over slices is tried out in the first forward, which is no part of what the layer computes."""
+    monkeypatch.syspath_prepend(Path(__file__).parent / "own")
+    plan = changed(PLAN, parallel={"dp": 1, "sp": 2}, sequence={"use": "isp.all_to_all", "positions": attentions == 1})
+    compare(ranks, texts, plan if attentions == 1 else plan | {"model": {"factory": "two_attentions:layers"}})
+
+
+@pytest.mark.timeout(200)
 def test_gathers_are_those_of_recomputation(ranks: Any, texts: Path) -> None:
     """A layer that runs again gathers as often as with `core.recompute`, and none that waits on the host gathers more."""
     plan = changed(PLAN, parallel={"dp": 2, "wp": 2}, weights={"use": "isp.communicator"})

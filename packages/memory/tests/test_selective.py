@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sley_core.assemble import assemble
@@ -20,7 +21,8 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.habits import HABITS
 from sley_core.testing.plans import small_plan
-from sley_memory.selective import ATTENTION
+from sley_memory.config import SelectiveConfig
+from sley_memory.selective import ATTENTION, SelectiveRecompute
 
 pytestmark = pytest.mark.timeout(120)
 SELECTIVE = {"use": "memory.selective"}
@@ -38,6 +40,13 @@ class Attentions(TorchDispatchMode):
         is_one = func in ATTENTION
         self.num, self.num_others = self.num + is_one, self.num_others + (not is_one)
         return func(*args, **(kwargs or {}))
+
+
+def selectively(layer: nn.Module, hidden: torch.Tensor, policy: SelectiveRecompute | None = None) -> torch.Tensor:
+    """The output of `layer`, called through the policy."""
+    policy = policy or SelectiveRecompute(SelectiveConfig(), frozenset({"layer"}))
+    output: torch.Tensor = policy.call("layer", layer, (hidden,), {}, MicroStep(0, 0, Phase.TRAIN, 0, 0))
+    return output
 
 
 @pytest.mark.sample(2)
@@ -134,20 +143,38 @@ def test_a_backward_may_run_twice(own: Path) -> None:
     """With `retain_graph` the layer runs again each time, and is given its attention again."""
     from attending import Block
 
-    from sley_memory.config import SelectiveConfig
-    from sley_memory.selective import SelectiveRecompute
-
     block = Block(16, 2, 0.0, 0.0, False)
     hidden = torch.randn(2, 8, 16, requires_grad=True)
-    policy = SelectiveRecompute(SelectiveConfig(), frozenset({"block"}))
-    micro = MicroStep(0, 0, Phase.TRAIN, 0, 0)
-    output = policy.call("block", block, (hidden,), {}, micro)
+    policy = SelectiveRecompute(SelectiveConfig(), frozenset({"layer"}))
+    output = selectively(block, hidden, policy)
     (first,) = torch.autograd.grad(output.sum(), hidden, retain_graph=True)
     (second,) = torch.autograd.grad(output.sum(), hidden)
     (wanted,) = torch.autograd.grad(block(hidden).sum(), hidden)
     assert torch.equal(first, wanted)
     assert torch.equal(second, wanted)
     assert policy.tally.num_kept == 1
+
+
+@pytest.mark.parametrize("when", [1, 2])
+def test_what_is_tried_aside_is_no_part_of_the_layer(own: Path, when: int) -> None:
+    from attending import Trying
+
+    layer = Trying(16, 0, is_aside=True)
+    hidden = torch.randn(2, 8, 16, requires_grad=True)
+    (wanted,) = torch.autograd.grad(layer(hidden).sum(), hidden)
+    layer.when, layer.num_runs = when, 0
+    assert torch.equal(torch.autograd.grad(selectively(layer, hidden).sum(), hidden)[0], wanted)
+
+
+@pytest.mark.parametrize(("when", "how"), [(1, "less"), (2, "more")])
+def test_attention_that_one_of_two_runs_has_is_refused(own: Path, when: int, how: str) -> None:
+    """The others would be given what it computed, in the same shape."""
+    from attending import Trying
+
+    output = selectively(Trying(16, when, is_aside=False), torch.randn(2, 8, 16, requires_grad=True))
+    with pytest.raises(RunError, match=f"{2 + (when == 1)} times in its first run, and {how} often") as caught:
+        output.sum().backward()
+    assert caught.value.diagnostics[0].code == "attention-differs"
 
 
 def test_compiled_layers_are_refused(texts: Path) -> None:

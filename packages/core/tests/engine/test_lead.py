@@ -14,6 +14,7 @@ from sley_core.engine import layer_bench, lead
 from sley_core.engine.layer_bench import HOST_CALLS, NEARLY, LayerBench
 from sley_core.engine.layer_calls import Half
 from sley_core.engine.lead import Lead, seconds_of_an_empty_backward
+from sley_core.testing.live_bytes import memory_profile, peak_bytes
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,12 @@ def test_a_cpu_is_given_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     led._memory.fill_(1)
     led(10.0)
     assert not led._memory.any()
+
+
+def test_what_a_cpu_writes_is_not_memory_that_a_run_keeps() -> None:
+    with memory_profile() as profile:
+        Lead(Device(torch.device("cpu")))()
+    assert peak_bytes(profile) == 0
 
 
 def test_a_backward_through_nothing_takes_the_host_some_microseconds() -> None:

@@ -18,13 +18,13 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import _StopRecomputationError  # by which a second run ends once all is there; not public
 
-from sley_core.api.model import Recompute
-from sley_core.errors import RunError
+from sley_core.api.model import Recompute, is_aside, tensors_in
 from sley_memory.chosen import chosen
+from sley_memory.kept_attention import KeptAttention, KeptTally
 
 if TYPE_CHECKING:
     from sley_memory.config import SelectiveConfig
@@ -45,106 +45,6 @@ ATTENTION = frozenset(getattr(torch.ops.aten, name).default for name in _NAMES i
 VARLEN = "torch_attn::_varlen_attn"
 """Attention over documents on CUDA, by name: torch registers it when it is first used. It is one operator: what that calls is
 not seen."""
-
-
-class KeptAttention:
-    """Holds the results of attention in one call of a layer, first to last; None for one that is recomputed.
-
-    It is kept as long as the layer's graph, so that the layer may run again as often as its backward does.
-    """
-
-    def __init__(self, tally: KeptTally) -> None:
-        self.tally = tally
-        self.num_bytes = 0
-        self._results: list[list[tuple[Any, int]] | None] = []
-        self._at = 0
-
-    def __del__(self) -> None:
-        self.tally.add(-self.num_bytes)
-
-    def put(self, result: Sequence[Any], *, is_drawn: bool) -> None:
-        """Keeps the result of an attention, without its history, if the budget allows it; else notes that it must be computed
-        again.
-
-        is_drawn: whether it drew random numbers: then it must run again, or later draws would differ.
-        """
-        num_bytes = sum(value.untyped_storage().nbytes() for value in result if isinstance(value, Tensor))
-        if is_drawn or not self.tally.may_keep(num_bytes):
-            self.tally.again(num_bytes)
-            self._results.append(None)
-            return
-        self.tally.add(num_bytes)
-        self.num_bytes += num_bytes
-        # Without the history that autograd gives the layer's own: that would keep the graph alive.
-        self._results.append([(_detached(v), v._version) if isinstance(v, Tensor) else (v, 0) for v in result])
-
-    def rewind(self) -> None:
-        """Lets `take` begin with the first result again."""
-        self._at = 0
-
-    def take(self) -> list[Any] | None:
-        """Returns the next result, in the order in which they were kept; None if it must be computed again.
-
-        Raises RunError `saved-in-place` if it was written on since it was kept.
-        """
-        found = self._results[self._at]
-        self._at += 1
-        if found is None:
-            return None
-        if any(isinstance(value, Tensor) and value._version != version for value, version in found):
-            raise RunError(
-                "saved-in-place",
-                "a layer writes in place on what its attention gave, which `memory.selective` keeps for its second run",
-                hint="let it make a new tensor (`h = h * g`), or take `core.recompute`",
-            )
-        return [_detached(value) if isinstance(value, Tensor) else value for value, _ in found]
-
-
-class KeptTally:
-    """Counts bytes of attention kept, now and at most, over all micro-batches in flight; and how often.
-
-    budget_bytes: the most bytes kept at one time; None for no limit.
-    """
-
-    def __init__(self, budget_bytes: int | None) -> None:
-        self.budget_bytes = budget_bytes
-        self.num_bytes = 0
-        self.max_bytes = 0
-        self.total_bytes = 0
-        self.again_bytes = 0
-        self.num_kept = 0
-        self.num_again = 0
-        self.seconds = 0.0
-
-    def may_keep(self, num_bytes: int) -> bool:
-        """Returns whether the budget has room for `num_bytes` more."""
-        return self.budget_bytes is None or self.num_bytes + num_bytes <= self.budget_bytes
-
-    def add(self, num_bytes: int) -> None:
-        """Counts `num_bytes` of attention that are kept from now on, or, if negative, no more."""
-        self.num_bytes += num_bytes
-        self.max_bytes = max(self.max_bytes, self.num_bytes)
-        if num_bytes > 0:
-            self.total_bytes += num_bytes
-            self.num_kept += 1
-
-    def again(self, num_bytes: int) -> None:
-        """Counts an attention of `num_bytes` that will run again."""
-        self.again_bytes += num_bytes
-        self.num_again += 1
-
-    def counts(self) -> Mapping[str, float]:
-        """Returns the numbers since the beginning, by name: bytes kept, attentions kept and recomputed, the host's seconds in
-        second runs.
-        """
-        return {
-            "kept_bytes": self.total_bytes,
-            "max_kept_bytes": self.max_bytes,
-            "kept_attentions": self.num_kept,
-            "recomputed_attentions": self.num_again,
-            "recomputed_attention_bytes": self.again_bytes,
-            "recompute_host_s": self.seconds,
-        }
 
 
 class _First(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
@@ -175,17 +75,20 @@ class _Second(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 class _Within(TorchFunctionMode):
-    """Makes calls that may be attention within `mode`, and lets all others pass."""
+    """Makes calls that may be attention within `mode`, and lets all others pass, as well as those that are made aside."""
 
-    def __init__(self, mode: TorchDispatchMode) -> None:
+    def __init__(self, mode: _First | _Second) -> None:
         super().__init__()
         self.mode = mode
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _may_be_attention(func):
+        if is_aside() or not _may_be_attention(func):
             return func(*args, **(kwargs or {}))
         with self.mode:
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        if isinstance(self.mode, _First) and any(one.requires_grad for one in tensors_in((result,))):
+            self.mode.kept.has_gradient()
+        return result
 
 
 class _Again(_Within):
@@ -201,9 +104,11 @@ class _Again(_Within):
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         self.kept.tally.seconds += time.perf_counter() - self._began
-        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
+        super().__exit__(kind, *error)  # type: ignore[no-untyped-call]  # torch's
+        if kind is None or kind is _StopRecomputationError:
+            self.kept.check_taken()
 
 
 def _may_be_attention(func: Any) -> bool:
@@ -217,12 +122,6 @@ def _may_be_attention(func: Any) -> bool:
 def _is_attention(func: Any) -> bool:
     """Returns whether `func` is one of the operators in which torch's attention ends."""
     return func in ATTENTION or func.name() == VARLEN
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    """Returns the tensor without a history. Below autograd, where a mode runs, its version would be lost without the guard."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

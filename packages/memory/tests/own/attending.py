@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sley_core.api.model import aside
 from sley_core.data.dataset import DataInfo
 
 FAILS = [False]
 """Whether the next forward of a block fails in its middle."""
+
+
+class Trying(nn.Module):
+    """Attends twice, and tries its attention out: in the `when` run of the first call of all, the first or the second.
+
+    is_aside: whether it says so.
+    """
+
+    def __init__(self, hidden: int, when: int, is_aside: bool) -> None:
+        super().__init__()
+        self.project = nn.Linear(hidden, hidden)
+        self.when, self.is_aside, self.num_runs = when, is_aside, 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.num_runs += 1
+        if self.num_runs == self.when:
+            with torch.no_grad(), aside() if self.is_aside else nullcontext():
+                self._attend(hidden + 1.0)
+        return self._attend(hidden) + self._attend(2.0 * hidden)
+
+    def _attend(self, hidden: Tensor) -> Tensor:
+        heads = self.project(hidden).unsqueeze(1)
+        return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).squeeze(1)
 
 
 class Block(nn.Module):

@@ -1,7 +1,7 @@
 """Gives plugins and models of one's own layers, patches of their forwards, attention, seeds, and a loss's chunks."""
 
 from sley_core.data.dataset import DataInfo
-from sley_core.engine.activations import Recompute, tensors_in
+from sley_core.engine.activations import Recompute, aside, is_aside, tensors_in
 from sley_core.losses.cross_entropy import chunks, wide
 from sley_core.model.attention import Attention
 from sley_core.model.layers import Layer, Model
@@ -15,8 +15,10 @@ __all__ = [
     "Layer",
     "Model",
     "Recompute",
+    "aside",
     "chunks",
     "derive",
+    "is_aside",
     "tensors_in",
     "wide",
 ]

@@ -12,7 +12,8 @@ here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,26 @@ from sley_core.protocols import ActivationPolicy
 if TYPE_CHECKING:
     from sley_core.engine.config import KeepConfig, RecomputeConfig
     from sley_core.engine.step_state import MicroStep
+
+
+_ASIDE = ContextVar("aside", default=False)
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Returns a context manager for calls, within a layer's forward, that are no part of what the layer computes, as when an
+    attention is tried out: a second run of the layer does not repeat them, so policies keep none of their results for it.
+    """
+    token = _ASIDE.set(True)
+    try:
+        yield
+    finally:
+        _ASIDE.reset(token)
+
+
+def is_aside() -> bool:
+    """Returns whether this thread is within `aside`."""
+    return _ASIDE.get()
 
 
 class Keep(ActivationPolicy):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sley_core.comm.copies import HostMemory
 from sley_core.engine.in_flight import InFlight, describe, edges_of
 
 if TYPE_CHECKING:
@@ -35,8 +36,12 @@ class Lead:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        size = WRITTEN_BYTES["cuda" if device.type == "cuda" else "cpu"]
-        self._memory = torch.empty(size, dtype=torch.uint8, device=device.torch_device)
+        if (
+            device.torch_device.type == "cpu"
+        ):  # pages of the system, which gets them back: a run keeps what torch has freed
+            self._memory = HostMemory(WRITTEN_BYTES["cpu"], lock=False).data
+        else:
+            self._memory = torch.empty(WRITTEN_BYTES["cuda"], dtype=torch.uint8, device=device.torch_device)
         self._write_s = self._seconds_of_a_write() if device.is_async else 0.0
 
     def __call__(self, host_s: float = 0.0) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sley_core.api.model import aside
 from sley_core.errors import RunError
 from sley_isp.sequence.alike import as_it_was, ask_alike
 
@@ -34,7 +35,7 @@ class Proof:
         length, heads = _values(call.tensors[-1]).shape[1:3]
         if self.is_given or (length == 1 and heads == 1):
             return
-        with as_it_was(call.attention):
+        with aside(), as_it_was(call.attention):
             self.is_given = self._ask(call)
 
     def _ask(self, call: AttentionCall) -> bool:
