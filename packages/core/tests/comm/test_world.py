@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import socket
 import time
 from contextlib import nullcontext
@@ -221,6 +222,13 @@ def test_a_rank_that_fails_waits_for_nobody(ranks, tmp_path):
 def test_a_topology_of_another_size_is_our_fault():
     with World.fake(0, 4) as world, pytest.raises(AssertionError, match="a topology of 2 ranks in a world of 4"):
         world.groups(Topology.of(2), 1)
+
+
+def test_a_fake_world_leaves_it_to_others_how_errors_are_printed() -> None:
+    hook = sys.excepthook
+    with World.fake(0, 4):
+        assert sys.excepthook is hook
+    assert sys.excepthook is hook
 
 
 @pytest.mark.parametrize(("backend", "bound"), [("gloo", None), ("nccl", torch.device("cuda", 0))])

@@ -8,6 +8,7 @@ World.fake(3, 64)   rank 3 of 64 without devices or peers: assembles a run on me
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -99,7 +100,11 @@ class World(AbstractContextManager["World"]):
 
         device: one whose tensors have no values; left out, meta: a run can be assembled there, but cannot step.
         """
+        hook = sys.excepthook
         dist.init_process_group("fake", rank=rank, world_size=size)
+        sys.excepthook = (
+            hook  # torch's would put `[rank0]:` before an error that ends the process, once for each such world
+        )
         return cls(rank, size, device or Device(torch.device("meta")), owns_default_group=True, is_fake=True)
 
     def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:

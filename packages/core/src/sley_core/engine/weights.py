@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from sley_core.comm.copies import free, grow
 from sley_core.engine.book import Entry
 from sley_core.engine.cuts import ALIGNMENT
 from sley_core.engine.flat import FlatBuffer
@@ -26,7 +27,9 @@ from sley_core.errors import RunError
 class WeightBuffer(FlatBuffer):
     """Holds the working weights of `entries`, side by side; the buffer divides into `num_parts` equal parts.
 
-    Each entry has the same offset as its gradient in a gradient buffer of the same entries that is cut into as many parts.
+    Each entry has the same offset as its gradient in a gradient buffer of the same entries that is cut into as many parts. It
+    has no memory until `build`, which the store calls for the first value that moves in: values leave their wide tensors
+    buffer by buffer, so at no time are both there whole, beside the gradients.
     """
 
     def __init__(self, entries: Sequence[Entry], dtype: torch.dtype, num_parts: int) -> None:
@@ -34,6 +37,14 @@ class WeightBuffer(FlatBuffer):
         device = entries[0].parameter.device
         super().__init__(shapes, dtype, device, alignment=ALIGNMENT, multiple=num_parts)
         self.entries = list(entries)
+        self._num_freed = free(self.data)
+
+    def build(self) -> None:
+        """Allocates the buffer, zeroed, unless it has memory."""
+        if self._num_freed:
+            grow(self.data, self._num_freed)
+            self.data.zero_()
+            self._num_freed = 0
 
 
 class Completion(Protocol):
@@ -64,13 +75,14 @@ class WeightStore:
         self.dtype = dtype
         self.buffers: list[WeightBuffer] = []
         self.is_eager = False
-        self._places: dict[Entry, Tensor] = {}
+        self._places: dict[Entry, tuple[WeightBuffer, Tensor]] = {}
         self._held: list[tuple[nn.Parameter, Tensor]] = []
         self._completions: list[Completion] = []
         self._is_laid_out = False
 
     def lay_out(self, lists: Iterable[tuple[Sequence[Entry], int]]) -> list[WeightBuffer]:
-        """Makes a buffer for each list of entries, which divides into the given number of parts; returns these buffers.
+        """Makes a buffer for each list of entries, which divides into the given number of parts; returns these buffers, which
+        have no memory before masters are made.
 
         Called by what is attached before masters are made, as gradient handlers are. An entry has one place at most.
         """
@@ -79,7 +91,7 @@ class WeightStore:
         for buffer in made:
             twice = [entry.name for entry in buffer.entries if entry in self._places]
             assert not twice, f"{twice} have a place already"
-            self._places |= zip(buffer.entries, buffer.views, strict=True)
+            self._places |= {entry: (buffer, view) for entry, view in zip(buffer.entries, buffer.views, strict=True)}
         self.buffers += made
         return made
 
@@ -94,11 +106,13 @@ class WeightStore:
         their strides, and buffers of gradients are contiguous.
         """
         self._is_laid_out = True
-        parameter, place = entry.parameter, self._places.get(entry)
-        if place is None:
+        parameter = entry.parameter
+        if entry not in self._places:
             if parameter.dtype != self.dtype or not parameter.is_contiguous():
                 parameter.data = parameter.detach().to(self.dtype).contiguous()
             return
+        buffer, place = self._places[entry]
+        buffer.build()
         place.copy_(parameter.detach())
         parameter.data = place
         if place.numel():

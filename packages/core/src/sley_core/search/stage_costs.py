@@ -161,9 +161,9 @@ class StageCosts:
         attended_s = parts.by_stage(exchanged.sums[ATTENDED] + exchanged.gathers[ATTENDED])
         state_bytes = self.steps.state_bytes(stepping(shape.offload))
         states = held * self.weight_bytes + owned * state_bytes + self._gathered_bytes(shape, counted, parts)
-        working = dtypes(self.plan)[0].itemsize
-        # Weights that ranks step in parts are laid anew, beside those that the model was made with.
-        start = held * (self.weight_bytes + working) if every and shape.weights is None else np.zeros(len(held))
+        working, wide = dtypes(self.plan)
+        # Values lie there as they were made, beside the gradients, until each moves to its place.
+        start = held * (self.weight_bytes - working.itemsize + wide.itemsize)
         return OfStages(sums_s, gathers_s, attended_s, self._update_s(owned, shape), states, start, exchanged)
 
     def _held_elements(self, shape: Shape, counted: Counted, *, every: bool) -> tuple[np.ndarray, np.ndarray]:
