@@ -23,10 +23,10 @@ DATA = {"use": "core.text", "source": "python-stdlib", "sequence": 256}
 WORLD = 4
 
 
-def layout_of(space: Layouts, sizes: Sizes, *names: str) -> Candidate:
-    """The layout with these sizes whose parts have these names, and without offload."""
-    for shape in space.shapes():
-        if shape.sizes == sizes and shape.offload is None:
+def layout_of(space: Layouts, sizes: Sizes, *names: str, offload: str = "") -> Candidate:
+    """The layout with these sizes whose parts have these names."""
+    for shape in (one for each in space.shapes() for one in (each, *space.offloading(each))):
+        if shape.sizes == sizes and (shape.offload.name if shape.offload else "") == offload:
             for layout in space.within(shape):
                 parts = (layout.schedule, shape.activations, layout.reducer, shape.weights)
                 if {part.name for part in parts if part} == set(names):
@@ -63,3 +63,22 @@ def test_a_glance_at_bytes_is_near_and_never_above(
     per_stage = WORLD // sizes[0]
     exact = max(rank_bytes(made, stage * per_stage, WORLD).peak for stage in range(sizes[0]))
     assert least < glance / exact <= 1.0, f"{glance / exact:.3f} of {exact}"
+
+
+@pytest.mark.parametrize(("world", "names"), [(1, ("core.recompute",)), (2, ("pp.one_f_one_b", "core.recompute"))])
+def test_the_start_of_a_rank_that_nobody_shares_weights_with_has_no_gradients(
+    world: int, names: tuple[str, ...]
+) -> None:
+    """With its optimizer on the host little else is on the device: what comes too early there would be above the step."""
+    batch: dict[str, Any] = {"global_size": 4, "micro_size": 1}
+    tables = small_plan(model=SHAPE, data=DATA, batch=batch, precision={"compute": "bf16"}, run__device="cuda")
+    plan = plan_from_dict(tables)
+    host = {"to_host": 1e10, "to_device": 1e10, "memory_bandwidth": 1e11}
+    machine = machine_from_dict(
+        small_machine(device__kind="cuda", device__matmul={"bf16": {"flops_per_s": 1e12}}, host=host)
+    )
+    space = Layouts(plan, world, choices_of(plan))
+    layout = layout_of(space, Sizes(world, 1, 1, 1), *names, offload="memory.host_optimizer")
+    glance = Quick(plan, world, machine).num_bytes(layout)
+    exact = max(rank_bytes(layout.plan(plan, world), rank, world).peak for rank in range(world))
+    assert 0.8 < glance / exact <= 1.0, f"{glance / exact:.3f} of {exact}"

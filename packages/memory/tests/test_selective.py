@@ -166,15 +166,26 @@ def test_what_is_tried_aside_is_no_part_of_the_layer(own: Path, when: int) -> No
     assert torch.equal(torch.autograd.grad(selectively(layer, hidden).sum(), hidden)[0], wanted)
 
 
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen below"])
 @pytest.mark.parametrize(("when", "how"), [(1, "less"), (2, "more")])
-def test_attention_that_one_of_two_runs_has_is_refused(own: Path, when: int, how: str) -> None:
+def test_attention_that_one_of_two_runs_has_is_refused(own: Path, when: int, how: str, is_frozen: bool) -> None:
     """The others would be given what it computed, in the same shape."""
     from attending import Trying
 
-    output = selectively(Trying(16, when, is_aside=False), torch.randn(2, 8, 16, requires_grad=True))
-    with pytest.raises(RunError, match=f"{2 + (when == 1)} times in its first run, and {how} often") as caught:
+    layer = Trying(16, when, is_aside=False)
+    layer.project.requires_grad_(not is_frozen)
+    output = selectively(layer, torch.randn(2, 8, 16, requires_grad=not is_frozen))
+    with pytest.raises(RunError, match=f"{2 + (when == 1)} attentions .* has {how}") as caught:
         output.sum().backward()
     assert caught.value.diagnostics[0].code == "attention-differs"
+
+
+def test_a_second_run_that_stops_before_an_attention_is_no_other_one(own: Path) -> None:
+    from attending import Nested
+
+    hidden = torch.randn(2, 8, 16, requires_grad=True)
+    (wanted,) = torch.autograd.grad(Nested()(hidden).sum(), hidden)
+    assert torch.equal(torch.autograd.grad(selectively(Nested(), hidden).sum(), hidden)[0], wanted)
 
 
 def test_compiled_layers_are_refused(texts: Path) -> None:

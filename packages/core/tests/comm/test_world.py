@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 import socket
+import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta

@@ -114,15 +114,14 @@ class Reductions:
         self._places.clear()
 
     def advance(self) -> None:
-        """Sums the reductions that have arrived, oldest first, up to the first one still in flight. Never blocks.
+        """Sums the reductions that have arrived, oldest first. Never blocks.
 
         So a faster peer need not wait for this rank. The result is added to the store only in `finish`, at the same point on
         all ranks, because the store may then start other collectives.
         """
         for reduction in self._under_way:
-            if not reduction.work.test():
-                return
-            reduction.work.wait()
+            if reduction.work.test():
+                reduction.work.wait()
 
     def finish(self, left: int = 0) -> None:
         """Waits for the oldest reductions until at most `left` are in flight, and adds each result to the store."""

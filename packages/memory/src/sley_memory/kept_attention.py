@@ -43,8 +43,8 @@ class KeptAttention:
         # Without the history that autograd gives the layer's own: that would keep the graph alive.
         self._results.append([(_detached(v), v._version) if isinstance(v, Tensor) else (v, 0) for v in result])
 
-    def has_gradient(self) -> None:
-        """Notes that the last attention has a gradient: a second run computes all that does, and may stop behind it."""
+    def saved(self) -> None:
+        """Notes that the checkpoint saves a tensor: the second run goes on until it has saved as many, so it attends before."""
         self._num_needed = len(self._results)
 
     def rewind(self) -> None:
@@ -71,19 +71,19 @@ class KeptAttention:
         return [_detached(value) if isinstance(value, Tensor) else value for value, _ in found]
 
     def check_taken(self) -> None:
-        """Raises RunError `attention-differs` if the second run, which is over, attended less often than the first: each of
-        its attentions may have been given what another one computed.
+        """Raises RunError `attention-differs` if the second run, which is over, attended less often than the first: one of its
+        attentions may have been given what another computed.
         """
         if self._at < self._num_needed:
-            raise self._differs("less")
+            raise self._differs("less") from None
 
     def _differs(self, how: str) -> RunError:
         return RunError(
             "attention-differs",
-            f"a layer attends {len(self._results)} times in its first run, and {how} often in its second, which "
-            "`memory.selective` makes in its backward",
-            hint="call what is no part of the layer, such as a trial in its first call, within `aside()` of "
-            "`sley_core.api.model`; or take `core.recompute`",
+            f"{len(self._results)} attentions of a layer's first run were kept, and its second run, which `memory.selective` "
+            f"makes in its backward, has {how}",
+            hint="make what is no part of the layer, such as a trial in its first call, `aside()` (`sley_core.api.model`) and "
+            "under torch.no_grad(); or take `core.recompute`",
         )
 
 

@@ -18,11 +18,14 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks  # torch's: nothing public tells those of a checkpoint
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import _StopRecomputationError  # by which a second run ends once all is there; not public
 
-from sley_core.api.model import Recompute, is_aside, tensors_in
+from sley_core.api.model import Recompute, is_aside
 from sley_memory.chosen import chosen
 from sley_memory.kept_attention import KeptAttention, KeptTally
 
@@ -75,20 +78,46 @@ class _Second(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 class _Within(TorchFunctionMode):
-    """Makes calls that may be attention within `mode`, and lets all others pass, as well as those that are made aside."""
+    """Makes calls that may be attention within `mode`, and lets all others pass."""
 
-    def __init__(self, mode: _First | _Second) -> None:
+    def __init__(self, mode: TorchDispatchMode) -> None:
         super().__init__()
         self.mode = mode
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_aside() or not _may_be_attention(func):
+        if not _may_be_attention(func):
             return func(*args, **(kwargs or {}))
         with self.mode:
-            result = func(*args, **(kwargs or {}))
-        if isinstance(self.mode, _First) and any(one.requires_grad for one in tensors_in((result,))):
-            self.mode.kept.has_gradient()
-        return result
+            return func(*args, **(kwargs or {}))
+
+
+class _Once(_Within):
+    """The first run of a layer: notes how many of its attentions come before the last tensor that the checkpoint saves. The
+    second run makes these, and stops when it has saved as many.
+    """
+
+    def __init__(self, kept: KeptAttention) -> None:
+        super().__init__(_First(kept))
+        self.kept = kept
+
+    def __enter__(self) -> _Once:
+        # The checkpoint's own, which it has entered just before. What it does not save, hooks within the layer do.
+        pack, unpack = _top_saved_tensors_default_hooks(False)
+        kept = self.kept
+
+        def save(tensor: Tensor) -> Any:
+            kept.saved()
+            return pack(tensor)
+
+        self._hooks = saved_tensors_hooks(save, unpack)
+        self._hooks.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
+        self._hooks.__exit__(*error)
+        del self._hooks  # it has the kept results, which end with the graph
 
 
 class _Again(_Within):
@@ -120,8 +149,8 @@ def _may_be_attention(func: Any) -> bool:
 
 
 def _is_attention(func: Any) -> bool:
-    """Returns whether `func` is one of the operators in which torch's attention ends."""
-    return func in ATTENTION or func.name() == VARLEN
+    """Returns whether `func` is one of the operators in which torch's attention ends, as a part of the layer."""
+    return (func in ATTENTION or func.name() == VARLEN) and not is_aside()
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -143,7 +172,7 @@ class SelectiveRecompute(Recompute):
         reuses it.
         """
         kept = KeptAttention(self.tally)
-        return _Within(_First(kept)), _Again(kept)
+        return _Once(kept), _Again(kept)
 
     def counts(self) -> Mapping[str, float]:
         """Returns how much attention was kept, and recomputed, and the host's seconds in second runs."""

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sley_core.api.model import aside
 from sley_core.data.dataset import DataInfo
@@ -23,7 +24,7 @@ class Trying(nn.Module):
 
     def __init__(self, hidden: int, when: int, is_aside: bool) -> None:
         super().__init__()
-        self.project = nn.Linear(hidden, hidden)
+        self.project, self.out = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
         self.when, self.is_aside, self.num_runs = when, is_aside, 0
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -31,10 +32,21 @@ class Trying(nn.Module):
         if self.num_runs == self.when:
             with torch.no_grad(), aside() if self.is_aside else nullcontext():
                 self._attend(hidden + 1.0)
-        return self._attend(hidden) + self._attend(2.0 * hidden)
+        return self.out(self._attend(hidden) + self._attend(2.0 * hidden))
 
     def _attend(self, hidden: Tensor) -> Tensor:
         heads = self.project(hidden).unsqueeze(1)
+        return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).squeeze(1)
+
+
+class Nested(nn.Module):
+    """Ends with an attention within a checkpoint of its own, behind which the layer saves nothing."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + checkpoint(self._attend, hidden, use_reentrant=False)
+
+    def _attend(self, hidden: Tensor) -> Tensor:
+        heads = hidden.unsqueeze(1)
         return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).squeeze(1)
 
 

@@ -100,11 +100,10 @@ class World(AbstractContextManager["World"]):
 
         device: one whose tensors have no values; left out, meta: a run can be assembled there, but cannot step.
         """
+        # torch's own would put `[rank0]:` before an error that ends the process, once for each such world.
         hook = sys.excepthook
         dist.init_process_group("fake", rank=rank, world_size=size)
-        sys.excepthook = (
-            hook  # torch's would put `[rank0]:` before an error that ends the process, once for each such world
-        )
+        sys.excepthook = hook
         return cls(rank, size, device or Device(torch.device("meta")), owns_default_group=True, is_fake=True)
 
     def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:

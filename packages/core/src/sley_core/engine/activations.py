@@ -35,6 +35,7 @@ _ASIDE = ContextVar("aside", default=False)
 def aside() -> Iterator[None]:
     """Returns a context manager for calls, within a layer's forward, that are no part of what the layer computes, as when an
     attention is tried out: a second run of the layer does not repeat them, so policies keep none of their results for it.
+    Calls that autograd would record must be made under `torch.no_grad()`, too.
     """
     token = _ASIDE.set(True)
     try:

@@ -36,9 +36,8 @@ class Lead:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        if (
-            device.torch_device.type == "cpu"
-        ):  # pages of the system, which gets them back: a run keeps what torch has freed
+        # On a CPU pages of the system, which gets them back: a run keeps what torch has freed.
+        if device.torch_device.type == "cpu":
             self._memory = HostMemory(WRITTEN_BYTES["cpu"], lock=False).data
         else:
             self._memory = torch.empty(WRITTEN_BYTES["cuda"], dtype=torch.uint8, device=device.torch_device)

@@ -28,8 +28,8 @@ class WeightBuffer(FlatBuffer):
     """Holds the working weights of `entries`, side by side; the buffer divides into `num_parts` equal parts.
 
     Each entry has the same offset as its gradient in a gradient buffer of the same entries that is cut into as many parts. It
-    has no memory until `build`, which the store calls for the first value that moves in: values leave their wide tensors
-    buffer by buffer, so at no time are both there whole, beside the gradients.
+    has no memory until `build`, which the store calls for the first value that moves in, so one buffer at a time is there
+    beside the values as they were made. Who reads or writes it before ends the process (`comm.copies.free`).
     """
 
     def __init__(self, entries: Sequence[Entry], dtype: torch.dtype, num_parts: int) -> None:
@@ -37,7 +37,7 @@ class WeightBuffer(FlatBuffer):
         device = entries[0].parameter.device
         super().__init__(shapes, dtype, device, alignment=ALIGNMENT, multiple=num_parts)
         self.entries = list(entries)
-        self._num_freed = free(self.data)
+        self._num_freed = free(self.data)  # 0 once it has memory
 
     def build(self) -> None:
         """Allocates the buffer, zeroed, unless it has memory."""
@@ -82,7 +82,7 @@ class WeightStore:
 
     def lay_out(self, lists: Iterable[tuple[Sequence[Entry], int]]) -> list[WeightBuffer]:
         """Makes a buffer for each list of entries, which divides into the given number of parts; returns these buffers, which
-        have no memory before masters are made.
+        have no memory before masters are made: who attaches must not read or write them.
 
         Called by what is attached before masters are made, as gradient handlers are. An entry has one place at most.
         """

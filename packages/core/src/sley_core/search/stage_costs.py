@@ -161,9 +161,10 @@ class StageCosts:
         attended_s = parts.by_stage(exchanged.sums[ATTENDED] + exchanged.gathers[ATTENDED])
         state_bytes = self.steps.state_bytes(stepping(shape.offload))
         states = held * self.weight_bytes + owned * state_bytes + self._gathered_bytes(shape, counted, parts)
-        working, wide = dtypes(self.plan)
-        # Values lie there as they were made, beside the gradients, until each moves to its place.
-        start = held * (self.weight_bytes - working.itemsize + wide.itemsize)
+        # Values lie there as they were made until each moves to its place, beside gradients if other ranks hold the same.
+        working, wide = (dtype.itemsize for dtype in dtypes(self.plan))
+        is_alone = self.world == shape.sizes.pp
+        start = held * (wide if is_alone else wide + self.weight_bytes - working)
         return OfStages(sums_s, gathers_s, attended_s, self._update_s(owned, shape), states, start, exchanged)
 
     def _held_elements(self, shape: Shape, counted: Counted, *, every: bool) -> tuple[np.ndarray, np.ndarray]:

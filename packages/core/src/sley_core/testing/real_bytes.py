@@ -15,6 +15,7 @@ from typing import Any
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.errors import KeyPath
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.live_bytes import memory_profile, peak_bytes
 
@@ -23,10 +24,12 @@ from sley_core.testing.live_bytes import memory_profile, peak_bytes
 class RealBytes:
     """states: what the run's parts hold after the last step. peak: the most at once, above what was there before assembly, and
     without the samples: the thread that reads them is not heard by torch's profiler (`RankBytes.batch` says what they take).
+    found: values of the plan that only the run could determine, as the seconds of layers by which it cut the model.
     """
 
     states: dict[str, int]
     peak: int
+    found: Mapping[KeyPath, Any]
 
 
 def real_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path | None = None) -> RealBytes:
@@ -36,4 +39,5 @@ def real_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path | 
         for _ in range(num_steps):
             run.step()
         states = dict(run.memory.bytes)
-    return RealBytes(states, peak_bytes(profile))
+        found = dict(run.facts.found)
+    return RealBytes(states, peak_bytes(profile), found)

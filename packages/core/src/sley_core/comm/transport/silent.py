@@ -7,10 +7,12 @@ transport takes it, by that one's own functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from sley_core.comm.members import Members
+from sley_core.comm.progress import Standing
 from sley_core.comm.transport.alone import Done
 from sley_core.comm.transport.protocol import Transport, Work
 from sley_core.comm.verbs import Collective
@@ -41,22 +43,34 @@ class Silenced(Done):
     """An exchange that is over; `waits` is called where the rank would wait for it.
 
     Until then a look at it finds it under way: one that found it done would make the rank wait at once for what a run goes on
-    beside.
+    beside. sums: takes the memory that it takes to read and add what peers offer. A rank does that when it waits, or when it
+    looks and they have come: as a rule by the next entry of its list.
     """
 
-    def __init__(self, waits: Callable[[], None]) -> None:
+    def __init__(self, waits: Callable[[], None], sums: Callable[[], None], standing: Standing) -> None:
         self._waits = waits
-        self._is_awaited = False
+        self._sums = sums
+        self._standing = standing
+        self._began_in = standing.pending
+        self._is_summed = self._is_awaited = False
 
     def test(self) -> bool:
+        if self._standing.pending is not self._began_in:
+            self._sum()
         return self._is_awaited
 
     def wait(self) -> None:
+        self._sum()
         self._is_awaited = True
         self._waits()
 
     def wait_sent(self) -> None:
         self.wait()
+
+    def _sum(self) -> None:
+        if not self._is_summed:
+            self._is_summed = True
+            self._sums()
 
 
 class Silent(Transport):
@@ -86,18 +100,21 @@ class Silent(Transport):
     def reduce_scatter(
         self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0
     ) -> Work:
-        for whole in wholes:
-            self._scratch(whole[: whole.shape[0] // self._size])
-        return self._told("reduce", wholes)
+        return self._told("reduce", wholes, [whole[: whole.shape[0] // self._size] for whole in wholes])
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
         return self._told("swap", [sent])
 
     def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
         flat = tensor.view(-1)
-        self._scratch(flat[: -(-flat.numel() // self._size)])
-        return self._told("sum", [tensor])
+        return self._told("sum", [tensor], [flat[: -(-flat.numel() // self._size)]])
 
-    def _told(self, kind: Collective, tensors: Sequence[Tensor]) -> Work:
-        """Tells who listens that an exchange of these tensors begins, and returns its handle."""
-        return Silenced(told(self._members, kind, self._lane, sum(tensor.nbytes for tensor in tensors)))
+    def _told(self, kind: Collective, tensors: Sequence[Tensor], own: Sequence[Tensor] = ()) -> Work:
+        """Tells who listens that an exchange of these tensors begins, and returns its handle. own: what this rank sums."""
+        waits = told(self._members, kind, self._lane, sum(tensor.nbytes for tensor in tensors))
+        return Silenced(waits, partial(self._sum, own), self._members.progress.standing)
+
+    def _sum(self, own: Sequence[Tensor]) -> None:
+        """Takes the memory that a sum takes, for one tensor after the other."""
+        for one in own:
+            self._scratch(one)
