@@ -1,6 +1,6 @@
 """Estimates of steps against a public table of A100 times, which a handful of its rows calibrates.
 
-    python benchmarks/estimate_a100.py a100_iterations.csv [--seed N] [--rows 16]
+    python benchmarks/estimate_a100.py a100_iterations.csv [--seed N] [--rows 16] [--each]
 
 The table has one row per layout: gpus, global_batch, micro_batch, hidden, heads, layers, sequence, dp, pp, iteration_ms; of
 GPTs on one node of 8 A100 (fp16 with fp32 Adam, every block recomputed, 1F1B). Some rows, drawn by the seed, fit the eight
@@ -298,6 +298,7 @@ def main() -> None:
     parser.add_argument("file", type=Path, nargs="?", help="the table, CSV; none is part of this repository")
     parser.add_argument("--seed", type=int, default=0, help=f"the first of the {SEEDS} seeds that draw the rows to fit")
     parser.add_argument("--rows", type=int, default=16, help="how many rows are fitted")
+    parser.add_argument("--each", action="store_true", help="print each row that the first seed predicts")
     options = parser.parse_args()
     if options.file is None:
         print("no table is given, so there is nothing to compare with")
@@ -318,6 +319,9 @@ def main() -> None:
         )
         if seed == options.seed:
             show(others, found, logs)
+        if seed == options.seed and options.each:
+            for row, error in zip(others, found, strict=True):
+                print(f"    {row}: predicted {row.seconds * (1 + error):.3f} s, {error:+.1%}")
     met = "met" if max(means) <= TARGET else "not met"
     print(f"means {min(means):.2%} to {max(means):.2%}; target {TARGET:.0%}: {met}")
 
