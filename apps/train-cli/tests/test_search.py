@@ -150,3 +150,25 @@ def test_states_leave_the_device_where_a_layout_does_not_fit_with_them(
     assert [one.name for one in load_plan(plan).offload] == ["memory.host_optimizer"]
     assert "# search: memory.host_optimizer\n[[offload]]" in plan.read_text("utf-8")
     assert rows_of(searched(*options, "--memory", "500KiB", "--keep", "offload").out) == []
+
+
+def test_what_is_to_be_compared_is_asked_for_before_the_search(searched: Callable[..., Any], given: Path) -> None:
+    """A plan of another world cannot be, and a search that is over would be lost."""
+    plan = given / "plan.toml"
+    plan.write_text(plan.read_text("utf-8") + "\n[parallel]\ndp = 2\n", "utf-8")
+    best = given / "best.toml"
+    refused = searched("--world", "4", "--explain", "--write", str(best))
+    assert refused.code == 3
+    assert "error[layout]" in refused.err
+    assert "taking the steps" not in refused.err
+    assert not best.exists()
+
+
+def test_where_no_layout_is_left_it_says_what_to_do(searched: Callable[..., Any]) -> None:
+    """A machine file whose ranks are all of one host does not know what goes on between two."""
+    kept = [word for axis in ("activations", "offload") for word in ("--keep", axis)]
+    done = searched("--world", "16", "--set", "batch.global_size=16", *kept)
+    assert done.code == 1
+    assert re.search(
+        r"left out: machine-links: .*\n.*no layout of this plan is left .* \(hint: .*ranks_per_host", done.out
+    )

@@ -111,7 +111,9 @@ def _row(seconds: float, num_bytes: int, layout: Candidate) -> str:
 def _none(found: SearchFound, limit: int | None) -> str:
     """Returns the sentence for a search without a result."""
     if found.smallest is None or limit is None:
-        return "no layout of this plan can be assembled in this world"
+        hints = (found.tally.hints.get(reason) for reason, _ in found.tally.refused.most_common())
+        hint = next((f" (hint: {hint})" for hint in hints if hint), "")
+        return f"no layout of this plan is left in this world, for the reasons above{hint}"
     need = shown(found.smallest.estimate.num_bytes)
     return (
         f"nothing fits into {shown(limit)}: the smallest layout found needs {need} at a glance, {found.smallest.layout}"

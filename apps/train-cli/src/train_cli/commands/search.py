@@ -63,13 +63,15 @@ def search(
     limit = None if memory is None else num_bytes(memory)
     resolved = load_plan(plan, overrides or [])
     known = load_machine(machine)
+    # Before the search: a plan that fits no such world as it is ends this at once, and nothing that was found is lost.
+    own = _as_it_is(resolved, world, known) if explain else None
     found, skipped = _found(resolved, world, known, limit, top, [_axis(name) for name in keep or ()], verify=verify)
     typer.echo("\n".join(lines(found, skipped, limit, notes_on(known, world))))
     if not found.fastest:
         raise typer.Exit(1)
     best = found.fastest[0]
-    if explain and best.exact is not None:
-        typer.echo("\n".join(compared(_as_it_is(resolved, world, known), best.exact)))
+    if own is not None and best.exact is not None:
+        typer.echo("\n".join(compared(own, best.exact)))
     if write is not None:
         write.write_text(written(resolved, world, best), "utf-8")
         typer.echo(f"written to {write}")

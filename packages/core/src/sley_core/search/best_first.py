@@ -96,18 +96,23 @@ class Seen:
 @dataclass
 class SearchTally:
     """What a search met. num_layouts: all that there are; simulated: those whose steps were; too_large: those of which it saw
-    that they do not fit. refused: those that cannot be assembled, or not be told, by the reason.
+    that they do not fit. refused: those that cannot be assembled, or not be told, by the reason. hints: what to do about it, by
+    the reason, where that is known.
     """
 
     num_layouts: int = 0
     simulated: int = 0
     too_large: int = 0
     refused: Counter[str] = field(default_factory=Counter)
+    hints: dict[str, str] = field(default_factory=dict)
 
     def refuse(self, error: SleyError, number: int = 1) -> None:
         """Counts `number` layouts that `error` refuses, under its code and message."""
         problem = error.diagnostics[0]
-        self.refused[f"{problem.code}: {problem.message}"] += number
+        reason = f"{problem.code}: {problem.message}"
+        self.refused[reason] += number
+        if problem.hint:
+            self.hints[reason] = problem.hint
 
 
 class InOrder:
