@@ -169,6 +169,5 @@ def test_where_no_layout_is_left_it_says_what_to_do(searched: Callable[..., Any]
     kept = [word for axis in ("activations", "offload") for word in ("--keep", axis)]
     done = searched("--world", "16", "--set", "batch.global_size=16", *kept)
     assert done.code == 1
-    assert re.search(
-        r"left out: machine-links: .*\n.*no layout of this plan is left .* \(hint: .*ranks_per_host", done.out
-    )
+    assert "left out: machine-links: " in done.out
+    assert done.out.endswith("(hint: write its latency and bandwidth, or more `ranks_per_host`)\n")
