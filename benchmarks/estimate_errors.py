@@ -52,8 +52,7 @@ def errors_of_bytes(text: str) -> dict[str, list[float]]:
 
 def errors_of_seconds(text: str) -> dict[str, list[float]]:
     """Returns, for each group of layouts, how far each one's step was off, relative."""
-    found = {name: [abs(float(error)) / 100 for error in line.findall(text)] for name, line in STEPS.items()}
-    return {name: errors for name, errors in found.items() if errors}
+    return {name: [abs(float(error)) / 100 for error in line.findall(text)] for name, line in STEPS.items()}
 
 
 def at(errors: Sequence[float], share: float) -> float:
@@ -94,6 +93,9 @@ def main() -> None:
         return
     errors_of, how = PICTURES[given.what]
     groups = errors_of("\n".join(log.read_text("utf-8", errors="replace") for log in given.logs))
+    for name in [name for name, errors in groups.items() if not errors]:
+        print(f"no line tells of {name}")
+        del groups[name]
     for name, errors in groups.items():
         figures = (statistics.mean(errors), at(errors, 0.5), at(errors, 0.95), max(errors))
         told = " ".join(f"{100 * value:.2f}" for value in figures)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 
 from sley_core.estimate.bytes.rank import rank_bytes
 from sley_core.estimate.machine.read import machine_from_dict
@@ -37,15 +36,16 @@ def plan_in(compute: str) -> Plan:
     return plan_from_dict(small_plan(model=MODEL, data=DATA, batch=batch, precision={"compute": compute}))
 
 
-def with_names(plan: Plan, sizes: Sizes, names: set[str]) -> Iterator[Candidate]:
-    """Yields the layouts of these sizes whose parts have these names, without offload."""
+def with_names(plan: Plan, sizes: Sizes, names: set[str]) -> Candidate:
+    """Returns the first layout of these sizes whose parts have these names, without offload."""
     space = Layouts(plan, WORLD, choices_of(plan))
     for shape in space.shapes():
         if shape.sizes == sizes and shape.offload is None:
             for layout in space.within(shape):
                 parts = (layout.schedule, shape.activations, layout.reducer, shape.weights)
                 if {part.name for part in parts if part} == names:
-                    yield layout
+                    return layout
+    raise AssertionError((sizes, names))
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
         plan = plan_in(compute)
         quick = Quick(plan, WORLD, machine)
         for sizes, names in LAYOUTS:
-            layout = next(with_names(plan, Sizes(*sizes), set(names)))
+            layout = with_names(plan, Sizes(*sizes), set(names))
             made, each = layout.plan(plan, WORLD), WORLD // sizes[0]
             fullest = max(
                 (rank_bytes(made, stage * each, WORLD) for stage in range(sizes[0])), key=lambda one: one.peak
