@@ -13,14 +13,19 @@ from train_cli.opening import opening, repeats
 HELD = {"weights": 4 << 20, "masters": 8 << 20, "gradients": 3 << 30, "optimizer_states": 0}
 
 
-def plan(*metrics: str, sequence: int | None = 256) -> Any:
-    data = SimpleNamespace(config=SimpleNamespace(sequence=sequence))
+def plan(*metrics: str) -> Any:
     run = SimpleNamespace(steps=160)
-    return SimpleNamespace(run=run, data=data, metrics=[SimpleNamespace(name=name) for name in metrics])
+    return SimpleNamespace(run=run, metrics=[SimpleNamespace(name=name) for name in metrics])
 
 
 def facts(**more: Any) -> RunFacts:
-    sizes = {"parameters": 1056896, "trained": 1056896, "samples_per_step": 16, "samples_per_epoch": 4352}
+    sizes = {
+        "parameters": 1056896,
+        "trained": 1056896,
+        "samples_per_step": 16,
+        "samples_per_epoch": 4352,
+        "tokens_per_sample": 256,
+    }
     return RunFacts("small", "cpu", 2, **{**sizes, **more})
 
 
@@ -33,7 +38,7 @@ def test_it_says_how_large_the_run_is() -> None:
 
 def test_what_is_not_known_is_left_out() -> None:
     first, second = opening(
-        facts(samples_per_epoch=None, trained=8), plan("core.jsonl", sequence=None), {**HELD, "masters": 0}
+        facts(samples_per_epoch=None, tokens_per_sample=None, trained=8), plan("core.jsonl"), {**HELD, "masters": 0}
     ).splitlines()
     assert first == "2 ranks, 8 of 1,056,896 parameters trained, 160 steps of 16 samples"
     assert "masters" not in second

@@ -107,7 +107,12 @@ def test_plain_output_can_be_asked_for(monkeypatch: pytest.MonkeyPatch, name: st
 
 
 def test_numbers_as_people_read_them() -> None:
-    assert [rate(value) for value in (812.3, 8123, 1.31e6)] == ["812 tok/s", "8.1k tok/s", "1.3M tok/s"]
+    rates = [rate({"tokens_per_s": value}) for value in (812.3, 8123, 1.31e6)]
+    assert rates == ["812 tok/s", "8.1k tok/s", "1.3M tok/s"]
+    assert [rate({"tokens_per_s": None, "samples_per_s": value}) for value in (0.314, 31.4)] == [
+        "0.31 samples/s",
+        "31 samples/s",
+    ]
     assert [memory(value) for value in (812.0, 31949.0)] == ["812 MiB", "31.2 GiB"]
     assert [duration(value) for value in (7.6, 62, 11100)] == ["8s", "1m 02s", "3h 05m"]
 

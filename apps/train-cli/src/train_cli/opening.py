@@ -65,8 +65,9 @@ def _samples(facts: RunFacts, plan: Plan) -> str:
     text = f"{steps} step{'' if steps == 1 else 's'} of {facts.samples_per_step} samples"
     epochs = facts.epochs(steps)
     text += "" if epochs is None else f" = {epochs:.2g} epochs"
-    sequence = getattr(plan.data.config, "sequence", None)
-    return text + (f" ({steps * facts.samples_per_step * sequence:,} tokens)" if sequence else "")
+    if facts.tokens_per_sample is None:
+        return text
+    return f"{text} ({steps * facts.samples_per_step * facts.tokens_per_sample:,} tokens)"
 
 
 def _held(held: Mapping[str, int]) -> str:

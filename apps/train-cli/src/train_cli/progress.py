@@ -89,7 +89,7 @@ class Reporter(AbstractContextManager["Reporter"]):
             parts.append("skipped")
         if "held_out_loss" in row:
             parts.append(f"held-out {row['held_out_loss']:.3f}")
-        parts += [rate(row["tokens_per_s"]), memory(row["memory_mb"])]
+        parts += [rate(row), memory(row["memory_mb"])]
         left_s = self._clock.left_s(step)
         if left_s is not None:
             parts.append(f"{duration(left_s)} left")
@@ -163,8 +163,8 @@ def closing(summary: Mapping[str, Any], folder: object, weights: object = None, 
         lines.append(f"  loss           {summary['final_loss']:.4f}{more}")
     if summary["held_out_loss"] is not None:
         lines.append(f"  held-out loss  {summary['held_out_loss']:.4f}")
-    if summary["tokens_per_s"] is not None:
-        lines.append(f"  speed          {rate(summary['tokens_per_s'])}")
+    if speed := rate(summary):
+        lines.append(f"  speed          {speed}")
     lines.append(f"  run folder     {folder}")
     if weights is not None:
         lines.append(f"  weights        {weights}")
@@ -174,12 +174,19 @@ def closing(summary: Mapping[str, Any], folder: object, weights: object = None, 
     return "\n".join(lines)
 
 
-def rate(tokens_per_s: float) -> str:
-    """Formats a rate: `812 tok/s`, `8.1k tok/s`, `1.3M tok/s`."""
+def rate(found: Mapping[str, Any]) -> str:
+    """Formats the speed of a row or summary: `812 tok/s`, `8.1k tok/s`; `31 samples/s` for data without sequences; "" if it has
+    none.
+    """
+    per_s, unit = found.get("tokens_per_s"), "tok/s"
+    if per_s is None:
+        per_s, unit = found.get("samples_per_s"), "samples/s"
+    if per_s is None:
+        return ""
     for size, letter in ((1e6, "M"), (1e3, "k")):
-        if tokens_per_s >= size:
-            return f"{tokens_per_s / size:.1f}{letter} tok/s"
-    return f"{tokens_per_s:.0f} tok/s"
+        if per_s >= size:
+            return f"{per_s / size:.1f}{letter} {unit}"
+    return f"{per_s:.0f} {unit}" if per_s >= 10 else f"{per_s:.2g} {unit}"
 
 
 def memory(mib: float) -> str:

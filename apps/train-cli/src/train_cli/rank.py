@@ -177,6 +177,7 @@ def _facts(run: Run) -> RunFacts:
     plugins = {name: f"{plugin.dist} {plugin.version}" for name, plugin in plan.plugins.items()}
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     samples = run.feed.num_samples if run.feed is not None else None
+    tokens = run.dataset.info.sequence if run.samples.meter.unit == "tokens" else None
     return RunFacts(
         plan.run.name,
         str(run.world.device),
@@ -187,4 +188,5 @@ def _facts(run: Run) -> RunFacts:
         run.facts.num_trained,
         plan.batch.global_size,
         samples,
+        tokens,
     )

@@ -36,7 +36,7 @@ class Launched:
     number: int
     totals: PendingTotals
     lr: float
-    tokens: int
+    count: int  # of tokens or samples: Meter.unit
     data_wait_s: float
     samples: tuple[int, ...]
 
@@ -165,8 +165,8 @@ class Loop:
         if profiler is not None:
             profiler.after_step(number)
         self.num_steps_done = number
-        tokens = sum(map(self.samples.meter.num_tokens, batch.whole)) * self.parts.topology.dp
-        return Launched(number, totals, self.stepper.update.lr, tokens, wait_s, samples)
+        count = sum(map(self.samples.meter.count, batch.whole)) * self.parts.topology.dp
+        return Launched(number, totals, self.stepper.update.lr, count, wait_s, samples)
 
     def _save_if_due(self) -> None:
         """Saves the run as it is now, if all ranks know that a save is due; no step is in flight then."""
@@ -225,7 +225,7 @@ class Loop:
         if result.loss_scale is not None or self.stepper.update.skips is not None:
             row["skipped"] = int(result.skipped or is_skipped)
         row |= self.parts.numbers.row(result.numbers)
-        row |= self.samples.meter.measure(launched.tokens, seconds, launched.data_wait_s)
+        row |= self.samples.meter.measure(launched.count, seconds, launched.data_wait_s)
         try:
             if self._evaluates_after(launched):
                 row["held_out_loss"] = self.evaluate()

@@ -13,6 +13,7 @@ from sley_core.data.config import DataConfig, FactoryDataConfig, FieldConfig
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.data.factory import declared, samples_per_epoch
 from sley_core.data.feed import Feed
+from sley_core.data.packing import TOKENS
 from sley_core.errors import PlanError
 
 NOTHING = FactoryDataConfig()
@@ -37,6 +38,32 @@ INFERRED = {"image": Field("float32"), "label": Field("int64")}
 def test_fields_are_inferred_from_the_first_sample() -> None:
     assert declared(Ours(), NOTHING, "my:Ours").info == DataInfo(INFERRED)
     assert declared(OurStream(), NOTHING, "my:OurStream").info == DataInfo({"x": Field("int64")})
+
+
+@pytest.mark.parametrize("collates", [False, True])
+@pytest.mark.parametrize(
+    ("sample", "are_ids"),
+    [
+        ({"tokens": torch.arange(5), "labels": torch.arange(5)}, True),
+        ({"labels": torch.arange(5), "tokens": torch.arange(5)}, True),
+        ({"tokens": torch.arange(5), "labels": torch.tensor(1)}, False),
+        ({"tokens": torch.arange(5).int(), "labels": torch.arange(5).int()}, False),
+        ({"tokens": torch.arange(5), "labels": torch.arange(5.0)}, False),
+        ({"tokens": torch.arange(5), "labels": torch.arange(5), "mask": torch.arange(5)}, False),
+        ({"tokens": torch.arange(5)}, False),
+    ],
+)
+def test_tokens_and_labels_of_one_length_are_token_ids(
+    sample: dict[str, Tensor], are_ids: bool, collates: bool
+) -> None:
+    class Chats(list[dict[str, Tensor]]):
+        pass
+
+    if collates:
+        Chats.collate = lambda self, samples: torch.utils.data.default_collate(samples)  # type: ignore[attr-defined]
+    fields = declared(Chats([sample]), NOTHING, "my:Chats").info.fields
+    assert (fields == TOKENS) == are_ids
+    assert are_ids or all(field.sequence_dim is None and field.ids is None for field in fields.values())
 
 
 def test_the_datasets_own_info_comes_before_its_samples() -> None:

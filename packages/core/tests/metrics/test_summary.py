@@ -39,6 +39,7 @@ def test_a_finished_run() -> None:
         "seconds": 10.0,
         "tokens_per_s": 2048.0,
         "samples": 160,
+        "samples_per_s": 16.0,
         "epochs": 0.5,
         "parameters": 1000,
         "trained_parameters": 900,
@@ -63,6 +64,13 @@ def test_a_step_that_was_skipped_for_its_loss_has_no_part_in_the_mean() -> None:
 
 def test_a_run_shorter_than_twenty_steps_has_the_mean_of_all() -> None:
     assert summary(FACTS, "interrupted", RunTotals(rows(3)))["mean_loss_last_20"] == pytest.approx(5.75)
+
+
+def test_data_without_sequences_has_samples_and_no_tokens() -> None:
+    of = [{"step": step, "loss": 1.0, "samples": 4, "samples_per_s": 16.0, "seconds": 0.25} for step in (1, 2)]
+    content = summary(FACTS, "finished", RunTotals(of))
+    assert (content["tokens"], content["tokens_per_s"]) == (0, None)
+    assert (content["samples"], content["samples_per_s"]) == (8, 16.0)
 
 
 def test_a_run_that_failed_at_once_has_no_losses() -> None:

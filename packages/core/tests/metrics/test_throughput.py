@@ -21,18 +21,21 @@ IMAGES = DataInfo({"image": Field("float32"), "class": Field("int64")})
 
 
 @pytest.mark.parametrize(
-    ("info", "batch", "samples", "tokens"),
+    ("info", "batch", "unit", "count"),
     [
-        (TOKENS, {"mask": torch.zeros(3), "tokens": torch.zeros(3, 7)}, 3, 21),
-        (FRAMES, {"frames": torch.zeros(5, 2, 80)}, 2, 10),
-        (IMAGES, {"image": torch.zeros(4, 3, 8, 8), "class": torch.zeros(4)}, 4, 4),
+        (TOKENS, {"mask": torch.zeros(3), "tokens": torch.zeros(3, 7)}, "tokens", 21),
+        (FRAMES, {"frames": torch.zeros(5, 2, 80)}, "tokens", 10),
+        (IMAGES, {"image": torch.zeros(4, 3, 8, 8), "class": torch.zeros(4)}, "samples", 4),
     ],
 )
-def test_samples_and_tokens_follow_the_declared_fields(
-    info: DataInfo, batch: dict[str, torch.Tensor], samples: int, tokens: int
+def test_samples_or_tokens_follow_the_declared_fields(
+    info: DataInfo, batch: dict[str, torch.Tensor], unit: str, count: int
 ) -> None:
-    meter = Meter(CPU, info)
-    assert (meter.num_samples(batch), meter.num_tokens(batch)) == (samples, tokens)
+    meter = Meter(CPU, info, flops_per_token=6e9, peak_flops=1e15)
+    assert (meter.unit, meter.count(batch)) == (unit, count)
+    row = meter.measure(count, 0.5, 0.0)
+    assert (row[unit], row[f"{unit}_per_s"]) == (count, 2 * count)
+    assert ("samples" in row, "mfu" in row) == ((True, False) if unit == "samples" else (False, True))
 
 
 def test_what_a_step_measures() -> None:

@@ -35,7 +35,7 @@ ANSWER_S = 5.0
 LAST_S = 3.0
 """For the answer to a post; and for the last one, after which the run ends."""
 
-SHOWN = ("loss", "held_out_loss", "grad_norm", "lr", "tokens_per_s")
+SHOWN = ("loss", "held_out_loss", "grad_norm", "lr", "tokens_per_s", "samples_per_s")
 """Of a row of metrics, what the status tells too, beside the step."""
 
 Row = Mapping[str, float]

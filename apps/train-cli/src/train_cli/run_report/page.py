@@ -35,6 +35,7 @@ _CURVES = {
     "lr": ("Learning rate", "", "rate"),
     "grad_norm": ("Gradient norm", "before clipping", "norm"),
     "tokens_per_s": ("Speed", "of all ranks together", "tokens/s"),
+    "samples_per_s": ("Speed", "of all ranks together", "samples/s"),
     "memory_mb": ("Memory", "the most so far that rank 0 has held", "MiB"),
     "data_wait_s": ("Waiting for data", "of rank 0 in each step", "s"),
 }
@@ -43,17 +44,18 @@ _CURVES = {
 _MOST_CHARTS = 24
 """A plugin may add a number for each layer."""
 
-_NO_CURVES = frozenset({"step", "tokens", "seconds"})
-"""What `tokens_per_s` says of a step already."""
+_NO_CURVES = frozenset({"step", "tokens", "samples", "seconds"})
+"""The speed says as much of a step already."""
 
 _FACTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "outcome": lambda one: one["outcome"],
     "steps": lambda one: f"{one['steps']:,}" + (f", {one['skipped_steps']} skipped" if one["skipped_steps"] else ""),
     "final loss": lambda one: _number(one["final_loss"]),
     "held-out loss": lambda one: _number(one["held_out_loss"]),
-    "tokens": lambda one: f"{one['tokens']:,}",
+    "samples": lambda one: f"{one['samples']:,}",
+    "tokens": lambda one: f"{one['tokens']:,}" if one["tokens"] else "",
     "time in steps": lambda one: duration(one["seconds"]),
-    "speed": lambda one: rate(one["tokens_per_s"]) if one["tokens_per_s"] else "",
+    "speed": rate,
     "parameters": lambda one: f"{one['parameters']:,}",
     "ranks": lambda one: str(one["world"]),
     "device": lambda one: one["device"],
@@ -137,9 +139,11 @@ def _fact(run: RecordedRun, name: str) -> str:
 
 
 def _numbers(runs: Sequence[RecordedRun]) -> list[str]:
-    """Returns the numbers that rows have, those of _CURVES first."""
-    found = dict.fromkeys([*_CURVES, *(key for run in runs for row in run.rows[-1:] for key in row)])
-    return [name for name in found if name not in _NO_CURVES]
+    """Returns the numbers that rows have, those of _CURVES first; of the two speeds, only what was counted."""
+    recorded = dict.fromkeys(key for run in runs for row in run.rows[-1:] for key in row)
+    speeds = {"tokens_per_s", "samples_per_s"}
+    left_out = _NO_CURVES | (speeds - (speeds & recorded.keys() or {"tokens_per_s"}))
+    return [name for name in {**dict.fromkeys(_CURVES), **recorded} if name not in left_out]
 
 
 def _charts(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[ChartFigure]:

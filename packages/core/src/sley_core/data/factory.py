@@ -2,7 +2,8 @@
 
 The layout of a batch comes from the plan (`fields`, `vocab_size`, `sequence` of `[data]`), else from the dataset's
 `info`, else from its first sample: each key is then a field of that tensor's dtype, samples lie along dim 0, and no
-field has a sequence dim. Each of the three keys is decided separately: a plan may add a vocabulary to inferred fields.
+field has a sequence dim, unless a sample is int64 `tokens` and `labels` of one length, which are token ids. Each of the
+three keys is decided separately: a plan may add a vocabulary to inferred fields.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 
 from sley_core.data.config import DataConfig, FactoryDataConfig
 from sley_core.data.dataset import AnyDataset, DataContext, DataInfo, Field, Sample, is_stream
+from sley_core.data.packing import TOKENS
 from sley_core.data.pin import pin_problem
 from sley_core.errors import PlanError
 from sley_core.plan.factory import cause, import_factory
@@ -122,6 +125,8 @@ class _Declared:
             if not isinstance(value, torch.Tensor):
                 message = f"`{key}` in a sample of `{self._name}` is a {type(value).__name__}, not a tensor"
                 raise _invalid(message, "a sample is a dict of tensors")
+        if _are_token_ids(first, num_dims=1 if own is None else 2):
+            return dict(TOKENS)
         return {str(key): Field(str(value.dtype).removeprefix("torch.")) for key, value in first.items()}
 
     def _first(self) -> Any:
@@ -164,3 +169,11 @@ def _require_context(component: Component) -> None:
             path=("evaluation",),
             hint='name a parameter `context`; its `split` is "train" or "held_out"',
         )
+
+
+def _are_token_ids(values: Mapping[str, Tensor], num_dims: int) -> bool:
+    """Returns whether `values` are those of core's own datasets: `tokens` and `labels`, int64, of one shape."""
+    if values.keys() != TOKENS.keys():
+        return False
+    kinds = {(value.dtype, value.shape) for value in values.values()}
+    return len(kinds) == 1 and all(value.dtype == torch.int64 and value.ndim == num_dims for value in values.values())

@@ -22,7 +22,8 @@ class RunFacts:
     """What is known of a run before its first step.
 
     parameters, trained: elements of the whole model's, and of those that are not frozen. samples_per_step: over all ranks.
-    samples_per_epoch: None for a stream. device: as a person names it, `NVIDIA H100 80GB HBM3` or `cpu`. world: number of
+    samples_per_epoch: None for a stream. tokens_per_sample: None for data without sequences, or of
+    several lengths. device: as a person names it, `NVIDIA H100 80GB HBM3` or `cpu`. world: number of
     ranks. plugins: distribution and version by plugin. versions: of Python, torch and whatever else decides the numbers.
     """
 
@@ -35,6 +36,7 @@ class RunFacts:
     trained: int = 0
     samples_per_step: int = 0
     samples_per_epoch: int | None = None
+    tokens_per_sample: int | None = None
 
     def epochs(self, steps: int) -> float | None:
         """Returns how often `steps` steps see each sample; None for a stream."""
@@ -62,7 +64,7 @@ class RunTotals:
         """
         self.steps += 1
         self.memory_mb = row.get("memory_mb", self.memory_mb)
-        self.tokens += int(row["tokens"])
+        self.tokens += int(row.get("tokens", 0))  # rows of data without sequences count samples
         self.seconds += row["seconds"]
         self.skipped += int(row.get("skipped", 0))
         if math.isfinite(row["loss"]):  # else the step was skipped, and its loss says nothing of the model
@@ -84,9 +86,11 @@ def summary(
     counts: `Run.counts` of rank 0, by the name in the plan. memory: `Run.memory.bytes` of rank 0, in bytes. notes: what went
     wrong and did not end the run.
     outcome: `"finished"`, `"interrupted"` or `"failed"`. Losses are null if there was no step, or no evaluation;
-    `tokens_per_s` is over all steps, the first and slow ones too; `memory_mb` is the peak as in the rows.
+    `tokens_per_s`, null for data without sequences, and `samples_per_s` are over all steps, the first and slow ones too;
+    `memory_mb` is the peak as in the rows.
     """
     losses = list(totals.losses)
+    samples = totals.steps * facts.samples_per_step
     return {
         "name": facts.name,
         "outcome": outcome,
@@ -97,8 +101,9 @@ def summary(
         "held_out_loss": totals.held_out_loss,
         "tokens": totals.tokens,
         "seconds": totals.seconds,
-        "tokens_per_s": totals.tokens / totals.seconds if totals.seconds > 0 else None,
-        "samples": totals.steps * facts.samples_per_step,
+        "tokens_per_s": totals.tokens / totals.seconds if totals.tokens and totals.seconds > 0 else None,
+        "samples": samples,
+        "samples_per_s": samples / totals.seconds if totals.seconds > 0 else None,
         "epochs": facts.epochs(totals.steps),
         "parameters": facts.parameters,
         "trained_parameters": facts.trained,

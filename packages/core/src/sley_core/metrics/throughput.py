@@ -24,9 +24,9 @@ MEMORY_EVERY_S = 0.5
 
 
 class Meter:
-    """Counts samples and tokens as the dataset declares them, and measures steps.
+    """Counts what a batch has, as the dataset declares it, and measures steps.
 
-    A token is a position of the first field that has a sequence dim; if no field has one, a sample is one token.
+    unit: "tokens", the positions of the first field that has a sequence dim, or "samples" if no field has one.
     flops_per_token: see `sley_core.metrics.flops`. peak_flops: FLOP/s of all devices of the run together, None if not
     known.
     """
@@ -34,7 +34,7 @@ class Meter:
     def __init__(
         self, device: torch.device, info: DataInfo, *, flops_per_token: float = 0.0, peak_flops: float | None = None
     ) -> None:
-        """Chooses the field by which samples and tokens are counted."""
+        """Chooses the field by which batches are counted."""
         self.device = device
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
@@ -42,6 +42,7 @@ class Meter:
         self._memory = 0.0
         fields = list(info.fields.items())
         self._name, self._field = next((item for item in fields if item[1].sequence_dim is not None), fields[0])
+        self.unit = "samples" if self._field.sequence_dim is None else "tokens"
 
     @classmethod
     def of(cls, parts: Parts, layers: Iterable[Layer], info: DataInfo) -> Meter:
@@ -59,32 +60,28 @@ class Meter:
             peak_flops=None if peak is None else peak * parts.world.size,
         )
 
-    def num_samples(self, batch: Mapping[str, Tensor]) -> int:
-        """Returns how many samples `batch` has."""
-        return batch[self._name].shape[self._field.batch_dim]
+    def count(self, batch: Mapping[str, Tensor]) -> int:
+        """Returns how many samples, or tokens, `batch` has; tokens whose label is ignored count, as they are computed."""
+        shape, dim = batch[self._name].shape, self._field.sequence_dim
+        return shape[self._field.batch_dim] * (1 if dim is None else shape[dim])
 
-    def num_tokens(self, batch: Mapping[str, Tensor]) -> int:
-        """Returns how many tokens `batch` has, including those whose label is ignored: all are computed."""
-        dim = self._field.sequence_dim
-        return self.num_samples(batch) * (1 if dim is None else batch[self._name].shape[dim])
-
-    def measure(self, tokens: int, seconds: float, data_wait_s: float) -> dict[str, float | int]:
+    def measure(self, count: int, seconds: float, data_wait_s: float) -> dict[str, float | int]:
         """Returns `tokens`, `seconds`, `tokens_per_s`, `data_wait_s`, `memory_mb`, and `mfu` if the device's peak is
-        known.
+        known; or `samples` and `samples_per_s` of data without sequences, and no `mfu`, which is of tokens.
 
-        tokens: of the step, over all ranks. seconds: of the step. data_wait_s: how much of it this rank waited for
+        count: of the step, over all ranks. seconds: of the step. data_wait_s: how much of it this rank waited for
         data. memory_mb: this rank's peak in MiB. mfu: of all devices together, a fraction.
         """
-        tokens_per_s = tokens / seconds
+        per_s = count / seconds
         row = {
-            "tokens": tokens,
+            self.unit: count,
             "seconds": seconds,
-            "tokens_per_s": tokens_per_s,
+            f"{self.unit}_per_s": per_s,
             "data_wait_s": data_wait_s,
             "memory_mb": self._memory_mb(),
         }
-        if self.peak_flops is not None:
-            row["mfu"] = tokens_per_s * self.flops_per_token / self.peak_flops
+        if self.peak_flops is not None and self.unit == "tokens":
+            row["mfu"] = per_s * self.flops_per_token / self.peak_flops
         return row
 
     def _memory_mb(self) -> float:
