@@ -70,12 +70,15 @@ def test_weights_alone_are_enough_to_evaluate_and_to_call(texts):
     tables = small_plan(precision__compute="bf16", evaluation={"every": 100}, offload=EVERYTHING)
     with running(tables, texts) as run:
         run.step()
-        wanted = run.evaluate()
+        batch = run.feed.next()
+        wanted, loss, outputs = run.evaluate(), run.evaluate(batch), run.predict(batch)
         run.memory.offload()
-        with pytest.raises(StateError, match="an evaluation needs the run's weights"):
-            run.evaluate()
+        for call in (run.evaluate, lambda: run.evaluate(batch), lambda: run.predict(batch)):
+            with pytest.raises(StateError, match="n needs the run's weights, which are away"):
+                call()
         run.memory.onload("weights", "buffers")
-        assert run.evaluate() == wanted
+        assert (run.evaluate(), run.evaluate(batch)) == (wanted, loss)
+        assert torch.equal(run.predict(batch), outputs)
         sizes = run.memory.bytes
         assert (sizes["masters"], sizes["optimizer_states"], sizes["gradients"]) == (0, 0, 0)
         report = run.memory.report
@@ -84,7 +87,7 @@ def test_weights_alone_are_enough_to_evaluate_and_to_call(texts):
         with pytest.raises(StateError, match="loading weights needs the run's masters"):
             run.load_weights(state)
         run.memory.onload()
-        run.step()
+        run.step(batch)
 
 
 def test_loaded_weights_need_weights_buffers_and_masters_only():
@@ -159,6 +162,8 @@ def test_nothing_leaves_within_a_step_or_an_evaluation(texts):
         hook = run.layers[0].module.register_forward_hook(leave)
         run.step()
         run.evaluate()
+        run.predict(run.feed.next())
+        run.feed.restore({"samples": 8})
         hook.remove()
         assert any("a step is under way" in text for text in refused)
         assert any("an evaluation is under way" in text for text in refused)

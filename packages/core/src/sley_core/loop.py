@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sley_core.comm.progress import BETWEEN, DEVICE
 from sley_core.engine.not_finite import is_no_number, is_refused, refusal
+from sley_core.engine.outputs import Collected
 from sley_core.engine.totals import Votes
 from sley_core.errors import RunError
 
@@ -101,11 +102,20 @@ class Loop:
         self._emit_late()
         self.parts.weights.settle()
 
-    def step(self, batch: GivenBatch | None) -> Row:
+    def step(self, given: GivenBatch | None) -> Row:
         """Takes one step and returns its row, as `Run.step` says."""
+        return self._step(given)
+
+    def step_with_outputs(self, given: GivenBatch | None, *, join: bool) -> tuple[Row, Any]:
+        """Takes one step and returns its row and the model's outputs, as `Run.step` says."""
+        collected = Collected()
+        row = self._step(given, collected)
+        return row, self._in_form(collected, given, join=join)
+
+    def _step(self, given: GivenBatch | None, collected: Collected | None = None) -> Row:
         self._restart()
         with self.parts.weights.settled_on_error():
-            launched = self.launch(batch)
+            launched = self.launch(given, collected)
         self.parts.weights.settle()
         row = self._emit(launched)
         self._save_if_due()
@@ -138,14 +148,25 @@ class Loop:
         if self._watch is not None:
             self._watch.look()
 
-    def evaluate(self) -> float:
-        """Returns the mean loss on held-out data. The run must have an evaluation."""
-        assert self.samples.evaluation is not None, "there is no [evaluation]"
+    def evaluate(self, given: GivenBatch | None = None) -> float:
+        """Returns the mean loss of `given`, or on held-out data, of which the run must have an evaluation."""
         with self._while("_is_evaluating"):
+            if given is not None:
+                return self.samples.forward.mean_loss([self.samples.splitter.given(given)])
+            assert self.samples.evaluation is not None, "there is no [evaluation]"
             return self.samples.evaluation()
 
-    def launch(self, given: GivenBatch | None) -> Launched:
-        """Starts a step on `given`, or on the next samples of the feed; on CUDA the device continues after this returns."""
+    def predict(self, given: GivenBatch, *, join: bool) -> Any:
+        """Returns the model's outputs as `Run.predict` says."""
+        with self._while("_is_evaluating"):
+            batch = self.samples.splitter.to_predict(given, self.samples.reads)
+            collected = Collected(batch.micros, self.samples.forward.outputs(batch))
+            return self._in_form(collected, given, join=join)
+
+    def launch(self, given: GivenBatch | None, collected: Collected | None = None) -> Launched:
+        """Starts a step on `given`, or on the next samples of the feed; on CUDA the device continues after this returns.
+        collected: gets the model's outputs.
+        """
         self.require()
         number, profiler, timeline = self.num_steps_done + 1, self.outputs.profiler, self.outputs.timeline
         parts = self.parts
@@ -157,7 +178,10 @@ class Loop:
             if self._is_first:
                 parts.book.check_complete(parts.layers)
             votes = Votes(self._stop_asked, self.checkpoints.wants_save)
-            totals = self.stepper.step(self.num_steps_done, batch, votes=votes, clock=clock)
+            outputs = None
+            if collected is not None:
+                collected.micros, outputs = batch.micros, collected.outputs
+            totals = self.stepper.step(self.num_steps_done, batch, votes=votes, clock=clock, outputs=outputs)
         if self._watch is not None and self._is_first:
             self._watch.check()
             self._watch = None  # its copies of buffers are free
@@ -167,6 +191,9 @@ class Loop:
         self.num_steps_done = number
         count = sum(map(self.samples.meter.count, batch.whole)) * self.parts.topology.dp
         return Launched(number, totals, self.stepper.update.lr, count, wait_s, samples)
+
+    def _in_form(self, collected: Collected, given: GivenBatch | None, *, join: bool) -> Any:
+        return collected.in_form(given, self.samples.splitter.info.fields, self.parts.groups["sp"], join=join)
 
     def _save_if_due(self) -> None:
         """Saves the run as it is now, if all ranks know that a save is due; no step is in flight then."""

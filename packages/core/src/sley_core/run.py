@@ -3,7 +3,8 @@
 with assemble(plan, world) as run:
     run.train()                      # all steps of the plan
     row = run.step(batch)            # or one step, on your own samples
-    loss = run.evaluate()            # held-out loss
+    loss = run.evaluate()            # held-out loss, or that of a batch
+    outputs = run.predict(batch)     # the model's outputs for your own samples
     run.load_weights(state)          # other weights, between two steps
     run.save_weights("weights")      # safetensors files
 """
@@ -15,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from sley_core.comm.collectives import gather_objects
 from sley_core.engine.save import WeightSaver
@@ -132,24 +133,61 @@ class Run(AbstractContextManager["Run"]):
             self._notify("sley_run_finished", run=self, outcome=outcome)
         return outcome
 
-    def step(self, batch: GivenBatch | None = None) -> Row:
+    @overload
+    def step(self, batch: GivenBatch | None = None) -> Row: ...
+
+    @overload
+    def step(
+        self, batch: GivenBatch | None = None, *, return_outputs: Literal[True], join: bool = False
+    ) -> tuple[Row, Any]: ...
+
+    @overload
+    def step(self, batch: GivenBatch | None = None, *, return_outputs: bool, join: bool = False) -> Any: ...
+
+    def step(self, batch: GivenBatch | None = None, *, return_outputs: bool = False, join: bool = False) -> Any:
         """Takes one optimizer step and returns its row, the same on every rank. All ranks call it.
 
         batch: this rank's samples, rows `run.rows` of the global batch, on the host: {field: tensor}; if left out, the next
         ones of the plan's data. It may have more or fewer micro-batches than the plan says, but the same number on all ranks.
-        It may be a list of micro-batches, whose sequence lengths may differ, but must be the same on all stages. Raises
-        RunError as `train` does, and, with nothing changed, for a batch that does not match the data's declaration.
+        It may be a list of micro-batches, whose sequence lengths may differ, but must be the same on all stages.
+
+        return_outputs: returns the row and the model's outputs in this step's forward, copied and without a graph, in the form
+        that `predict` gives them, with `join` as there; all ranks ask for the same.
+
+        Raises RunError as `train` does, and, with nothing changed, for a batch that does not match the data's declaration.
         """
         self._settle()
-        return self.loop.step(batch)
+        return self.loop.step_with_outputs(batch, join=join) if return_outputs else self.loop.step(batch)
 
-    def evaluate(self) -> float:
-        """Returns the mean held-out loss; changes nothing. All ranks call it. Raises UsageError without `[evaluation]`."""
+    def evaluate(self, batch: GivenBatch | None = None) -> float:
+        """Returns the mean loss over `batch`, the same on every rank; changes nothing. All ranks call it.
+
+        batch: this rank's samples, in the form that `step` takes; left out, the plan's held-out samples. Raises RunError
+        `not-finite` and `nothing-counts` on all ranks alike, and UsageError `no-evaluation` where both the batch and the table
+        `[evaluation]` are missing.
+        """
         self._settle()
-        if self.evaluation is None:
-            raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint="add one with `every = 100`")
+        if batch is None and self.evaluation is None:
+            hint = "add one with `every = 100`, or evaluate a batch of your own"
+            raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint=hint)
         self.memory.require("an evaluation", TO_EVALUATE)
-        return self.loop.evaluate()
+        return self.loop.evaluate(batch)
+
+    def predict(self, batch: GivenBatch, *, join: bool = False) -> Any:
+        """Returns the model's outputs for `batch`, on ranks with the model's last layer; None on the other stages. All ranks
+        call it. Changes nothing: modules are in evaluation mode, and nothing is kept for a backward.
+
+        batch: this rank's samples, in the form that `step` takes; fields that no layer reads, such as labels, may be left out.
+        The result has the form of the batch: of {field: tensor} one output, whose tensors are joined along the dim of samples;
+        of a list of micro-batches a list. Tensors are on the run's device, without a graph. Ranks that split sequences (`sp`)
+        get the output of their slice, or all of them that of whole sequences, with `join`; classes that ranks share are joined.
+
+        Raises RunError `boundary-type` for an output that is not made of tensors, `outputs-apart` for a tensor without the dim
+        along which it would be joined, and StateError `memory-away`.
+        """
+        self._settle()
+        self.memory.require("a prediction", TO_EVALUATE)
+        return self.loop.predict(batch, join=join)
 
     def load_weights(
         self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True

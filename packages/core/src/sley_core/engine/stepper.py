@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sley_core.actions.action import actions_of
 from sley_core.comm.progress import BETWEEN, REDUCTION, UPDATE
@@ -84,19 +84,28 @@ class Stepper:
             store.on_chunk_done.append(self._chunk_done)
 
     def step(
-        self, step: int, batch: StepBatch, *, votes: Votes = NO_VOTES, clock: ActionClock | None = None
+        self,
+        step: int,
+        batch: StepBatch,
+        *,
+        votes: Votes = NO_VOTES,
+        clock: ActionClock | None = None,
+        outputs: dict[int, Any] | None = None,
     ) -> PendingTotals:
         """Trains on `batch`: forward, backward, reduction, update. All ranks call it, and it communicates.
 
-        step: counts from 0. votes: this rank's, for what comes after the step. clock: records when actions run. On CUDA it
-        returns before the device is done; `read` of the result waits. After an exception the next call starts clean.
+        step: counts from 0. votes: this rank's, for what comes after the step. clock: records when actions run. outputs: gets a
+        copy of the model's output of each micro-batch, on ranks with its last layer. On CUDA it returns before the device is
+        done; `read` of the result waits. After an exception the next call starts clean.
         """
         if self.is_closed:
             raise closed("stepper")
         with self.device.in_use():
-            return self._step(step, batch, votes, clock)
+            return self._step(step, batch, votes, clock, outputs)
 
-    def _step(self, step: int, batch: StepBatch, votes: Votes, clock: ActionClock | None) -> PendingTotals:
+    def _step(
+        self, step: int, batch: StepBatch, votes: Votes, clock: ActionClock | None, outputs: dict[int, Any] | None
+    ) -> PendingTotals:
         """Takes the step, as `step` describes: begins it in state, store and handlers, executes the list, finishes the
         reductions, and updates.
         """
@@ -117,7 +126,7 @@ class Stepper:
             self.agreement.check()
         for handler in self.handlers:
             handler.begin_step(self.state)
-        loss = self.executor.train(steps, batch.micros, self.state, self.store, weight, clock)
+        loss = self.executor.train(steps, batch.micros, self.state, self.store, weight, clock, outputs)
         self.state.standing.comes(REDUCTION)
         for handler in self.handlers:
             handler.finish_step(self.state)
