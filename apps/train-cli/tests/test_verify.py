@@ -144,7 +144,7 @@ def test_a_part_of_a_bias_whose_gradient_is_rounding_is_no_difference(
     """Adam makes steps of full size of it. A part that is stepped wrong elsewhere in that bias is still found."""
     changes = ["precision.compute=fp32", "optimizer.lr=0.01"]
     if differs:
-        changes = changes[:1] + ['optimizer={factory="own:Wrong", lr=0.01}']
+        changes = [*changes[:1], 'optimizer={factory="own:Wrong", lr=0.01}']
     found, allowed = verified(3, load_plan, own_model(FUSED), changes)
     text = "\n".join(in_words(found, allowed, 3))
     assert bool(differences(found, allowed)) == differs, text

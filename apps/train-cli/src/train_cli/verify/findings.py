@@ -223,8 +223,8 @@ def _meaning(one: Compared) -> str:
         "gradient": "the forward agrees: look at the backward and at what sums gradients",
         "gradient norm": "every gradient agrees: look at what the layout counts twice, or not at all",
         "held-out loss": "the evaluation computes something else, or on other samples",
-        "weight": "the gradient agrees, and only the update differs: look at the optimizer, its state, and what else changes the "
-        "weight; if the weight agrees with `--set optimizer.use=core.sgd`, the optimizer enlarges what rounding changes",
+        "weight": "the gradient agrees, and only the update differs: look at the optimizer, its state, and what else changes "
+        "the weight; if the weight agrees with `--set optimizer.use=core.sgd`, the optimizer enlarges what rounding changes",
     }[one.kind]
 
 

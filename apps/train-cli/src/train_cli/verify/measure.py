@@ -121,8 +121,8 @@ class Beside:
         return Compared(kind, step, name, error, *sizes, times, int(noise.count_nonzero()), sure)
 
     def _look(self, step: int, gradients: Mapping[str, Tensor]) -> None:
-        """Notes the elements of this step's gradients that differ by more than a weight may: where all of a gradient agrees, they
-        are so small that rounding decides them.
+        """Notes the elements of this step's gradients that differ by more than a weight may: where a gradient agrees as a
+        whole, they are so small that rounding decides them.
         """
         with _opened(file_of(self._folder, step, "gradients")) as tensors:
             for name, found in gradients.items():
