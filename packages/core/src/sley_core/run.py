@@ -11,8 +11,8 @@ with assemble(plan, world) as run:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -93,6 +93,8 @@ class Run(AbstractContextManager["Run"]):
         checkpoints.notes = self.notes
         checkpoints.resolved = lambda: self.resolved_plan.to_toml()
         self._notify = Notifier(plan)
+        self._outcome: Outcome = "finished"
+        self._has_begun = False
         self._is_closed = False
 
     @property
@@ -123,15 +125,10 @@ class Run(AbstractContextManager["Run"]):
         """
         self._settle()
         self.memory.require("a step", TO_STEP)
-        outcome: Outcome = "failed"
-        self._notify("sley_run_started", run=self)
-        try:
+        with self._stepping():
             self._looks = self._any_listens()
             self.loop.train()
-            outcome = "interrupted" if self.loop.was_stopped else "finished"
-        finally:
-            self._notify("sley_run_finished", run=self, outcome=outcome)
-        return outcome
+        return self._outcome
 
     @overload
     def step(self, batch: GivenBatch | None = None) -> Row: ...
@@ -157,7 +154,8 @@ class Run(AbstractContextManager["Run"]):
         Raises RunError as `train` does, and, with nothing changed, for a batch that does not match the data's declaration.
         """
         self._settle()
-        return self.loop.step_with_outputs(batch, join=join) if return_outputs else self.loop.step(batch)
+        with self._stepping():
+            return self.loop.step_with_outputs(batch, join=join) if return_outputs else self.loop.step(batch)
 
     def evaluate(self, batch: GivenBatch | None = None) -> float:
         """Returns the mean loss over `batch`, the same on every rank; changes nothing. All ranks call it.
@@ -294,11 +292,25 @@ class Run(AbstractContextManager["Run"]):
             for part in parts:
                 if part is not None:
                     stack.callback(part.close)
+            if self._has_begun:
+                stack.callback(self._notify, "sley_run_finished", run=self, outcome=self._outcome)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None:
+            self._outcome = "failed"
         self.close()
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Announces the run before its first step, and notes whether the last steps failed or all ranks were asked to stop."""
+        self._outcome = "failed"
+        if not self._has_begun:
+            self._has_begun = True
+            self._notify("sley_run_started", run=self)
+        yield
+        self._outcome = "interrupted" if self.loop.was_stopped else "finished"
 
     def _check_open(self) -> None:
         if self._is_closed:
