@@ -95,9 +95,13 @@ def test_a_loop_of_ones_own_tells_the_same(heard, ends):
 
 def test_a_loop_of_ones_own_that_fails_says_so(heard):
     listener = Listener()
-    with pytest.raises(KeyError), heard(listener) as run:
-        run.step()
-        raise KeyError
+
+    def loop():
+        with heard(listener) as run:
+            run.step()
+            raise KeyError
+
+    pytest.raises(KeyError, loop)
     assert listener.told == [("started", 0), STEPS[0], ("finished", "failed")]
 
 
