@@ -101,7 +101,8 @@ def test_a_loop_of_ones_own_that_fails_says_so(heard):
             run.step()
             raise KeyError
 
-    pytest.raises(KeyError, loop)
+    with pytest.raises(KeyError):
+        loop()
     assert listener.told == [("started", 0), STEPS[0], ("finished", "failed")]
 
 
