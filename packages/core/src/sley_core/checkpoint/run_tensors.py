@@ -24,6 +24,7 @@ from sley_core.checkpoint.trees import leaves
 from sley_core.checkpoint.values import from_json, to_json
 from sley_core.errors import RunError
 from sley_core.memory.state import Where, is_away
+from sley_core.optim.shared import shared_to_save
 from sley_core.weight_files.dtypes import DTYPES
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 
 OPTIONS = "options/"
 """How the names of values begin that are a parameter's options in the optimizer's groups."""
+
+SHARED = "shared/"
+"""How the names of values begin that the optimizer keeps for all of its parameters: states under other keys, attributes."""
 
 OF_PLAN = ("params", "lr", "initial_lr", "weight_decay")
 """Options that the plan gives: those of the present plan hold, not those that were saved."""
@@ -89,6 +93,9 @@ class RunTensors:
             changed = self._changed(group)
             if changed:
                 found |= {OPTIONS + names[id(one)]: changed for one in group["params"] if id(one) in names}
+        for place, value in shared_to_save(self.update.optimizer, self.update.begun).items():
+            where = ".".join(map(str, place[1:]))
+            found[f"{SHARED}{place[0]}/{where}"] = _plain([list(place), value], "all parameters", where)
         return found
 
     def paths(self) -> dict[str, Any]:
