@@ -225,9 +225,14 @@ class Run(AbstractContextManager["Run"]):
             raise UsageError(
                 "no-precision", f"weights have no precision {precision!r}", hint=f"it is {' or '.join(TO_SAVE)}"
             )
-        require = partial(self.memory.require, "saving weights", TO_SAVE[precision])
         save = WeightSaver(self.parts, self.stepper.update.masters)
-        save(Path(folder).absolute(), precision, max_file_bytes, require)
+        save(Path(folder).absolute(), precision, max_file_bytes, partial(self._look_at_weights, precision))
+
+    def _look_at_weights(self, precision: Precision) -> None:
+        """Makes what a save of `precision` reads usable. Raises StateError `memory-away`."""
+        self.memory.require("saving weights", TO_SAVE[precision])
+        if precision == "full":
+            self.memory.follow("saving weights")
 
     def save_checkpoint(self, path: str | Path | None = None) -> str:
         """Writes a checkpoint and returns its folder; the checkpoint is complete when this returns. All ranks call it, between

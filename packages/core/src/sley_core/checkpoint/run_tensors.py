@@ -23,7 +23,6 @@ from sley_core.checkpoint.tensor_file import TensorPiece
 from sley_core.checkpoint.trees import leaves
 from sley_core.checkpoint.values import from_json, to_json
 from sley_core.errors import RunError
-from sley_core.memory.state import Where, is_away
 from sley_core.optim.shared import shared_to_save
 from sley_core.weight_files.dtypes import DTYPES
 
@@ -72,7 +71,7 @@ class RunTensors:
 
         Raises RunError `checkpoint-type` for a dtype that a file cannot hold.
         """
-        self._follow()
+        self.memory.follow("a checkpoint")
         self._at_rest = self.memory.at_rest()
         found = [*self._weights(), *self._states(), *self._all_buffers(), *self._kept()]
         for piece in found:
@@ -117,24 +116,16 @@ class RunTensors:
                     if differs or attribute not in module._non_persistent_buffers_set:
                         yield name, buffer, differs
 
-    def _follow(self) -> None:
-        """Lets masters take over what a program wrote to weights. Raises StateError if it did, and these are offloaded now."""
-        where, masters = self.memory.where, self.update.masters
-        if where["weights"] is where["masters"] is Where.HERE or masters.home is not None:
-            masters.follow()
-        elif masters.were_written:
-            raise is_away("weights", "a checkpoint after a program has written weights")
-
     def _weights(self) -> Iterator[TensorPiece]:
         """Yields the pieces of weights that this rank saves: masters of what it steps, and whole weights that no rank has
-        cut.
+        cut, or that have no elements to cut.
         """
         stepped = {one.entry: one for one in self.update.masters.stepped}
         for entry in self.parts.book:
             if entry in stepped:
                 one = stepped[entry]
                 yield from self._cut(WEIGHTS + entry.name, region_of(entry, one.span), one.parameter)
-            elif self.parts.store.span(entry) is None:
+            elif self.parts.store.span(entry) is None or 0 in entry.shape:
                 yield from self._cut(WEIGHTS + entry.name, region_of(entry), entry.parameter)
 
     def _states(self) -> Iterator[TensorPiece]:

@@ -73,10 +73,11 @@ class _Master:
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """Version, address and storage; the storage because offloaded memory may come back at an address that another tensor
-        had.
+        """Version, storage, and place in the storage: the same while memory is away, and when it is back at another address.
+        `working` keeps its storage alive, so no other storage has that number.
         """
-        return self.parameter._version, self.parameter.data_ptr(), self.parameter.untyped_storage()._cdata
+        storage: int = self.parameter.untyped_storage()._cdata
+        return self.parameter._version, storage, int(self.parameter.storage_offset())
 
 
 class Masters:
@@ -202,13 +203,11 @@ class Masters:
 
     @property
     def were_written(self) -> bool:
-        """Whether a program wrote to weights since the last step, judged by version counters only, so that it works while
-        memory is offloaded.
-        """
-        return any(one.seen[0] != one.parameter._version for one in self._masters.values())
+        """Whether a program wrote to weights since masters last followed them; works while memory is away."""
+        return not self.weights.are_in_place or any(one.seen != one.state for one in self._masters.values())
 
     def follow(self) -> None:
-        """Copies values that a program wrote to working weights into their masters; detected by version and address, without a
+        """Copies values that a program wrote to working weights into their masters; detected by version and storage, without a
         device sync. Weights and masters must be on the device. Raises RunError `weight-replaced`.
         """
         for entry, original in self._originals:

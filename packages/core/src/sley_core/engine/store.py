@@ -87,8 +87,11 @@ class GradientStore(Contributions):
 
     def lay_out(self, planner: Planner) -> None:
         """Makes the buffers anew, as `planner` says from now on. Discards all gradients, and a step in flight. Nothing may
-        write into the old buffers any more: the new ones reuse their memory.
+        write into the old buffers any more: the new ones reuse their memory. After `free`, they have memory only
+        within this call, until `build`.
         """
+        if not self._is_built:
+            self._memory.build()
         self._planner = planner
         trainable = self.book.trainable
         layout = planner(trainable[::-1])
@@ -112,6 +115,8 @@ class GradientStore(Contributions):
         self._learned = self._learned and self._slots.keys() <= known.keys()
         if self._is_watching:
             self.watch()
+        if not self._is_built:
+            self.free()
 
     def watch(self) -> None:
         """Installs the autograd hooks, now and in later layouts; the first `begin_step` calls it if nobody did.
