@@ -101,4 +101,5 @@ def checkpoints_of(
     """Returns the object that saves and restores the run. folder: the run's."""
     tensors = RunTensors(parts, stepper.update, memory, model.per_rank_buffers, keepers_of(plan, stepper))
     own = plan.checkpoint.folder if plan.checkpoint else None
-    return Checkpoints(plan, tensors, samples.feed, own or (None if folder is None else str(folder / CHECKPOINTS)))
+    where = own or (None if folder is None else str(folder / CHECKPOINTS))
+    return Checkpoints(plan, tensors, samples.feed, where, folder)

@@ -168,6 +168,7 @@ class Loop:
         collected: gets the model's outputs.
         """
         self.require()
+        self.checkpoints.begin(self.num_steps_done)
         number, profiler, timeline = self.num_steps_done + 1, self.outputs.profiler, self.outputs.timeline
         parts = self.parts
         with parts.world.device.random_state_kept(), self._while("_is_stepping"):

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.checkpoint.checkpoints import Checkpoints
-    from sley_core.checkpoint.choosing import RunOrigin
     from sley_core.checkpoint.loading import Restored
     from sley_core.engine.load import LoadedWeights, WeightLoader
     from sley_core.engine.parts import Parts
@@ -121,10 +120,11 @@ class Run(AbstractContextManager["Run"]):
 
         Calls the plugins' notifications. On CUDA a row is read while the next step runs. Raises RunError, on all ranks alike
         and with no weight changed by that step: `not-finite` if the loss or the gradient norm is not finite, `nothing-counts`
-        for a batch of weight 0.
+        for a batch of weight 0; and before the first step, `checkpoint-folder` if its checkpoints could not be saved.
         """
         self._settle()
         self.memory.require("a step", TO_STEP)
+        self._checkpoints.probe()
         with self._stepping():
             self._looks = self._any_listens()
             self.loop.train()
@@ -245,24 +245,25 @@ class Run(AbstractContextManager["Run"]):
         self._settle()
         return self._checkpoints.save(path, self.num_steps_done)
 
-    def load_checkpoint(self, path: str | Path, origin: RunOrigin | None = None) -> Restored | None:
+    def load_checkpoint(self, path: str | Path) -> Restored | None:
         """Resumes from a checkpoint, in this layout or another, and returns what was loaded; None for "auto" if there is none
         yet.
 
         All ranks call it, between two steps. It restores weights, masters, optimizer states, buffers, loss scale, position in
-        the data and the number of steps done; rows of later steps are dropped from the metrics. path: a checkpoint; or a folder
-        of several, or "auto" for the run's own folder, of which the newest intact one is loaded. origin: for "auto", the
-        checkpoint at which the run began, if any (`Restored.origin` on rank 0).
+        the data and the number of steps done; rows that are not of the checkpoint's own steps are dropped from the metrics.
+        path: a checkpoint; or a folder of several, of which the newest intact one is loaded; or "auto" for the newest that this
+        run wrote, or else the one from which it began.
 
-        Raises RunError on all ranks alike, with nothing changed: `no-checkpoint`, `checkpoint-damaged`, `checkpoint-mismatch`
-        for another model's or optimizer's; PlanError `resume-differs` for a run with other data, loss or seed.
+        Raises on all ranks alike, with nothing changed: RunError `no-checkpoint`, `checkpoint-damaged`, `checkpoint-mismatch`
+        for another model's or optimizer's; PlanError `resume-differs` for a run with other data, loss or seed; UsageError
+        `never-anew` for "auto" without a checkpoint of this run, if its folder has rows or weights.
         """
         self._settle()
         self.memory.require("loading a checkpoint", TO_RESTORE)
-        found, steps = self._checkpoints.load(path, origin)
+        found, steps, num_rows = self._checkpoints.load(path)
         if found is not None:
             self.loop.go_on(steps)
-        self.outputs.rewind(self.num_steps_done)
+        self.outputs.rewind(num_rows)
         return found
 
     def before_layer(self, name: str, wait: Wait, is_due: IsDue | None = None) -> None:
