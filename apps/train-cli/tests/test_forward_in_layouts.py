@@ -61,8 +61,8 @@ def batches() -> list[Batch]:
     drawn = torch.Generator().manual_seed(5)
     made = []
     for size in (8, 4):
-        tokens = torch.randint(0, 257, (size, 16), generator=drawn)
-        labels = torch.randint(0, 257, (size, 16), generator=drawn)
+        tokens = torch.randint(0, 256, (size, 16), generator=drawn)
+        labels = torch.randint(0, 256, (size, 16), generator=drawn)
         labels[torch.rand(size, 16, generator=drawn) < torch.linspace(0, 0.9, size)[:, None]] = -100
         made.append({"tokens": tokens, "labels": labels})
     return made

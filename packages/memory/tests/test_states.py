@@ -48,6 +48,27 @@ def test_a_step_while_a_part_is_away_names_it_and_the_call(part):
         assert sha(run) == found
 
 
+def test_nothing_leaves_between_the_calls_of_one_step():
+    """The gradients of the first calls would be lost; the step ends as if nothing had been asked."""
+    with running(AWAY) as run:
+        with run.accumulate():
+            run.step(BATCH)
+            for part in PARTS[:5]:
+                with pytest.raises(StateError, match=r"within-step.*an offload comes between two steps"):
+                    run.memory.offload(part)
+        run.step(BATCH)
+        run.memory.offload()
+        run.memory.onload()
+        run.step(BATCH)
+        found = sha(run)
+    with running(AWAY) as run:
+        with run.accumulate():
+            run.step(BATCH)
+        run.step(BATCH)
+        run.step(BATCH)
+        assert sha(run) == found
+
+
 def test_calls_of_layers_by_hand_are_refused_while_weights_are_away():
     """Of a layer and of a module within; and not any more once weights are back, with no hook left behind."""
     with running(AWAY) as run:

@@ -123,6 +123,7 @@ class Run(AbstractContextManager["Run"]):
         for a batch of weight 0; and before the first step, `checkpoint-folder` if its checkpoints could not be saved.
         """
         self._settle()
+        self._check_ended("training")
         self.memory.require("a step", TO_STEP)
         self._checkpoints.probe()
         with self._stepping():
@@ -156,6 +157,33 @@ class Run(AbstractContextManager["Run"]):
         self._settle()
         with self._stepping():
             return self.loop.step_with_outputs(batch, join=join) if return_outputs else self.loop.step(batch)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Returns a context manager within which `step` adds gradients up and updates nothing; the next call of `step` outside
+        of it updates, with the same numbers as one step on the samples of all these calls. All ranks call it alike.
+
+            with run.accumulate():
+                run.step(first)        # {"step": ..., "loss": the mean of this call's samples}
+                run.step(second)
+            row = run.step(third)      # one step: loss, clipping and norm are those of all three
+
+        The gradient is divided once, by the loss weight of all samples; the step counts once, and handlers, writers and
+        listeners see it once. Random numbers go on from call to call. Between the calls the model may be evaluated and
+        predicted with, and `save_weights` called. `train`, checkpoints, `load_weights` and offloads raise StateError
+        `within-step` until the step has ended; a parameter that is frozen or unfrozen, and a backward of the program's own,
+        are refused at the next call. If a call fails after others, the rest of the step is refused: RunError
+        `accumulation-lost`.
+
+        Raises UsageError `accumulate-canonical` with `[parallel] reduction = "canonical"`.
+        """
+        self._settle()
+        if self.store.canonical is not None:
+            raise UsageError(
+                "accumulate-canonical",
+                'with [parallel] reduction = "canonical" gradients are summed in one order of all micro-batches of a step',
+                hint="give `run.step` a list of all micro-batches",
+            )
+        return self.loop.accumulating()
 
     def evaluate(self, batch: GivenBatch | None = None) -> float:
         """Returns the mean loss over `batch`, the same on every rank; changes nothing. All ranks call it.
@@ -200,6 +228,7 @@ class Run(AbstractContextManager["Run"]):
         Raises RunError on all ranks alike: `weights-mismatch`, and `weights-differ` if ranks were given different values.
         """
         self._settle()
+        self._check_ended("loading weights")
         self.memory.require("loading weights", TO_LOAD)
         self._checkpoints.secure()
         found = self._load_weights(state, strict=strict)
@@ -243,6 +272,7 @@ class Run(AbstractContextManager["Run"]):
         and the run can continue.
         """
         self._settle()
+        self._check_ended("saving a checkpoint")
         return self._checkpoints.save(path, self.num_steps_done)
 
     def load_checkpoint(self, path: str | Path) -> Restored | None:
@@ -259,6 +289,7 @@ class Run(AbstractContextManager["Run"]):
         `never-anew` for "auto" without a checkpoint of this run, if its folder has rows or weights.
         """
         self._settle()
+        self._check_ended("loading a checkpoint")
         self.memory.require("loading a checkpoint", TO_RESTORE)
         found, steps, num_rows = self._checkpoints.load(path)
         if found is not None:
@@ -328,8 +359,11 @@ class Run(AbstractContextManager["Run"]):
         self.parts.weights.settle()
 
     def _check_free(self) -> None:
-        """Raises StateError `step-failed` if exchanges of a failed step or evaluation may still use this run's memory."""
+        """Raises StateError `within-step` between the calls of one step, and `step-failed` if exchanges of a failed step or
+        evaluation may still use this run's memory.
+        """
         stepper = self.stepper
+        self._check_ended("an offload")
         if self.world.size > 1 and (stepper.left_in_flight or stepper.executor.left_in_flight):
             what = "step" if stepper.left_in_flight else "evaluation"
             raise StateError(
@@ -338,6 +372,15 @@ class Run(AbstractContextManager["Run"]):
                 hint="take a step first, which ends them, or close the run",
             )
         self._checkpoints.secure()
+
+    def _check_ended(self, what: str) -> None:
+        """Raises StateError `within-step` if calls within `accumulate` have been added up that no step has ended yet."""
+        if self.loop.is_within_step:
+            raise StateError(
+                "within-step",
+                f"{what} comes between two steps, but calls within `run.accumulate()` wait for the rest of their step",
+                hint="call `run.step` outside `run.accumulate()` first, which ends the step",
+            )
 
     def _any_listens(self) -> bool:
         """Returns whether any rank has listeners, if that matters: all ranks must wait alike. All ranks call it."""
