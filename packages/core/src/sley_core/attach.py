@@ -65,7 +65,16 @@ def stepper_of(
     undo.callback(policy.detach)
     parts.numbers.agree()
     standing = parts.groups.progress.standing = parts.store.state.standing
-    caller = LayerCaller(device, plan.run.seed, policy, hooks, parts.groups["sp"].coord, parts.waits, standing)
+    caller = LayerCaller(
+        device,
+        plan.run.seed,
+        policy,
+        hooks,
+        parts.groups["sp"].coord,
+        parts.waits,
+        standing,
+        plan.limits.data_timeout_s,
+    )
     fields = sliced_info(info, topology.sp).fields
     is_additive = (
         isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits

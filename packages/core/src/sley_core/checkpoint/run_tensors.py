@@ -8,8 +8,6 @@ ranks/<rank>/<name>              what one rank keeps for itself
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -23,7 +21,8 @@ from sley_core.checkpoint.tensor_file import TensorPiece
 from sley_core.checkpoint.trees import leaves
 from sley_core.checkpoint.values import from_json, to_json
 from sley_core.errors import RunError
-from sley_core.optim.shared import shared_to_save
+from sley_core.generators import host_state, set_host_state
+from sley_core.memory.state import Where, is_away
 from sley_core.weight_files.dtypes import DTYPES
 
 if TYPE_CHECKING:
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
 
 OPTIONS = "options/"
 """How the names of values begin that are a parameter's options in the optimizer's groups."""
-
-SHARED = "shared/"
-"""How the names of values begin that the optimizer keeps for all of its parameters: states under other keys, attributes."""
 
 OF_PLAN = ("params", "lr", "initial_lr", "weight_decay")
 """Options that the plan gives: those of the present plan hold, not those that were saved."""
@@ -71,7 +67,7 @@ class RunTensors:
 
         Raises RunError `checkpoint-type` for a dtype that a file cannot hold.
         """
-        self.memory.follow("a checkpoint")
+        self._follow()
         self._at_rest = self.memory.at_rest()
         found = [*self._weights(), *self._states(), *self._all_buffers(), *self._kept()]
         for piece in found:
@@ -92,9 +88,6 @@ class RunTensors:
             changed = self._changed(group)
             if changed:
                 found |= {OPTIONS + names[id(one)]: changed for one in group["params"] if id(one) in names}
-        for place, value in shared_to_save(self.update.optimizer, self.update.begun).items():
-            where = ".".join(map(str, place[1:]))
-            found[f"{SHARED}{place[0]}/{where}"] = _plain([list(place), value], "all parameters", where)
         return found
 
     def paths(self) -> dict[str, Any]:
@@ -116,16 +109,24 @@ class RunTensors:
                     if differs or attribute not in module._non_persistent_buffers_set:
                         yield name, buffer, differs
 
+    def _follow(self) -> None:
+        """Lets masters take over what a program wrote to weights. Raises StateError if it did, and these are offloaded now."""
+        where, masters = self.memory.where, self.update.masters
+        if where["weights"] is where["masters"] is Where.HERE or masters.home is not None:
+            masters.follow()
+        elif masters.were_written:
+            raise is_away("weights", "a checkpoint after a program has written weights")
+
     def _weights(self) -> Iterator[TensorPiece]:
         """Yields the pieces of weights that this rank saves: masters of what it steps, and whole weights that no rank has
-        cut, or that have no elements to cut.
+        cut.
         """
         stepped = {one.entry: one for one in self.update.masters.stepped}
         for entry in self.parts.book:
             if entry in stepped:
                 one = stepped[entry]
                 yield from self._cut(WEIGHTS + entry.name, region_of(entry, one.span), one.parameter)
-            elif self.parts.store.span(entry) is None or 0 in entry.shape:
+            elif self.parts.store.span(entry) is None:
                 yield from self._cut(WEIGHTS + entry.name, region_of(entry), entry.parameter)
 
     def _states(self) -> Iterator[TensorPiece]:
@@ -178,11 +179,12 @@ def state_region(stepped: Stepped, shape: tuple[int, ...]) -> Region:
 
 def generators(device: Device) -> dict[str, Any]:
     """Returns the states of this process's generators, as JSON: torch's, Python's and numpy's."""
-    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    of_torch, of_python, of_numpy = host_state()
+    found: dict[str, Any] = {"torch": of_torch, "python": of_python}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device.torch_device)
-    if numpy := sys.modules.get("numpy"):
-        kind, keys, *rest = numpy.random.get_state()
+    if of_numpy is not None:
+        kind, keys, *rest = of_numpy
         found["numpy"] = (kind, keys.tolist(), *rest)
     return {name: to_json(state) for name, state in found.items()}
 
@@ -190,15 +192,15 @@ def generators(device: Device) -> dict[str, Any]:
 def restore_generators(states: Mapping[str, Any], device: Device) -> None:
     """Restores what `generators` returned."""
     found = {name: from_json(state) for name, state in states.items()}
-    torch.set_rng_state(found["torch"])
-    random.setstate(found["python"])
-    if "cuda" in found and device.type == "cuda":
-        torch.cuda.set_rng_state(found["cuda"], device.torch_device)
+    of_numpy = None
     if "numpy" in found:
         import numpy
 
         kind, keys, *rest = found["numpy"]
-        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+        of_numpy = kind, numpy.array(keys, dtype=numpy.uint32), *rest
+    set_host_state((found["torch"], found["python"], of_numpy))
+    if "cuda" in found and device.type == "cuda":
+        torch.cuda.set_rng_state(found["cuda"], device.torch_device)
 
 
 def _plain(value: Any, parameter: str, name: str) -> Any:

@@ -17,6 +17,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from sley_core.comm.copies import CopyStream, CudaStream, HostMemory, HostStream
 from sley_core.errors import RunError
+from sley_core.generators import host_state, seed_host, set_host_state
 
 Moment = float | torch.cuda.Event
 """A point in a device's work: a reading of the host's clock, or an event on the stream."""
@@ -106,8 +107,10 @@ class Device:
         return [float(value) for value in values.reshape(-1).tolist()]
 
     def seed(self, seed: int) -> None:
-        """Seeds the generators from which a forward on this device draws; cheap enough for every layer."""
-        torch.default_generator.manual_seed(seed)
+        """Seeds the generators from which a forward on this device draws, `random`'s and numpy's included; cheap enough for
+        every layer. seed: in [0, 2**63).
+        """
+        seed_host(seed)
         if self.type == "cuda":
             torch.cuda.default_generators[self.torch_device.index].manual_seed(seed)
 
@@ -116,15 +119,14 @@ class Device:
         """Restores, after the block, the state of the generators that `seed` seeds, so that a program's own draws go on
         unchanged.
         """
-        generators = [torch.default_generator]
-        if self.type == "cuda":
-            generators.append(torch.cuda.default_generators[self.torch_device.index])
-        states = [generator.get_state() for generator in generators]
+        on_device = torch.cuda.default_generators[self.torch_device.index] if self.type == "cuda" else None
+        state, of_device = host_state(), None if on_device is None else on_device.get_state()
         try:
             yield
         finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+            set_host_state(state)
+            if on_device is not None and of_device is not None:
+                on_device.set_state(of_device)
 
     def moment(self) -> Moment:
         """Returns the present point in the device's work queue; on CUDA it records an event and does not wait."""

@@ -65,9 +65,10 @@ class DataContext:
 class Dataset(Protocol):
     """Samples by index: any index in [0, len) at any time, also from a thread other than the main one.
 
-    Draw random numbers from a generator of the dataset's own, best seeded by the index: torch's default generator
-    belongs to the forward, which runs at the same time. A dataset may also have `collate(samples) -> batch`; without it
-    samples are stacked along each field's `batch_dim`.
+    Reading a sample may draw from torch's default generator, `random` and numpy: they are seeded by the sample's number, so
+    that every layout and a resumed run read the same. A forward uses them at the same time, and the two take turns; a
+    generator of the dataset's own, best seeded by the index, avoids that. A dataset may also have `collate(samples) -> batch`;
+    without it samples are stacked along each field's `batch_dim`.
     """
 
     @property

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, cast
-
-import torch
+from functools import lru_cache, partial
+from typing import Any, TypeVar, cast
 
 from sley_core.data.collate import collate_of
 from sley_core.data.dataset import AnyDataset, Batch, Dataset, Sample, Stream, is_stream
@@ -23,10 +20,17 @@ from sley_core.data.order import Order
 from sley_core.data.prefetch import PrefetchThread
 from sley_core.data.walk import stream_state, walk
 from sley_core.errors import PlanError, RunError, note_origin
+from sley_core.generators import comparable_state, seeded
+from sley_core.model.seeds import derive
 from sley_core.plan.factory import cause
 
 CLOSE_TIMEOUT_S = 30.0
 """The most seconds that `close` waits: a run that ends must not wait as long as one that continues."""
+
+LOOKS, LOOK_EVERY = 64, 1000
+"""In how many first samples, and in which of the later ones, the feed looks whether reading them draws."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Feed:
         self._shuffle = shuffle
         self._timeout_s = timeout_s
         self._check = check
+        self._reading, self._collating = _Draws(seed), _Draws(seed)
         self._prefetch: PrefetchThread[_Item] | None = None
         self._state: dict[str, Any] = {"samples": 0}
         self._beginning = stream_state(cast(Stream, dataset)) if is_stream(dataset) else {}
@@ -144,27 +149,43 @@ class Feed:
             """Returns the order of an epoch; two are cached, since a batch may span two epochs."""
             return Order(num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
 
-        is_first = True
         while True:
             places = (divmod(done + row, num_samples) for row in self._rows)
             indices = tuple(order(epoch)[place] for epoch, place in places)
-            with _must_not_draw() if is_first else nullcontext():
-                samples = [_read(dataset, index) for index in indices]
-            is_first = False
+            samples = [
+                self._reading.read(done + row, partial(_read, dataset, index))
+                for row, index in zip(self._rows, indices, strict=True)
+            ]
+            batch = self._collated(done + self._rows.start, collate, samples)
             done += self._batch_size
-            yield _Item(collate(samples), indices, {"samples": done})
+            yield _Item(batch, indices, {"samples": done})
 
     def _walked(self, stream: Stream, state: Mapping[str, Any]) -> Iterator[_Item]:
         """Yields the batches of a stream; each rank reads all of it and keeps its rows, so layouts get equal batches."""
         collate = collate_of(stream)
-        samples = walk(stream, state, self._beginning)
+        samples = walk(stream, state, self._beginning, self._reading.read)
         done = state["samples"]
         while True:
             # `range` comes first: `zip` then takes no sample beyond the batch.
             kept = [sample for row, sample in zip(range(self._batch_size), samples, strict=False) if row in self._rows]
             numbers = tuple(done + row for row in self._rows)
+            batch = self._collated(numbers[0], collate, kept)
             done += self._batch_size
-            yield _Item(collate(kept), numbers, {"samples": done} | stream_state(stream))
+            yield _Item(batch, numbers, {"samples": done} | stream_state(stream))
+
+    def _collated(self, number: int, collate: Callable[[Sequence[Sample]], Batch], samples: Sequence[Sample]) -> Batch:
+        """Returns the batch of `samples`, of which the first has this number.
+
+        Raises RunError "data-random" if collating draws and this rank has only a part of the rows.
+        """
+        batch = self._collating.read(number, partial(collate, samples))
+        if self._collating.has_drawn and len(self._rows) < self._batch_size:
+            raise RunError(
+                "data-random",
+                "collating a batch draws random numbers: each layout would make another batch of the same samples",
+                hint="draw where a sample is read, in `__getitem__` or `__iter__`",
+            )
+        return batch
 
 
 def _read(dataset: Dataset, index: int) -> Sample:
@@ -179,19 +200,25 @@ def _read(dataset: Dataset, index: int) -> Sample:
     return sample
 
 
-@contextmanager
-def _must_not_draw() -> Iterator[None]:
-    """Raises RunError "data-random" if the block draws from torch's default generator.
+class _Draws:
+    """Reads samples, and seeds the host's generators by the sample's number for a data set that draws from them.
 
-    A forward seeds that generator, layer by layer, while this thread prefetches: each would change the other's draws,
-    and recomputation would use another dropout mask. While the first batch is read nothing else runs, so only that one
-    is checked.
+    A forward uses them at the same time, in another thread: the two take turns then. Whether the data set draws is looked at
+    in its first samples, and in every `LOOK_EVERY`-th.
     """
-    before = torch.default_generator.get_state()
-    yield
-    if not torch.equal(before, torch.default_generator.get_state()):
-        raise RunError(
-            "data-random",
-            "reading a sample draws from torch's default generator, which a forward uses at the same time",
-            hint="draw from one of its own, `torch.Generator().manual_seed(index)`, or from `random` or numpy",
-        )
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._num_read = 0
+        self.has_drawn = False
+
+    def read(self, number: int, take: Callable[[], T]) -> T:
+        """Returns what `take` returns. number: of the sample, over all epochs."""
+        self._num_read += 1
+        if not self.has_drawn and self._num_read > LOOKS and self._num_read % LOOK_EVERY:
+            return take()
+        with seeded(derive(self._seed, "sample", number)):
+            before = None if self.has_drawn else comparable_state()
+            sample = take()
+            self.has_drawn = before is None or before != comparable_state()
+        return sample

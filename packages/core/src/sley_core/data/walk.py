@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from itertools import islice
-from typing import Any
+from functools import partial
+from itertools import count, islice
+from typing import Any, TypeAlias
 
 from sley_core.data.dataset import Sample, Stream
 from sley_core.errors import PlanError, RunError, note_origin
 from sley_core.plan.factory import cause
+
+Read: TypeAlias = Callable[[int, Callable[[], Sample]], Sample]
 
 STATE_NAMES = (("state", "restore"), ("state_dict", "load_state_dict"))
 STREAM = "stream"
@@ -22,17 +25,22 @@ def stream_state(stream: Stream) -> dict[str, Any]:
     return {} if names is None else {STREAM: deepcopy(getattr(stream, names[0])())}
 
 
-def walk(stream: Stream, state: Mapping[str, Any], beginning: Mapping[str, Any]) -> Iterator[Sample]:
+def walk(
+    stream: Stream, state: Mapping[str, Any], beginning: Mapping[str, Any], read: Read = lambda _, take: take()
+) -> Iterator[Sample]:
     """Yields the samples after the first `state["samples"]`, endlessly: after an epoch ends the next one starts.
 
     A stream with a state of its own is restored to its position. Any other is read from its beginning up to that
-    position. beginning: what `stream_state` returned before the stream was first read.
+    position. beginning: what `stream_state` returned before the stream was first read. read: called with each sample's
+    number, from 0 over all epochs, and a function that takes it from the stream; returns it.
     """
     names = _state_names(stream)
     if names is not None:
         getattr(stream, names[1])(deepcopy(state.get(STREAM, beginning[STREAM])))
     num_behind = 0 if STREAM in state else state["samples"]
-    return islice(_endless(stream, resumed=names is not None), num_behind, None)
+    samples = _endless(stream, resumed=names is not None)
+    numbers = count(state["samples"] - num_behind)
+    return islice((read(number, partial(next, samples)) for number in numbers), num_behind, None)
 
 
 def _endless(stream: Stream, *, resumed: bool) -> Iterator[Sample]:

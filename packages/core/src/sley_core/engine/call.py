@@ -17,7 +17,8 @@ from sley_core.comm.progress import Standing
 from sley_core.engine.activations import Keep
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.engine.waits import Waits
-from sley_core.errors import note_origin
+from sley_core.errors import PlanError, RunError, note_origin
+from sley_core.generators import IN_USE, own_generators, seed_own
 from sley_core.model.seeds import derive
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class LayerCaller:
     (`waits`).
 
     slice_index: which slice of its sequences this rank has; slices of one sample draw different random numbers. standing: is
-    told which layer was called last.
+    told which layer was called last. data_timeout_s: how long a layer waits for a data set that draws from the same generators.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class LayerCaller:
         slice_index: int = 0,
         waits: Waits | None = None,
         standing: Standing | None = None,
+        data_timeout_s: float = 600.0,
     ) -> None:
+        self.data_timeout_s = data_timeout_s
         self.device = device
         self.seed = seed
         self.policy = policy
@@ -60,6 +63,7 @@ class LayerCaller:
         self._step = -1
         self._step_seed = 0
         self._layer_seeds: dict[str, int] = {}
+        self._own: dict[str, list[Any]] = {}
 
     def __call__(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         """Returns `layer(*args, **fields)`, called under the activation policy. args: the previous layer's output, or
@@ -94,12 +98,47 @@ class LayerCaller:
         """
         self.standing.calls(layer.name)
         self.waits.wait_for(layer.name)
-        self.device.seed(self._seed(layer.name, micro))
+        seed = self._seed(layer.name, micro)
+        is_new = layer.name not in self._own
+        if is_new:
+            self._own[layer.name] = own_generators(layer.module, layer.name)
+        self._take_turn(layer)
         try:
-            return layer.module(*args, **fields)
+            self.device.seed(seed)
+            seed_own(self._own[layer.name], seed)
+            output = layer.module(*args, **fields)
         except Exception as error:
             note_origin(error, _words(layer, args, fields, micro), layer.module)
             raise
+        finally:
+            IN_USE.release()
+        if is_new:
+            self._check_own(layer)
+        return output
+
+    def _take_turn(self, layer: Layer) -> None:
+        """Waits while a data set that draws from the same generators reads a sample. Raises RunError "data-timeout"."""
+        if not IN_USE.acquire(timeout=self.data_timeout_s):
+            raise RunError(
+                "data-timeout",
+                f"the layer {layer.name!r} waited {self.data_timeout_s:g} s for the data set, which draws from the generators "
+                "of the forward while it reads a sample",
+                hint="let the data set draw from a generator of its own, or raise [limits] data_timeout_s",
+            )
+
+    def _check_own(self, layer: Layer) -> None:
+        """Raises PlanError "model-random" if the layer's first forward made a generator and kept it: that call drew from a
+        state that depends on the layout.
+        """
+        known = {id(generator) for generator in self._own[layer.name]}
+        if any(id(generator) not in known for generator in own_generators(layer.module, layer.name)):
+            raise PlanError(
+                "model-random",
+                f"the forward of the layer {layer.name!r} makes a generator and keeps it: its first numbers would depend on "
+                "the layout",
+                path=("model",),
+                hint="make it when the module is made; each micro-batch seeds it anew",
+            )
 
     def _seed(self, layer: str, micro: MicroStep) -> int:
         """Returns the seed of a layer in a micro-batch. Hashes only once per layer and once per step: a hash takes as long as a

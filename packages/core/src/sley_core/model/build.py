@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sley_core.errors import PlanError, PluginError, SleyError
+from sley_core.generators import seeded
 from sley_core.model.apart import Registered, RegisteredMemory, check_held
 from sley_core.model.journal import Journal, unwatched
 from sley_core.model.layers import MODEL, Layer, Model, as_model, like, with_fields
@@ -37,12 +38,11 @@ if TYPE_CHECKING:
 def build_on_meta(component: Component, data: DataInfo, seed: int) -> Model:
     """Builds the model of a plan: parameters on meta, buffers on the host, each layer with its fields and recorded values.
 
-    Equal on all ranks if the model's code draws from torch's default generator alone, which is seeded by `seed` and restored
-    afterwards. Does not communicate. Raises PlanError: what a factory's call raises, and "model-factory", "model-field",
-    "model-init", "model-buffer", "model-hook"; PluginError "plugin-failed" if a record's code fails.
+    Equal on all ranks if the model's code draws from torch's default generator, `random` and numpy alone, which are seeded by
+    `seed` and restored afterwards. Does not communicate. Raises PlanError: what a factory's call raises, and "model-factory",
+    "model-field", "model-init", "model-buffer", "model-hook"; PluginError "plugin-failed" if a record's code fails.
     """
-    with torch.random.fork_rng(devices=[]), recorded() as building:
-        torch.default_generator.manual_seed(derive(seed, "build"))
+    with seeded(derive(seed, "build")), recorded() as building:
         try:
             model = as_model(component.build(data))
         except SleyError:

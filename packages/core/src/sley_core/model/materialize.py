@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.errors import PlanError
+from sley_core.generators import seed_host, seeded
 from sley_core.model.layers import MODEL, InitWeights, Layer, like
 from sley_core.model.seeds import derive
-from sley_core.model.steps import ChangedError, is_blank, replay, seeded
+from sley_core.model.steps import ChangedError, is_blank, replay
 from sley_core.plan.factory import cause
 
 _Moved: TypeAlias = tuple[Tensor, Tensor]
@@ -173,7 +174,7 @@ class _Drawing:
         raise PlanError("model-init", message, path=MODEL, hint="give each parameter a tensor of its own")
 
     def _initialise(self, layer: Layer) -> None:
-        """Runs the initialisers of the layer's own modules, innermost first; leaves torch's generator unchanged."""
+        """Runs the initialisers of the layer's own modules, innermost first; leaves the host's generators unchanged."""
         if not self.blank and self.init_weights is None:
             return
         done: set[int] = set()
@@ -190,7 +191,7 @@ class _Drawing:
         """
         direct = list(module.parameters(recurse=False))
         tied = [(parameter, parameter.clone()) for parameter in direct if id(parameter) in done]
-        torch.default_generator.manual_seed(derive(self.seed, "init", name))
+        seed_host(derive(self.seed, "init", name))
         try:
             self._reset(module)
             if self.init_weights is not None:

@@ -1,0 +1,247 @@
+"""Seeds the generators of this process for each use: torch's default one, `random` and numpy's, and those that modules hold.
+
+A use is a layer in a micro-batch, or a sample that is read. Each has a seed that no layout changes, so it draws the same
+numbers on every rank, and again in recomputation. The data set is read by another thread while a forward runs; one that draws
+from these generators and a layer take turns (`IN_USE`).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from sley_core.errors import PlanError
+
+IN_USE: Any = threading.RLock()
+"""Held by a thread while generators are seeded for its use, by a layer or where a sample is read."""
+
+_STATE: Any = threading.RLock()
+"""Held for a moment, while states are saved and restored."""
+
+for _lock in (IN_USE, _STATE):
+    os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # another thread may hold it then, which the child lacks
+
+_PLAIN = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    Tensor,
+    torch.dtype,
+    torch.device,
+    nn.Module,
+    type,
+    ModuleType,
+)
+_DEPTH = 6
+_ODD = 0x9E3779B97F4A7C15
+
+
+def seed_host(seed: int) -> None:
+    """Seeds torch's default generator of the host, `random` and numpy's legacy generator. seed: in [0, 2**63).
+
+    numpy gets the bits that torch's CPU generator ignores: both are the same algorithm, and would draw the same numbers.
+    """
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed >> 31)
+
+
+State = tuple[Tensor, Any, Any]
+"""Of torch's default generator of the host, of `random` and of numpy; None without numpy."""
+
+
+def host_state() -> State:
+    """Returns the states of the generators that `seed_host` seeds, as the program left them: not those of a sample that another
+    thread is reading.
+    """
+    with _STATE:
+        return _own_state() if _Seeded.running is None else _Seeded.running.before
+
+
+def set_host_state(state: State) -> None:
+    """Restores what `host_state` returned, now or as soon as another thread has read its sample."""
+    with _STATE:
+        if _Seeded.running is None:
+            _set_own_state(state)
+        else:
+            _Seeded.running.before = state
+
+
+class _Seeded:
+    """Is a use of generators that are restored after it. before: the states to restore."""
+
+    running: ClassVar[_Seeded | None] = None
+
+    def __init__(self) -> None:
+        self.before = _own_state()
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Returns a context manager with the generators of the host seeded; afterwards they have the states from before."""
+    with IN_USE:
+        with _STATE:
+            outer, use = _Seeded.running, _Seeded()
+            _Seeded.running = use
+            seed_host(seed)
+        try:
+            yield
+        finally:
+            with _STATE:
+                _Seeded.running = outer
+                _set_own_state(use.before)
+
+
+def _own_state() -> State:
+    numpy = sys.modules.get("numpy")
+    return torch.default_generator.get_state(), random.getstate(), numpy and numpy.random.get_state()
+
+
+def _set_own_state(state: State) -> None:
+    of_torch, of_python, of_numpy = state
+    torch.default_generator.set_state(of_torch)
+    random.setstate(of_python)
+    if of_numpy is not None:
+        sys.modules["numpy"].random.set_state(of_numpy)
+
+
+def comparable_state() -> tuple[Any, ...]:
+    """Returns the present states of the generators of the host, in a form that compares by `==`."""
+    of_torch, of_python, of_numpy = _own_state()
+    numbers = (of_numpy[0], of_numpy[1].tobytes(), *of_numpy[2:]) if of_numpy else None
+    return of_torch.numpy().tobytes(), of_python, numbers
+
+
+def seed_own(generators: Iterable[Any], seed: int) -> None:
+    """Seeds generators of a module's own, each differently."""
+    for number, generator in enumerate(generators, 1):
+        own = (seed + number * _ODD) % (1 << 63)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(own)
+        elif isinstance(generator, random.Random):
+            generator.seed(own)
+        elif hasattr(generator, "seed") and hasattr(generator, "_bit_generator"):  # numpy's RandomState
+            generator.seed(own >> 31)
+        else:  # numpy's Generator, or a bit generator
+            bits = getattr(generator, "_bit_generator", generator)
+            bits.state = type(bits)(own).state
+
+
+def own_generators(module: nn.Module, name: str) -> list[Any]:
+    """Returns the generators that a module and its submodules hold: in attributes, in containers and plain objects there, and
+    those that their functions name.
+
+    Raises PlanError "model-random" for one that cannot be seeded. name: the module's, for the error.
+    """
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    for path, part in module.named_modules(prefix=name):
+        held = [value for key, value in vars(part).items() if key not in ("_parameters", "_buffers", "_modules")]
+        for value in (*held, *_of_class(type(part))):
+            for generator in _generators_in(value, seen, _DEPTH):
+                found.setdefault(id(generator), _checked(generator, path))
+    return list(found.values())
+
+
+def _of_class(kind: type) -> Iterator[Any]:
+    """Yields the methods and attributes of a class and of its bases, without torch's."""
+    for base in kind.__mro__:
+        if base is not object and not base.__module__.startswith("torch."):
+            yield from vars(base).values()
+
+
+def _generators_in(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
+    """Yields the generators that can be reached from `value`."""
+    if isinstance(value, _PLAIN) or id(value) in seen or depth == 0:
+        return
+    if _is_generator(value):
+        yield value
+        return
+    seen.add(id(value))
+    for part in _parts(value):
+        yield from _generators_in(part, seen, depth - 1)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """Returns what `value` refers to: items, attributes, or what a function encloses and names."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, MethodType | BuiltinFunctionType):
+        return [value.__self__, getattr(value, "__func__", None)]
+    if isinstance(value, FunctionType):
+        return list(_of_function(value))
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def _of_function(function: FunctionType) -> Iterator[Any]:
+    """Yields a function's enclosed values and defaults, and of the globals that it names, generators, containers, and functions
+    of its own file.
+    """
+    yield from (function.__defaults__ or (), function.__kwdefaults__ or {}, getattr(function, "__wrapped__", None))
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    for name in _names(function.__code__):
+        value = function.__globals__.get(name)
+        is_own = isinstance(value, FunctionType) and value.__module__ == function.__module__
+        if is_own or isinstance(value, list | tuple | dict) or _is_generator(value):
+            yield value
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yields the names in a function, and in those that it defines."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_generator(value: Any) -> bool:
+    if isinstance(value, torch.Generator | random.Random):
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(
+        value, (numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
+    )
+
+
+def _checked(generator: Any, path: str) -> Any:
+    """Returns a generator that can be seeded. Raises PlanError "model-random"."""
+    try:
+        if isinstance(generator, random.SystemRandom):
+            raise TypeError("it draws from the operating system")
+        bits = getattr(generator, "_bit_generator", generator)
+        if not isinstance(generator, torch.Generator | random.Random):
+            type(bits)(0).state  # noqa: B018  # one of another kind may need more arguments
+            if isinstance(generator, sys.modules["numpy"].random.RandomState) and type(bits).__name__ != "MT19937":
+                raise TypeError(f"it draws by {type(bits).__name__}")
+    except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
+        kind = type(generator).__name__
+        raise PlanError(
+            "model-random",
+            f"the module {path!r} holds a {kind}, which cannot be seeded for each micro-batch: {error}",
+            path=("model",),
+            hint="draw from torch's default generator, `random` or numpy, or from a `torch.Generator`",
+        ) from None
+    return generator

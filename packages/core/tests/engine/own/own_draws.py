@@ -1,0 +1,163 @@
+"""Layers and data that draw from other generators than torch's default one, and from that one where samples are read."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from own_data import Rows, Stream
+from own_models import Named, _around
+from torch import Tensor, nn
+
+from sley_core.data.dataset import DataContext, DataInfo
+
+GLOBAL = np.random.default_rng(5)
+
+
+def _of_global(size: int) -> Any:
+    return GLOBAL.random(size)
+
+
+class Bag:
+    def __init__(self, rng: Any) -> None:
+        self.tools = {"rng": [rng]}
+
+
+def _enclosed() -> Callable[[int], Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return lambda size: torch.rand(size, generator=generator)
+
+
+DRAWS: dict[str, Callable[[nn.Module, int], Any]] = {
+    "numpy": lambda _, size: np.random.rand(size),
+    "random": lambda _, size: [random.random() for _ in range(size)],
+    "normal": lambda _, size: [random.gauss(0.5, 1) for _ in range(size)],
+    "torch generator": lambda own, size: torch.rand(size, generator=own.generator),
+    "Random": lambda own, size: [own.python.random() for _ in range(size)],
+    "RandomState": lambda own, size: own.legacy.randn(size),
+    "Generator": lambda own, size: own.bag.tools["rng"][0].random(size),
+    "partial": lambda own, size: own.drawn(size),
+    "closure": lambda own, size: own.enclosed(size),
+    "global": lambda own, size: _of_global(size),
+    "of the class": lambda own, size: own.shared.random(size),
+}
+
+
+class Draws(nn.Module):
+    """A residual linear whose rows are masked by what `kind` draws; an odd number, so that pairs of normals are split."""
+
+    shared = np.random.default_rng(6)
+
+    def __init__(self, kind: str, hidden: int = 8) -> None:
+        super().__init__()
+        self.inner = nn.Linear(hidden, hidden)
+        self.kind = kind
+        if kind == "torch generator":
+            self.generator = torch.Generator().manual_seed(1)
+        self.python = random.Random(1)
+        self.legacy = np.random.RandomState(1)
+        self.bag = Bag(np.random.Generator(np.random.Philox(1)))
+        self.drawn = partial(np.random.default_rng(2).random)
+        self.enclosed = _enclosed()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        mask = torch.as_tensor(np.asarray(DRAWS[self.kind](self, hidden.shape[1] - 1))) < 0.5
+        mask = torch.cat([mask, mask[:1]])
+        return hidden + self.inner(hidden).tanh() * mask[:, None]
+
+
+def model(data: DataInfo, kind: str) -> Named:
+    return _around([Draws(kind), Draws(kind)], data, 8)
+
+
+class Late(Draws):
+    """Makes its generator in its first forward."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not hasattr(self, "generator"):
+            self.generator = torch.Generator().manual_seed(1)
+        return super().forward(hidden)
+
+
+class System(Draws):
+    """Holds a generator that has no seed."""
+
+    def __init__(self) -> None:
+        super().__init__("Random")
+        self.python = random.SystemRandom()
+
+
+def late(data: DataInfo) -> Named:
+    return _around([Late("numpy")], data, 8)
+
+
+def system(data: DataInfo) -> Named:
+    return _around([System()], data, 8)
+
+
+def of_numpy(data: DataInfo) -> Named:
+    """First values by numpy and `random`."""
+    named = _around([Draws("numpy")], data, 8)
+    for _, module in named:
+        for parameter in module.parameters():
+            draw = [random.gauss(0, 0.1) + np.random.randn() * 0.1 for _ in range(parameter.numel())]
+            parameter.data = torch.tensor(draw).view_as(parameter)
+    return named
+
+
+def _replaced(sample: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
+    chance = {
+        "torch": lambda: torch.rand(len(sample["tokens"])),
+        "numpy": lambda: torch.from_numpy(np.random.rand(len(sample["tokens"]))),
+        "random": lambda: torch.tensor([random.random() for _ in sample["tokens"]]),
+    }[kind]()
+    return {**sample, "tokens": torch.where(chance < 0.3, 0, sample["tokens"])}
+
+
+class DrawingRows(Rows):
+    """Replaces tokens by chance where a sample is read."""
+
+    def __init__(self, context: DataContext, kind: str) -> None:
+        super().__init__(context)
+        self.kind = kind
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return _replaced(super().__getitem__(index), self.kind)
+
+
+class DrawingStream(Stream):
+    def __init__(self, context: DataContext, kind: str) -> None:
+        self.kind = kind
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for sample in super().__iter__():
+            yield _replaced(sample, self.kind)
+
+
+class DrawingCollate(Rows):
+    """Draws where samples become a batch."""
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        drawn = [_replaced(sample, "torch") for sample in samples]
+        return {name: torch.stack([sample[name] for sample in drawn]) for name in samples[0]}
+
+
+class Stuck(DrawingRows):
+    """Reads no sample any more after the third batch, until `on` is set."""
+
+    on = threading.Event()
+
+    def __init__(self, context: DataContext) -> None:
+        super().__init__(context, "torch")
+        self.num_read = 0
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.num_read += 1
+        if self.num_read > 12:
+            self.on.wait(20)
+        return super().__getitem__(index)

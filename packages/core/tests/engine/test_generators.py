@@ -1,0 +1,143 @@
+"""Whatever a layer or a data set draws from, it draws the same in every layout, again in recomputation, and after a resume."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from sley_core.errors import RunError, SleyError
+from sley_core.generators import host_state, seed_host
+from sley_core.testing.runs import assert_parity, record, same_on_all
+
+KINDS = (
+    "numpy",
+    "random",
+    "normal",
+    "torch generator",
+    "Random",
+    "RandomState",
+    "Generator",
+    "partial",
+    "closure",
+    "global",
+    "of the class",
+)
+"""Those of `own_draws.DRAWS`."""
+
+
+def refusal(plan, folder):
+    with pytest.raises(SleyError) as caught:
+        record(plan, 1, folder=folder)
+    return caught.value.diagnostics[0].code
+
+
+@pytest.fixture
+def tables(small):
+    def tables(kind, **changes):
+        return small(model={"factory": "own_draws:model", "options": {"kind": kind}}, batch__micro_size=2, **changes)
+
+    return tables
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_draws_the_same_in_each_layout(ranks, own, tables, kind):
+    reference = record(tables(kind), 2, folder=own)
+    assert len({row["loss"] for row in reference.rows}) == 2
+    layouts = ranks(2)(record, tables(kind), 2, folder=own)
+    assert_parity(reference, layouts, "fp64")
+    same_on_all(layouts)
+    again = record(tables(kind, activations={"use": "core.recompute"}), 2, folder=own)
+    same_on_all([reference, again])
+    assert [row["loss"] for row in reference.rows] == [row["loss"] for row in again.rows]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_and_micro_batches_draw_different_numbers(alone, tables, kind):
+    from own_draws import DRAWS
+
+    assert set(DRAWS) == set(KINDS)
+    with alone(tables(kind)) as run:
+        seen, draw = [], DRAWS[kind]
+        for layer in run.layers[1:-1]:
+            layer.module.register_forward_hook(lambda own, *_: seen.append(tuple(map(float, draw(own, 5)))))
+        run.step()
+        run.step()
+    assert len(set(seen)) == len(seen) == 2 * 2 * 2
+
+
+@pytest.mark.parametrize(("factory", "words"), [("late", "makes a generator"), ("system", "SystemRandom")])
+def test_a_generator_that_no_seed_reaches_is_refused(alone, small, factory, words):
+    with (
+        alone(small(model={"factory": f"own_draws:{factory}"})) as run,
+        pytest.raises(SleyError, match=words) as caught,
+    ):
+        run.step()
+    assert caught.value.diagnostics[0].code == "model-random"
+    assert "blocks.0" in str(caught.value)
+
+
+def test_first_values_may_be_drawn_by_numpy(ranks, own, small):
+    plan = small(model={"factory": "own_draws:of_numpy"})
+    assert_parity(record(plan, 1, folder=own), ranks(2)(record, plan, 1, folder=own), "fp64")
+
+
+def test_the_generators_of_one_seed_draw_different_numbers():
+    before = host_state()
+    seed_host(2**61 + 12345)
+    drawn = [
+        torch.rand(50, dtype=torch.float64).numpy(),
+        np.random.rand(50),
+        np.array([random.random() for _ in range(50)]),
+    ]
+    torch.default_generator.set_state(before[0])
+    for one, other in zip(drawn, [*drawn[1:], drawn[0]], strict=True):
+        assert abs(one - other).min() > 1e-6
+
+
+@pytest.mark.parametrize("what", ["step", "train", "evaluate"])
+def test_a_programs_own_draws_go_on(alone, tables, what):
+    with alone(tables("numpy", evaluation={"every": 2, "steps": 1})) as run:
+        before = host_state()
+        wanted = np.random.rand(3), random.random()
+        seed_state = host_state()
+        np.random.set_state(before[2])
+        random.setstate(before[1])
+        getattr(run, what)()
+        assert (np.random.rand(3) == wanted[0]).all()
+        assert random.random() == wanted[1]
+        assert random.getstate() == seed_state[1]
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "random"])
+@pytest.mark.parametrize("data", ["DrawingRows", "DrawingStream"])
+def test_data_and_layers_may_draw_from_the_same_generators(ranks, own, tables, alone, data, kind):
+    plan = tables("numpy", data={"factory": f"own_draws:{data}", "options": {"kind": kind}}, run__steps=4)
+    reference = record(plan, 4, folder=own)
+    assert_parity(reference, ranks(2)(record, plan, 4, folder=own), "fp64")
+    assert reference.rows[0]["loss"] != record(tables("numpy"), 1, folder=own).rows[0]["loss"]
+    with alone(plan) as run:
+        batches = [run.feed.next() for _ in range(3)]
+        run.feed.restore({"samples": 8})
+        assert torch.equal(run.feed.next()["tokens"], batches[2]["tokens"])
+
+
+def test_a_collate_that_draws_is_refused_where_a_rank_has_some_of_the_rows(ranks, own, small):
+    plan = small(data={"factory": "own_draws:DrawingCollate"})
+    rows = [record(plan, 2, folder=own).rows for _ in range(2)]
+    assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
+    refused = ranks(2)(refusal, plan, own)
+    assert set(refused) == {"data-random"}
+
+
+def test_a_layer_does_not_wait_for_a_stuck_data_set_for_ever(alone, tables):
+    from own_draws import Stuck
+
+    plan = tables("numpy", data={"factory": "own_draws:Stuck"}, run__steps=6, limits={"data_timeout_s": 0.3})
+    with alone(plan) as run:
+        with pytest.raises(RunError, match="data set") as caught:
+            run.train()
+        Stuck.on.set()
+    assert caught.value.diagnostics[0].code == "data-timeout"
