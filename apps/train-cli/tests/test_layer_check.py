@@ -14,6 +14,7 @@ Own = Callable[[str], Path]
 LAYERS = """
     import numpy, torch
     from torch import nn
+    from sley_core.api.model import Model
 
     class Embed(nn.Embedding):
         def forward(self, tokens):
@@ -31,6 +32,19 @@ LAYERS = """
         def forward(self, hidden):
             {picks}
             return super().forward(hidden)
+
+    class Norm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(32)
+
+        def forward(self, hidden):
+            return self.norm(hidden.transpose(1, 2)).transpose(1, 2)
+
+    class Frozen(nn.BatchNorm1d):
+        def forward(self, hidden):
+            given = self.running_mean, self.running_var, self.weight, self.bias
+            return nn.functional.batch_norm(hidden.transpose(1, 2), *given).transpose(1, 2)
 
     def layers():
         return [("embed", Embed(256, 32)), {more}]
@@ -71,6 +85,27 @@ def test_layers_that_do_not_fit_are_told_by_name(
     assert result.code == 3, result.err
     assert words.replace("float32", "bfloat16" if "bf16" in str(sizes) else "float32") in result.err
     assert "plan.toml:" in result.err
+
+
+@pytest.mark.parametrize(
+    ("more", "is_refused"),
+    [
+        ("Norm(), Norm(), nn.Linear(32, 256)", True),
+        ('Norm(), Norm(), ("picks", Picks(32, 256))', True),
+        ("Norm().eval(), Norm().eval(), nn.Linear(32, 256)", False),
+        ("Frozen(32), nn.Linear(32, 256)", False),
+        ('nn.Linear(32, 256)], per_rank_buffers=["*.running_*", "*.num_batches_tracked"', False),
+    ],
+)
+def test_running_statistics_are_told_in_one_error(cli: Cli, own_model: Own, more: str, is_refused: bool) -> None:
+    """What a run said in its first step, in an error for each buffer, after the check had passed."""
+    source = layers(more, "hidden.sum().item()").replace("return [", "return Model([").rstrip() + ")"
+    result = cli("check", own_model(source), "--model", changes=ONE)
+    assert result.code == (3 if is_refused else 0), result.err
+    assert result.err.count("error[model-buffer-written]") == is_refused
+    if is_refused:
+        assert "training writes 6 buffers of BatchNorm1d (`1.norm.running_mean`" in result.err
+        assert '`sley_core.api.model.Model(layers, per_rank_buffers=("*.running_mean", ' in result.err
 
 
 @pytest.mark.parametrize(

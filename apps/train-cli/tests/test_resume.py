@@ -110,9 +110,9 @@ def test_a_run_that_went_back_does_not_go_on_from_its_earlier_try(
             ).code
             == 0
         )
-        noted = (folder / "runs/small/origin.json").read_text("utf-8")
+        noted = (folder / "runs/small/attempt.json").read_text("utf-8")
         assert cli("run", plan, "--resume", own / "step-00000099", changes=ALONE).code != 0
-        assert (folder / "runs/small/origin.json").read_text("utf-8") == noted, "a path that is none changes nothing"
+        assert (folder / "runs/small/attempt.json").read_text("utf-8") == noted, "a path that is none changes nothing"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     saves = 'checkpoint={every_steps=3, keep=1, mode="sync"}'
     again = cli(
@@ -130,12 +130,12 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(cli: Cli, plan: Path, fol
     with newest.open("r+b") as file:
         file.seek(-3, 2)
         file.write(b"\xff\x00\xff")
-    again = cli("run", plan, "--resume", "auto", changes=[*ALONE, EVERY])
+    again = cli("run", plan, "--resume", "auto", changes=[*ALONE, EVERY, "run.steps=7"])
     assert again.code == 0, again.err
     assert "passed over " in again.err
     assert newest.name in again.err
-    assert "going on after step 4 of 6" in again.err
-    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6]
+    assert "going on after step 4 of 7" in again.err
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_both_options_contradict_each_other(cli: Cli, plan: Path) -> None:
@@ -168,8 +168,9 @@ def test_a_finished_run_without_a_checkpoint_is_not_begun_again(cli: Cli, plan: 
     made = folder / "runs" / "small"
     before = {path: path.read_bytes() for path in made.rglob("*") if path.is_file()}
     again = cli("run", plan, "--resume", "auto", changes=[*ALONE, "run.steps=8"])
-    assert again.code == 3, again.err
-    assert "has finished its 6 steps, and has no checkpoint to go on from" in again.err
+    assert again.code == 2, again.err
+    assert "has rows up to step 6 and final weights, but" in again.err
+    assert "has no checkpoint of it; it has saved none" in again.err
     unasked = cli("run", plan, changes=ALONE)
     assert "hint: `--overwrite` replaces it" in unasked.err, "nothing can go on here"
     assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sley_core.testing.plans import changed
-from sley_core.testing.resumed import assert_same_stretch, stretch
+from sley_core.testing.resumed import assert_goes_on, assert_same_stretch, stretch
 
 POWERSGD = {"use": "dp.powersgd", "rank": 1, "start_step": 2, "bucket_mb": 0.001}
 
@@ -26,6 +26,18 @@ def test_the_same_layout_goes_on_bit_for_bit(ranks, own, tmp_path, small, handle
     tables["batch"]["global_size"] = 3
     every = ranks(3, 120)(there_and_back, tables, own, tmp_path / "saved", steps)
     assert_same_stretch([one for one, _ in every], [other for _, other in every])
+
+
+@pytest.mark.parametrize("handler", ["dp.bucketed", "dp.sharded"])
+def test_a_model_of_odd_parameters_goes_on_in_another_layout(ranks, own, tmp_path, small, handler):
+    """A scalar, one without elements, and one of seven: what no rank steps an element of is saved, too."""
+    tables = small({"use": handler, "bucket_mb": 0.001}, parallel={"dp": 2}, model__factory="dp_parts:odd")
+    saved = ranks(2)(stretch, tables, 2, folder=own, save=tmp_path / "saved")
+    alone = changed(tables, parallel=None, gradient_handlers=None)
+    wanted = stretch(alone, 3, folder=own)
+    assert_goes_on(wanted, ranks(2)(stretch, tables, 1, folder=own, load=tmp_path / "saved"), "fp32")
+    assert_goes_on(wanted, [stretch(alone, 1, folder=own, load=tmp_path / "saved")], "fp32")
+    assert saved[0].weights["a.nothing"].shape == (0, 3)
 
 
 def buckets_after(tables, folder, path, steps):

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from odd_parts import PLAN
 from parking import BETWEEN, EVERYTHING, running, sha
 
 from sley_core.checkpoint import read
-from sley_core.errors import StateError
+from sley_core.errors import RunError, StateError
 
 BF16 = {**PLAN, "precision": {"compute": "bf16"}}
-OFFLOADS = {"everything": EVERYTHING, "between steps": BETWEEN, "on the host": [{"use": "memory.host_optimizer"}]}
+ON_HOST = [{"use": "memory.host_optimizer"}]
+OFFLOADS = {
+    "everything": EVERYTHING,
+    "between steps": BETWEEN,
+    "on the host": ON_HOST,
+    "on the host, without weights": [*ON_HOST, {"use": "memory.weights"}],
+}
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -35,7 +42,9 @@ def test_what_is_away_is_saved_where_it_lies_and_goes_on_bit_for_bit(own, tmp_pa
         wanted = sha(run)
     here, away = read(tmp_path / "here"), read(tmp_path / "away")
     assert set(here) == set(away)
-    is_same_run = offload != "on the host"  # the odd parameters of this model are stepped by other kernels there
+    is_same_run = (
+        OFFLOADS[offload][0] not in ON_HOST
+    )  # the odd parameters of this model are stepped by other kernels there
     if is_same_run:
         assert all(here[name].equal(away[name]) for name in here)
     for path in ("here", "away") if is_same_run else ("away",):
@@ -78,13 +87,40 @@ def test_a_save_beside_training_outlives_an_offload(own, tmp_path):
     assert all(still[name].equal(found[name]) for name in still)
 
 
-def test_weights_that_were_written_and_left_are_told(own, tmp_path):
-    """Their masters do not know of it yet."""
-    with running({**BF16, "offload": EVERYTHING}) as run:
+def by_copy(parameter, value):
+    with torch.no_grad():
+        parameter.copy_(value)
+
+
+def by_data(parameter, value):
+    parameter.data = torch.full_like(parameter.data, value)
+
+
+@pytest.mark.parametrize("write", [by_copy, by_data])
+@pytest.mark.parametrize("offload", ["everything", "on the host, without weights"])
+def test_what_was_written_before_weights_left_is_saved(own, tmp_path, offload, write):
+    with running({**BF16, "offload": OFFLOADS[offload]}) as run:
         run.step()
-        run.book.trainable[0].parameter.detach().add_(1.0)
-        run.memory.offload("weights").wait()
-        with pytest.raises(Exception, match="weights"):
-            run.save_checkpoint(tmp_path / "away")
+        write(run.book["second.across"].parameter, 0.25)
+        run.memory.offload().wait()
+        assert dict(run.memory.host("masters"))["second.across"].eq(0.25).all()
+        run.save_checkpoint(tmp_path / "away")
+        assert read(tmp_path / "away")["weights/second.across"].eq(0.25).all()
         with pytest.raises(StateError, match="loading a checkpoint needs the run's weights"):
             run.load_checkpoint(tmp_path / "away")
+
+
+@pytest.mark.parametrize("write", [by_copy, by_data])
+def test_what_was_written_while_masters_are_away_is_told(own, tmp_path, write):
+    """They do not know of it yet; once they are back, they do."""
+    with running({**BF16, "offload": EVERYTHING}) as run:
+        run.step()
+        run.memory.offload("masters").wait()
+        write(run.book["second.across"].parameter, 0.25)
+        run.memory.offload("weights").wait()
+        with pytest.raises(RunError, match="after a program has written weights"):
+            run.save_checkpoint(tmp_path / "away")
+        with pytest.raises(StateError, match="after a program has written weights"):
+            run.memory.host("masters")
+        run.memory.onload()
+        assert dict(run.memory.host("masters"))["second.across"].eq(0.25).all()

@@ -18,6 +18,7 @@ from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.runs import assert_same_run, record
 
 pytestmark = pytest.mark.timeout(120)
+SHARING = ("GRU", "LSTM", "RNN", "unsafe_split", "views of both", "data", "detach", "next layer")
 HOST = {"use": "memory.host", "min_bytes": 1}
 MODEL = {"factory": "attending:layers"}
 
@@ -86,13 +87,13 @@ def test_a_storage_moves_once(own: Path, texts: Path) -> None:
     with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
         keys: list[tuple[int, int]] = []
         policy = run.caller.policy
-        send = policy._send
+        prepared = policy._prepared
 
         def sent(tensor: torch.Tensor) -> Any:
             keys.append((tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()))
-            return send(tensor)
+            return prepared(tensor)
 
-        policy._send = sent
+        policy._prepared = sent
         run.step()
         own_ones = {entry.parameter.untyped_storage().data_ptr() for entry in run.book}
         own_ones |= {buffer.untyped_storage().data_ptr() for layer in run.layers for buffer in layer.module.buffers()}
@@ -176,6 +177,30 @@ def test_what_is_written_on_after_it_was_saved_is_refused(own: Path, texts: Path
             assert caught.value.diagnostics[0].code == "saved-in-place"
 
 
+@pytest.mark.parametrize("kind", SHARING)
+def test_what_shares_a_storage_alone_comes_back_as_autograd_saw_it(as_kept: Any, kind: str) -> None:
+    model = {"factory": "sharing:sharing", "options": {"kind": kind}}
+    counts = as_kept(HOST | {"layers": ["*"]}, model=model, evaluation=None)
+    assert counts["moved_bytes"] > 0
+
+
+@pytest.mark.parametrize("kind", ["data", "unsafe_chunk"])
+def test_a_layer_that_writes_to_what_another_saved_is_refused_in_the_first_step(texts: Path, kind: str) -> None:
+    """`core.keep` would use what was written; on the host is what was saved. The next attempt begins clean."""
+    model = {"factory": "sharing:spoiled", "options": {"kind": kind}}
+    tables = small_plan(model=model, activations=HOST | {"layers": ["*"]})
+    with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
+        with pytest.raises(RunError, match="that shares its memory") as caught:
+            run.step()
+        assert caught.value.diagnostics[0].code == "saved-in-place"
+        policy = run.caller.policy
+        run.layers[2].module.forward = lambda h: h
+        run.step()
+        del caught
+        gc.collect()
+        assert policy.buffers.num_lent_bytes == 0
+
+
 def late(tables: dict[str, Any], texts: Path, spoil: Any = None) -> tuple[Any, list[str], float]:
     """Three steps with copies as late as the policy permits; faults, and what came back too late."""
     from late import LateStream
@@ -205,7 +230,8 @@ def test_copies_may_be_late(own: Path, texts: Path, monkeypatch: pytest.MonkeyPa
     assert_same_run(reference, recorded)
 
     def released_at_once(policy: Any) -> None:
-        policy._leave = lambda visit: [moved.release() for moved in visit.alive()]
+        send = policy._send
+        policy._send = lambda moved: (send(moved), moved.release())
 
     assert late(tables, texts, released_at_once)[1], "a copy of what is freed at once is not noticed"
     monkeypatch.setattr("late.LateEvent.hold_device", lambda event: None)

@@ -48,6 +48,27 @@ def test_a_step_while_a_part_is_away_names_it_and_the_call(part):
         assert sha(run) == found
 
 
+def test_nothing_leaves_between_the_calls_of_one_step():
+    """The gradients of the first calls would be lost; the step ends as if nothing had been asked."""
+    with running(AWAY) as run:
+        with run.accumulate():
+            run.step(BATCH)
+            for part in PARTS[:5]:
+                with pytest.raises(StateError, match=r"within-step.*an offload comes between two steps"):
+                    run.memory.offload(part)
+        run.step(BATCH)
+        run.memory.offload()
+        run.memory.onload()
+        run.step(BATCH)
+        found = sha(run)
+    with running(AWAY) as run:
+        with run.accumulate():
+            run.step(BATCH)
+        run.step(BATCH)
+        run.step(BATCH)
+        assert sha(run) == found
+
+
 def test_calls_of_layers_by_hand_are_refused_while_weights_are_away():
     """Of a layer and of a module within; and not any more once weights are back, with no hook left behind."""
     with running(AWAY) as run:
@@ -70,12 +91,15 @@ def test_weights_alone_are_enough_to_evaluate_and_to_call(texts):
     tables = small_plan(precision__compute="bf16", evaluation={"every": 100}, offload=EVERYTHING)
     with running(tables, texts) as run:
         run.step()
-        wanted = run.evaluate()
+        batch = run.feed.next()
+        wanted, loss, outputs = run.evaluate(), run.evaluate(batch), run.predict(batch)
         run.memory.offload()
-        with pytest.raises(StateError, match="an evaluation needs the run's weights"):
-            run.evaluate()
+        for call in (run.evaluate, lambda: run.evaluate(batch), lambda: run.predict(batch)):
+            with pytest.raises(StateError, match="n needs the run's weights, which are away"):
+                call()
         run.memory.onload("weights", "buffers")
-        assert run.evaluate() == wanted
+        assert (run.evaluate(), run.evaluate(batch)) == (wanted, loss)
+        assert torch.equal(run.predict(batch), outputs)
         sizes = run.memory.bytes
         assert (sizes["masters"], sizes["optimizer_states"], sizes["gradients"]) == (0, 0, 0)
         report = run.memory.report
@@ -84,7 +108,7 @@ def test_weights_alone_are_enough_to_evaluate_and_to_call(texts):
         with pytest.raises(StateError, match="loading weights needs the run's masters"):
             run.load_weights(state)
         run.memory.onload()
-        run.step()
+        run.step(batch)
 
 
 def test_loaded_weights_need_weights_buffers_and_masters_only():
@@ -159,6 +183,8 @@ def test_nothing_leaves_within_a_step_or_an_evaluation(texts):
         hook = run.layers[0].module.register_forward_hook(leave)
         run.step()
         run.evaluate()
+        run.predict(run.feed.next())
+        run.feed.restore({"samples": 8})
         hook.remove()
         assert any("a step is under way" in text for text in refused)
         assert any("an evaluation is under way" in text for text in refused)

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from sley_core.engine.on_meta import meta_micro_batch, meta_output
+from sley_core.engine.on_meta import meta_micro_batch, meta_output, meta_state
 from sley_core.errors import PlanError, SleyError
 from sley_core.losses.config import CrossEntropyConfig
+from sley_core.model.buffers import is_per_rank, normalisers_written, refuse_written
 from sley_core.model.layers import MODEL
 
 if TYPE_CHECKING:
@@ -42,31 +43,40 @@ def check_layers(plan: Plan, model: Model, dataset: AnyDataset, dtype: torch.dty
 
     model: on meta, not to be used again; its layers are called with parameters of `dtype`. Returns a note on what was
     not checked and why, or None. Raises PlanError "layer-fails" with the layer's name and its inputs,
-    "model-vocabulary" for a last layer with fewer classes than the data has labels, "loss-fails", and the loss's own
-    errors.
+    "model-buffer-written" for running statistics, "model-vocabulary" for a last layer with fewer classes than the data
+    has labels, "loss-fails", and the loss's own errors.
     """
     try:
         fields = meta_micro_batch(plan, dataset)
     except Exception as error:  # a user's data, which may not even be here
         return f"no layer was called, for want of a sample: {_first_line(error)}"
     args: tuple[Any, ...] = ()
+    written: list[tuple[str, nn.Module]] = []
     for layer in model.layers:
         lacking = [name for name in layer.fields if name not in fields]
         if lacking:
             return f"layers were called up to {_words(layer)}: the shape of `{lacking[0]}` is known to the data alone"
         try:
-            args = (meta_output(layer, args, fields, dtype),)
+            state = meta_state(layer, dtype)
+            args = (meta_output(layer, args, fields, state),)
+            written += [
+                (name, module)
+                for name, module in normalisers_written(layer, state)
+                if not is_per_rank(name, model.per_rank_buffers)
+            ]
         except SleyError:
             raise
         except Exception as error:
             given = ", ".join([*map(_shape, args), *(f"{name} {_shape(fields[name])}" for name in layer.fields)])
             if not _is_certain(error, _CERTAIN):
+                refuse_written(written)
                 return f"layers were called up to {_words(layer)}, which needs values or a device: {_first_line(error)}"
             message = f"{_words(layer)} fails, given {given or 'nothing'}: {_first_line(error)}"
             hint = (
                 "its first argument is what the layer before returns; `train-cli run --traceback` shows the way there"
             )
             raise PlanError("layer-fails", message, path=MODEL, hint=hint) from error
+    refuse_written(written)
     _check_classes(plan, dataset.info, model.layers[-1], args[0])
     return _check_loss(plan, args[0], fields)
 

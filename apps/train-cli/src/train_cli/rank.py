@@ -17,6 +17,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, SleyError
 from sley_core.export.run_weights import WEIGHTS
+from sley_core.metrics.summary import NAME as SUMMARY
 from sley_core.metrics.summary import RunFacts, RunTotals, summary, write_summary
 from sley_core.reports.witness import report_error, report_stuck
 from sley_core.reports.work_recorder import recorded_work
@@ -27,7 +28,7 @@ from train_cli.faults import Fault
 from train_cli.opening import opening, repeats
 from train_cli.preflight import meet, thread_note
 from train_cli.progress import Reporter, closing
-from train_cli.resume import load
+from train_cli.resume import AUTO, is_finished, load
 from train_cli.resume import totals as done
 from train_cli.run_folder import write_plan
 from train_cli.start_record import write_start
@@ -46,6 +47,9 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool, ve
     """
 
     def work(run: Run, stopping: Stopping) -> None:
+        if resume == AUTO and is_finished(run, folder):
+            _tell_done(run, folder, folder / WEIGHTS if (folder / WEIGHTS).is_dir() else None)
+            return
         run.notes.extend(load(run, folder, resume))
         with recorded_work(run.parts, run.feed, folder, run.notes):
             _train(run, folder, stopping, resume=resume, line=line, verbose=verbose)
@@ -102,13 +106,14 @@ def _late(folder: Path, joined: list[World]) -> None:
 def _train(run: Run, folder: Path, stopping: Stopping, *, resume: str | None, line: bool, verbose: bool) -> None:
     """Runs the training; on rank 0 also writes plan and summary, and shows progress."""
     if run.num_steps_done >= run.plan.run.steps:  # all ranks have loaded one checkpoint
-        _tell_done(run, folder)
+        _tell_done(run, folder, _keep_weights(run, folder))
         return
     if run.world.rank != 0:
         stopping.working(run.stop)
         run.train()
         _keep_weights(run, folder)
         return
+    (folder / SUMMARY).unlink(missing_ok=True)  # of an earlier end: the run has not finished now
     # The plan now has what only the data could tell.
     resolved = run.resolved_plan
     write_plan(resolved, folder)
@@ -138,9 +143,8 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, resume: str | None, li
     say(closing(content, folder, weights, verbose=verbose))
 
 
-def _tell_done(run: Run, folder: Path) -> None:
-    """Shows where the results are of a run whose steps were all taken before, and saves final weights if they are missing."""
-    weights = _keep_weights(run, folder)
+def _tell_done(run: Run, folder: Path, weights: Path | None) -> None:
+    """Shows where the results are of a run whose steps were all taken before."""
     if run.world.rank == 0:
         where = f"; its weights are in {weights}" if weights else ""
         say(f"nothing is left to do: all {run.plan.run.steps} steps are taken{where}; `--set run.steps=...` takes more")

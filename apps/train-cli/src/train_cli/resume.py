@@ -1,34 +1,33 @@
-"""Resumes a run: finds the folder and the step, and says which to the user.
+"""Resumes a run: finds the folder and the step, and says which to the user. `attempt.json` in the run's folder says which
+checkpoints are its own.
 
---resume PATH ──> begins at PATH, and notes it in the folder ──> checkpoints of its own
+--resume PATH ──> begins at PATH, as the folder then says ──> checkpoints of its own
                        └── started again, or --resume auto ─────> the newest of these, or PATH where there is none yet
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sley_core.errors import RunError
-from sley_core.metrics.json_text import write_whole
+from sley_core.comm.collectives import gather_objects
+from sley_core.export.run_weights import PLAN, WEIGHTS
 from sley_core.metrics.jsonl import rows
 from sley_core.metrics.summary import RunTotals
-from sley_core.plan.factory import cause
+from sley_core.plan.changes import changes, refuse_changes
 from train_cli.run_folder import run_folder
-from train_cli.saved import ORIGIN
+from train_cli.saved import finished_steps, wrote
 
 if TYPE_CHECKING:
-    from sley_core.checkpoint.choosing import RunOrigin
+    from collections.abc import Iterator
+
     from sley_core.checkpoint.loading import Restored
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
 
 AUTO = "auto"
-"""The newest checkpoint of the run itself; none of a run that has not written one."""
+"""The newest checkpoint that the run itself wrote; none for a run that has taken no step."""
 
 
 def is_again() -> bool:
@@ -37,11 +36,45 @@ def is_again() -> bool:
     return any(count != "0" for count in restarts)
 
 
-def goes_on(plan: Plan, resume: str | None) -> bool:
-    """Returns whether the run continues in its own folder, rather than begin in a new one from another run's checkpoint."""
-    if resume is None or resume == AUTO:
-        return resume == AUTO
-    return is_again() or Path(resume).resolve().is_relative_to(run_folder(plan).resolve())
+def goes_on(plan: Plan, given: str | None) -> bool:
+    """Returns whether the run continues in its own folder, rather than begin in a new one, perhaps from another run's
+    checkpoint. given: what the user has said after `--resume`.
+
+    A job that SLURM has started again continues the runs that it has begun, but not those of other jobs.
+    """
+    folder = run_folder(plan)
+    if given == AUTO:
+        return True
+    if is_again():
+        from sley_core.checkpoint.attempt import job, read_attempt
+
+        attempt = read_attempt(folder)
+        return given is not None or attempt is None or attempt.job == job()
+    if given is None:
+        return False
+    # Not resolved too, since the folder of checkpoints may be a link.
+    paths = {Path(given).resolve(), Path(os.path.abspath(given))}  # noqa: PTH100  # it leaves links as they are
+    return any(path.is_relative_to(base) for path in paths for base in (folder.resolve(), folder.absolute())) or wrote(
+        folder, given
+    )
+
+
+def is_finished(run: Run, folder: Path) -> bool:
+    """Returns whether the run in `folder` has finished with all of the plan's steps and has its final weights, so that nothing
+    is left to do. All ranks call it.
+
+    Raises PlanError "resume-differs" if it is the folder of a run with other numbers.
+    """
+    said = ""
+    steps = finished_steps(folder) if run.world.rank == 0 else None
+    if steps is not None and steps >= run.plan.run.steps and (folder / PLAN).is_file():
+        has_weights = run.plan.run.final_weights == "none" or (folder / WEIGHTS).is_dir()
+        said = (folder / PLAN).read_text("utf-8") if has_weights else ""
+    # All ranks: what rank 0 sees counts, whose folder it is.
+    before: str = gather_objects(said, run.groups["control"], what="whether the run has finished")[0]
+    if before:
+        refuse_changes(changes(before, run.resolved_plan.to_toml()))
+    return bool(before)
 
 
 def load(run: Run, folder: Path, resume: str | None) -> list[str]:
@@ -51,52 +84,21 @@ def load(run: Run, folder: Path, resume: str | None) -> list[str]:
     """
     if resume is None:
         return []
-    is_first = run.world.rank == 0
-    if resume == AUTO or is_again():
-        found = run.load_checkpoint(AUTO, _origin(folder, resume) if is_first else None)
-    else:
-        with _without_origin(folder) if is_first else nullcontext():
-            found = run.load_checkpoint(resume)
-    if found is None:
-        return ["no checkpoint yet: it begins at the first step"]
-    if is_first and resume != AUTO and found.origin is not None:
-        noted = {"given": resume, "path": found.origin.path, "before": sorted(found.origin.before or ())}
-        write_whole(folder / ORIGIN, json.dumps(noted))
-    return list(_lines(run, found))
+    if resume != AUTO and is_again():
+        is_begun = run.world.rank == 0 and _has_begun_at(folder, resume)
+        # All ranks: they have the same command and environment.
+        if gather_objects(is_begun, run.groups["control"], what="where the run has begun")[0]:
+            resume = AUTO
+    found = run.load_checkpoint(resume)
+    return ["no checkpoint yet: it begins at the first step"] if found is None else list(_lines(run, found))
 
 
-@contextmanager
-def _without_origin(folder: Path) -> Iterator[None]:
-    """Removes the record of where the run in `folder` began, and restores it if the block fails, as for a path without
-    checkpoint.
-    """
-    path = folder / ORIGIN
-    before = path.read_text("utf-8") if path.exists() else None
-    path.unlink(missing_ok=True)
-    try:
-        yield
-    except Exception:
-        if before is not None:
-            write_whole(path, before)
-        raise
+def _has_begun_at(folder: Path, given: str) -> bool:
+    """Returns whether the attempt in `folder` began at the checkpoint that the user has named so."""
+    from sley_core.checkpoint.attempt import read_attempt
 
-
-def _origin(folder: Path, resume: str) -> RunOrigin | None:
-    """Returns where the run in `folder` began, if it began at a checkpoint. resume: as the user has given it."""
-    from sley_core.checkpoint.choosing import RunOrigin
-
-    path = folder / ORIGIN
-    try:
-        noted = json.loads(path.read_text("utf-8"))
-        if resume in (AUTO, noted["given"]):
-            return RunOrigin(noted["path"], frozenset(noted["before"]))
-    except FileNotFoundError:
-        pass
-    except (ValueError, KeyError, TypeError) as error:
-        hint = "name the checkpoint to go on from"
-        raise RunError("origin", f"`{path}` does not say where the run began: {cause(error)}", hint=hint) from error
-    # It was ended before it had loaded what the user has named, and so before it could save anything.
-    return None if resume == AUTO else RunOrigin(resume, None)
+    attempt = read_attempt(folder)
+    return attempt is not None and attempt.given == given
 
 
 def totals(run: Run, folder: Path, resume: str | None) -> RunTotals:
@@ -104,6 +106,8 @@ def totals(run: Run, folder: Path, resume: str | None) -> RunTotals:
     return RunTotals(rows(folder)) if resume else RunTotals()
 
 
-def _lines(run: Run, found: Restored) -> list[str]:
-    passed = (f"passed over {path}: {', '.join(map(str, damages))}" for path, damages in found.passed_over)
-    return [*passed, f"going on after step {found.step} of {run.plan.run.steps}, from {found.path}", *found.notes]
+def _lines(run: Run, found: Restored) -> Iterator[str]:
+    for path, damages in found.passed_over:
+        yield f"passed over {path}: {', '.join(map(str, damages))}"
+    yield f"going on after step {found.step} of {run.plan.run.steps}, from {found.path}"
+    yield from found.notes

@@ -1,7 +1,7 @@
 """Makes the folder of a run, `runs/<name>/`, once before any rank starts, for one run at a time; overwrites only on request.
 
 It holds `plan.toml` as resolved, `start.json`, and what the run wrote: `metrics.jsonl`, `summary.json`, traces, the final
-weights, `faults` if it failed, and `origin.json` if it began at a checkpoint.
+weights, `faults` if it failed, and `attempt.json`, which says from which checkpoints it may resume.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import tomli
 
+from sley_core.checkpoint.attempt import NAME as ATTEMPT
 from sley_core.errors import PlanError, SleyError
 from sley_core.export.run_weights import PLAN
 from sley_core.metrics.json_text import write_whole
@@ -25,7 +26,7 @@ from sley_core.reports.fault_report import forget
 from sley_core.reports.work_record import FOLDER as WORK
 from train_cli.folder_lock import NAME as LOCK
 from train_cli.folder_lock import FolderLock, TakenError, check_free, is_restart
-from train_cli.saved import ORIGIN, can_go_on, finished_steps
+from train_cli.saved import can_go_on
 from train_cli.start_record import NAME as START
 
 
@@ -38,7 +39,7 @@ def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> No
     """Raises PlanError "run-folder" if `held_run_folder` could not make the folder, or go on in it; changes nothing.
 
     Reasons: it exists and neither `overwrite` nor `resume` is given, it is not the folder of a run, a run that has not ended
-    uses it, one that has finished would begin again, or it cannot be written.
+    uses it, or it cannot be written.
     """
     folder = run_folder(plan)
     try:
@@ -51,8 +52,6 @@ def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> No
             if not _is_ours(folder):
                 hint = "choose another `run.name` or `run.folder`"
                 raise _refused(plan, f"`{folder}` is not the folder of a run, so it is not replaced", hint)
-            if resume:
-                _keep_finished(plan, folder)
         nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     except TakenError as error:
         raise _in_use(plan, folder, error) from None
@@ -62,16 +61,6 @@ def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> No
         raise _unwritable(plan, folder, NotADirectoryError(0, "it is a file", str(nearest)))
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise _unwritable(plan, folder, PermissionError(0, "permission denied", str(nearest)))
-
-
-def _keep_finished(plan: Plan, folder: Path) -> None:
-    """Raises PlanError "run-folder" if resuming would begin a finished run again and replace its results."""
-    steps = finished_steps(folder)
-    if steps is None or can_go_on(plan, folder):
-        return
-    hint = "`--overwrite` begins it again, `--set run.name=...` makes another; a plan with [checkpoint] can take more steps"
-    message = f"the run in `{folder}` has finished its {steps} steps, and has no checkpoint to go on from"
-    raise _refused(plan, message, hint)
 
 
 @contextmanager
@@ -130,7 +119,7 @@ def drop_unused(folder: Path) -> None:
 def _is_unused(folder: Path) -> bool:
     """Returns whether `folder` has no results: nothing, or what a run has that failed before its first step."""
     files = {path.name: path.stat().st_size for path in folder.glob("*")}
-    return files.keys() <= {PLAN, METRICS, LOCK, FAULTS, ORIGIN, START} and not files.get(METRICS)
+    return files.keys() <= {PLAN, METRICS, LOCK, FAULTS, ATTEMPT, START} and not files.get(METRICS)
 
 
 def write_plan(plan: Plan, folder: Path) -> None:

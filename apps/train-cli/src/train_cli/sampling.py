@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 
 
 class TextIds(Protocol):
-    """Converts text to token ids and back. size: ids are below it. end: the id after which a document ends."""
+    """Converts text to token ids and back. size: ids are below it. end: the id after which a document ends. num_before: how
+    many of the ids that `encode` returns come before the text.
+    """
 
     size: int
     end: int | None
+    num_before: int
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of `text`."""
+        """Returns the ids of `text`, as a document that begins with it has them."""
         ...
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
@@ -39,6 +42,7 @@ class Utf8(TextIds):
 
     size = NUM_BYTES
     end = None
+    num_before = 0
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -57,10 +61,11 @@ class Tokenized(TextIds):
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.size, self.end = tokenizer.vocab_size, tokenizer.end_of_document
+        self.num_before = 0
 
     def encode(self, text: str) -> list[int]:
-        ids, _ = self._tokenizer.encode([("the prompt", text.encode())])
-        return list(ids)[: -1 if self.end is not None else None]
+        ids, self.num_before = self._tokenizer.encode_prompt(text)
+        return ids
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
         """Yields the text that each token id adds, once its characters are complete."""

@@ -8,15 +8,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sley_core.checkpoint.attempt import read_attempt
 from sley_core.errors import UsageError
 from sley_core.export.run_weights import CHECKPOINTS
 from sley_core.metrics.summary import NAME as SUMMARY
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
-
-ORIGIN = "origin.json"
-"""Where the run began, and which of its own checkpoints are of an earlier try."""
 
 _SHOWN = 4
 
@@ -40,7 +38,21 @@ def names_in(path: Path) -> list[str]:
 def can_go_on(plan: Plan, folder: Path) -> bool:
     """Returns whether a run of `plan` in `folder` may find a checkpoint to resume from: its own, or that at which it began."""
     own = (plan.checkpoint.folder if plan.checkpoint else None) or str(folder / CHECKPOINTS)
-    return is_remote(own) or (folder / ORIGIN).is_file() or bool(names_in(Path(own)))
+    return is_remote(own) or bool(names_in(Path(own))) or bool((attempt := read_attempt(folder)) and attempt.origin)
+
+
+def wrote(folder: Path, given: str) -> bool:
+    """Returns whether an attempt of the run in `folder` wrote the checkpoint at `given`, or the newest of several there."""
+    attempt = read_attempt(folder)
+    if attempt is None:
+        return False
+    from sley_core.checkpoint.choosing import index_or_none
+    from sley_core.checkpoint.folders import open_folder
+    from sley_core.checkpoint.verify import ready
+
+    where = open_folder(given)
+    found = index_or_none(where) or next((index_or_none(where.child(name)) for name in ready(where)), None)
+    return found is not None and attempt.wrote(found.lineage)
 
 
 def finished_steps(folder: Path) -> int | None:

@@ -13,7 +13,7 @@ from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
 from sley_core.data.slices import Slices
 from sley_core.data.vocabulary import check_tokens
-from sley_core.engine.evaluate import Evaluation
+from sley_core.engine.evaluate import Evaluation, ForwardOnly
 from sley_core.engine.profile import StepProfiler
 from sley_core.engine.step_batch import BatchSplitter
 from sley_core.engine.timeline import StepTimeline
@@ -47,14 +47,17 @@ def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, step
         weighs=executor.has_loss,
         weighs_micros=parts.store.canonical is not None,
     )
-    samples = Samples(dataset, splitter, Meter.of(parts, model.layers, dataset.info))
+    modules = [layer.module for layer in parts.layers]
+    forward = ForwardOnly(executor, stepper.lists, modules, groups, parts.world.device, stepper.agreement)
+    reads = frozenset(name for layer in model.layers for name in layer.fields)
+    samples = Samples(dataset, splitter, Meter.of(parts, model.layers, dataset.info), forward, reads)
     if parts.world.is_fake:  # steps are given their samples
         return samples
     rows = rows_of(plan.batch.global_size, parts)
     config: Any = plan.data.config
     feed = _feed(plan, dataset, rows, shuffle=config.shuffle)
     watch = BufferWatch(parts.layers, model.per_rank_buffers)
-    return replace(samples, feed=feed, watch=watch, evaluation=_evaluation(plan, parts, stepper, splitter, rows))
+    return replace(samples, feed=feed, watch=watch, evaluation=_evaluation(plan, forward, splitter, rows))
 
 
 def _feed(plan: Plan, dataset: AnyDataset, rows: range, *, shuffle: bool = True) -> Feed:
@@ -70,22 +73,12 @@ def _feed(plan: Plan, dataset: AnyDataset, rows: range, *, shuffle: bool = True)
     )
 
 
-def _evaluation(plan: Plan, parts: Parts, stepper: Stepper, splitter: BatchSplitter, rows: range) -> Evaluation | None:
+def _evaluation(plan: Plan, forward: ForwardOnly, splitter: BatchSplitter, rows: range) -> Evaluation | None:
     """Returns the evaluation on held-out data; None if the plan has none."""
     if plan.evaluation is None:
         return None
-    return Evaluation(
-        stepper.executor,
-        stepper.lists,
-        [layer.module for layer in parts.layers],
-        _feed(plan, open_dataset(plan.data, DataContext(plan.run.seed, "held_out")), rows),
-        splitter,
-        parts.groups,
-        parts.world.device,
-        stepper.agreement,
-        num_batches=plan.evaluation.steps,
-        num_micros=len(rows) // plan.batch.micro_size,
-    )
+    held_out = open_dataset(plan.data, DataContext(plan.run.seed, "held_out"))
+    return Evaluation(forward, _feed(plan, held_out, rows), splitter, plan.evaluation.steps)
 
 
 def outputs_of(plan: Plan, world: World, stepper: Stepper, topology: Topology, folder: Path | None) -> Outputs:
@@ -108,4 +101,5 @@ def checkpoints_of(
     """Returns the object that saves and restores the run. folder: the run's."""
     tensors = RunTensors(parts, stepper.update, memory, model.per_rank_buffers, keepers_of(plan, stepper))
     own = plan.checkpoint.folder if plan.checkpoint else None
-    return Checkpoints(plan, tensors, samples.feed, own or (None if folder is None else str(folder / CHECKPOINTS)))
+    where = own or (None if folder is None else str(folder / CHECKPOINTS))
+    return Checkpoints(plan, tensors, samples.feed, where, folder)

@@ -12,7 +12,7 @@ from sley_core.protocols import Rewinds
 if TYPE_CHECKING:
     from sley_core.data.dataset import AnyDataset
     from sley_core.data.feed import Feed
-    from sley_core.engine.evaluate import Evaluation
+    from sley_core.engine.evaluate import Evaluation, ForwardOnly
     from sley_core.engine.parts import Parts
     from sley_core.engine.profile import StepProfiler
     from sley_core.engine.step_batch import BatchSplitter
@@ -26,13 +26,16 @@ if TYPE_CHECKING:
 class Samples:
     """Holds what a run is trained on and measured with.
 
-    splitter: makes micro-batches of samples. feed: gives the next samples, None in a fake world. watch: the buffers that the
-    first step must not write. evaluation: on held-out samples, if the plan has one.
+    splitter: makes micro-batches of samples. forward: runs the model forward only. reads: names of the fields that layers read.
+    feed: gives the next samples, None in a fake world. watch: the buffers that the first step must not write. evaluation: on
+    held-out samples, if the plan has one.
     """
 
     dataset: AnyDataset
     splitter: BatchSplitter
     meter: Meter
+    forward: ForwardOnly
+    reads: frozenset[str]
     feed: Feed | None = None
     watch: BufferWatch | None = None
     evaluation: Evaluation | None = None

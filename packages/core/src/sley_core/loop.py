@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from sley_core.comm.progress import BETWEEN, DEVICE
 from sley_core.engine.not_finite import is_no_number, is_refused, refusal
+from sley_core.engine.outputs import Collected
 from sley_core.engine.totals import Votes
 from sley_core.errors import RunError
 
@@ -30,15 +31,25 @@ Row = dict[str, float | int]
 
 
 @dataclass(frozen=True)
+class Taken:
+    """Holds what the calls of a step have taken so far. count: of tokens or samples (`Meter.unit`), of all ranks. seconds: of
+    the calls before the last.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+    data_wait_s: float = 0.0
+    samples: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Launched:
     """Holds a step whose totals are not yet on the host."""
 
     number: int
     totals: PendingTotals
     lr: float
-    count: int  # of tokens or samples: Meter.unit
-    data_wait_s: float
-    samples: tuple[int, ...]
+    taken: Taken
 
 
 class Loop:
@@ -72,6 +83,8 @@ class Loop:
         self.was_stopped = False
         self._is_first = True  # of this run object, which may have been brought to a later step by a checkpoint
         self._is_stepping = False
+        self._is_accumulating = False
+        self._taken = Taken()
         self._is_training = False
         self._is_evaluating = False
         self._stop_asked = False
@@ -101,15 +114,52 @@ class Loop:
         self._emit_late()
         self.parts.weights.settle()
 
-    def step(self, batch: GivenBatch | None) -> Row:
+    def step(self, given: GivenBatch | None) -> Row:
         """Takes one step and returns its row, as `Run.step` says."""
+        return self._step(given)
+
+    def step_with_outputs(self, given: GivenBatch | None, *, join: bool) -> tuple[Row, Any]:
+        """Takes one step and returns its row and the model's outputs, as `Run.step` says."""
+        collected = Collected()
+        row = self._step(given, collected)
+        return row, self._in_form(collected, given, join=join)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Returns a context manager within which calls of `step` add up to one step, which the next call after it ends."""
+        before, self._is_accumulating = self._is_accumulating, True
+        try:
+            yield
+        finally:
+            self._is_accumulating = before
+
+    @property
+    def is_within_step(self) -> bool:
+        """Whether calls add up, or have been added up, to a step that has not ended yet."""
+        return self._is_accumulating or self.stepper.sums is not None
+
+    def _step(self, given: GivenBatch | None, collected: Collected | None = None) -> Row:
         self._restart()
+        if self._is_accumulating:
+            return self._add(given, collected)
         with self.parts.weights.settled_on_error():
-            launched = self.launch(batch)
+            launched = self.launch(given, collected)
         self.parts.weights.settle()
         row = self._emit(launched)
         self._save_if_due()
         return row
+
+    def _add(self, given: GivenBatch | None, collected: Collected | None) -> Row:
+        """Adds one call to the step, and returns its row: the step's number, and the mean loss of this call's samples."""
+        with self._running(), self.parts.weights.settled_on_error():
+            batch = self._begin_call(given, collected)
+            outputs = None if collected is None else collected.outputs
+            loss = self.stepper.add(self.num_steps_done, batch, outputs)
+        self._check_buffers()
+        device = self.parts.world.device
+        seconds = self._taken.seconds + device.seconds_between(self._since, device.moment())
+        self._taken = replace(self._taken, seconds=seconds)
+        return {"step": self.num_steps_done + 1, "loss": loss}
 
     def stop(self) -> None:
         """Sets this rank's vote to stop after the step in progress; safe in a signal handler."""
@@ -138,35 +188,71 @@ class Loop:
         if self._watch is not None:
             self._watch.look()
 
-    def evaluate(self) -> float:
-        """Returns the mean loss on held-out data. The run must have an evaluation."""
-        assert self.samples.evaluation is not None, "there is no [evaluation]"
+    def evaluate(self, given: GivenBatch | None = None) -> float:
+        """Returns the mean loss of `given`, or on held-out data, of which the run must have an evaluation."""
         with self._while("_is_evaluating"):
+            if given is not None:
+                return self.samples.forward.mean_loss([self.samples.splitter.given(given)])
+            assert self.samples.evaluation is not None, "there is no [evaluation]"
             return self.samples.evaluation()
 
-    def launch(self, given: GivenBatch | None) -> Launched:
-        """Starts a step on `given`, or on the next samples of the feed; on CUDA the device continues after this returns."""
-        self.require()
+    def predict(self, given: GivenBatch, *, join: bool) -> Any:
+        """Returns the model's outputs as `Run.predict` says."""
+        with self._while("_is_evaluating"):
+            batch = self.samples.splitter.to_predict(given, self.samples.reads)
+            collected = Collected(batch.micros, self.samples.forward.outputs(batch))
+            return self._in_form(collected, given, join=join)
+
+    def launch(self, given: GivenBatch | None, collected: Collected | None = None) -> Launched:
+        """Starts a step on `given`, or on the next samples of the feed; on CUDA the device continues after this returns.
+        collected: gets the model's outputs.
+        """
         number, profiler, timeline = self.num_steps_done + 1, self.outputs.profiler, self.outputs.timeline
-        parts = self.parts
-        with parts.world.device.random_state_kept(), self._while("_is_stepping"):
-            batch, wait_s, samples = self._take(given)
-            if profiler is not None:
-                profiler.before_step(number)
+        with self._running():
+            batch = self._begin_call(given, collected)
             clock = None if timeline is None else timeline.before_step(number, batch.num_micros)
-            if self._is_first:
-                parts.book.check_complete(parts.layers)
             votes = Votes(self._stop_asked, self.checkpoints.wants_save)
-            totals = self.stepper.step(self.num_steps_done, batch, votes=votes, clock=clock)
+            outputs = None if collected is None else collected.outputs
+            totals = self.stepper.step(self.num_steps_done, batch, votes=votes, clock=clock, outputs=outputs)
+        self._check_buffers()
+        if profiler is not None:
+            profiler.after_step(number)
+        self.num_steps_done = number
+        return Launched(number, totals, self.stepper.update.lr, self._taken)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Returns a context manager for a call of a step."""
+        self.require()
+        self.checkpoints.begin(self.num_steps_done)
+        with self.parts.world.device.random_state_kept(), self._while("_is_stepping"):
+            yield
+
+    def _begin_call(self, given: GivenBatch | None, collected: Collected | None) -> StepBatch:
+        """Takes the samples of a call of the next step, and prepares what comes with its first call."""
+        batch, wait_s, samples = self._take(given)
+        if self.stepper.sums is None:
+            self._taken = Taken()
+            if self.outputs.profiler is not None:
+                self.outputs.profiler.before_step(self.num_steps_done + 1)
+        if self._is_first:
+            self.parts.book.check_complete(self.parts.layers)
+        if collected is not None:
+            collected.micros = batch.micros
+        count = sum(map(self.samples.meter.count, batch.whole)) * self.parts.topology.dp
+        before = self._taken
+        self._taken = Taken(before.count + count, before.seconds, before.data_wait_s + wait_s, before.samples + samples)
+        return batch
+
+    def _check_buffers(self) -> None:
+        """Checks, after the first call of this run object, that no buffer was written."""
         if self._watch is not None and self._is_first:
             self._watch.check()
             self._watch = None  # its copies of buffers are free
         self._is_first = False
-        if profiler is not None:
-            profiler.after_step(number)
-        self.num_steps_done = number
-        count = sum(map(self.samples.meter.count, batch.whole)) * self.parts.topology.dp
-        return Launched(number, totals, self.stepper.update.lr, count, wait_s, samples)
+
+    def _in_form(self, collected: Collected, given: GivenBatch | None, *, join: bool) -> Any:
+        return collected.in_form(given, self.samples.splitter.info.fields, self.parts.groups["sp"], join=join)
 
     def _save_if_due(self) -> None:
         """Saves the run as it is now, if all ranks know that a save is due; no step is in flight then."""
@@ -212,7 +298,7 @@ class Loop:
         if self.outputs.timeline is not None:
             self.outputs.timeline.write(launched.number)
         ended = launched.totals.ended
-        seconds = self.parts.world.device.seconds_between(self._since, ended)
+        seconds = self.parts.world.device.seconds_between(self._since, ended) + launched.taken.seconds
         self._since = ended
         is_skipped = self._is_skipped(launched, result)
         if is_refused(result) and not is_skipped:
@@ -225,7 +311,7 @@ class Loop:
         if result.loss_scale is not None or self.stepper.update.skips is not None:
             row["skipped"] = int(result.skipped or is_skipped)
         row |= self.parts.numbers.row(result.numbers)
-        row |= self.samples.meter.measure(launched.count, seconds, launched.data_wait_s)
+        row |= self.samples.meter.measure(launched.taken.count, seconds, launched.taken.data_wait_s)
         try:
             if self._evaluates_after(launched):
                 row["held_out_loss"] = self.evaluate()
@@ -252,7 +338,7 @@ class Loop:
             launched.number,
             result,
             launched.totals,
-            launched.samples,
+            launched.taken.samples,
             is_latest=is_latest,
             num_skipped=before,
         )

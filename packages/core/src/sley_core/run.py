@@ -3,19 +3,20 @@
 with assemble(plan, world) as run:
     run.train()                      # all steps of the plan
     row = run.step(batch)            # or one step, on your own samples
-    loss = run.evaluate()            # held-out loss
+    loss = run.evaluate()            # held-out loss, or that of a batch
+    outputs = run.predict(batch)     # the model's outputs for your own samples
     run.load_weights(state)          # other weights, between two steps
     run.save_weights("weights")      # safetensors files
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from sley_core.comm.collectives import gather_objects
 from sley_core.engine.save import WeightSaver
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.checkpoint.checkpoints import Checkpoints
-    from sley_core.checkpoint.choosing import RunOrigin
     from sley_core.checkpoint.loading import Restored
     from sley_core.engine.load import LoadedWeights, WeightLoader
     from sley_core.engine.parts import Parts
@@ -92,6 +92,8 @@ class Run(AbstractContextManager["Run"]):
         checkpoints.notes = self.notes
         checkpoints.resolved = lambda: self.resolved_plan.to_toml()
         self._notify = Notifier(plan)
+        self._outcome: Outcome = "finished"
+        self._has_begun = False
         self._is_closed = False
 
     @property
@@ -118,38 +120,100 @@ class Run(AbstractContextManager["Run"]):
 
         Calls the plugins' notifications. On CUDA a row is read while the next step runs. Raises RunError, on all ranks alike
         and with no weight changed by that step: `not-finite` if the loss or the gradient norm is not finite, `nothing-counts`
-        for a batch of weight 0.
+        for a batch of weight 0; and before the first step, `checkpoint-folder` if its checkpoints could not be saved.
         """
         self._settle()
+        self._check_ended("training")
         self.memory.require("a step", TO_STEP)
-        outcome: Outcome = "failed"
-        self._notify("sley_run_started", run=self)
-        try:
+        self._checkpoints.probe()
+        with self._stepping():
             self._looks = self._any_listens()
             self.loop.train()
-            outcome = "interrupted" if self.loop.was_stopped else "finished"
-        finally:
-            self._notify("sley_run_finished", run=self, outcome=outcome)
-        return outcome
+        return self._outcome
 
-    def step(self, batch: GivenBatch | None = None) -> Row:
+    @overload
+    def step(self, batch: GivenBatch | None = None) -> Row: ...
+
+    @overload
+    def step(
+        self, batch: GivenBatch | None = None, *, return_outputs: Literal[True], join: bool = False
+    ) -> tuple[Row, Any]: ...
+
+    @overload
+    def step(self, batch: GivenBatch | None = None, *, return_outputs: bool, join: bool = False) -> Any: ...
+
+    def step(self, batch: GivenBatch | None = None, *, return_outputs: bool = False, join: bool = False) -> Any:
         """Takes one optimizer step and returns its row, the same on every rank. All ranks call it.
 
         batch: this rank's samples, rows `run.rows` of the global batch, on the host: {field: tensor}; if left out, the next
         ones of the plan's data. It may have more or fewer micro-batches than the plan says, but the same number on all ranks.
-        It may be a list of micro-batches, whose sequence lengths may differ, but must be the same on all stages. Raises
-        RunError as `train` does, and, with nothing changed, for a batch that does not match the data's declaration.
+        It may be a list of micro-batches, whose sequence lengths may differ, but must be the same on all stages.
+
+        return_outputs: returns the row and the model's outputs in this step's forward, copied and without a graph, in the form
+        that `predict` gives them, with `join` as there; all ranks ask for the same.
+
+        Raises RunError as `train` does, and, with nothing changed, for a batch that does not match the data's declaration.
         """
         self._settle()
-        return self.loop.step(batch)
+        with self._stepping():
+            return self.loop.step_with_outputs(batch, join=join) if return_outputs else self.loop.step(batch)
 
-    def evaluate(self) -> float:
-        """Returns the mean held-out loss; changes nothing. All ranks call it. Raises UsageError without `[evaluation]`."""
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Returns a context manager within which `step` adds gradients up and updates nothing; the next call of `step` outside
+        of it updates, with the same numbers as one step on the samples of all these calls. All ranks call it alike.
+
+            with run.accumulate():
+                run.step(first)        # {"step": ..., "loss": the mean of this call's samples}
+                run.step(second)
+            row = run.step(third)      # one step: loss, clipping and norm are those of all three
+
+        The gradient is divided once, by the loss weight of all samples; the step counts once, and handlers, writers and
+        listeners see it once. Random numbers go on from call to call. Between the calls the model may be evaluated and
+        predicted with, and `save_weights` called. `train`, checkpoints, `load_weights` and offloads raise StateError
+        `within-step` until the step has ended; a parameter that is frozen or unfrozen, and a backward of the program's own,
+        are refused at the next call. If a call fails after others, the rest of the step is refused: RunError
+        `accumulation-lost`.
+
+        Raises UsageError `accumulate-canonical` with `[parallel] reduction = "canonical"`.
+        """
         self._settle()
-        if self.evaluation is None:
-            raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint="add one with `every = 100`")
+        if self.store.canonical is not None:
+            raise UsageError(
+                "accumulate-canonical",
+                'with [parallel] reduction = "canonical" gradients are summed in one order of all micro-batches of a step',
+                hint="give `run.step` a list of all micro-batches",
+            )
+        return self.loop.accumulating()
+
+    def evaluate(self, batch: GivenBatch | None = None) -> float:
+        """Returns the mean loss over `batch`, the same on every rank; changes nothing. All ranks call it.
+
+        batch: this rank's samples, in the form that `step` takes; left out, the plan's held-out samples. Raises RunError
+        `not-finite` and `nothing-counts` on all ranks alike, and UsageError `no-evaluation` where both the batch and the table
+        `[evaluation]` are missing.
+        """
+        self._settle()
+        if batch is None and self.evaluation is None:
+            hint = "add one with `every = 100`, or evaluate a batch of your own"
+            raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint=hint)
         self.memory.require("an evaluation", TO_EVALUATE)
-        return self.loop.evaluate()
+        return self.loop.evaluate(batch)
+
+    def predict(self, batch: GivenBatch, *, join: bool = False) -> Any:
+        """Returns the model's outputs for `batch`, on ranks with the model's last layer; None on the other stages. All ranks
+        call it. Changes nothing: modules are in evaluation mode, and nothing is kept for a backward.
+
+        batch: this rank's samples, in the form that `step` takes; fields that no layer reads, such as labels, may be left out.
+        The result has the form of the batch: of {field: tensor} one output, whose tensors are joined along the dim of samples;
+        of a list of micro-batches a list. Tensors are on the run's device, without a graph. Ranks that split sequences (`sp`)
+        get the output of their slice, or all of them that of whole sequences, with `join`; classes that ranks share are joined.
+
+        Raises RunError `boundary-type` for an output that is not made of tensors, `outputs-apart` for a tensor without the dim
+        along which it would be joined, and StateError `memory-away`.
+        """
+        self._settle()
+        self.memory.require("a prediction", TO_EVALUATE)
+        return self.loop.predict(batch, join=join)
 
     def load_weights(
         self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True
@@ -164,6 +228,7 @@ class Run(AbstractContextManager["Run"]):
         Raises RunError on all ranks alike: `weights-mismatch`, and `weights-differ` if ranks were given different values.
         """
         self._settle()
+        self._check_ended("loading weights")
         self.memory.require("loading weights", TO_LOAD)
         self._checkpoints.secure()
         found = self._load_weights(state, strict=strict)
@@ -189,9 +254,14 @@ class Run(AbstractContextManager["Run"]):
             raise UsageError(
                 "no-precision", f"weights have no precision {precision!r}", hint=f"it is {' or '.join(TO_SAVE)}"
             )
-        require = partial(self.memory.require, "saving weights", TO_SAVE[precision])
         save = WeightSaver(self.parts, self.stepper.update.masters)
-        save(Path(folder).absolute(), precision, max_file_bytes, require)
+        save(Path(folder).absolute(), precision, max_file_bytes, partial(self._look_at_weights, precision))
+
+    def _look_at_weights(self, precision: Precision) -> None:
+        """Makes what a save of `precision` reads usable. Raises StateError `memory-away`."""
+        self.memory.require("saving weights", TO_SAVE[precision])
+        if precision == "full":
+            self.memory.follow("saving weights")
 
     def save_checkpoint(self, path: str | Path | None = None) -> str:
         """Writes a checkpoint and returns its folder; the checkpoint is complete when this returns. All ranks call it, between
@@ -202,26 +272,29 @@ class Run(AbstractContextManager["Run"]):
         and the run can continue.
         """
         self._settle()
+        self._check_ended("saving a checkpoint")
         return self._checkpoints.save(path, self.num_steps_done)
 
-    def load_checkpoint(self, path: str | Path, origin: RunOrigin | None = None) -> Restored | None:
+    def load_checkpoint(self, path: str | Path) -> Restored | None:
         """Resumes from a checkpoint, in this layout or another, and returns what was loaded; None for "auto" if there is none
         yet.
 
         All ranks call it, between two steps. It restores weights, masters, optimizer states, buffers, loss scale, position in
-        the data and the number of steps done; rows of later steps are dropped from the metrics. path: a checkpoint; or a folder
-        of several, or "auto" for the run's own folder, of which the newest intact one is loaded. origin: for "auto", the
-        checkpoint at which the run began, if any (`Restored.origin` on rank 0).
+        the data and the number of steps done; rows that are not of the checkpoint's own steps are dropped from the metrics.
+        path: a checkpoint; or a folder of several, of which the newest intact one is loaded; or "auto" for the newest that this
+        run wrote, or else the one from which it began.
 
-        Raises RunError on all ranks alike, with nothing changed: `no-checkpoint`, `checkpoint-damaged`, `checkpoint-mismatch`
-        for another model's or optimizer's; PlanError `resume-differs` for a run with other data, loss or seed.
+        Raises on all ranks alike, with nothing changed: RunError `no-checkpoint`, `checkpoint-damaged`, `checkpoint-mismatch`
+        for another model's or optimizer's; PlanError `resume-differs` for a run with other data, loss or seed; UsageError
+        `never-anew` for "auto" without a checkpoint of this run, if its folder has rows or weights.
         """
         self._settle()
+        self._check_ended("loading a checkpoint")
         self.memory.require("loading a checkpoint", TO_RESTORE)
-        found, steps = self._checkpoints.load(path, origin)
+        found, steps, num_rows = self._checkpoints.load(path)
         if found is not None:
             self.loop.go_on(steps)
-        self.outputs.rewind(self.num_steps_done)
+        self.outputs.rewind(num_rows)
         return found
 
     def before_layer(self, name: str, wait: Wait, is_due: IsDue | None = None) -> None:
@@ -256,11 +329,25 @@ class Run(AbstractContextManager["Run"]):
             for part in parts:
                 if part is not None:
                     stack.callback(part.close)
+            if self._has_begun:
+                stack.callback(self._notify, "sley_run_finished", run=self, outcome=self._outcome)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None:
+            self._outcome = "failed"
         self.close()
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Announces the run before its first step, and notes whether the last steps failed or all ranks were asked to stop."""
+        self._outcome = "failed"
+        if not self._has_begun:
+            self._has_begun = True
+            self._notify("sley_run_started", run=self)
+        yield
+        self._outcome = "interrupted" if self.loop.was_stopped else "finished"
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -272,8 +359,11 @@ class Run(AbstractContextManager["Run"]):
         self.parts.weights.settle()
 
     def _check_free(self) -> None:
-        """Raises StateError `step-failed` if exchanges of a failed step or evaluation may still use this run's memory."""
+        """Raises StateError `within-step` between the calls of one step, and `step-failed` if exchanges of a failed step or
+        evaluation may still use this run's memory.
+        """
         stepper = self.stepper
+        self._check_ended("an offload")
         if self.world.size > 1 and (stepper.left_in_flight or stepper.executor.left_in_flight):
             what = "step" if stepper.left_in_flight else "evaluation"
             raise StateError(
@@ -282,6 +372,15 @@ class Run(AbstractContextManager["Run"]):
                 hint="take a step first, which ends them, or close the run",
             )
         self._checkpoints.secure()
+
+    def _check_ended(self, what: str) -> None:
+        """Raises StateError `within-step` if calls within `accumulate` have been added up that no step has ended yet."""
+        if self.loop.is_within_step:
+            raise StateError(
+                "within-step",
+                f"{what} comes between two steps, but calls within `run.accumulate()` wait for the rest of their step",
+                hint="call `run.step` outside `run.accumulate()` first, which ends the step",
+            )
 
     def _any_listens(self) -> bool:
         """Returns whether any rank has listeners, if that matters: all ranks must wait alike. All ranks call it."""

@@ -5,9 +5,13 @@ Every table is strict (a bool is no integer, "5" is no number), frozen, and refu
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SerializationInfo, ValidationInfo
 
@@ -52,17 +56,77 @@ def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _path(value: Any, info: ValidationInfo) -> Any:
-    """Returns a string as a path, in the plan's folder if it is relative; any other value unchanged, for pydantic to refuse."""
+_VARIABLE = re.compile(r"\$(?:\$|(\w+)|\{(\w+)\})")
+
+
+def expanded(text: str, quote: Callable[[str], str] = str) -> str:
+    """Returns a path of a plan with a leading `~`, `$NAME` and `${NAME}` replaced, and `$$` by a dollar sign.
+
+    quote: applied to what is put in. Raises ValueError for a name that the environment does not have, or has empty, and for a
+    user without a home folder.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if name and not os.environ.get(name):
+            raise ValueError(f"the environment has no `{name}`; set it, or write `$$` for a dollar sign in a name")
+        return quote(os.environ[name]) if name else "$"
+
+    user, slash, rest = text.partition("/")
+    if user.startswith("~"):
+        try:
+            home = str(Path(user).expanduser())
+        except RuntimeError:
+            message = f"`{user}` has no home folder; write `./{user}` for a folder of that name"
+            raise ValueError(message) from None
+        return quote(home) + slash + _VARIABLE.sub(value, rest)
+    return _VARIABLE.sub(value, text)
+
+
+def written(text: str) -> str:
+    """Returns the text of a plan that `expanded` turns into the path `text`."""
+    return ("./" if text.startswith("~") else "") + text.replace("$", "$$")
+
+
+class BasePath(NamedTuple):
+    """A path in a plan that another one extends: `text`, as it is written there, starts in the folder of that plan."""
+
+    folder: Path
+    text: str
+
+
+def _in_folder(value: Any, info: ValidationInfo, quote: Callable[[str], str]) -> Any:
+    """Returns a text as a path in the folder of its plan, if it is relative; other values as they are, for pydantic."""
+    folder = (info.context or {}).get("folder")
+    if isinstance(value, BasePath):
+        folder, value = value
     if not isinstance(value, str):
         return value
-    folder = (info.context or {}).get("folder")
-    return Path(folder, value) if folder else Path(value)
+    text = expanded(value, quote)
+    return Path(quote(str(folder)), text) if folder else Path(text)
+
+
+def _path(value: Any, info: ValidationInfo) -> Any:
+    return _in_folder(value, info, str)
+
+
+def _pattern(value: Any, info: ValidationInfo) -> Any:
+    return _in_folder(value, info, escape)
 
 
 def _path_text(value: Path, info: SerializationInfo) -> str:
     folder = (info.context or {}).get("folder")
-    return value.relative_to(folder).as_posix() if folder and value.is_relative_to(folder) else str(value)
+    return _relative(value, folder and str(folder))
+
+
+def _pattern_text(value: Path, info: SerializationInfo) -> str:
+    folder = (info.context or {}).get("folder")
+    return _relative(value, folder and escape(str(folder)))
+
+
+def _relative(value: Path, folder: str | None) -> str:
+    inside = folder and value.is_relative_to(folder)
+    return written(value.relative_to(folder).as_posix() if folder and inside else str(value))
 
 
 @dataclass(frozen=True)
@@ -76,7 +140,22 @@ Array = Annotated[tuple[T, ...], BeforeValidator(_tuple)]
 """A TOML array, kept as a tuple: `Array[int]`."""
 
 PlanPath = Annotated[Path, BeforeValidator(_path), PlainSerializer(_path_text)]
-"""A path of the plan; a relative one is relative to the plan's folder, and is written back as it was given."""
+"""A path of the plan, in which `~` and `$NAME` are expanded; a relative one is relative to the plan's folder, also as it is
+written back.
+"""
+
+PlanPattern = Annotated[Path, BeforeValidator(_pattern), PlainSerializer(_pattern_text)]
+"""As `PlanPath`, but `*`, `?`, `[...]` and `**` of the plan's own text match; in the folder and in what is expanded they stand
+for themselves, written as `glob.escape` writes them.
+"""
+
+PlanFolder = Annotated[
+    str,
+    Field(min_length=1),
+    BeforeValidator(lambda value: expanded(value) if isinstance(value, str) else value),
+    PlainSerializer(written),
+]
+"""A folder, or its URL, in which `~` and `$NAME` are expanded; a relative one is relative to the current folder."""
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]

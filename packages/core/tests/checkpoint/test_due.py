@@ -14,6 +14,7 @@ from sley_core.checkpoint import newest, read, verify
 from sley_core.checkpoint.folders import LocalFolder
 from sley_core.checkpoint.live_bytes import LiveBytes
 from sley_core.comm.world import World
+from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_core.testing.plans import changed, small_plan
@@ -26,6 +27,7 @@ def plan(**changes: Any) -> dict[str, Any]:
 
 
 def trained(tables: dict[str, Any], texts: Path, folder: Path, prepare: Any = None) -> Run:
+    folder.mkdir(exist_ok=True)
     with assemble(plan_from_dict(tables, texts), World.alone("cpu"), folder=folder) as run:
         if prepare is not None:
             prepare(run)
@@ -35,6 +37,17 @@ def trained(tables: dict[str, Any], texts: Path, folder: Path, prepare: Any = No
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def losing(folder: Path) -> Any:
+    """Returns what puts a file where the folder of checkpoints is to be, after the first step."""
+
+    def prepare(run: Run) -> None:
+        run.readers.append(
+            lambda row: folder.write_text("no folder", "utf-8") if row["step"] == 1 and not folder.exists() else None
+        )
+
+    return prepare
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
@@ -134,7 +147,9 @@ def test_all_is_copied_aside_beside_the_forward_while_the_disk_is_slow(texts, tm
 
 
 def test_training_is_the_same_with_and_without_saves(texts, tmp_path):
-    runs = [trained(plan(**more), texts, tmp_path) for more in ({}, {"checkpoint": {"every_steps": 1}})]
+    runs = [
+        trained(plan(**more), texts, tmp_path / f"{len(more)}") for more in ({}, {"checkpoint": {"every_steps": 1}})
+    ]
     one, other = map(weights, runs)
     assert all(one[name].equal(other[name]) for name in one)
 
@@ -197,7 +212,7 @@ def test_a_run_that_has_ended_can_be_made_longer_from_its_last_step(texts, tmp_p
     longer = trained(changed(tables, run__steps=8), texts, tmp_path, lambda run: run.load_checkpoint("auto"))
     assert names(tmp_path) == ["step-00000006", "step-00000008"], "the newest of those that `keep` says"
     assert longer.counts["checkpoint"]["saved"] == 1, "step 8 is a multiple, and is saved once"
-    whole = trained(plan(run__steps=8), texts, tmp_path)
+    whole = trained(plan(run__steps=8), texts, tmp_path / "whole")
     assert all(weights(longer)[name].equal(weight) for name, weight in weights(whole).items())
 
 
@@ -211,8 +226,7 @@ def test_a_run_that_fails_has_no_checkpoint_of_the_step_in_which_it_did(texts, t
 
 
 def test_a_last_save_that_fails_does_not_fail_a_run_that_has_taken_all_steps(texts, tmp_path):
-    (tmp_path / "checkpoints").write_text("a file where the folder should be", "utf-8")
-    run = trained(plan(checkpoint={"every_steps": 4}), texts, tmp_path)
+    run = trained(plan(checkpoint={"every_steps": 4}), texts, tmp_path, losing(tmp_path / "checkpoints"))
     assert run.counts["checkpoint"]["failed"] == 2
     assert run.notes[-1].endswith("the run ends without it")
 
@@ -253,8 +267,7 @@ def test_a_run_that_is_stopped_in_its_last_step_has_ended(texts, tmp_path):
 
 
 def test_a_save_that_fails_is_a_note_and_the_run_goes_on(texts, tmp_path):
-    (tmp_path / "checkpoints").write_text("a file where the folder should be", "utf-8")
-    run = trained(plan(checkpoint={"every_steps": 2}), texts, tmp_path)
+    run = trained(plan(checkpoint={"every_steps": 2}), texts, tmp_path, losing(tmp_path / "checkpoints"))
     assert run.num_steps_done == 6
     assert run.counts["checkpoint"]["failed"] == 4, "of three steps, and the last once more"
     assert any("could not be written" in note and "the run goes on" in note for note in run.notes)
@@ -284,5 +297,6 @@ def test_weights_that_a_program_writes_in_the_middle_of_a_save_are_no_checkpoint
 def test_the_folder_of_another_run_is_refused(texts, tmp_path):
     shared = {"folder": str(tmp_path / "shared"), "every_steps": 3}
     trained(plan(checkpoint=shared), texts, tmp_path)
-    run = trained(plan(checkpoint=shared, run__name="other"), texts, tmp_path)
-    assert any("has checkpoints of the run 'small'" in note for note in run.notes)
+    with pytest.raises(RunError, match=r"checkpoint-folder.*has checkpoints of the run 'small'"):
+        trained(plan(checkpoint=shared, run__name="other"), texts, tmp_path / "other")
+    assert not (tmp_path / "other" / "metrics.jsonl").read_text("utf-8"), "before the first step"

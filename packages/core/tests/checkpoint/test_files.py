@@ -52,7 +52,7 @@ def test_the_parts_of_all_ranks_are_the_whole_and_nothing_twice(shape, count, sp
         ends = [numel * number // spans for number in range(spans + 1)]
         for first, last in pairwise(ends):
             region = Region(shape, shard, Span(first, last))
-            for rectangle, view in region.cut(own.reshape(-1)[first:last]):
+            for rectangle, view in region.cut(own.reshape(-1)[first:last].view(region.own_shape)):
                 place = rectangle.slices_in(all_of(shape))
                 assert torch.equal(whole[place] + 1, view)
                 times[place] += 1

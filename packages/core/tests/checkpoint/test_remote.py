@@ -50,7 +50,10 @@ def test_a_run_saves_to_a_url_and_goes_on_from_there(texts, tmp_path, kind):
     with assemble(plan, World.alone("cpu")) as run:
         run.step()
         run.save_checkpoint()
-    assert folder.names() == ["step-00000001-1", "step-00000004"], "what was half written is gone"
+        assert folder.names() == ["step-00000001-1", "step-00000004", "step-00000006"], "another attempt may be writing"
+        folder.child("step-00000001-1").delete(INDEX)
+        run.save_checkpoint()
+    assert folder.names() == ["step-00000001-2", "step-00000004", "step-00000006"], "what it has half written is gone"
 
 
 def test_a_store_without_room_leaves_nothing_of_a_save_and_takes_the_next(texts, monkeypatch):

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from sley_core.data.config import TextConfig
 from sley_core.data.dataset import IGNORED, DataContext
 from sley_core.data.text import TextDataset
+from sley_core.data.tokenizer import Tokenizer as OurTokenizer
 from sley_core.errors import PlanError, PluginError
 
 WORDS = ["<end>", "the", "shuttle", "carries", "weft", "é"]
@@ -105,3 +106,68 @@ def test_a_tokenizer_is_named_by_its_folder_too(tmp_path: Path, tokenizer: Path)
         len(dataset(tmp_path, b"the weft", tokenizer=tmp_path / "tok"))
     tokenizer.rename(tmp_path / "tok" / "tokenizer.json")
     assert dataset(tmp_path, b"weft the weft", tokenizer=tmp_path / "tok").info.vocab_size == len(WORDS)
+
+
+def unigram() -> Tokenizer:
+    return Tokenizer(
+        models.Unigram([("<unk>", 0.0), *((letter, -2.0) for letter in "weft the"), ("we", -3.0), ("th", -3.0)], 0)
+    )
+
+
+def bpe() -> Tokenizer:
+    letters = {letter: number for number, letter in enumerate("weft h")}
+    merges = [("w", "e"), ("t", "h"), ("we", "f")]
+    return Tokenizer(models.BPE(letters | {"we": 6, "th": 7, "wef": 8}, merges))
+
+
+@pytest.mark.parametrize("make", [bpe, unigram])
+@pytest.mark.parametrize("setting", ["truncation", "padding", "dropout", "all"])
+def test_settings_that_drop_add_or_draw_tokens_do_not_count(tmp_path: Path, make: Any, setting: str) -> None:
+    texts = [("a", b"weft the weft" * 9), ("b", b"the")] * 20
+    plain = make()
+    plain.save(str(tmp_path / "plain.json"))
+    if setting in ("truncation", "all"):
+        plain.enable_truncation(4)
+    if setting in ("padding", "all"):
+        plain.enable_padding(length=64)
+    plain.save(str(tmp_path / "set.json"))
+    if setting in ("dropout", "all"):
+        content = json.loads((tmp_path / "set.json").read_text())
+        content["model"] |= {"dropout": 0.5} if make is bpe else {"alpha": 0.1, "nbest_size": 64}
+        (tmp_path / "set.json").write_text(json.dumps(content))
+    wanted = OurTokenizer(tmp_path / "plain.json", None).encode(texts)
+    for _ in range(2):
+        assert OurTokenizer(tmp_path / "set.json", None).encode(texts) == wanted
+
+
+TEMPLATES = {
+    "nothing": None,
+    "begin": processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 6)]),
+    "end": processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 7)]),
+    "both": processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 6), ("</s>", 7)]),
+    "roberta": processors.RobertaProcessing(("</s>", 7), ("<s>", 6)),
+    "twice": processors.TemplateProcessing(single="<s> <s> $A", special_tokens=[("<s>", 6)]),
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_what_a_tokenizer_adds_to_a_text_is_trained_on(tmp_path: Path, tokenizer: Path, template: str) -> None:
+    """As transformers adds it from the same folder, to documents and to prompts."""
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer.from_file(str(tokenizer))
+    made.add_special_tokens(["<s>", "</s>"])
+    if TEMPLATES[template] is not None:
+        made.post_processor = TEMPLATES[template]
+    made.save(str(tokenizer))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "add_bos_token": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    wanted = PreTrainedTokenizerFast.from_pretrained(tmp_path)("the shuttle")["input_ids"]
+    for end in (None, "<end>", "</s>"):
+        ours = OurTokenizer(tmp_path, end)
+        ids, lengths = ours.encode([("a", b"the shuttle"), ("b", b"weft")])
+        last = [] if end is None or (end == "</s>" and wanted[-1] == 7) else [made.token_to_id(end)]
+        assert ids.tolist()[: lengths[0]] == wanted + last
+        prompt, num_before = ours.encode_prompt("the shuttle")
+        assert prompt == wanted[: num_before + 2]
+        assert prompt[num_before:] == [1, 2]

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from sley_core.assemble import assemble
+from sley_core.checkpoint import read
 from sley_core.comm.world import World
 from sley_core.engine.shards import wholes
 from sley_core.errors import RunError, SleyError
@@ -81,6 +83,23 @@ def test_what_is_written_between_steps_is_not_undone(alone, small, precision):
                 torch.testing.assert_close(value, torch.full_like(value, 0.5), rtol=0, atol=1e-4)
             run.load_weights(given(run))
             run.step()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_is_written_between_steps_is_in_all_that_is_saved(alone, small, tmp_path, precision):
+    """In weights as they are stepped, in a checkpoint, and in masters on the host; before any step has seen it."""
+    for number, write in enumerate((write_in_place, write_detached, set_data, load_state_dict)):
+        with alone(small(precision__compute=precision)) as run:
+            run.step()
+            write(run)
+            run.save_weights(tmp_path / f"{number}", precision="full")
+            found = [load_file(path) for path in (tmp_path / f"{number}").glob("*.safetensors")]
+            found.append(dict(run.memory.host("masters")))
+            saved = read(run.save_checkpoint(tmp_path / f"checkpoint {number}"))
+            found.append({entry.name: saved[f"weights/{entry.name}"] for entry in run.book})
+            names = {entry.name for entry in run.book}
+            for state in found:
+                assert [name for name in names & state.keys() if not state[name].eq(0.5).all()] == []
 
 
 def test_masters_of_what_was_not_written_keep_their_digits(alone, small):

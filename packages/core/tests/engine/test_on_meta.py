@@ -13,7 +13,7 @@ from sley_core.data.collate import collate_of
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.data.slices import Slices
-from sley_core.engine.on_meta import meta_micro_batch, meta_output
+from sley_core.engine.on_meta import meta_micro_batch, meta_output, meta_state
 from sley_core.model.layers import Layer
 from sley_core.plan.load import plan_from_dict
 
@@ -62,7 +62,7 @@ def test_a_layer_is_called_with_the_types_that_a_run_gives_it(dtype):
     """Buffers are widened and never narrowed, as when a rank gives them memory."""
     layer = Layer("one", Buffered(), fields=("shift",))
     given = torch.empty(2, 3, dtype=dtype, device="meta")
-    found = meta_output(layer, (given,), {"shift": given, "another": given}, dtype)
+    found = meta_output(layer, (given,), {"shift": given, "another": given}, meta_state(layer, dtype))
     assert found.is_meta
     assert found.shape == (2, 3)
     assert found.dtype == torch.promote_types(dtype, torch.float32)

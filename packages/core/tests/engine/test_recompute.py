@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sley_core.engine.activations import Recompute
 from sley_core.engine.step_state import MicroStep, Phase
@@ -77,3 +79,125 @@ def test_what_a_later_layer_writes_on_is_refused_when_it_is_needed(inner):
     state["hidden"].mul_(2)
     with pytest.raises(RunError, match="the input of layer 'a' is written on"):
         output.sum().backward()
+
+
+class Attributes:
+    """No dataclass: only its attributes hold anything."""
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
+class Slots:
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
+def _put_key(state, value):
+    state["hidden"] = value
+
+
+def _put_attribute(state, value):
+    state.hidden = value
+
+
+def _output(hidden):
+    from transformers.utils import ModelOutput
+
+    @dataclass
+    class Output(ModelOutput):
+        hidden: Any = None
+
+    return Output(hidden=hidden)
+
+
+def _nested(hidden):
+    inner = {"hidden": hidden}
+    return {"a": (inner, [inner])}  # one dict in two places
+
+
+WRITTEN = {
+    "dict": (lambda h: {"hidden": h}, lambda s: s["hidden"], _put_key),
+    "ordered": (lambda h: OrderedDict(hidden=h), lambda s: s["hidden"], _put_key),
+    "list": (lambda h: [h], lambda s: s[0], lambda s, value: s.insert(0, value)),
+    "list popped": (lambda h: [None, h], lambda s: s.pop(), lambda s, value: s.append(value)),
+    "dataclass": (State, lambda s: s.hidden, _put_attribute),
+    "object": (Attributes, lambda s: s.hidden, _put_attribute),
+    "slots": (Slots, lambda s: s.hidden, _put_attribute),
+    "namespace": (lambda h: SimpleNamespace(hidden=h), lambda s: s.hidden, _put_attribute),
+    "output": (_output, lambda s: s.hidden, _put_attribute),
+    "tuple of a list": (lambda h: ([h], 1), lambda s: s[0][-1], lambda s, value: s[0].append(value)),
+    "nested": (_nested, lambda s: s["a"][0]["hidden"], lambda s, value: _put_key(s["a"][1][0], value)),
+    "object of a dict": (
+        lambda h: State({"hidden": h}),
+        lambda s: s.hidden["hidden"],
+        lambda s, v: _put_key(s.hidden, v),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_a_layer_may_put_its_result_into_what_it_was_given(form, inner):
+    """Its second run begins with what was there before the first, and so does a third."""
+    pack, take, put = WRITTEN[form]
+    found = []
+    for names in ({"a", "b"}, set()):
+        policy, leaf = Recompute(frozenset(names)), torch.linspace(-1, 1, 6).reshape(3, 2).requires_grad_()
+
+        def layer(state, take=take, put=put):
+            put(state, inner(take(state)).tanh())
+            return state
+
+        state = policy.call("a", layer, (pack(leaf + 1),), {}, MICRO)
+        loss = take(policy.call("b", layer, (state,), {}, MICRO)).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append((leaf.grad, inner.weight.grad))
+        inner.zero_grad()
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_the_graph_ends_with_its_output(inner):
+    """What the layer was given would else keep its output, which has the graph, in a cycle."""
+    state = {"hidden": torch.ones(3, 2, requires_grad=True) + 1}
+
+    def layer(state):
+        state["hidden"] = inner(state["hidden"]).tanh()
+        return state
+
+    output = Recompute(frozenset({"a"})).call("a", layer, (state,), {}, MICRO)
+    known = StorageWeakRef(output["hidden"].untyped_storage())
+    del output, state
+    assert known.expired()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda h: h.data.mul_(0.5),
+        lambda h: h.unsafe_chunk(2, -1)[1].tanh_(),
+        lambda h: torch.from_numpy(h.detach().numpy()).add_(1),
+    ],
+    ids=["data", "unsafe_chunk", "numpy"],
+)
+def test_a_write_that_no_counter_counts_is_refused_in_the_first_step(write, inner):
+    policy = Recompute(frozenset({"a"}))
+    policy.begin([], Phase.TRAIN)
+
+    def layer(h):
+        write(h)
+        return inner(h).tanh()
+
+    with pytest.raises(RunError, match="the input of layer 'a' is written on"):
+        policy.call("a", layer, (torch.ones(3, 2, requires_grad=True) + 1,), {}, MICRO)
+
+
+def test_a_frozen_tower_may_run_in_inference_mode(inner):
+    policy = Recompute(frozenset({"tower", "a"}))
+    with torch.inference_mode():
+        h = policy.call("tower", torch.nn.Linear(2, 2), (torch.ones(3, 2),), {}, MICRO)
+    policy.call("a", lambda state: inner(state["h"].clone()).tanh(), ({"h": h},), {}, MICRO).sum().backward()
+    policy.call("a", lambda h: inner(h.clone()).tanh(), (h,), {}, MICRO).sum().backward()
+    assert inner.weight.grad.abs().sum() > 0

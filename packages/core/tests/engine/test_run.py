@@ -76,6 +76,43 @@ def test_a_run_tells_its_beginning_each_step_and_its_end(heard):
     assert listener.told == [("started", 0), *STEPS, ("finished", "finished")]
 
 
+@pytest.mark.parametrize("ends", ["with", "close", "twice"])
+def test_a_loop_of_ones_own_tells_the_same(heard, ends):
+    """It was told of no beginning and no end, and a run that trained twice of two."""
+    listener = Listener()
+    with heard(listener) as run:
+        for _ in range(2 if ends == "twice" else 3):
+            run.step()
+        if ends == "twice":
+            assert run.train() == run.train() == "finished"
+        assert listener.told[0] == ("started", 0)
+        assert listener.told[1:] == STEPS
+        if ends == "close":
+            run.close()
+            assert listener.told[-1] == ("finished", "finished")
+    assert listener.told == [("started", 0), *STEPS, ("finished", "finished")]
+
+
+def test_a_loop_of_ones_own_that_fails_says_so(heard):
+    listener = Listener()
+
+    def loop():
+        with heard(listener) as run:
+            run.step()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        loop()
+    assert listener.told == [("started", 0), STEPS[0], ("finished", "failed")]
+
+
+def test_a_run_that_takes_no_step_tells_nothing(heard):
+    listener = Listener()
+    with heard(listener):
+        pass
+    assert listener.told == []
+
+
 def test_an_interrupted_run_says_so_after_the_step_in_progress(heard):
     listener = Listener()
     with heard(listener) as run:
@@ -122,6 +159,7 @@ def num_hook_calls(monkeypatch):
 def test_a_step_that_nobody_listens_to_makes_no_hook_call(alone, heard, small, num_hook_calls):
     for make, per_step in ((lambda: alone(small()), 0), (lambda: heard(Listener()), 1)):
         with make() as run:
+            run.step()
             before = num_hook_calls()
             run.step()
             run.step()

@@ -13,6 +13,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.step_events import step_buckets
 from sley_core.errors import RunError
+from sley_core.optim.late import with_late_gradients
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.parity import assert_same_bits
 from sley_core.testing.plans import small_plan
@@ -96,23 +97,68 @@ def test_groups_are_whole_again_after_a_step_that_failed(texts):
 
 
 class Counting(torch.optim.SGD):
-    """Counts its steps in its groups, as schedule-free optimizers do."""
+    """Divides its steps by their number, which it keeps in one of several places."""
+
+    def __init__(self, params: Any, where: str) -> None:
+        super().__init__(params, lr=0.1)
+        self.where, self.count = where, 0
 
     def step(self, closure: Any = None) -> Any:
+        self.count += self.where == "attribute"
+        if self.where == "state":
+            self.state.setdefault("all", {"count": torch.zeros(())})["count"] += 1
         for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-        return super().step(closure)
+            first = torch.zeros(()) if self.where == "tensor" else 0
+            group["count"] = group.get("count", first) + (self.where in ("option", "tensor"))
+            total = sum(float(one.detach().sum()) for one in group["params"]) if self.where == "sum" else 0.0
+            group["sum"] = group.get("sum", 0.0) + total
+            number = self.count + group["count"] + float(self.state.get("all", {}).get("count", 0)) + group["sum"]
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad, alpha=0.1 / float(number))
+        return None
 
 
 class One:
     def __init__(self) -> None:
         self.parameter = nn.Parameter(torch.ones(2))
+        self.parameter.grad = torch.full((2,), 0.5)
 
 
-def test_an_optimizer_that_counts_steps_in_its_groups_is_refused():
-    """It would count buckets; the groups are whole again."""
+@pytest.mark.parametrize("where", ["attribute", "option", "tensor", "state"])
+def test_an_optimizer_that_counts_steps_counts_them_once(where):
+    found = []
+    for is_whole in (True, False):
+        stepped: list[Any] = [One() for _ in range(3)]
+        optimizer = Counting([one.parameter for one in stepped], where)
+        for _ in range(3):
+            optimizer.step() if is_whole else step_buckets(optimizer, stepped, one_by_one, optimizer.step)
+        found.append([one.parameter.tolist() for one in stepped])
+    assert found[0] == found[1]
+
+
+def test_an_optimizer_whose_number_depends_on_what_it_steps_is_refused():
+    """It is not that of one step; the groups are whole again."""
     stepped: list[Any] = [One(), One()]
-    optimizer = Counting([one.parameter for one in stepped], lr=0.1)
-    with pytest.raises(RunError, match=r"optimizer-counts-steps.*Counting"):
+    stepped[0].parameter.data.mul_(2)
+    optimizer = Counting([one.parameter for one in stepped], "sum")
+    with pytest.raises(RunError, match=r"optimizer-counts-steps.*Counting computes its option 'sum'"):
         step_buckets(optimizer, stepped, one_by_one, optimizer.step)
     assert len(optimizer.param_groups[0]["params"]) == 2
+
+
+def test_parameters_that_get_their_first_gradient_late_move_to_a_group_of_their_own():
+    """In a bucket as in one step: nothing is stepped twice afterwards."""
+    found = []
+    for is_whole in (True, False):
+        stepped: list[Any] = [One() for _ in range(4)]
+        optimizer: Any = with_late_gradients(
+            torch.optim.SGD([one.parameter for one in stepped], lr=0.1, momentum=0.9, fused=True)
+        )
+        for step in range(4):
+            for one in stepped:
+                one.parameter.grad = torch.full((2,), 0.5)
+            stepped[1].parameter.grad = None if step == 0 else stepped[1].parameter.grad
+            optimizer.step() if is_whole else step_buckets(optimizer, stepped, by_threes, optimizer.step)
+        assert sum(len(group["params"]) for group in optimizer.param_groups) == 4
+        found.append([one.parameter.tolist() for one in stepped])
+    assert found[0] == found[1]

@@ -154,8 +154,8 @@ class Reductions:
         return sorted(self._open.values(), key=lambda filled: -filled.bucket.number)
 
     def _may_leave(self, bucket: GradientBucket) -> bool:
-        """Returns whether `bucket` may be sent: at once, or with `once` when no action of the step can add to it any more."""
-        return not self.once or self.store.state.gradients_final(bucket.chunks)
+        """Returns whether `bucket` may be sent: at once, or with `once` when no action of this list can add to it any more."""
+        return not self.once or self.store.state.last_of_list(bucket.chunks)
 
     def _opened(self, bucket: GradientBucket) -> Open:
         """Leases full-size memory for a bucket; first waits for older ones if the bound asks for it. Contents are undefined."""

@@ -1,6 +1,7 @@
 """`memory.host`: offloads to the host what chosen layers save for their backward.
 
-    forward of layer k     autograd saves ──> copied to the host ──> the device's memory is free at the end of layer k + 1
+    forward of layer k     autograd saves
+    end of layer k         copies to the host begin ──> the device's memory is free at the end of layer k + 1
     backward of layer k+1  begins ──> what layer k saved comes back while it computes
     backward of layer k    finds it there
 
@@ -26,7 +27,7 @@ from sley_core.api.model import tensors_in
 from sley_core.protocols import ActivationPolicy
 from sley_memory.chosen import chosen
 from sley_memory.host_buffers import HostBuffers
-from sley_memory.moved import Handle, KeptTensor, Key, MovedStorage, key_of
+from sley_memory.moved import Handle, KeptTensor, MovedStorage
 from sley_memory.owners import Owners
 from sley_memory.tally import HostTally
 
@@ -37,14 +38,15 @@ if TYPE_CHECKING:
 
 
 class Visit:
-    """Tracks one call of a layer: what it saved that is in flight. Keeps none of it alive.
+    """Tracks one call of `layer`: what it saved that is in flight. Keeps none of it alive.
 
     stayed: what did not fit on the host.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
         self.moved: list[weakref.ref[MovedStorage]] = []
-        self.stayed: set[Key] = set()
+        self.stayed: set[int] = set()
 
     def alive(self) -> list[MovedStorage]:
         """Returns what autograd still has, the last saved first: a backward needs it in this order."""
@@ -58,7 +60,8 @@ class HostActivations(ActivationPolicy):
         self.config = config
         self.names = names
         self._parts: Parts | None = None
-        self._moved: weakref.WeakValueDictionary[Key, MovedStorage] = weakref.WeakValueDictionary()
+        self._moved: weakref.WeakValueDictionary[int, MovedStorage] = weakref.WeakValueDictionary()
+        self._num_steps = 0
         self._leaving: deque[tuple[CopyEvent, list[MovedStorage]]] = deque()
         self._last: dict[tuple[int, int], Visit] = {}
         self.tally = HostTally()
@@ -74,9 +77,12 @@ class HostActivations(ActivationPolicy):
         self.buffers = HostBuffers(device.host_memory, self._stream, self.config.budget_bytes)
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
-        """Discards what a failed step left, whose copies the device waits for, and notes where parameters and buffers are."""
+        """Discards what a failed step left, whose copies the device waits for, and notes where parameters and buffers are. The
+        first step looks for writes that no version counter counts.
+        """
         if self._parts is None:
             return
+        self._num_steps += phase == "train"
         self._let_go()
         self._last.clear()
         self._stream.record().hold_device()
@@ -102,9 +108,9 @@ class HostActivations(ActivationPolicy):
     def call(
         self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
     ) -> Any:
-        """Calls the layer and returns its output. What a chosen layer saves for its backward is copied to the host, leaves the
-        device when the next layer is over, and comes back when the gradient of the next layer's output, or of its own, is
-        there. Before `attach` nothing leaves.
+        """Calls the layer and returns its output. What a chosen layer saves for its backward is copied to the host when the
+        layer is over, leaves the device when the next one is, and comes back when the gradient of the next layer's output, or
+        of its own, is there. Before `attach` nothing leaves.
         """
         if self._parts is None:
             return layer(*args, **fields)
@@ -113,7 +119,7 @@ class HostActivations(ActivationPolicy):
         if name not in self.names:
             output = layer(*args, **fields)
         else:
-            visit = self._last[place] = Visit()
+            visit = self._last[place] = Visit(name)
             fixed = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(fields.values())}
             with saved_tensors_hooks(lambda tensor: self._pack(tensor, visit, fixed), self._unpack):
                 output = layer(*args, **fields)
@@ -126,23 +132,22 @@ class HostActivations(ActivationPolicy):
         return output
 
     def _pack(self, tensor: Tensor, visit: Visit, fixed: set[int]) -> Handle | KeptTensor | Tensor:
-        """Returns what autograd keeps in place of `tensor`; starts the copy of its storage to the host if it is to leave and
-        has not left yet, and notes it in `visit`.
+        """Returns what autograd keeps in place of `tensor`, and notes in `visit` the storage that is to leave.
 
         fixed: addresses of storages that stay, of the micro-batch's fields.
         """
         if not self._may_leave(tensor, fixed):
-            return _kept(tensor)
-        key = key_of(tensor)
+            return _kept(tensor, visit.layer)
+        key = tensor.untyped_storage()._cdata
         moved = self._moved.get(key)
-        if moved is None:
-            if key in visit.stayed or (moved := self._send(tensor)) is None:
+        if moved is None or not moved.has(tensor):
+            if key in visit.stayed or (moved := self._prepared(tensor)) is None:
                 visit.stayed.add(key)  # autograd has it from here on, so no other storage gets this key
-                return _kept(tensor)
+                return _kept(tensor, visit.layer)
             self._moved[key] = moved
         if all(each() is not moved for each in visit.moved):
             visit.moved.append(weakref.ref(moved))
-        return Handle(tensor, moved)
+        return moved.handle(tensor, visit.layer)
 
     def _may_leave(self, tensor: Tensor, fixed: set[int]) -> bool:
         """Returns whether `tensor` lies on this device in a storage of at least `min_bytes` that belongs to no field,
@@ -154,22 +159,24 @@ class HostActivations(ActivationPolicy):
         storage = tensor.untyped_storage()
         if storage.nbytes() < max(1, self.config.min_bytes) or storage.data_ptr() in fixed:
             return False
-        return key_of(tensor) in self._moved or not self._owners.have(tensor)
+        return storage._cdata in self._moved or not self._owners.have(tensor)
 
-    def _send(self, tensor: Tensor) -> MovedStorage | None:
-        """Starts to copy the storage of `tensor` to the host and returns what holds it; None, counted, if that exceeds the
+    def _prepared(self, tensor: Tensor) -> MovedStorage | None:
+        """Takes host memory for the storage of `tensor` and returns what holds both; None, counted, if that exceeds the
         budget.
         """
         num_bytes = tensor.untyped_storage().nbytes()
-        began = time.perf_counter()
         buffer = self.buffers.take(num_bytes)
         if buffer is None:
             self.tally.over_budget(num_bytes)
             return None
-        self._stream.follow()
-        moved = MovedStorage(tensor, buffer, self.buffers, self._stream)
-        self.tally.out(num_bytes, time.perf_counter() - began)
-        return moved
+        return MovedStorage(tensor, buffer, self.buffers, self._stream)
+
+    def _send(self, moved: MovedStorage) -> None:
+        """Starts to copy a storage to the host, and counts that."""
+        began = time.perf_counter()
+        moved.send(looks=self._num_steps == 1)
+        self.tally.out(moved.num_bytes, time.perf_counter() - began)
 
     def _unpack(self, packed: Handle | KeptTensor | Tensor) -> Tensor:
         """Returns the tensor that autograd saved, on the device; fetches it if it is still away, and counts that. May be called
@@ -202,11 +209,15 @@ class HostActivations(ActivationPolicy):
         return is_away
 
     def _leave(self, visit: Visit) -> None:
-        """Lets the device's memory of what the layer of `visit` saved go: now if its copies are done, else behind the next
-        layer.
+        """Sends what the layer of `visit` saved, and lets the device's memory go: now if its copies are done, else behind the
+        next layer; in the first step always then, to look for writes of that layer.
         """
-        self._leaving.append((self._stream.record(), [moved for moved in visit.alive() if moved.is_here]))
-        if self._leaving[-1][0].is_done():
+        moved = visit.alive()[::-1]
+        for each in moved:
+            if not each.is_sent:
+                self._send(each)
+        self._leaving.append((self._stream.record(), [each for each in moved if each.is_here]))
+        if self._num_steps != 1 and self._leaving[-1][0].is_done():
             self._let_go()
 
     def _let_go(self) -> None:
@@ -230,9 +241,9 @@ def _is_plain(tensor: Tensor) -> bool:
     return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
 
 
-def _kept(tensor: Tensor) -> KeptTensor | Tensor:
+def _kept(tensor: Tensor, layer: str) -> KeptTensor | Tensor:
     """Returns what autograd has of a tensor that stays; a leaf has no history that could keep it alive."""
-    return tensor if tensor.is_leaf and tensor.requires_grad else KeptTensor(tensor)
+    return tensor if tensor.is_leaf and tensor.requires_grad else KeptTensor(tensor, layer)
 
 
 def build(config: HostConfig, layer_names: Sequence[str]) -> HostActivations:

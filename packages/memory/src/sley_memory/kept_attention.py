@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sley_core.api.memory import version_of
 from sley_core.errors import RunError
 
 
@@ -41,7 +42,7 @@ class KeptAttention:
         self.tally.add(num_bytes)
         self.num_bytes += num_bytes
         # Without the history that autograd gives the layer's own: that would keep the graph alive.
-        self._results.append([(_detached(v), v._version) if isinstance(v, Tensor) else (v, 0) for v in result])
+        self._results.append([(_detached(v), version_of(v)) if isinstance(v, Tensor) else (v, 0) for v in result])
 
     def saved(self) -> None:
         """Notes that the checkpoint saves a tensor: the second run goes on until it has saved as many, so it attends before."""
@@ -62,7 +63,7 @@ class KeptAttention:
         self._at += 1
         if found is None:
             return None
-        if any(isinstance(value, Tensor) and value._version != version for value, version in found):
+        if any(isinstance(value, Tensor) and version_of(value) != version for value, version in found):
             raise RunError(
                 "saved-in-place",
                 "a layer writes in place on what its attention gave, which `memory.selective` keeps for its second run",

@@ -43,7 +43,7 @@ ResumeOption = Annotated[
     typer.Option(
         "--resume",
         metavar="auto|PATH",
-        help="Go on from a checkpoint: the newest of this run (from the beginning where it has none yet), or the one at PATH.",
+        help="Resume from a checkpoint: the newest that this run wrote (a run without steps begins), or the one at PATH.",
     ),
 ]
 
@@ -105,14 +105,13 @@ def run(
                 "a rank that a launcher has started cannot estimate",
                 hint="use `train-cli estimate`, before",
             )
-        resume = _resume(resume, overwrite=overwrite)
         code = _as_rank(plan, changes, settings, overwrite=overwrite, resume=resume, line=line, verbose=verbose > 0)
         raise typer.Exit(code)
     resolved = load_plan(plan, changes)
     size = check(resolved, nproc or resolved.world(num_devices(resolved)))
+    stays = goes_on(resolved, resume)
     resume = _resume(resume, overwrite=overwrite)
     _check_given(resume)
-    stays = goes_on(resolved, resume)
     check_run_folder(resolved, overwrite=overwrite, resume=stays)
     if sys.stderr.isatty() and settings.message_format is not MessageFormat.json:
         # torch takes seconds to come, in this process and in each rank.
@@ -202,9 +201,10 @@ def _as_rank(
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def begin(stack: ExitStack) -> Callable[[], int]:
+        found = _resume(resume, overwrite=overwrite)
         plan = load_plan(path, overrides)
         check(plan, size)
-        _check_given(resume)
+        _check_given(found)
         folder = run_folder(plan)
         # A launcher of ours has made the folder.
         if rank == 0 and not lifeline.is_held():
@@ -212,7 +212,7 @@ def _as_rank(
             stack.enter_context(held_run_folder(plan, overwrite=overwrite, resume=stays))
         from train_cli.rank import train
 
-        return partial(train, plan, folder, resume=resume, line=line, verbose=verbose)
+        return partial(train, plan, folder, resume=found, line=line, verbose=verbose)
 
     return as_rank(rank, settings, begin)
 

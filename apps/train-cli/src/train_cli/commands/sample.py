@@ -43,7 +43,7 @@ def sample(
 
     known = text_ids(plan, tokenizer)
     ids = known.encode(prompt)
-    if not ids:
+    if len(ids) == known.num_before:
         raise UsageError("empty-prompt", "the tokenizer knows nothing of the prompt", hint="give another `--prompt`")
     with trained_run(run, plan) as (model, which):
         say(which)
@@ -51,7 +51,7 @@ def sample(
         drawn = generate(model, ids, known.size, temperature=temperature, top_k=top_k, generator=generator)
         written = takewhile(lambda one: one != known.end, islice(drawn, tokens))
         # The prompt's ids too, so that a decoder that looks back has them.
-        for text in known.decode(chain(ids, written)):
+        for text in known.decode(chain(ids[known.num_before :], written)):
             sys.stdout.write(text)
             sys.stdout.flush()
     sys.stdout.write("\n")

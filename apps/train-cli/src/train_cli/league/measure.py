@@ -79,7 +79,7 @@ def _take(row: LeagueRow, world: World, folder: Path) -> None:
     """Runs all layouts of a row, and writes what this rank found beside the references."""
     plans = row.plans()
     kept = [folder / name for name in (ALONE, PLAIN) if (folder / name).is_dir()]
-    references = [Beside(world.rank, plans[0].precision.compute, one) for one in kept]
+    references = [Beside(world.rank, plans[0], one) for one in kept]
     for number, plan in enumerate(plans):
         _take_layout(row, plan, number, world, folder, references)
     for reference, one in zip(references, kept, strict=True):

@@ -44,8 +44,8 @@ class Compared:
     """Compares one number or tensor of a step on one rank with that of one process.
 
     error: ||found - expected|| / ||expected||. times: found / expected if that is one factor, as a wrong scale is.
-    expected, found: the numbers, or norms. is_noise: a gradient that is zero but for rounding, or the weight that it changes:
-    an error beyond the limit is then reported, and does not count as a difference.
+    expected, found: the numbers, or norms. num_noise: of how many elements the gradient is zero but for rounding, so that the
+    two need not agree there. sure: the error of all others.
     """
 
     kind: Kind
@@ -55,7 +55,8 @@ class Compared:
     expected: float
     found: float
     times: float | None = None
-    is_noise: bool = False
+    num_noise: int = 0
+    sure: float = math.inf
 
 
 @dataclass
@@ -108,8 +109,8 @@ def _share(one: Compared, limits: Limits) -> float:
 
 
 def _is_lost(one: Compared, limits: Limits) -> bool:
-    """Returns whether rounding hides whether the two agree."""
-    return one.is_noise and not one.error <= limits.of(one.kind, one.step)
+    """Returns whether rounding hides whether the two agree: they differ only in elements whose gradient is nothing else."""
+    return one.num_noise > 0 and one.sure <= limits.of(one.kind, one.step) < one.error
 
 
 def differences(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[RankFindings, Compared]]:
@@ -118,7 +119,7 @@ def differences(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[Ran
         (one.step, KINDS.index(one.kind), rank.stage, place, rank.rank, rank, one)
         for rank in ranks
         for place, one in enumerate(rank.compared)
-        if not one.error <= limits.of(one.kind, one.step) and not one.is_noise
+        if not one.error <= limits.of(one.kind, one.step) and not _is_lost(one, limits)
     ]
     return [(found[-2], found[-1]) for found in sorted(wrong, key=lambda found: found[:5])]
 
@@ -142,7 +143,7 @@ def in_words(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) -> I
         yield f"{one.kind:<16}{one.error:>14.2g}{one.allowed:>12.2g}  {where if one.error else 'equal'}"
     if lost := _lost(ranks, limits):
         more = f" and {len(lost) - _TOLD} more" if len(lost) > _TOLD else ""
-        yield f"not compared, since their gradients are zero but for rounding: {', '.join(lost[:_TOLD])}{more}"
+        yield f"not compared where the gradient is zero but for rounding: {', '.join(lost[:_TOLD])}{more}"
     if skipped := _skipped(ranks):
         yield f"not taken, for gradients that are not finite in this precision: step {', '.join(map(str, skipped))}"
 
@@ -153,7 +154,11 @@ def no_step_taken(ranks: Sequence[RankFindings], num_steps: int) -> bool:
 
 
 def _lost(ranks: Sequence[RankFindings], limits: Limits) -> list[str]:
-    return list(dict.fromkeys(one.name for rank in ranks for one in rank.compared if _is_lost(one, limits)))
+    """Returns the names of what rounding hides, each with the number of its elements."""
+    most: dict[str, int] = {}
+    for one in (one for rank in ranks for one in rank.compared if _is_lost(one, limits)):
+        most[one.name] = max(most.get(one.name, 0), one.num_noise)
+    return [f"{name} ({count:,} element{'' if count == 1 else 's'})" for name, count in most.items()]
 
 
 def _skipped(ranks: Sequence[RankFindings]) -> list[int]:
@@ -218,7 +223,8 @@ def _meaning(one: Compared) -> str:
         "gradient": "the forward agrees: look at the backward and at what sums gradients",
         "gradient norm": "every gradient agrees: look at what the layout counts twice, or not at all",
         "held-out loss": "the evaluation computes something else, or on other samples",
-        "weight": "its gradient agrees: look at the optimizer, at its state and at who steps the weight",
+        "weight": "the gradient agrees, and only the update differs: look at the optimizer, its state, and what else changes "
+        "the weight; if the weight agrees with `--set optimizer.use=core.sgd`, the optimizer enlarges what rounding changes",
     }[one.kind]
 
 

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 NOISE = {"fp64": 1e-12, "fp32": 1e-6, "fp16": 2.0**-13, "bf16": 2.0**-10}
 """A gradient of less than this share of the model's largest is zero but for rounding, as that of a bias of keys is: softmax
-does not see it. Adam makes steps of full size of it, in whatever direction, so that such a weight cannot be compared."""
+does not see it. Adam makes steps of full size of it, in whatever direction, so that such a weight cannot be compared. Where it
+is a part of a larger weight, as of queries, keys and values in one, the whole agrees, and its elements tell."""
 
 _NUMBERS: dict[str, Kind] = {"loss": "loss", "grad_norm": "gradient norm", "held_out_loss": "held-out loss"}
 
@@ -63,7 +65,7 @@ def keep(run: Run, num_steps: int, folder: Path) -> None:
 
 def compare(run: Run, num_steps: int, folder: Path) -> None:
     """Takes the same steps on this rank of the layout, compares each with `folder`, and writes the findings there."""
-    beside = Beside(run.world.rank, run.plan.precision.compute, folder)
+    beside = Beside(run.world.rank, run.plan, folder)
     beside.begin(run)
     for step, row in _steps(run, num_steps):
         beside.step(run, step, row)
@@ -73,10 +75,13 @@ def compare(run: Run, num_steps: int, folder: Path) -> None:
 class Beside:
     """Compares, step by step, what this rank holds with what one process saved in `folder`. found: the comparisons so far."""
 
-    def __init__(self, rank: int, precision: str, folder: Path) -> None:
+    def __init__(self, rank: int, plan: Plan, folder: Path) -> None:
+        precision = plan.precision.compute
         self.found = RankFindings(rank, stage=0)
         self._folder = folder
         self._quiet = _Quiet(precision)
+        self._far = WEIGHTS[precision] + limits(plan).reduced
+        self._noise: dict[str, Tensor] = {}
 
     def begin(self, run: Run) -> None:
         """Notes this rank's stage, and compares first values if the run has not taken a step yet."""
@@ -92,11 +97,39 @@ class Beside:
             self.found.skipped.append(step)  # gradients that are not finite have nothing to compare
         else:
             self._quiet.look(file_of(self._folder, step, "gradients"))
-            self.found.compared += self._tensors("gradient", step, _unclipped(run, row), "gradients")
+            found = _unclipped(run, row)
+            self._look(step, found)
+            self.found.compared += self._tensors("gradient", step, found, "gradients")
         self.found.compared += self._tensors("weight", step, _own_weights(run), "weights")
 
     def _tensors(self, kind: Kind, step: int, own: Mapping[str, Tensor], what: str) -> list[Compared]:
-        return list(_tensors(kind, step, own, file_of(self._folder, step, what), self._quiet))
+        """Compares each of this rank's tensors, in the order of the book."""
+        with _opened(file_of(self._folder, step, what)) as tensors:
+            return [self._tensor(kind, step, name, tensors.get_tensor(name), tensor) for name, tensor in own.items()]
+
+    def _tensor(self, kind: Kind, step: int, name: str, expected: Tensor, found: Tensor) -> Compared:
+        error = relative_errors({name: expected}, {name: found})[name]
+        sizes, times = (_norm(expected), _norm(found)), _times(expected, found, error)
+        if step == 0 or not error:
+            return Compared(kind, step, name, error, *sizes, times)
+        if name in self._quiet.names and (kind == "weight" or sizes[1] <= 8 * self._quiet.floor):
+            return Compared(kind, step, name, error, *sizes, times, num_noise=expected.numel(), sure=0.0)
+        noise = self._noise.get(name)
+        if kind != "weight" or noise is None:
+            return Compared(kind, step, name, error, *sizes, times, sure=error)
+        sure = relative_errors({name: expected}, {name: torch.where(noise, expected, found)})[name]
+        return Compared(kind, step, name, error, *sizes, times, int(noise.count_nonzero()), sure)
+
+    def _look(self, step: int, gradients: Mapping[str, Tensor]) -> None:
+        """Notes the elements of this step's gradients that differ by more than a weight may: where a gradient agrees as a
+        whole, they are so small that rounding decides them.
+        """
+        with _opened(file_of(self._folder, step, "gradients")) as tensors:
+            for name, found in gradients.items():
+                expected = tensors.get_tensor(name)
+                differs = (found - expected).abs() > self._far * expected.abs()
+                if bool(differs.any()):
+                    self._noise[name] = differs | self._noise.get(name, differs)
 
 
 def check_complete(ranks: Sequence[RankFindings], folder: Path) -> None:
@@ -162,20 +195,6 @@ def _numbers(step: int, row: Mapping[str, float], reference: Mapping[str, float]
             scale = max(abs(expected), 1e-30)
             same = expected == found or (math.isnan(expected) and math.isnan(found))
             yield Compared(kind, step, "", 0.0 if same else _finite(abs(found - expected) / scale), expected, found)
-
-
-def _tensors(kind: Kind, step: int, own: Mapping[str, Tensor], file: str, quiet: _Quiet) -> Iterator[Compared]:
-    """Yields a comparison for each of this rank's tensors, in the order of the book."""
-    with _opened(file) as tensors:
-        for name, tensor in own.items():
-            expected = tensors.get_tensor(name)
-            error = relative_errors({name: expected}, {name: tensor})[name]
-            sizes = _norm(expected), _norm(tensor)
-            times = _times(expected, tensor, error)
-            is_noise = name in quiet.names and step > 0
-            if kind == "gradient":
-                is_noise &= sizes[1] <= 8 * quiet.floor
-            yield Compared(kind, step, name, error, *sizes, times, is_noise)
 
 
 def _times(expected: Tensor, found: Tensor, error: float) -> float | None:

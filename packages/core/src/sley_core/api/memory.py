@@ -6,6 +6,7 @@ from sley_core.memory.holdings import Holding, Holdings, storage_id
 from sley_core.memory.protocols import OffloadManager
 from sley_core.memory.state import PARTS, Moved, Part, Where, is_away
 from sley_core.model.plain import is_plain
+from sley_core.model.storage import sum_of_bits, version_of
 
 __all__ = [
     "PARTS",
@@ -25,4 +26,6 @@ __all__ = [
     "is_plain",
     "make_room",
     "storage_id",
+    "sum_of_bits",
+    "version_of",
 ]

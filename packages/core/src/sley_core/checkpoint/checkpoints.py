@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sley_core.checkpoint.attempt import (
+    Attempt,
+    going_on,
+    new_attempt,
+    read_attempt,
+    steps_in_common,
+    write_attempt,
+)
 from sley_core.checkpoint.background import Background
-from sley_core.checkpoint.choosing import RunOrigin, Wanted
+from sley_core.checkpoint.choosing import Wanted
 from sley_core.checkpoint.live_bytes import KeptMemory
 from sley_core.checkpoint.loading import CheckpointLoader, Restored
+from sley_core.checkpoint.probe import probe
 from sley_core.checkpoint.run_tensors import RunTensors
 from sley_core.checkpoint.saving import Destination, Preparation, absolute
 from sley_core.checkpoint.values import to_json
@@ -19,6 +30,7 @@ from sley_core.checkpoint.writing import Writing, said
 from sley_core.comm.collectives import gather_objects
 from sley_core.engine.agreement import Agreement
 from sley_core.errors import RunError, UsageError
+from sley_core.metrics.jsonl import rows
 
 if TYPE_CHECKING:
     from sley_core.data.feed import Feed
@@ -31,18 +43,23 @@ COUNTS = ("saved", "failed", "seconds_blocked", "seconds_securing", "seconds_wai
 
 class Checkpoints:
     """Saves and loads the checkpoints of a run, on one rank. folder: for those without a path of their own; None if the run has
-    none.
+    none. run_folder: of the run, which keeps the record of its attempts; None if it has none.
 
     resolved: returns the resolved plan as text; set by the run. is_asked: whether all ranks have agreed that a save is due.
     notes: for the user, about failed saves. counts: saves that were written and that failed, seconds that training waited for
     them (at their beginning, before updates, for the previous one), and bytes that had to be copied.
     """
 
-    def __init__(self, plan: Plan, tensors: RunTensors, feed: Feed | None, folder: str | None) -> None:
+    def __init__(
+        self, plan: Plan, tensors: RunTensors, feed: Feed | None, folder: str | None, run_folder: Path | None
+    ) -> None:
         self.plan = plan
         self.tensors = tensors
         self.feed = feed
         self.folder = None if folder is None else absolute(folder)
+        self.run_folder = None if run_folder is None else run_folder.absolute()
+        self.attempt: Attempt | None = None
+        self._is_begun = self._is_probed = False
         self.resolved: Callable[[], str] = plan.to_toml
         self.notes: list[str] = []
         self.is_asked = False
@@ -73,7 +90,32 @@ class Checkpoints:
             self._saved_step, self._is_written = step, False
         self._done(failed)
         self._is_written = self._is_written or path is None
+        if path is None:
+            self._note_saved(step)
         return writing.target.text
+
+    def probe(self) -> None:
+        """Raises RunError "checkpoint-folder" on all ranks alike if the saves to come would fail: the folder cannot be written,
+        ranks see different ones, or another run has it. All ranks call it, before the first step.
+        """
+        if self.plan.checkpoint is None or self.folder is None or self._is_probed:
+            return
+        probe(self.folder, self._control, partial(self._preparation.problem, self.folder, self.attempt))
+        self._is_probed = True
+
+    def begin(self, step: int) -> None:
+        """Writes the attempt into the run's folder, before its first step or save. Does nothing the second time, and on ranks
+        other than 0. step: how many are done.
+        """
+        if self._is_begun or self.tensors.parts.world.rank != 0:
+            return
+        if self.attempt is None and self.run_folder is not None and next(rows(self.run_folder), None) is not None:
+            hint = '`load_checkpoint("auto")` resumes it; a run that begins needs an empty folder'
+            raise RunError("attempt", f"`{self.run_folder}` has rows of another attempt", hint=hint)
+        self.attempt = self.attempt or new_attempt(step)
+        if self.run_folder is not None:
+            write_attempt(self.run_folder, self.attempt)
+        self._is_begun = True
 
     def is_due(self, step: int) -> bool:
         """Returns whether to save after `step`: it is a multiple of the plan's `every_steps`, or ranks have voted for a save by
@@ -167,6 +209,7 @@ class Checkpoints:
         try:
             self._done(background.failed)
             self._is_written = True
+            self._note_saved(background.writing.index.step)
         except RunError as error:
             self._note(said(error))
         self.counts["seconds_waited"] += time.perf_counter() - began
@@ -179,6 +222,8 @@ class Checkpoints:
             background.end()
             self.counts["copied_bytes"] += background.live.num_copied
             self.counts["saved"] += not background.failed
+            if not background.failed:
+                self._note_saved(background.writing.index.step)
             if background.failed:
                 self._note(background.failed)
         self._memory.free()
@@ -186,7 +231,8 @@ class Checkpoints:
     def _prepare(self, where: Destination, step: int) -> Writing:
         keep = self.plan.checkpoint.keep if self.plan.checkpoint else None
         Agreement(self.tensors.parts.groups).begin("saving a checkpoint").check()
-        return self._preparation.prepare(where, step, self._state(step), self.resolved(), keep)
+        self.begin(step)
+        return self._preparation.prepare(where, step, self._state(step), self.resolved(), keep, self.attempt)
 
     def _done(self, failed: str) -> None:
         """Raises RunError `checkpoint-failed` on all ranks alike if the checkpoint is not complete."""
@@ -196,6 +242,14 @@ class Checkpoints:
             raise RunError(FAILED, next(filter(None, everyone)))
         self.counts["saved"] += 1
 
+    def _note_saved(self, step: int) -> None:
+        """Writes into the run's folder that its attempt has saved a checkpoint of `step`; on rank 0."""
+        if self.attempt is not None:
+            self.attempt = replace(self.attempt, saved=step)
+            if self.run_folder is not None:
+                with suppress(RunError):  # the checkpoint is there all the same
+                    write_attempt(self.run_folder, self.attempt)
+
     def _is_saved(self, step: int) -> bool:
         return self._saved_step == step and self._is_written
 
@@ -203,21 +257,43 @@ class Checkpoints:
         self.counts["failed"] += 1
         self.notes.append(f"{failed}; {so}")
 
-    def load(self, path: str | Path, origin: RunOrigin | None) -> tuple[Restored | None, int]:
+    def load(self, path: str | Path) -> tuple[Restored | None, int, int]:
         """Loads the checkpoint at `path`, or the newest intact one of several there. All ranks call it.
 
-        path: "auto" for the run's own folder. origin: see `Wanted`. Returns what was loaded, and the steps done; None if there
-        is none.
+        path: "auto" for the newest that this run wrote. Returns what was loaded, None if there is none; the steps done; and up
+        to which step the rows in the run's folder are of the steps that led to it, on rank 0.
         """
         self.finish()
         Agreement(self.tensors.parts.groups).begin("loading a checkpoint").check()
         is_auto = str(path) == AUTO
-        wanted = Wanted(None if is_auto else absolute(path), self._folder() if is_auto else self.folder, origin)
+        wanted = Wanted(
+            None if is_auto else absolute(path),
+            self._folder() if is_auto else self.folder,
+            self.run_folder,
+            self.attempt,
+        )
         found = self._loader.load(wanted, self.resolved())
         if found is None:
-            return None, 0
+            return None, 0, 0
         self._saved_step, self._is_written, self._saved_at = found.step, True, time.monotonic()
-        return found, found.step
+        return found, found.step, self._goes_on_from(found, "" if is_auto else str(path))
+
+    def _goes_on_from(self, found: Restored, given: str) -> int:
+        """Makes the next step the first of an attempt that goes on from `found`, and returns how many steps the attempts before
+        it in the run's folder have in common with that checkpoint; 0 on ranks other than 0.
+        """
+        if self.tensors.parts.world.rank != 0:
+            return 0
+        before = self.attempt
+        if before is None:
+            # Without a folder nothing else says whose it is.
+            before = Attempt(found.lineage) if self.run_folder is None else read_attempt(self.run_folder)
+        common = 0 if before is None else steps_in_common(before.lineage, found.lineage)
+        if before is not None and common < found.step and before.origin != found.path:
+            whose = "an earlier attempt of this run" if before.wrote(found.lineage) else "another run"
+            found.notes.append(f"{found.path} is of {whose}: rows of other steps than its own are dropped")
+        self.attempt, self._is_begun = going_on(before, found.lineage, found.step, given, found.path), False
+        return min(found.step, common)
 
     def _folder(self) -> str:
         if self.folder is None:

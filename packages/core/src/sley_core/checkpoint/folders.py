@@ -84,6 +84,9 @@ class Folder(ReadableFolder, Protocol):
 STAGING = ".saving-"
 """How the names of folders begin that are not ready."""
 
+GONE = "gone"
+"""How the names of those end that are being deleted."""
+
 _STEP_BYTES = 16 << 20
 
 
@@ -156,7 +159,7 @@ class LocalFolder:
 
     def remove(self) -> None:
         if self.path.is_dir():
-            gone = self.path.with_name(f"{STAGING}{self.path.name.removeprefix(STAGING)}-gone")
+            gone = self.path.with_name(f"{STAGING}{self.path.name.removeprefix(STAGING)}-{GONE}")
             with suppress(OSError):  # renamed first, so that a partly deleted folder is not taken for a checkpoint
                 self.path.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from typing import Any, NamedTuple
 
+from sley_core.checkpoint.attempt import Lineage, lineage_of
 from sley_core.checkpoint.folders import ReadableFolder
 from sley_core.checkpoint.rectangles import Rectangle
 from sley_core.errors import RunError
@@ -40,15 +41,16 @@ class TensorFacts:
 class CheckpointIndex:
     """Holds everything about a checkpoint except its tensors.
 
-    run, step, token: identify it; the token is drawn for each save. plan: resolved, as text. versions: of torch and of plugins.
-    layout: ranks along each axis, and `world`. optimizer: its name in the plan. values: by name, what the optimizer keeps
-    besides tensors (`values.to_json`). paths: where a tensor lies in the nested state of its parameter. state: steps done, loss
-    scale, position in the data and the like. ranks: what each rank keeps for itself.
+    run, step, token: identify it; the token is drawn for each save. lineage: the attempts that took its steps. plan: resolved,
+    as text. versions: of torch and of plugins. layout: ranks along each axis, and `world`. optimizer: its name in the plan.
+    values: by name, what the optimizer keeps besides tensors (`values.to_json`). paths: where a tensor lies in the nested state
+    of its parameter. state: steps done, loss scale, position in the data and the like. ranks: what each rank keeps for itself.
     """
 
     run: str
     step: int
     token: str
+    lineage: Lineage
     plan: str
     versions: dict[str, str]
     layout: dict[str, int]
@@ -75,6 +77,7 @@ class CheckpointIndex:
         found: dict[str, Any] = json.loads(content)
         if (kind := found.pop("format")) != FORMAT:
             raise ValueError(f"it has format {kind}, and this version reads {FORMAT}")
+        found["lineage"] = lineage_of(found["lineage"])
         found["files"] = {name: FileFacts(*one) for name, one in found["files"].items()}
         found["tensors"] = {name: _tensor(one) for name, one in found["tensors"].items()}
         return cls(**found)

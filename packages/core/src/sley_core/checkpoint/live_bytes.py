@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sley_core.checkpoint.tensor_file import TensorPiece, bytes_of
 from sley_core.errors import RunError
+from sley_core.model.storage import version_of
 
 if TYPE_CHECKING:
     from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory
@@ -42,7 +43,7 @@ class LiveBytes:
         self._is_wanted = False
         self._is_secure = False
         self._sources: dict[int, Tensor] = {id(piece): piece.tensor.detach() for piece in pieces}
-        self._versions = [(piece, piece.tensor._version) for piece in pieces]
+        self._versions = [(piece, version_of(piece.tensor)) for piece in pieces]
         self._torn = ""
         self._bounce = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         self._event: CopyEvent | None = None
@@ -114,7 +115,7 @@ class LiveBytes:
             try:
                 if self._event is not None:
                     self._event.hold_device()
-                changed = (piece.name for piece, version in self._versions if piece.tensor._version != version)
+                changed = (piece.name for piece, version in self._versions if version_of(piece.tensor) != version)
                 self._torn = next(changed, "")
                 self.num_unread = sum(one.nbytes for key, one in self._sources.items() if key in self._on_host)
                 self._copy()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from sley_core.checkpoint.choosing import SHOWN, PassedOver, RunOrigin, Wanted, choose
+from sley_core.checkpoint.attempt import Lineage
+from sley_core.checkpoint.choosing import SHOWN, PassedOver, Wanted, choose
 from sley_core.checkpoint.index import BUFFERS, WEIGHTS
 from sley_core.checkpoint.restore import Restoring, mismatches
 from sley_core.checkpoint.run_tensors import RunTensors, restore_generators
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 
 class Restored(NamedTuple):
     """What was loaded. step: how many optimizer steps were done. passed_over: newer checkpoints that are damaged, each with
-    what of it is. notes: for the user. origin: for a later load of "auto"; None for a run that began at its first step.
+    what of it is. notes: for the user. lineage: the attempts that took its steps.
     """
 
     path: str
     step: int
     passed_over: list[PassedOver]
     notes: list[str]
-    origin: RunOrigin | None
+    lineage: Lineage
 
 
 class CheckpointLoader:
@@ -60,12 +61,12 @@ class CheckpointLoader:
 
         resolved: this run's plan as TOML. Raises RunError or PlanError on all ranks alike, before anything is changed.
         """
-        found, passed_over, origin = choose(wanted, self.tensors.parts, reads)
+        found, passed_over, origin, notes = choose(wanted, self.tensors.parts, reads)
         if found is None:
             return None
         path, run = found.folder.text, found.index.run
-        is_named = wanted.path is not None or (origin is not None and origin.path == path)
-        if not is_named and run != self.plan.run.name:
+        # The folder of a run says which checkpoints are its own; without one, their run's name does.
+        if wanted.path is None and wanted.folder is None and path != origin and run != self.plan.run.name:
             message = f"{path} is of the run {run!r}, and this one is {self.plan.run.name!r}"
             raise RunError(
                 "checkpoint-mismatch", message, hint="name the checkpoint itself to go on from another run's"
@@ -75,11 +76,12 @@ class CheckpointLoader:
         topology = self.tensors.parts.topology
         layout = {axis: topology.size_of(axis) for axis in ("pp", "dp", "sp", "wp")} | {"world": topology.world}
         restoring = Restoring(self.tensors, found, is_same_layout=found.index.layout == layout)
+        restoring.notes += notes
         restoring.notes += (f"the plan has changed since: {one}" for one in different)
         self._check(restoring)
         self._alike(restoring.restore, "load the checkpoint")
         self._restore_state(found, restoring.notes)
-        return Restored(path, found.step, passed_over, restoring.notes, origin)
+        return Restored(path, found.step, passed_over, restoring.notes, found.index.lineage)
 
     def _restore_state(self, found: Checkpoint, notes: list[str]) -> None:
         """Restores the rest of a run's state: loss scale, skips, position in the data, generators. Appends to `notes` what it

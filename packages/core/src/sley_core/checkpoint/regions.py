@@ -27,9 +27,8 @@ class Region(NamedTuple):
     @property
     def own_shape(self) -> tuple[int, ...]:
         """The shape of the rank's own tensor, padding included."""
-        if self.span is not None:
-            return (self.span.numel,)
-        return self.shape if self.shard is None else self.shard.own_shape
+        shape = self.shape if self.shard is None else self.shard.own_shape
+        return shape if self.span is None else self.span.shape_in(shape)
 
     def cut(self, own: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
         """Yields rectangles of the whole tensor, each with the view of the rank's `own` tensor that it is; without padding."""
@@ -52,7 +51,7 @@ class Region(NamedTuple):
             return
         start = 0
         for rectangle in rectangles(shape, self.span.first, self.span.last):
-            yield rectangle, own[start : start + rectangle.numel].view(rectangle.sizes)
+            yield rectangle, own.view(-1)[start : start + rectangle.numel].view(rectangle.sizes)
             start += rectangle.numel
 
 

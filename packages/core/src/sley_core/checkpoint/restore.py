@@ -9,10 +9,11 @@ from torch import Tensor
 
 from sley_core.checkpoint.index import BUFFERS, OPTIMIZER, WEIGHTS
 from sley_core.checkpoint.regions import Region, region_of
-from sley_core.checkpoint.run_tensors import OPTIONS, RunTensors, state_name
+from sley_core.checkpoint.run_tensors import OPTIONS, SHARED, RunTensors, state_name
 from sley_core.checkpoint.trees import StateLeaf, joined, leaves
 from sley_core.checkpoint.values import from_json
 from sley_core.errors import RunError
+from sley_core.optim.shared import load
 from sley_core.weight_files.dtypes import BY_NAME
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from sley_core.checkpoint.reader import Checkpoint
     from sley_core.engine.masters import Stepped
+    from sley_core.optim.shared import Shared
 
 
 class Restoring:
@@ -67,22 +69,19 @@ class Restoring:
 
     def _optimizer(self) -> None:
         """Restores the optimizer's states through its own `load_state_dict`, which knows their device and dtype."""
-        optimizer = self.tensors.update.optimizer
-        groups = optimizer.param_groups
-        packed = optimizer.state_dict()
-        stepped = {id(one.parameter): one for one in self.tensors.update.masters.stepped}
-        states: dict[int, Any] = {}
-        for group, numbered in zip(groups, packed["param_groups"], strict=True):
-            for parameter, number in zip(group["params"], numbered["params"], strict=True):
-                if state := self._state(stepped[id(parameter)]):
-                    states[number] = state
-            numbered |= self._options([stepped[id(one)].name for one in group["params"]])
-        optimizer.load_state_dict({"state": states, "param_groups": packed["param_groups"]})
-        for mine, loaded in zip(groups, optimizer.param_groups, strict=True):
-            mine.update(loaded)
-        optimizer.param_groups = groups  # the same objects as before: others have them
+        update = self.tensors.update
+        stepped = {id(one.parameter): one for one in update.masters.stepped}
+        states = {key: self._state(one) for key, one in stepped.items()}
+        names = [[stepped[id(one)].name for one in group["params"]] for group in update.optimizer.param_groups]
+        load(update.optimizer, states, list(map(self._options, names)), self._shared(), update.begun)
         for one in stepped.values():
             self._keep_types(one)
+
+    def _shared(self) -> Shared:
+        """Returns what the optimizer keeps for all of its parameters, besides options."""
+        values = self.found.index.values
+        found = (from_json(value) for name, value in values.items() if name.startswith(SHARED))
+        return {tuple(place): value for place, value in found}
 
     def _kept(self) -> None:
         """Restores what handlers keep, if the layout is the same; else they start anew, with a note."""

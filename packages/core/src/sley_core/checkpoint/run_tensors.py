@@ -22,7 +22,7 @@ from sley_core.checkpoint.trees import leaves
 from sley_core.checkpoint.values import from_json, to_json
 from sley_core.errors import RunError
 from sley_core.generators import host_state, set_host_state
-from sley_core.memory.state import Where, is_away
+from sley_core.optim.shared import shared_to_save
 from sley_core.weight_files.dtypes import DTYPES
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 OPTIONS = "options/"
 """How the names of values begin that are a parameter's options in the optimizer's groups."""
+
+SHARED = "shared/"
+"""How the names of values begin that the optimizer keeps for all of its parameters: states under other keys, attributes."""
 
 OF_PLAN = ("params", "lr", "initial_lr", "weight_decay")
 """Options that the plan gives: those of the present plan hold, not those that were saved."""
@@ -67,7 +70,7 @@ class RunTensors:
 
         Raises RunError `checkpoint-type` for a dtype that a file cannot hold.
         """
-        self._follow()
+        self.memory.follow("a checkpoint")
         self._at_rest = self.memory.at_rest()
         found = [*self._weights(), *self._states(), *self._all_buffers(), *self._kept()]
         for piece in found:
@@ -88,6 +91,9 @@ class RunTensors:
             changed = self._changed(group)
             if changed:
                 found |= {OPTIONS + names[id(one)]: changed for one in group["params"] if id(one) in names}
+        for place, value in shared_to_save(self.update.optimizer, self.update.begun).items():
+            where = ".".join(map(str, place[1:]))
+            found[f"{SHARED}{place[0]}/{where}"] = _plain([list(place), value], "all parameters", where)
         return found
 
     def paths(self) -> dict[str, Any]:
@@ -109,24 +115,16 @@ class RunTensors:
                     if differs or attribute not in module._non_persistent_buffers_set:
                         yield name, buffer, differs
 
-    def _follow(self) -> None:
-        """Lets masters take over what a program wrote to weights. Raises StateError if it did, and these are offloaded now."""
-        where, masters = self.memory.where, self.update.masters
-        if where["weights"] is where["masters"] is Where.HERE or masters.home is not None:
-            masters.follow()
-        elif masters.were_written:
-            raise is_away("weights", "a checkpoint after a program has written weights")
-
     def _weights(self) -> Iterator[TensorPiece]:
         """Yields the pieces of weights that this rank saves: masters of what it steps, and whole weights that no rank has
-        cut.
+        cut, or that have no elements to cut.
         """
         stepped = {one.entry: one for one in self.update.masters.stepped}
         for entry in self.parts.book:
             if entry in stepped:
                 one = stepped[entry]
                 yield from self._cut(WEIGHTS + entry.name, region_of(entry, one.span), one.parameter)
-            elif self.parts.store.span(entry) is None:
+            elif self.parts.store.span(entry) is None or 0 in entry.shape:
                 yield from self._cut(WEIGHTS + entry.name, region_of(entry), entry.parameter)
 
     def _states(self) -> Iterator[TensorPiece]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field as Limits
 from pydantic import model_validator
 
-from sley_core.table import Array, NonNegative, PlanPath, Positive, Table
+from sley_core.table import Array, NonNegative, PlanPath, PlanPattern, Positive, Table
 
 DType = Literal["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 Documents = Literal["pack", "cut", "pad"]
@@ -45,8 +45,10 @@ class TextConfig(DataConfig):
     source: Literal["python-stdlib"] | None = None
     """Text that every machine has: the source files of the running Python's standard library."""
 
-    files: Array[PlanPath] = ()
-    """Text files, as paths or patterns such as `corpus/**/*.txt`; a file matched twice is read once."""
+    files: Array[PlanPattern] = ()
+    """Text files, as paths or patterns such as `corpus/**/*.txt`; a file matched twice is read once, and what gzip, bzip2 or xz
+    compressed is read.
+    """
 
     sequence: Positive
     """Tokens per sample."""
@@ -55,7 +57,7 @@ class TextConfig(DataConfig):
     """How documents become samples: "pack" keeps their boundaries, "cut" forgets them, "pad" fills each up."""
 
     separator: Annotated[str, Limits(min_length=1)] | None = None
-    """The text at which a file is split into documents; without it each file is one document."""
+    """The text at which a file is split into documents; without it each file is one document. `\\n` matches `\\r\\n`, too."""
 
     field: Annotated[str, Limits(min_length=1)] | None = None
     """Set if files have a JSON object in each line (`.jsonl`): the key of a document's text."""
@@ -66,7 +68,7 @@ class TextConfig(DataConfig):
     end_of_document: Annotated[str, Limits(min_length=1)] | None = None
     """A token of the tokenizer to put after every document."""
 
-    held_out_files: Array[PlanPath] = ()
+    held_out_files: Array[PlanPattern] = ()
     """Text files to evaluate on, instead of a share of `files`."""
 
     held_out: Annotated[float, Limits(ge=0, lt=1)] = Limits(default_factory=_share)
@@ -95,10 +97,10 @@ class TextConfig(DataConfig):
 class TokensConfig(DataConfig):
     """Token files: raw little-endian integers without a header, as nanoGPT writes them, mapped and never copied."""
 
-    files: Array[PlanPath]
+    files: Array[PlanPattern]
     """Token files, as paths or patterns such as `train-*.bin`; together they are one stream, in this order."""
 
-    held_out_files: Array[PlanPath] = ()
+    held_out_files: Array[PlanPattern] = ()
     """Token files to evaluate on."""
 
     dtype: Literal["uint16", "uint32"] = "uint16"

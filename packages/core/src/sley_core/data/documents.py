@@ -7,9 +7,11 @@ split it belongs depends on its name alone: never on a rank, an order or a seed.
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -17,6 +19,8 @@ from stat import S_ISDIR, S_ISREG
 
 from sley_core.data.config import TOKEN_BYTES, TextConfig, TokensConfig
 from sley_core.data.dataset import Split
+from sley_core.data.formats import SUFFIXES, refused
+from sley_core.data.token_bytes import wrong_ids
 from sley_core.errors import Diagnostic, KeyPath, PlanError
 from sley_core.records import Problem
 
@@ -48,21 +52,23 @@ def as_error(problems: Iterable[Problem]) -> PlanError:
 def find_files(patterns: Sequence[Path], key: KeyPath) -> Found:
     """Returns the files that paths and patterns name, each once, and the problems found.
 
-    Files are in the order of `patterns`, sorted within one. A problem is a path that is missing, not a regular file or
-    empty, a pattern without a match, and a file that may not be read. An empty file matched by a pattern is skipped.
+    patterns: as `table.PlanPattern` has them. A file that links lead to twice counts once, by its first name. Files are in the
+    order of `patterns`, sorted within one. A problem is a path that is missing, not a regular file or empty, a pattern without
+    a match, and a file or folder that may not be read. An empty file matched by a pattern is skipped.
     """
     files: dict[str, File] = {}
     problems = []
     for number, pattern in enumerate(patterns):
         try:
-            for file in _named_by(pattern):
+            for file in _named_by(str(pattern)):
                 if not os.access(file.path, os.R_OK):
                     raise _BadPathError("data-missing", f"`{file.path}` may not be read", "change its permissions")
-                files.setdefault(os.path.normpath(file.path), file)
+                files.setdefault(os.path.realpath(file.path), file)
         except _BadPathError as wrong:
             problems.append(Problem((*key, number), wrong.message, wrong.hint, wrong.code))
-        except (OSError, ValueError, NotImplementedError) as error:
-            problems.append(Problem((*key, number), f"`{pattern}` cannot be read: {error}", None, "data-missing"))
+        except (OSError, ValueError) as error:
+            message = f"`{_literal(str(pattern))}` cannot be read: {error}"
+            problems.append(Problem((*key, number), message, None, "data-missing"))
     return list(files.values()), problems
 
 
@@ -72,23 +78,72 @@ class _BadPathError(Exception):
         self.code, self.message, self.hint = code, message, hint
 
 
-def _named_by(pattern: Path) -> Iterator[File]:
+_ESCAPED = re.compile(r"\[([*?\[])\]")
+
+
+def _literal(pattern: str) -> str:
+    """Returns the path that a pattern names if no character of it is special."""
+    return _ESCAPED.sub(r"\1", pattern)
+
+
+def _is_special(pattern: str) -> bool:
+    return not WILDCARDS.isdisjoint(_ESCAPED.sub("", pattern))
+
+
+def _named_by(pattern: str) -> Iterator[File]:
     """Yields the files of one path or pattern, sorted; raises `_BadPathError` if there is none."""
-    if WILDCARDS.isdisjoint(str(pattern)) or pattern.exists():
-        yield _alone(pattern)
+    alone = Path(_literal(pattern))
+    if not _is_special(pattern) or alone.exists():
+        yield _alone(alone)
         return
-    parts = pattern.parts
-    first = next(number for number, part in enumerate(parts) if not WILDCARDS.isdisjoint(part))
-    root = Path(*parts[:first])
-    stats = ((path, path.stat()) for path in sorted(root.glob(str(Path(*parts[first:])))))
+    parts = Path(pattern).parts
+    first = next(number for number, part in enumerate(parts) if _is_special(part))
+    root = Path(_literal(str(Path(*parts[:first]))))
+    matching = sorted(_matching(root, parts[first:])) if root.is_dir() else []
+    stats = ((path, path.stat()) for path in matching)
     sizes = {path: found.st_size for path, found in stats if S_ISREG(found.st_mode)}
     if not sizes:
-        hint = "`**` stands for folders of any depth, `*` for a part of one name"
+        hint = "`**` stands for folders of any depth, `*` for a part of one name, `[[]` for a bracket in a name"
         hint = hint if root.exists() else f"there is no `{root}`"
-        raise _BadPathError("data-missing", f"`{pattern}` matches no file", hint)
+        raise _BadPathError("data-missing", f"`{alone}` matches no file", hint)
     if not any(sizes.values()):
-        raise _BadPathError("data-empty", f"every file that `{pattern}` matches is empty")
+        raise _BadPathError("data-empty", f"every file that `{alone}` matches is empty")
     yield from (File(path.relative_to(root).as_posix(), path, size) for path, size in sizes.items() if size)
+
+
+def _matching(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """Yields what `parts`, a pattern by folders, matches in `folder`; links to folders are followed.
+
+    As in a shell, `*` and `**` leave out names that begin with a dot.
+    """
+    first, rest = parts[0], parts[1:]
+    if first == "**":
+        for inner in _folders(folder, set()):
+            yield from _matching(inner, rest or ("*",))
+        return
+    for name in _names(folder) if _is_special(first) else [_literal(first)]:
+        if name == _literal(first) or (fnmatchcase(name, first) and (first[0] == "." or name[0] != ".")):
+            path = folder / name
+            if rest and path.is_dir():
+                yield from _matching(path, rest)
+            elif not rest and os.path.lexists(path):
+                yield path
+
+
+def _folders(folder: Path, known: set[str]) -> Iterator[Path]:
+    """Yields `folder` and all folders below it, each real folder once; without those whose names begin with a dot."""
+    real = os.path.realpath(folder)
+    if real in known:
+        return
+    known.add(real)
+    yield folder
+    for name in _names(folder):
+        if name[0] != "." and (folder / name).is_dir():
+            yield from _folders(folder / name, known)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def _alone(path: Path) -> File:
@@ -132,39 +187,40 @@ def text_files(config: TextConfig, split: Split) -> Found:
         return standard_library()
     key = "held_out_files" if split == "held_out" and config.held_out_files else "files"
     files, problems = find_files(getattr(config, key), ("data", key))
-    lines = [file for file in files if file.path.suffix.lower() in JSON_LINES]
+    lines = [file for file in files if _suffix(file.path) in JSON_LINES]
     if lines and config.field is None and config.separator is None:
         message = f"`{lines[0].path}` has JSON lines: braces, keys and escapes would be text too"
         hint = 'name the key of the text, as `field = "text"`; or `separator = "\\n"`, for lines as they stand'
         problems.append(Problem(("data", key), message, hint, "data-json"))
+    problems += _refused(files, key)
     return files, problems
 
 
-_NUMPY = b"\x93NUMPY"
+def _suffix(path: Path) -> str:
+    """Returns how a file's name ends, in lower case: `.jsonl`, also of `a.jsonl.gz`."""
+    suffix = path.suffix.lower()
+    return path.with_suffix("").suffix.lower() if suffix in SUFFIXES else suffix
+
+
+def _refused(files: Iterable[File], key: str, *, reads_compressed: bool = True) -> Iterator[Problem]:
+    """Yields a problem for each file that has a format of its own."""
+    for file in files:
+        if found := refused(file.path, reads_compressed=reads_compressed):
+            yield Problem(("data", key), f"`{file.path}` is {found[0]}", found[1], "data-format")
 
 
 def token_files(config: TokensConfig, split: Split) -> Found:
-    """Returns the files of a split of a `core.tokens` table; a size that is not a whole number of tokens is a problem."""
+    """Returns the files of a split of a `core.tokens` table; what shows that they are no such ids is a problem."""
     key, patterns = ("files", config.files) if split == "train" else ("held_out_files", config.held_out_files)
     files, problems = find_files(patterns, ("data", key))
-    for file in files:
+    problems += _refused(files, key, reads_compressed=False)
+    for file in [] if problems else files:
         if file.num_bytes % TOKEN_BYTES[config.dtype]:
             message = f"`{file.path}` has {file.num_bytes} bytes, which is no whole number of {config.dtype} tokens"
             problems.append(Problem(("data", key), message, "is `dtype` right?", "data-size"))
-        elif _begins_with(file.path, _NUMPY):
-            hint = 'write the ids alone: `numpy.load("...").astype("uint16").tofile("tokens.bin")`'
-            message = f"`{file.path}` is a file of numpy, whose header would be taken for tokens"
-            problems.append(Problem(("data", key), message, hint, "data-format"))
+        elif found := wrong_ids(file.path, config.dtype, config.vocab_size):
+            problems.append(Problem(("data", key), f"`{file.path}` {found[0]}", found[1], "data-format"))
     return files, problems
-
-
-def _begins_with(path: Path, mark: bytes) -> bool:
-    """Returns whether the file begins with the bytes `mark`; False if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(mark)) == mark
-    except OSError:
-        return False  # the code that opens it later reports the error
 
 
 def held_out(names: Sequence[str], share: float) -> list[bool]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
+from pathlib import Path
 
 from sley_core.data.config import TextConfig
 from sley_core.data.dataset import Split
 from sley_core.data.documents import File, held_out
+from sley_core.data.formats import opened
 from sley_core.errors import PlanError
 
 
@@ -20,7 +23,7 @@ def read_documents(files: Sequence[File], config: TextConfig, split: Split) -> I
     inside = documents_inside(config)
     if inside is None:
         for file in of_split(files, config, split):
-            yield file.name, file.path.read_bytes()
+            yield file.name, read(file.path)
         return
     documents = [document for file in files for document in inside(file)]
     yield from compress(documents, _chosen([name for name, _ in documents], config, split))
@@ -49,16 +52,30 @@ def _chosen(names: Sequence[str], config: TextConfig, split: Split) -> list[bool
     return [side == (split == "held_out") for side in held_out(names, config.held_out)]
 
 
+def read(path: Path) -> bytes:
+    """Returns what a file contains, decompressed. Raises OSError, and PlanError as `opened` does."""
+    with opened(path) as file:
+        return file.read()
+
+
 def _separated(file: File, separator: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yields the non-empty documents of a file, named `file#0`, `file#1`, ...; the separator belongs to none of them."""
-    for number, text in enumerate(file.path.read_bytes().split(separator)):
+    """Yields the non-empty documents of a file, named `file#0`, `file#1`, ...; the separator belongs to none of them.
+
+    A line end of the separator stands for that of Windows, too.
+    """
+    content = read(file.path)
+    if b"\n" in separator and b"\r\n" in content:
+        texts = re.split(re.sub(rb"(?:\\\r)?\\\n", rb"\r?\n", re.escape(separator)), content)
+    else:
+        texts = content.split(separator)
+    for number, text in enumerate(texts):
         if text:
             yield f"{file.name}#{number}", text
 
 
 def _json_lines(file: File, field: str) -> Iterator[tuple[str, bytes]]:
     """Yields the non-empty texts of a file of JSON lines, named by line: `file#1`, `file#2`, ..."""
-    with file.path.open("rb") as lines:
+    with opened(file.path) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip() and (text := _text_of(line, file, number, field)):
                 yield f"{file.name}#{number}", text

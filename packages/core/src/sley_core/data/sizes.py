@@ -10,6 +10,7 @@ from sley_core.data.config import TOKEN_BYTES, DataConfig, TextConfig, TokensCon
 from sley_core.data.counts import num_chunks, num_windows
 from sley_core.data.dataset import Split
 from sley_core.data.documents import File, text_files, token_files
+from sley_core.data.formats import is_compressed
 from sley_core.data.reading import documents_inside, of_split, read_documents
 from sley_core.data.tokenizer import Tokenizer
 
@@ -46,7 +47,8 @@ def _total(config: TokensConfig, files: Sequence[File]) -> list[int] | None:
 
 def _lengths(config: TextConfig, split: Split, files: Sequence[File]) -> list[int] | None:
     """Returns the tokens of each document, or None if a large corpus would have to be read."""
-    if documents_inside(config) is None and config.tokenizer is None:
+    is_as_read = documents_inside(config) is None and config.tokenizer is None
+    if is_as_read and not any(is_compressed(file.path) for file in files):
         return [file.num_bytes for file in of_split(files, config, split)]
     if sum(file.num_bytes for file in files) > ALWAYS_READ:
         return None

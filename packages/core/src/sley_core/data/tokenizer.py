@@ -21,9 +21,11 @@ NAME = "tokenizer.json"
 
 
 class Tokenizer:
-    """Converts text to token ids, without special tokens except `end_of_document` after each document.
+    """Converts text to token ids, with what the tokenizer adds to a text by itself (`<s>`), and `end_of_document` at its end.
 
-    Raises PluginError if `tokenizers` is not installed, PlanError if the file is not a tokenizer or lacks that token.
+    Of the file's settings only those that make tokens of a text count: truncation, padding, and random segmentation (dropout)
+    are switched off. Raises PluginError if `tokenizers` is not installed, PlanError if the file is not a tokenizer or lacks
+    that token.
     """
 
     def __init__(self, path: Path, end_of_document: str | None) -> None:
@@ -31,7 +33,7 @@ class Tokenizer:
         self._implementation = _load(path)
         if not self._implementation.get_vocab(with_added_tokens=True):
             raise PlanError("tokenizer-invalid", f"`{path}` has no vocabulary", path=("data", "tokenizer"))
-        self._end: tuple[int, ...] = ()
+        self._begin, self._end = self._added()
         if end_of_document is not None:
             token = self._implementation.token_to_id(end_of_document)
             if token is None:
@@ -41,7 +43,7 @@ class Tokenizer:
                     path=("data", "end_of_document"),
                     hint="give a token as `added_tokens` or `vocab` of that file spell it",
                 )
-            self._end = (token,)
+            self._end += [] if self._end[-1:] == [token] else [token]
 
     @property
     def vocab_size(self) -> int:
@@ -60,20 +62,37 @@ class Tokenizer:
         while batch := [_text(name, content) for name, content in islice(pairs, BATCH)]:
             for encoding in self._implementation.encode_batch_fast(batch, add_special_tokens=False):
                 before = len(ids)
+                ids.extend(self._begin)
                 ids.extend(encoding.ids)
                 ids.extend(self._end)
                 lengths.append(len(ids) - before)
         return ids, lengths
 
+    def encode_prompt(self, text: str) -> tuple[list[int], int]:
+        """Returns the ids with which a document that begins with `text` begins, and how many of them come before the text."""
+        ids = self._implementation.encode(text, add_special_tokens=False).ids
+        return [*self._begin, *ids], len(self._begin)
+
     @property
     def end_of_document(self) -> int | None:
-        """The id that `encode` puts after each document; None for none."""
-        return self._end[0] if self._end else None
+        """The last id that `encode` puts after each document; None for none."""
+        return self._end[-1] if self._end else None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of token ids, special tokens included; a character of which bytes are missing is U+FFFD."""
         text: str = self._implementation.decode(list(ids), skip_special_tokens=False)
         return text
+
+    def _added(self) -> tuple[list[int], list[int]]:
+        """Returns the ids that the tokenizer's post-processor puts before and after each text."""
+        if self._implementation.num_special_tokens_to_add(is_pair=False) == 0:
+            return [], []
+        for token in range(self.vocab_size):  # the first ones may be special, or no text on their own
+            encoding = self._implementation.encode(self.decode([token]))
+            places = [place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
+            if places:
+                return encoding.ids[: places[0]], encoding.ids[places[-1] + 1 :]
+        return [], []
 
 
 def _load(path: Path) -> Implementation:
@@ -89,10 +108,16 @@ def _load(path: Path) -> Implementation:
         ) from None
     path = _file(path)
     try:
-        return Implementation.from_file(str(path))
+        loaded = Implementation.from_file(str(path))
     except Exception as error:  # `tokenizers` raises plain Exception
         message = f"`{path}` is not a Hugging Face tokenizer: {error}"
         raise PlanError("tokenizer-invalid", message, path=("data", "tokenizer")) from None
+    loaded.no_truncation()
+    loaded.no_padding()
+    for drawn in ("dropout", "alpha", "nbest_size"):  # of BPE, and of Unigram
+        if getattr(loaded.model, drawn, None) is not None:
+            setattr(loaded.model, drawn, None)
+    return loaded
 
 
 def _file(path: Path) -> Path:

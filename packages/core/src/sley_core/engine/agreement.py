@@ -74,19 +74,19 @@ class Agreement:
         self.weight = 0.0
         self._everyone = groups["control"]
         self._facts: list[dict[str, View]] = []
-        self._changed = ""
+        self._refusal: RunError | None = None
         self._layout = -1
         self._trained: dict[str, View] = {}
         self._sum = torch.zeros(_SIZE, dtype=torch.float64)
         self._has_digits = False
         self._pending: Pending | None = None
 
-    def begin(self, what: str, batch: StepBatch | None = None, changed: str = "") -> Agreement:
+    def begin(self, what: str, batch: StepBatch | None = None, refusal: RunError | None = None) -> Agreement:
         """Starts the comparison: one asynchronous all-reduce over all ranks on the host. Every rank calls it, and `check` after
         it.
 
-        what: describes, for the error, what all ranks begin now. changed: the name of a parameter of this rank that was frozen
-        or unfrozen although its optimizer's layout is fixed; if any rank names one, `check` raises on all.
+        what: describes, for the error, what all ranks begin now. refusal: why this rank cannot; if any rank has one, `check`
+        raises it on all.
 
         batch: the samples of this rank. Their weights are summed as well: all samples of the global batch lie on the ranks of
         one stage, and on ranks without the loss they weigh 0.
@@ -95,6 +95,7 @@ class Agreement:
         self._has_digits = self.store is not None and self.store.canonical is not None
         digits = weight_digits(weights) if self._has_digits else []
         self.weight = weight_of(digits) if digits else sum(weights)
+        self._refusal = refusal
         if self._everyone.size == 1 or self._everyone.is_silent:
             return self
         num_micros = batch.num_micros if batch else 0
@@ -109,24 +110,25 @@ class Agreement:
         self._sum[_DIGITS:] = torch.tensor(digits, dtype=torch.float64)
         for at, fact in enumerate(self._facts):
             self._sum[at] = sum(difference(self.groups[axis], number) for axis, (_, number) in fact.items())
-        self._sum[_WEIGHT], self._sum[_REFUSALS] = self.weight, float(bool(changed))
-        self._changed = changed
+        self._sum[_WEIGHT], self._sum[_REFUSALS] = self.weight, float(refusal is not None)
         # All ranks, on the host; every step and every evaluation begins with it.
         self._pending = all_reduce(self._sum, self._everyone, what=f"what all ranks agree on before {what}")
         return self
 
     def check(self) -> None:
         """Waits for the sum, and sets `weight`. Raises RunError on all ranks alike: `ranks-differ` names what differs and
-        where, `shards-fixed` the parameter that was frozen or unfrozen.
+        where; or some rank's refusal.
         """
         if self._pending is None:
+            if self._refusal is not None:
+                raise self._refusal
             return
         self._pending.wait()
         self._pending = None
         if self._sum[:_WEIGHT].any():
             raise self._differing()
         if self._sum[_REFUSALS]:
-            raise self._fixed()
+            raise self._refused()
         self.weight = weight_of(self._sum[_DIGITS:].tolist()) if self._has_digits else float(self._sum[_WEIGHT])
         if self.first is not None:  # only now is it known that all ranks do the same
             first, self.first = self.first, None
@@ -182,17 +184,15 @@ class Agreement:
                     return RunError("ranks-differ", _message(fact, found), hint=_HINTS[fact])
         raise AssertionError(f"the sum is {self._sum.tolist()}, and yet all agree: {views}")
 
-    def _fixed(self) -> RunError:
-        """Gathers the changed parameters' names, and returns the error `shards-fixed`. A blocking collective on `control`: all
-        ranks call it, as for `_differing`.
+    def _refused(self) -> RunError:
+        """Gathers the ranks' refusals, and returns the first. A blocking collective on `control`: all ranks call it, as for
+        `_differing`.
         """
-        found = gather_objects(self._changed, self._everyone, what="what was frozen or unfrozen")
-        name = next(name for name in found if name)
-        return RunError(
-            "shards-fixed",
-            f"the parameter {name!r} was frozen or unfrozen, but a sharded optimizer lays out its states when the run is made",
-            hint="freeze it in the plan (`freeze = true` in a group of [optimizer]), or take a reducer such as `dp.bucketed`",
-        )
+        own = None if self._refusal is None else self._refusal.diagnostics[0]
+        parts = None if own is None else [own.code, own.message, own.hint]
+        found = gather_objects(parts, self._everyone, what="why a step is refused")
+        code, message, hint = next(one for one in found if one)
+        return RunError(code, message, hint=hint)
 
     def _views(self) -> list[dict[str, View]]:
         """Returns this rank's views, one dict per fact, by the label of the group that must agree."""

@@ -198,7 +198,7 @@ def _cannot_cross(kind: type, layer: str) -> RunError:
     whose = f"the output of the layer {layer!r}" if layer else "a layer's output"
     return RunError(
         "boundary-type",
-        f"{whose} holds a value of type {kind.__qualname__}, which cannot be sent to the next stage",
+        f"{whose} holds a value of type {kind.__qualname__}, which can neither be sent to another stage nor returned",
         hint="send tensors (`torch.tensor(3)` for a number), None, and tuples, lists, dicts (with string keys), named tuples "
         "and dataclasses of them; a class of yours is made in a module, not in a function",
     )

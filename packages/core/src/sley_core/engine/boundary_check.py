@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.engine.layer_costs import by_parameters
-from sley_core.engine.on_meta import meta_micro_batch, meta_output
+from sley_core.engine.on_meta import meta_micro_batch, meta_output, meta_state
 from sley_core.engine.stage import stage_of
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.layers import MODEL
@@ -45,7 +45,7 @@ def check_boundaries(
             if lacking := [name for name in layer.fields if name not in fields]:
                 why = f"the shape of `{lacking[0]}` is known to the data alone"
                 break
-            value = meta_output(layer, (value,) if number else (), fields, dtype)
+            value = meta_output(layer, (value,) if number else (), fields, meta_state(layer, dtype))
             if layer.name in ends:
                 value = unflatten(*flatten(value, layer.name))
     except SleyError as error:

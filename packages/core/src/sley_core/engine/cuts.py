@@ -9,7 +9,9 @@ A part may begin anywhere within an entry, so only element-wise operations can w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 ALIGNMENT = 128
@@ -27,6 +29,14 @@ class Span(NamedTuple):
     @property
     def numel(self) -> int:
         return self.last - self.first
+
+    def shape_in(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape in which the elements are stepped: the `whole` shape if these are all of its elements, else flat
+        with leading dims of size 1. So the number of dims stays: an optimizer may treat matrices otherwise than vectors.
+        """
+        if self.numel == prod(whole):
+            return tuple(whole)
+        return (*(1 for _ in whole[1:]), self.numel)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,13 @@
-"""Measures the loss on held-out samples: forward only, in the same process; allocates no gradient and changes no state."""
+"""Runs the model forward only, in the process that trains it: for its loss, on held-out samples or on a program's own, and for
+its outputs. Allocates no gradient and changes no state.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,103 +22,130 @@ from sley_core.errors import RunError
 if TYPE_CHECKING:
     from torch import nn
 
+    from sley_core.actions.action import Lowered
     from sley_core.comm.device import Device
     from sley_core.comm.groups import Groups
     from sley_core.data.feed import Feed
     from sley_core.engine.agreement import Agreement
     from sley_core.engine.execute import Executor
     from sley_core.engine.lists import Lists
-    from sley_core.engine.step_batch import BatchSplitter
+    from sley_core.engine.step_batch import BatchSplitter, StepBatch
 
 
-class Evaluation:
-    """Measures the mean loss of `executor`'s model on the first `num_batches` global batches of `feed`, the same ones each
-    time.
-    """
+class ForwardOnly:
+    """Runs `executor`'s model forward only, on batches of any number of micro-batches. modules: of this rank's layers."""
 
     def __init__(
         self,
         executor: Executor,
         lists: Lists,
         modules: Sequence[nn.Module],
-        feed: Feed,
-        splitter: BatchSplitter,
         groups: Groups,
         device: Device,
         agreement: Agreement,
-        *,
-        num_batches: int,
-        num_micros: int,
     ) -> None:
         self.executor = executor
-        self.steps = lists.evaluation(num_micros)
+        self.lists = lists
         self.modules = modules
-        self.feed = feed
-        self.splitter = splitter
         self.groups = groups
         self.device = device
         self.agreement = agreement
-        self.num_batches = num_batches
-        self.num_micros = num_micros
 
-    def __call__(self) -> float:
-        """Returns the mean loss over the held-out samples. All ranks call it, and it communicates.
+    def mean_loss(self, batches: Iterable[StepBatch]) -> float:
+        """Returns the mean loss over the samples of all `batches`. All ranks call it, with as many of them; it communicates.
 
         Raises RunError, on all ranks alike: "not-finite" if it is not finite, "nothing-counts" if no label counts.
         """
+        with self._evaluating() as state:
+            return self._mean_loss(batches, state)
+
+    def outputs(self, batch: StepBatch) -> dict[int, Any]:
+        """Returns the model's output for each micro-batch, of this rank's slices; nothing on ranks without the model's last
+        layer. The loss is not computed. All ranks call it, and it communicates.
+        """
+        with self._evaluating() as state:
+            steps = self._begin("a prediction", 0, batch, state)
+            outputs: dict[int, Any] = {}
+            self.executor.predict(steps, batch.micros, state, outputs)
+            state.standing.comes(BETWEEN)
+        return outputs
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[StepState]:
+        """Yields the state of an evaluation; all modules are in evaluation mode within the block."""
         every = [part for module in self.modules for part in module.modules()]
         training = [part.training for part in every]
         for module in self.modules:
             module.eval()
         try:
-            with self.device.random_state_kept():
-                return self._measure()
+            with self.device.in_use(), self.device.random_state_kept():
+                standing = self.groups.progress.standing
+                state = StepState(within=standing)
+                standing.comes(EVALUATION)
+                yield state
         finally:
             # Each module gets its own former mode: a program may keep some in evaluation mode.
             for part, was in zip(every, training, strict=True):
                 part.training = was
 
-    def _measure(self) -> float:
+    def _begin(self, what: str, number: int, batch: StepBatch, state: StepState) -> Lowered:
+        """Begins batch `number`, and returns its list of actions."""
+        # All ranks evaluate, on models that are alike, and stages and slices have the same samples.
+        self.agreement.begin(what, batch).check()
+        steps = self.lists.evaluation(batch.num_micros)
+        first_micro = self.groups["dp"].coord * batch.num_micros
+        state.begin(number, actions_of(steps), batch.num_micros, first_micro)
+        return steps
+
+    def _mean_loss(self, batches: Iterable[StepBatch], state: StepState) -> float:
         """Runs the batches, and sums losses, weights and exchange checks over all ranks at the end; returns the mean loss."""
-        self.feed.restore({"samples": 0})
-        standing = self.groups.progress.standing
-        state = StepState(within=standing)
-        standing.comes(EVALUATION)
         totals = torch.zeros(2, dtype=torch.float64)
         terms: list[torch.Tensor] = []
         for group in self.groups.values():
             group.log.clear()
-        for number in range(self.num_batches):
-            batch = self.splitter.fed(self.feed.next())
-            # All ranks evaluate, on models that are alike, and stages and slices have the same samples.
-            self.agreement.begin("an evaluation", batch).check()
-            first_micro = self.groups["dp"].coord * self.num_micros
-            state.begin(number, actions_of(self.steps), self.num_micros, first_micro)
-            loss = self.executor.evaluate(self.steps, batch.micros, state)
+        for number, batch in enumerate(batches):
+            steps = self._begin("an evaluation", number, batch, state)
+            loss = self.executor.evaluate(steps, batch.micros, state)
             if loss.ndim:
-                terms.append(spread(loss, first_micro, self.groups["dp"].size * self.num_micros))
+                terms.append(spread(loss, state.first_micro, self.groups["dp"].size * batch.num_micros))
                 # All ranks know the weight of the global batch already, so one rank adds it.
                 totals[1] += self.agreement.weight if self.groups["all"].coord == 0 else 0.0
             else:
                 totals += torch.tensor([float(loss), batch.weight], dtype=torch.float64)
-        self.feed.close()
         differs = torch.tensor([exchanges_differ(self.groups.values())], dtype=torch.float64)
         totals = torch.cat([self.device.move(torch.cat([totals, differs])), *terms])
         # All ranks evaluate after the same steps, and as many batches; stages without the loss add nothing.
-        all_reduce(totals, self.groups["all"], what="the held-out loss").wait()
+        all_reduce(totals, self.groups["all"], what="the mean loss").wait()
         loss_sum, weight_sum, ranks_differ = totals[:3].tolist()
-        standing.comes(BETWEEN)
+        state.standing.comes(BETWEEN)
         for losses in torch.chunk(totals[3:], len(terms)) if terms else ():
             loss_sum += float(tree_sum(losses))
         if ranks_differ:
             raise differing("an evaluation", exchanges_of(self.groups.values()), self.groups["control"])
         if not weight_sum:
-            hint = "look at the held-out data: all of its labels are ignored"
+            hint = "look at the data: all of its labels are ignored"
             raise RunError(
-                "nothing-counts", "the held-out samples have a loss weight of 0, so there is no mean", hint=hint
+                "nothing-counts", "the evaluated samples have a loss weight of 0, so there is no mean", hint=hint
             )
         mean: float = loss_sum / weight_sum
         if not math.isfinite(mean):
             hint = "the weights may have grown too large for this data, or the data itself holds what is no number"
-            raise RunError("not-finite", f"the held-out loss is {mean}", hint=hint)
+            raise RunError("not-finite", f"the loss of the evaluated samples is {mean}", hint=hint)
+        return mean
+
+
+class Evaluation:
+    """Measures the mean loss on the first `num_batches` global batches of `feed`, held-out samples, the same ones each time."""
+
+    def __init__(self, forward: ForwardOnly, feed: Feed, splitter: BatchSplitter, num_batches: int) -> None:
+        self.forward = forward
+        self.feed = feed
+        self.splitter = splitter
+        self.num_batches = num_batches
+
+    def __call__(self) -> float:
+        """Returns the mean loss over the held-out samples. All ranks call it, and it communicates; raises as `ForwardOnly`."""
+        self.feed.restore({"samples": 0})
+        mean = self.forward.mean_loss(self.splitter.fed(self.feed.next()) for _ in range(self.num_batches))
+        self.feed.close()
         return mean

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from sley_core.actions.action import Action, Kind, Lowered, Transfer, actions_of
-from sley_core.engine.boundary import gradients_of
+from sley_core.engine.boundary import flatten, gradients_of, unflatten
 from sley_core.engine.call import LayerCaller, tell_hooks
 from sley_core.engine.in_flight import InFlight, describe, edges_of
 from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.engine.weight_queue import WeightQueue
 from sley_core.errors import note_origin
+from sley_core.protocols import SplitLogits
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
@@ -74,6 +75,8 @@ class Executor:
         self._has_loss = any(self._is_last(chunk) for chunk in range(len(chunks)))
         self._reads = reads(chunks, loss if self._has_loss else None, fields)
         self._micros: dict[int, dict[str, Tensor]] = {}
+        self._outputs: dict[int, Any] | None = None
+        self._is_predicting = False
         self._held: dict[tuple[int, int], InFlight] = {}
 
     @property
@@ -89,17 +92,20 @@ class Executor:
         store: GradientStore,
         weight: BatchWeight | None,
         clock: ActionClock | None = None,
+        outputs: dict[int, Any] | None = None,
     ) -> Tensor:
         """Runs a training list, with the exchanges in it; gradients go to `store`.
 
         batch: this rank's micro-batches, on the host. weight: the loss weight of the global batch, by which every gradient is
-        divided once; None on ranks without the loss. clock: records when actions run.
+        divided once; None on ranks without the loss. clock: records when actions run. outputs: gets a copy of the model's
+        output of each micro-batch, on ranks with the loss.
 
         Returns the sum of the loss over this rank's samples, or one loss per micro-batch (`keeps_apart`): float64 on the
         device.
         """
         actions = actions_of(steps)
         total = self._begin(batch, Phase.TRAIN, actions, clock)
+        self._outputs = outputs
         last_of_micro = {action.micro: action for action in actions}
         last_of_chunk = {(action.chunk, action.micro): action for action in actions}
         for step in steps:
@@ -129,6 +135,20 @@ class Executor:
         does.
         """
         total = self._begin(batch, Phase.EVALUATE, actions_of(steps))
+        self._forward_all(steps, batch, state, total)
+        return total
+
+    @torch.no_grad()
+    def predict(self, steps: Lowered, batch: Sequence[Batch], state: StepState, outputs: dict[int, Any]) -> None:
+        """Runs a forward-only list as `evaluate` does, without the loss; puts the model's output of each micro-batch into
+        `outputs`, on ranks with the model's last chunk.
+        """
+        total = self._begin(batch, Phase.EVALUATE, actions_of(steps))
+        self._outputs, self._is_predicting = outputs, True
+        self._forward_all(steps, batch, state, total)
+
+    def _forward_all(self, steps: Lowered, batch: Sequence[Batch], state: StepState, total: Tensor) -> None:
+        """Runs a forward-only list, and adds losses to `total`."""
         for step in steps:
             state.standing.comes(f"{step} of the evaluation")
             if isinstance(step, Transfer):
@@ -140,7 +160,6 @@ class Executor:
             self._micros.pop(step.micro, None)
         self.crossing.end()
         self.left_in_flight = False
-        return total
 
     def _weights_of(self, action: Action) -> AbstractContextManager[None]:
         return nullcontext() if self.weights is None else self.weights.during(action)
@@ -153,6 +172,7 @@ class Executor:
         """
         self.left_in_flight = True
         self._clock = clock
+        self._outputs, self._is_predicting = None, False
         self._micros.clear()
         self._held.clear()
         self.queue.clear()
@@ -221,6 +241,10 @@ class Executor:
         held.check_unwritten(self.chunks[micro.chunk][0].name)
         tell_hooks(self.hooks, "after_forward", micro, output)
         if self._is_last(micro.chunk):
+            if self._outputs is not None:
+                self._outputs[micro.micro] = self._copied(output, self.chunks[micro.chunk][-1].name)
+            if self._is_predicting:
+                return
             held.loss = self._loss(micro, output, fields)
             place = total[micro.micro] if self.keeps_apart else total
             place += held.loss.detach()
@@ -229,6 +253,19 @@ class Executor:
             held.edges = edges_of(description, tensors)
             sent = [tensor.detach() for tensor in tensors]
             self.crossing.give("forward", micro.chunk, micro.micro, (description, sent))
+
+    def _copied(self, output: Any, layer: str) -> Any:
+        """Returns the model's output for the program, without its graph, and copied if the loss follows, which may write in
+        place; whole logits if ranks share the classes, by a collective of them. Raises RunError `boundary-type` for a type that
+        cannot be taken apart. layer: the model's last.
+        """
+        with torch.no_grad():
+            if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
+                return output.logits()
+            tensors, structure = flatten(output, layer)
+            return unflatten(
+                [one.detach() if self._is_predicting else one.detach().clone() for one in tensors], structure
+            )
 
     def _loss(self, micro: MicroStep, output: Any, fields: Mapping[str, Tensor]) -> Tensor:
         """Returns the loss of one micro-batch; calls the hooks `before_loss` and `after_loss`."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sley_core.engine.boundary import Description, unflatten
 from sley_core.engine.in_flight import describe
-from sley_core.engine.on_meta import meta_micro_batch, meta_output
+from sley_core.engine.on_meta import meta_micro_batch, meta_output, meta_state
 from sley_core.errors import RunError
 from sley_core.model.kinds import kind_of
 
@@ -70,7 +70,7 @@ def _output_of_kind(layer: Layer, args: tuple[Any, ...], fields: Any, dtype: tor
 def _output(layer: Layer, args: tuple[Any, ...], fields: Any, dtype: torch.dtype) -> Any:
     """Returns the layer's output on meta; raises RunError `estimate-layer` if its forward raises."""
     try:
-        return meta_output(layer, args, fields, dtype)
+        return meta_output(layer, args, fields, meta_state(layer, dtype))
     except Exception as error:  # the user's forward may not work on meta
         first = str(error).strip().partition("\n")[0]
         raise RunError(

@@ -60,17 +60,19 @@ class GradientBuffer(FlatBuffer):
 
     @cached_property
     def parts(self) -> dict[Entry, Tensor]:
-        """Each entry's gradient in this rank's part: flat views [elements of its span]."""
+        """Each entry's gradient in this rank's part: views in the shape of its span (`Span.shape_in`)."""
         return self.views_in(self.own)
 
     def views_in(self, memory: Tensor) -> dict[Entry, Tensor]:
-        """Returns flat views of `memory` [as long as `own`], one per entry, at the entry's place in this rank's part."""
+        """Returns views of `memory` [as long as `own`], one per entry, at the entry's place in this rank's part; each has the
+        shape of its span.
+        """
         begin, _ = (self.cut or WHOLE).bounds(self.data.numel())
         found = {}
         for entry, start in zip(self.entries, self.offsets, strict=True):
             span = self.spans[entry]
             first = max(start + span.first - begin, 0) if span.numel else 0
-            found[entry] = memory[first : first + span.numel]
+            found[entry] = memory[first : first + span.numel].view(span.shape_in(entry.parameter.shape))
         return found
 
     def check_whole(self, entry: Entry) -> None:

@@ -46,8 +46,8 @@ class GradientViews:
         return self._slots[entry].view
 
     def part(self, entry: Entry) -> Tensor:
-        """Returns the part of the gradient of `entry` that this rank gets, a view: all of it, or, flat, the elements of
-        `span`.
+        """Returns the part of the gradient of `entry` that this rank gets, a view: all of it, or the elements of `span`, in its
+        shape.
         """
         if self._are_freed:
             raise without_gradients()

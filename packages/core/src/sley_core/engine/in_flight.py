@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from sley_core.engine.boundary import Description, Leaf, flatten, unflatten
 from sley_core.errors import RunError
+from sley_core.model.storage import version_of
 
 
 class Input:
@@ -102,7 +103,7 @@ class InFlight:
             first = came.leaf.same_as
             entered.append(came.enter() if first is None else entered[first])
             if came.leaf.overlaps:
-                self._watched.append((entered[-1], entered[-1]._version))
+                self._watched.append((entered[-1], version_of(entered[-1])))
         return unflatten(entered, description.structure)
 
     def check_unwritten(self, layer: str) -> None:
@@ -110,7 +111,7 @@ class InFlight:
         before it was sent. layer: the chunk's first, for the error.
         """
         watched, self._watched = self._watched, []
-        if any(tensor._version != version for tensor, version in watched):
+        if any(version_of(tensor) != version for tensor, version in watched):
             raise RunError(
                 "boundary-overlap",
                 f"a stage that begins with the layer {layer!r} writes in place to a tensor that overlaps with another one that "

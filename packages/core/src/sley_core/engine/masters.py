@@ -7,7 +7,7 @@ only a part of a gradient to this rank, only that part is stepped, and only that
 Between two steps a program may write to working weights (`load_state_dict` on a layer, `p.copy_` under no_grad, `p.data = `):
 the master takes those values over before the next step. If nobody wrote a weight, its master keeps its digits. Writes through
 `p.data` itself (`p.data.copy_`) do not increment the version counter and cannot be detected: use `p.copy_` or
-`Run.load_weights`.
+`Run.load_weights`. The optimizer may write what it steps in any way, `p.data = ` too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Stepped:
     """Holds the parameter that the optimizer steps for one entry; its gradient is what the store's `part` returns.
 
     original: the working weight that the entry's modules hold; the same object if there is no master and no span. span: which
-    elements of it are stepped here, if other ranks step the others; `parameter` is flat then.
+    elements of it are stepped here, if other ranks step the others; `parameter` has the span's shape then.
     """
 
     entry: Entry
@@ -47,7 +47,7 @@ class Stepped:
 
     @property
     def working(self) -> Tensor:
-        """The elements of the working weight that `parameter` stands for, a view of the same shape; flat if it has a span."""
+        """The elements of the working weight that `parameter` stands for, a view of the same shape."""
         return _elements(self.original.detach(), self.span)
 
     @property
@@ -73,10 +73,11 @@ class _Master:
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """Version, address and storage; the storage because offloaded memory may come back at an address that another tensor
-        had.
+        """Version, storage, and place in the storage: the same while memory is away, and when it is back at another address.
+        `working` keeps its storage alive, so no other storage has that number.
         """
-        return self.parameter._version, self.parameter.data_ptr(), self.parameter.untyped_storage()._cdata
+        storage: int = self.parameter.untyped_storage()._cdata
+        return self.parameter._version, storage, int(self.parameter.storage_offset())
 
 
 class Masters:
@@ -158,6 +159,7 @@ class Masters:
         """Copies masters, rounded, into the working weights, unless whoever steps has done that (`home`); drops the references
         to gradients. Weights of which other ranks step parts may be incomplete until `weights.settle`.
         """
+        self._take_back()
         if every := list(self._masters.values()):
             if self.home is None:
                 torch._foreach_copy_([one.working for one in every], [one.master for one in every])
@@ -167,6 +169,25 @@ class Masters:
             if stepped.parameter is not stepped.original:
                 stepped.parameter.grad = None
         self.weights.updated()
+
+    @torch.no_grad()
+    def _take_back(self) -> None:
+        """Copies the values of parameters that the optimizer has pointed elsewhere (`p.data = value`) into the run's memory:
+        masters and parts of weights are read there, not through the parameter.
+        """
+        for stepped in self.stepped:
+            if stepped.parameter is stepped.original:
+                continue
+            known = self._masters.get(id(stepped.original))
+            if known is not None:
+                address = known.master.data_ptr()
+            else:
+                assert stepped.span is not None, stepped.name
+                address = stepped.original.data_ptr() + stepped.span.first * stepped.original.element_size()
+            if stepped.parameter.data_ptr() != address:
+                place = stepped.working if known is None else known.master
+                place.copy_(stepped.parameter.detach())
+                stepped.parameter.data = place
 
     @torch.no_grad()
     def set(self, entry: Entry, value: Tensor) -> None:
@@ -182,13 +203,11 @@ class Masters:
 
     @property
     def were_written(self) -> bool:
-        """Whether a program wrote to weights since the last step, judged by version counters only, so that it works while
-        memory is offloaded.
-        """
-        return any(one.seen[0] != one.parameter._version for one in self._masters.values())
+        """Whether a program wrote to weights since masters last followed them; works while memory is away."""
+        return not self.weights.are_in_place or any(one.seen != one.state for one in self._masters.values())
 
     def follow(self) -> None:
-        """Copies values that a program wrote to working weights into their masters; detected by version and address, without a
+        """Copies values that a program wrote to working weights into their masters; detected by version and storage, without a
         device sync. Weights and masters must be on the device. Raises RunError `weight-replaced`.
         """
         for entry, original in self._originals:
@@ -230,5 +249,5 @@ class Masters:
 
 
 def _elements(value: Tensor, span: Span | None) -> Tensor:
-    """Returns the elements `span` of `value`, flat; `value` itself if there is no span."""
-    return value if span is None else value.reshape(-1)[span.first : span.last]
+    """Returns the elements `span` of `value`, in its shape; `value` itself if there is no span."""
+    return value if span is None else value.reshape(-1)[span.first : span.last].view(span.shape_in(value.shape))

@@ -31,16 +31,22 @@ def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
     return {name: value.to("meta") for name, value in Slices(declared, plan.parallel.sp, 0)(whole).items()}
 
 
-def meta_output(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
-    """Returns the output of `layer` on meta, called with `args` and its own `fields` out of these.
-
-    dtype: of the parameters, and of buffers that are narrower, as in a run. Raises what the layer's forward raises.
+def meta_state(layer: Layer, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns the layer's parameters and buffers on meta, by name. dtype: of the parameters, and of buffers that are narrower,
+    as in a run.
     """
     state: dict[str, Tensor] = {}
     for name, buffer in layer.module.named_buffers():
         is_wider = buffer.is_floating_point() and torch.finfo(dtype).bits > torch.finfo(buffer.dtype).bits
-        state[name] = buffer.to("meta", dtype if is_wider else buffer.dtype)
-    state |= {name: parameter.to(dtype) for name, parameter in layer.module.named_parameters()}
+        state[name] = torch.empty_like(buffer, device="meta", dtype=dtype if is_wider else buffer.dtype)
+    return state | {name: parameter.to(dtype) for name, parameter in layer.module.named_parameters()}
+
+
+def meta_output(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Tensor], state: dict[str, Tensor]) -> Any:
+    """Returns the output of `layer` on meta, called with `args` and its own `fields` out of these.
+
+    state: of `meta_state`; what the forward writes is written there. Raises what the layer's forward raises.
+    """
     named = {name: fields[name] for name in layer.fields}
     with torch.device("meta"):  # tensors that the forward creates are on meta too
         return torch.func.functional_call(layer.module, state, args, named)

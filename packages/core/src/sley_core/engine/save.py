@@ -173,7 +173,7 @@ class WeightSaver:
         group = self._parts.groups[entry.reduce_group]
         # Other ranks of the reduce group may have copies of the parts: only the first copy is added.
         if stepped is not None and stepped.span is not None and group.ranks[0] in self._parts.groups[cut.axis].ranks:
-            flat[stepped.span.first : stepped.span.last] = stepped.parameter.detach()
+            flat[stepped.span.first : stepped.span.last] = stepped.parameter.detach().reshape(-1)
         # Over the reduce group, all of whose ranks save the same entries in the order of the book.
         bits = flat.view(_BITS[flat.element_size()])
         all_reduce(bits, group, what=f"the master of {entry.name}").wait()

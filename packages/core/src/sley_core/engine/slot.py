@@ -62,6 +62,7 @@ class State(Enum):
     OPEN = "contributions may come"
     COMPLETE = "nothing more is expected; it waits for those before it in the order"
     REPORTED = "handlers know that it is complete"
+    PAUSED = "the next call of the same step adds to it"
 
 
 class Autograd(Enum):
@@ -79,6 +80,8 @@ class Slot:
                         ^                      │                                             │
                         └──── check_open ──────┘                                             └── check_open: `gradient-late`
                          a backward within the backward came once more
+
+    Between two calls of one step an OPEN gradient is PAUSED.
 
     contributions: their number in this step. final: the number of passes in the action that completes the gradient. Autograd
     makes one pass per backward, however often it uses the parameter; the queue of a W makes one after the entry's last product;
@@ -150,6 +153,8 @@ class Slot:
                 "the steps before it came once",
                 hint="use torch.utils.checkpoint with `use_reentrant=False`, or `core.recompute`",
             )
+        if self.state is State.PAUSED:
+            self.state = State.REPORTED  # the sum may have it already, so it is of no use
         raise RunError(
             "gradient-complete",
             f"a backward between two steps reaches the parameter {name!r}, whose gradient is that of the step before",
@@ -192,6 +197,19 @@ class Slot:
             self.view.zero_()
         add_at(self.view, indices, rows.to(self.view.dtype))
 
+    def sum(self) -> Tensor | None:
+        """Returns what has been added in this step, None if nothing has."""
+        return self.view if self.contributions else None
+
+    def pause(self) -> None:
+        """Ends a call of the step that other calls follow."""
+        self.state = State.PAUSED
+
+    def resume(self) -> bool:
+        """Begins the next call of the step; returns whether nothing was added since `pause`."""
+        was_paused, self.state = self.state is State.PAUSED, State.OPEN
+        return was_paused
+
     def complete(self) -> None:
         """Marks the gradient complete; zeroes it if there was no contribution."""
         if not self.contributions:
@@ -205,10 +223,11 @@ class LooseSlot(Slot):
     For entries that no handler reduces. Saves the buffer and one pass over memory. `view` is a new tensor in every step.
     """
 
-    __slots__ = ("dtype", "nothing")
+    __slots__ = ("dtype", "nothing", "paused")
 
     def __init__(self, entry: Entry, dtype: torch.dtype, habit: Habit, autograd: Autograd) -> None:
         self.dtype = dtype
+        self.paused: tuple[Tensor | None, int] = (None, 0)
         self.nothing = entry.parameter.new_empty(0, dtype=dtype)
         super().__init__(entry, self.nothing, habit, autograd)
 
@@ -254,6 +273,26 @@ class LooseSlot(Slot):
         if not self.contributions:
             self.view = torch.zeros_like(self.parameter, dtype=self.dtype)
         self.state = State.COMPLETE
+
+    def sum(self) -> Tensor | None:
+        if self.autograd is not Autograd.UNWATCHED:
+            return super().sum()
+        return None if self.parameter.grad is None else dense(self.parameter.grad, self.entry)
+
+    def pause(self) -> None:
+        """Leaves what autograd sums in `parameter.grad` there: without a hook, only its version tells what else is added."""
+        super().pause()
+        if self.autograd is Autograd.UNWATCHED:
+            summed = self.parameter.grad
+            self.paused = summed, 0 if summed is None else summed._version
+
+    def resume(self) -> bool:
+        is_untouched = True
+        if self.autograd is Autograd.UNWATCHED:
+            summed, version = self.paused
+            is_untouched = self.parameter.grad is summed and (summed is None or summed._version == version)
+            self.paused = None, 0
+        return super().resume() and is_untouched
 
 
 def add_at(table: Tensor, indices: Tensor, rows: Tensor) -> None:

@@ -49,6 +49,33 @@ def without_gradients() -> RunError:
     )
 
 
+def shards_fixed(name: str) -> RunError:
+    """Returns the error `shards-fixed`: the parameter `name` was frozen or unfrozen, and a sharded optimizer cannot follow."""
+    return RunError(
+        "shards-fixed",
+        f"the parameter {name!r} was frozen or unfrozen, but a sharded optimizer lays out its states when the run is made",
+        hint="freeze it in the plan (`freeze = true` in a group of [optimizer]), or take a reducer such as `dp.bucketed`",
+    )
+
+
+def frozen_within(name: str) -> RunError:
+    """Returns the error `frozen-within-step`: the parameter `name` was frozen or unfrozen between two calls of one step."""
+    return RunError(
+        "frozen-within-step",
+        f"the parameter {name!r} was frozen or unfrozen between two calls of one step, whose gradients add up",
+        hint="freeze and unfreeze parameters after a step outside `run.accumulate()`",
+    )
+
+
+def reached_within(name: str) -> RunError:
+    """Returns the error `gradient-reached`: a program's own backward reached `name` between two calls of one step."""
+    return RunError(
+        "gradient-reached",
+        f"a backward between two calls of one step reached the parameter {name!r}, so its gradient is no longer their sum",
+        hint="use `torch.autograd.grad`, which adds to no parameter, or do it after a step outside `run.accumulate()`",
+    )
+
+
 def check_not_sharded(entry: Entry) -> None:
     """Raises RunError `sharded-weight-read` if `entry` is sharded: autograd reached a shard, which only its communicator may
     use.

@@ -10,21 +10,20 @@ called once for a batch that came in one piece. If sums are canonical, it is cal
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
 from sley_core.data.cut import count_micros, cut
-from sley_core.data.slices import sliced_info
+from sley_core.data.slices import Slices, sliced_info
 from sley_core.data.vocabulary import check_tokens
 from sley_core.engine.loss_weight import Additive
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import Batch, DataInfo
-    from sley_core.data.slices import Slices
     from sley_core.protocols import Loss
 
 GivenBatch: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
@@ -59,8 +58,9 @@ class StepBatch:
 class BatchSplitter:
     """Makes a `StepBatch` of what a step is given.
 
-    info: what the data declares of whole samples. slices: takes this rank's part of each sequence. weighs: whether this rank
-    has the model's last chunk, so that it calls the loss's `weight`. weighs_micros: whether for each micro-batch separately.
+    info: what the data declares of whole samples. slices: takes this rank's part of each sequence. loss: None if only outputs
+    are asked for. weighs: whether this rank has the model's last chunk, so that it calls the loss's `weight`. weighs_micros:
+    whether for each micro-batch separately.
     """
 
     def __init__(
@@ -68,19 +68,19 @@ class BatchSplitter:
         info: DataInfo,
         micro_size: int,
         slices: Slices,
-        loss: Loss,
+        loss: Loss | None,
         *,
-        weighs: bool,
+        weighs: bool = False,
         weighs_micros: bool = False,
     ) -> None:
         self.info = info
         self.micro_size = micro_size
         self.slices = slices
         self.loss = loss
-        self.weighs = weighs
+        self.weighs = weighs and loss is not None
         self.weighs_micros = weighs_micros
         self._fields = sliced_info(info, slices.num_slices).fields
-        self._additive = Additive(loss, self._fields)
+        self._additive = None if loss is None else Additive(loss, self._fields)
 
     def given(self, batch: GivenBatch) -> StepBatch:
         """Checks and cuts the samples that a program gives a step.
@@ -105,6 +105,15 @@ class BatchSplitter:
         """
         return self._split([batch], [self._count(batch)])
 
+    def to_predict(self, batch: GivenBatch, reads: Collection[str]) -> StepBatch:
+        """Checks and cuts samples of which only the model's outputs are asked for, as `given` does. Fields other than `reads`,
+        those that layers read, may be left out.
+        """
+        given = set[str]().union(*([batch] if isinstance(batch, Mapping) else _listed(batch)))
+        fields = {name: field for name, field in self.info.fields.items() if name in given or name in reads}
+        slices = Slices(fields, self.slices.num_slices, self.slices.index)
+        return BatchSplitter(replace(self.info, fields=fields), self.micro_size, slices, None).given(batch)
+
     def _count(self, piece: Mapping[str, Tensor]) -> int:
         return count_micros(piece, self.info.fields, self.micro_size)
 
@@ -113,15 +122,16 @@ class BatchSplitter:
         piece of `whole`.
         """
         own = [self.slices(piece) for piece in whole]
-        for piece, count in zip(own, counts, strict=True):
-            self._additive.check(piece, count)
+        if self._additive is not None:
+            for piece, count in zip(own, counts, strict=True):
+                self._additive.check(piece, count)
         micros = [
             cut(piece, self._fields, index, count)
             for piece, count in zip(own, counts, strict=True)
             for index in range(count)
         ]
         weighed = (micros if self.weighs_micros else own) if self.weighs else ()
-        return StepBatch(micros, whole, [self.loss.weight(piece) for piece in weighed])
+        return StepBatch(micros, whole, [self.loss.weight(piece) for piece in weighed] if self.loss else [])
 
 
 def _listed(batch: object) -> Sequence[Mapping[str, Tensor]]:

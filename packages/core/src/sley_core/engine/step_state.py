@@ -42,8 +42,9 @@ class StepState:
 
              begin ──> enter(action) ──> leave(action) ──> enter ... ──> begin of the next step
 
-    step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step. first_micro: the global number of its
-    first one. after_first: called once, after the first action. standing: the same, for failure reports.
+    step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step, or in this call if several calls add
+    up to a step. first_micro: the global number of its first one. is_last: whether the step ends with this list of actions.
+    after_first: called once, after the first action. standing: the same, for failure reports.
     """
 
     def __init__(self, within: Standing | None = None) -> None:
@@ -53,6 +54,7 @@ class StepState:
         self.step = -1
         self.num_micros = 0
         self.first_micro = 0
+        self.is_last = True
         self._was_taken = True
         self._ask_taken: Callable[[], bool] | None = None
         self.action: Action | None = None
@@ -61,13 +63,16 @@ class StepState:
         self._done: frozenset[int] = frozenset()
         self._settled: frozenset[int] | None = None
 
-    def begin(self, step: int, actions: Sequence[Action], num_micros: int, first_micro: int) -> None:
-        """Starts a new optimizer step, even if the previous one failed."""
+    def begin(
+        self, step: int, actions: Sequence[Action], num_micros: int, first_micro: int, *, is_last: bool = True
+    ) -> None:
+        """Starts a new optimizer step, or the next call of one, even if the previous one failed."""
         self.step = step
         if not self._is_within:
             self.standing.begin(step + 1)
         self.num_micros = num_micros
         self.first_micro = first_micro
+        self.is_last = is_last
         self.action = None
         self.after_first = None
         self._last = {action.chunk: action for action in actions if action.kind in GRADIENT_KINDS}
@@ -115,6 +120,10 @@ class StepState:
 
     def gradients_final(self, chunks: frozenset[int]) -> bool:
         """Returns whether the running action is the last of this step that can add to a gradient of all `chunks`."""
+        return self.is_last and self.last_of_list(chunks)
+
+    def last_of_list(self, chunks: frozenset[int]) -> bool:
+        """Returns whether the running action is the last of its list that can add to a gradient of all `chunks`."""
         return self._settled is not None and chunks <= self._settled
 
     @property

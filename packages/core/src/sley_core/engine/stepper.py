@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from sley_core.actions.action import actions_of
+from sley_core.comm.collectives import all_reduce
 from sley_core.comm.progress import BETWEEN, REDUCTION, UPDATE
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.loss_weight import BatchWeight
 from sley_core.engine.not_finite import is_no_number
 from sley_core.engine.step_events import StepEvents, call
 from sley_core.engine.totals import PendingTotals, Votes
-from sley_core.errors import closed
+from sley_core.errors import RunError, closed
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sley_core.comm.device import Device
     from sley_core.comm.groups import Groups
     from sley_core.engine.book import Entry
@@ -36,6 +40,23 @@ if TYPE_CHECKING:
 
 NO_VOTES = Votes()
 
+
+@dataclass
+class CallSums:
+    """Holds what the calls of a step have added up before its last one.
+
+    loss: this rank's sum, float64 on the device. weight: this rank's share of the weight of their samples; total: of all ranks.
+    divisor: what gradients are divided by, until the last call knows the weight of all. num_micros: of all ranks.
+    """
+
+    loss: Tensor
+    weight: float
+    total: float
+    divisor: float
+    num_micros: int
+    num_calls: int
+
+
 STARTING_STEPS = 2
 """In the first steps the agreement is not deferred: handlers may communicate in `begin_step`, to agree on an order that the
 first step showed.
@@ -49,7 +70,7 @@ class Stepper:
     compares all ranks' first values before the first step. events: what else is called in a step.
 
     left_in_flight: whether a step failed before handlers were done, so that their exchanges may still be in flight until the
-    next one.
+    next one. sums: what calls of `add` have added up for the next call of `step`; None between two steps.
     """
 
     def __init__(
@@ -74,6 +95,8 @@ class Stepper:
         self.device = device
         self.events = events or StepEvents()
         self.left_in_flight = False
+        self.sums: CallSums | None = None
+        self._has_lost = False
         self.state: StepState = store.state
         self._undo = undo
         self.is_closed = False
@@ -84,40 +107,58 @@ class Stepper:
             store.on_chunk_done.append(self._chunk_done)
 
     def step(
-        self, step: int, batch: StepBatch, *, votes: Votes = NO_VOTES, clock: ActionClock | None = None
+        self,
+        step: int,
+        batch: StepBatch,
+        *,
+        votes: Votes = NO_VOTES,
+        clock: ActionClock | None = None,
+        outputs: dict[int, Any] | None = None,
     ) -> PendingTotals:
         """Trains on `batch`: forward, backward, reduction, update. All ranks call it, and it communicates.
 
-        step: counts from 0. votes: this rank's, for what comes after the step. clock: records when actions run. On CUDA it
-        returns before the device is done; `read` of the result waits. After an exception the next call starts clean.
+        step: counts from 0. votes: this rank's, for what comes after the step. clock: records when actions run. outputs: gets a
+        copy of the model's output of each micro-batch, on ranks with its last layer. On CUDA it returns before the device is
+        done; `read` of the result waits. After an exception the next call starts clean.
         """
         if self.is_closed:
             raise closed("stepper")
         with self.device.in_use():
-            return self._step(step, batch, votes, clock)
+            return self._step(step, batch, votes, clock, outputs)
 
-    def _step(self, step: int, batch: StepBatch, votes: Votes, clock: ActionClock | None) -> PendingTotals:
-        """Takes the step, as `step` describes: begins it in state, store and handlers, executes the list, finishes the
-        reductions, and updates.
+    def add(self, step: int, batch: StepBatch, outputs: dict[int, Any] | None = None) -> float:
+        """Adds the gradients of `batch` to those of the calls before it, and returns its mean loss, which waits for the device:
+        the next call of `step` updates with the sum, divided by the weight of all their samples. All ranks call it, and it
+        communicates. After an exception the sums of earlier calls are gone, and the rest of the step is refused.
         """
-        num_micros = batch.num_micros
-        steps = self.lists.training(num_micros)
-        self.state.begin(step, actions_of(steps), num_micros, first_micro=self.groups["dp"].coord * num_micros)
-        self.left_in_flight = True
-        self.store.begin_step()
-        call(self.events.began)
-        for group in self.groups.values():
-            group.log.clear()
-        weight = self._weight(batch)
-        self.agreement.begin(f"step {step + 1}", batch, self.store.changed)
-        self._num_begun += 1
-        if self.agreement.may_wait and self._num_begun > STARTING_STEPS:
-            self.state.after_first = self.agreement.check
-        else:
-            self.agreement.check()
-        for handler in self.handlers:
-            handler.begin_step(self.state)
-        loss = self.executor.train(steps, batch.micros, self.state, self.store, weight, clock)
+        if self.is_closed:
+            raise closed("stepper")
+        with self.device.in_use():
+            before, loss = self._run(step, batch, None, outputs, is_last=False)
+            self.store.pause()
+            self.left_in_flight = False
+            own, total = loss.clone(), self.agreement.weight
+            num_micros = batch.num_micros * self.groups["dp"].size
+            if before is not None:
+                loss += before.loss
+            self.sums = CallSums(
+                loss,
+                batch.weight + (before.weight if before else 0.0),
+                total + (before.total if before else 0.0),
+                before.divisor if before else total or 1.0,
+                num_micros + (before.num_micros if before else 0),
+                1 + (before.num_calls if before else 0),
+            )
+            # All ranks of the world, after their own call; stages without the loss add nothing.
+            all_reduce(own, self.groups["all"], what="the loss of a call").wait()
+            self.state.standing.comes(BETWEEN)
+            return self.device.read(own, [1.0])[0] / total if total else 0.0
+
+    def _step(
+        self, step: int, batch: StepBatch, votes: Votes, clock: ActionClock | None, outputs: dict[int, Any] | None
+    ) -> PendingTotals:
+        """Takes the step, as `step` describes: executes the list, finishes the reductions, and updates."""
+        before, loss = self._run(step, batch, clock, outputs, is_last=True)
         self.state.standing.comes(REDUCTION)
         for handler in self.handlers:
             handler.finish_step(self.state)
@@ -129,6 +170,8 @@ class Stepper:
         weight_here = batch.weight
         if self.store.canonical is not None:  # all ranks know the global weight already, so one rank adds it
             weight_here = self.agreement.weight if self.groups["all"].coord == 0 else 0.0
+        if before is not None:
+            loss, weight_here = loss + before.loss, weight_here + before.weight
         totals = self.update.step(step, loss, weight_here, votes)
         pending = PendingTotals(totals, self.device)
         self.state.was_taken = self.update.was_taken
@@ -142,12 +185,75 @@ class Stepper:
         self.state.standing.comes(BETWEEN)
         return pending
 
-    def _weight(self, batch: StepBatch) -> BatchWeight | None:
-        """Returns the loss weight of the global batch on ranks with the loss; None on others, which do not need it."""
+    def _run(
+        self,
+        step: int,
+        batch: StepBatch,
+        clock: ActionClock | None,
+        outputs: dict[int, Any] | None,
+        *,
+        is_last: bool,
+    ) -> tuple[CallSums | None, Tensor]:
+        """Runs forwards and backwards of one call of the step, which begins with the first one and ends with the last one.
+        Returns the sums of the calls before, and the sum of this call's loss over this rank's samples.
+        """
+        before, self.sums = self._before(is_last), None
+        num_micros = batch.num_micros
+        steps = self.lists.training(num_micros)
+        first_micro = self.groups["dp"].coord * num_micros + (before.num_micros if before else 0)
+        self.state.begin(step, actions_of(steps), num_micros, first_micro, is_last=is_last)
+        self.left_in_flight = True
+        what = f"step {step + 1}" if is_last and before is None else f"a part of step {step + 1}"
+        if before is None:
+            self._begin(what, batch)
+        else:
+            self._has_lost = not is_last  # until this call has succeeded
+            self.store.resume()
+            self.agreement.begin(what, batch, self.store.refusal).check()
+        if before is not None and is_last and (total := before.total + self.agreement.weight):
+            self.store.scale(before.divisor / total)
+        weight = self._weight(before, is_last)
+        loss = self.executor.train(steps, batch.micros, self.state, self.store, weight, clock, outputs)
+        self._has_lost = False
+        return before, loss
+
+    def _before(self, is_last: bool) -> CallSums | None:
+        """Returns the sums of the step's calls so far. Raises RunError `accumulation-lost` if one of them has failed since."""
+        if self._has_lost:
+            self._has_lost = not is_last
+            raise RunError(
+                "accumulation-lost",
+                "a call within `run.accumulate()` has failed, and the gradients of the calls before it are gone with it",
+                hint="the call of `run.step` outside `run.accumulate()`, which fails too, ends this step: begin it anew then",
+            )
+        return self.sums
+
+    def _begin(self, what: str, batch: StepBatch) -> None:
+        """Begins a step in store and handlers, and compares what ranks do: later, if nothing depends on it before."""
+        self.store.begin_step()
+        call(self.events.began)
+        for group in self.groups.values():
+            group.log.clear()
+        self.agreement.begin(what, batch, self.store.refusal)
+        self._num_begun += 1
+        if self.agreement.may_wait and self._num_begun > STARTING_STEPS:
+            self.state.after_first = self.agreement.check
+        else:
+            self.agreement.check()
+        for handler in self.handlers:
+            handler.begin_step(self.state)
+
+    def _weight(self, before: CallSums | None, is_last: bool) -> BatchWeight | None:
+        """Returns what gradients are divided by, on ranks with the loss: the weight of all the step's samples, as far as it is
+        known. None on other ranks, which do not need it.
+        """
         if not self.executor.has_loss:
             return None
         scale = self.update.scale.value if self.update.scale else 1.0
-        return BatchWeight(self._global_weight, scale)
+        if before is None:
+            return BatchWeight(self._global_weight if is_last else lambda: self._global_weight() or 1.0, scale)
+        divisor = before.total + self.agreement.weight if is_last else before.divisor
+        return BatchWeight(lambda: divisor, scale)
 
     def _global_weight(self) -> float:
         """Waits for the sum of all ranks' weights, which is part of the agreement's exchange, and returns it."""

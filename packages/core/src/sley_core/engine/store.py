@@ -39,9 +39,9 @@ from sley_core.engine.slot import (
     State,
     mark_irregular,
 )
-from sley_core.engine.slot_faults import check_not_sharded, dense
+from sley_core.engine.slot_faults import check_not_sharded, dense, frozen_within, reached_within, shards_fixed
 from sley_core.engine.step_state import StepState
-from sley_core.errors import closed
+from sley_core.errors import RunError, closed
 from sley_core.memory.state import is_away
 
 Ready = Callable[[Entry], None]
@@ -52,7 +52,7 @@ class GradientStore(Contributions):
 
     A reducer calls `lay_out` with its own planner when it attaches; until then `planner` is used. `on_ready` is called once per
     entry and step, `on_chunk_done` once per chunk. `begin_step` makes a new layout if parameters were frozen or unfrozen
-    between steps; with a fixed layout it cannot, and sets `changed` to the name of the first of them. canonical: the numbering
+    between steps; with a fixed layout it cannot, and sets `refusal` to the error `shards-fixed`. canonical: the numbering
     of micro-batches if gradients are summed in one order whatever the layout; else None.
     """
 
@@ -74,7 +74,7 @@ class GradientStore(Contributions):
         self._memory = GradientMemory(dtype, device)
         self.on_ready: list[Ready] = []
         self.on_chunk_done: list[Callable[[int], None]] = []
-        self.changed = ""
+        self.refusal: RunError | None = None
         self._next = 0
         self._is_watching = False
         self._is_closed = False
@@ -87,8 +87,11 @@ class GradientStore(Contributions):
 
     def lay_out(self, planner: Planner) -> None:
         """Makes the buffers anew, as `planner` says from now on. Discards all gradients, and a step in flight. Nothing may
-        write into the old buffers any more: the new ones reuse their memory.
+        write into the old buffers any more: the new ones reuse their memory. After `free`, they have memory only
+        within this call, until `build`.
         """
+        if not self._is_built:
+            self._memory.build()
         self._planner = planner
         trainable = self.book.trainable
         layout = planner(trainable[::-1])
@@ -112,6 +115,8 @@ class GradientStore(Contributions):
         self._learned = self._learned and self._slots.keys() <= known.keys()
         if self._is_watching:
             self.watch()
+        if not self._is_built:
+            self.free()
 
     def watch(self) -> None:
         """Installs the autograd hooks, now and in later layouts; the first `begin_step` calls it if nobody did.
@@ -151,7 +156,7 @@ class GradientStore(Contributions):
             raise is_away("gradients", "a step")
         self._are_freed = False
         changed = self._trained.first_change()
-        self.changed = changed if self._is_fixed else ""
+        self.refusal = shards_fixed(changed) if changed and self._is_fixed else None
         if changed and not self._is_fixed:
             self._memory.forget()  # a reduction that a failed step began may still write into it
             self.lay_out(self._planner)
@@ -167,8 +172,33 @@ class GradientStore(Contributions):
         for slot in self._order:
             slot.reset()
 
+    def pause(self) -> None:
+        """Ends a call of the step that other calls follow, which add to the same gradients; nothing is reported."""
+        for slot in self._order:
+            slot.pause()
+
+    def resume(self) -> None:
+        """Begins the next call of the step. Sets `refusal` to the error `frozen-within-step` if parameters were frozen or
+        unfrozen since `pause`, `gradient-reached` if a program's own backward has added to a gradient.
+        """
+        if changed := self._trained.first_change():
+            self.refusal = frozen_within(changed)
+        for slot in self._order:
+            if not slot.resume():
+                self.refusal = reached_within(slot.entry.name)
+
+    def scale(self, factor: float) -> None:
+        """Multiplies all that has been added in this step by `factor`."""
+        sums = [found for slot in self._order if (found := slot.sum()) is not None]
+        if sums:
+            torch._foreach_mul_(sums, factor)
+
     def chunk_done(self, chunk: int) -> None:
-        """Ends the chunk's last gradient action: entries without a contribution become zero, and all are reported ready."""
+        """Ends the chunk's last gradient action: entries without a contribution become zero, and all are reported ready. Does
+        nothing if other calls of the step follow.
+        """
+        if not self.state.is_last:
+            return
         done, are_all_complete = self.state.done, True
         for slot in self._order:
             if slot.is_open:

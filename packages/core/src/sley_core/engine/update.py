@@ -33,6 +33,7 @@ from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.store import GradientStore
 from sley_core.engine.totals import LOSS, NORM, USUAL, StepTotals, Votes, allow_a_step
 from sley_core.optim.groups import scale_learning_rate
+from sley_core.optim.shared import attributes_of, copied, shared_values
 from sley_core.optim.skip import skips_on_device, step_if
 
 CLIP_EPSILON = 1e-6
@@ -79,6 +80,7 @@ class Update:
         self.scale = scale
         self.skips = skips
         self.events = events or StepEvents()
+        self.begun = copied(attributes_of(shared_values(optimizer)))
         self._factor = 1.0
         self._has_stepped = False
         self.was_taken = True

@@ -121,11 +121,21 @@ class WeightStore:
     @torch.no_grad()
     def hold(self) -> None:
         """Moves the values of parameters that a program pointed elsewhere (`parameter.data = `) back to their places."""
+        for parameter, place in self._elsewhere():
+            value = parameter.detach()
+            parameter.data = place
+            parameter.copy_(value)  # increments its version counter, by which masters notice the write
+
+    @property
+    def are_in_place(self) -> bool:
+        """Whether no parameter was pointed elsewhere since `hold`; works while memory is away."""
+        return next(self._elsewhere(), None) is None
+
+    def _elsewhere(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yields the parameters that are not in their places, with these; addresses would not do, which change with moves."""
         for parameter, place in self._held:
-            if parameter.data_ptr() != place.data_ptr():
-                value = parameter.detach()
-                parameter.data = place
-                parameter.copy_(value)  # increments its version counter, by which masters notice the write
+            if not parameter.is_set_to(place):
+                yield parameter, place
 
     def completed_by(self, completion: Completion) -> None:
         """Registers what fetches the parts that other ranks step; called by what is attached before masters are made."""

@@ -54,7 +54,7 @@ def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[records.Problem]
 def sley_run_started(run: Notified) -> None:
     """Announces that the run is assembled and about to take its first step.
 
-    Called: once, after `assemble`
+    Called: once, before the first step of `Run.train` or `Run.step`
     Ranks: all
     May communicate: yes, on the groups of `run`
     Returns: nothing
@@ -87,7 +87,7 @@ def sley_step_finished(run: Notified, row: Mapping[str, float | int]) -> None:
 def sley_run_finished(run: Notified, outcome: str) -> None:
     """Announces the end of the run: `outcome` is `"finished"`, `"interrupted"` or `"failed"`.
 
-    Called: once, before groups are torn down
+    Called: once, when a run that has taken steps is closed, before groups are torn down
     Ranks: all that are alive
     May communicate: no, since others may have failed
     Returns: nothing

@@ -57,7 +57,7 @@ def memory_of(plan: Plan, parts: Parts, stepper: Stepper, numbers: MoveNumbers |
         undo.callback(manager.detach)
     if numbers is not None:
         numbers.managers = managers
-    return RunMemory(holdings, managers, dict(_roots(parts, stepper)), parts.events.came_back)
+    return RunMemory(holdings, managers, update.masters, dict(_roots(parts, stepper)), parts.events.came_back)
 
 
 def move_numbers(plan: Plan, parts: Parts) -> MoveNumbers | None:

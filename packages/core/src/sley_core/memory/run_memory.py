@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sley_core.errors import UsageError
+from sley_core.errors import StateError, UsageError
 from sley_core.memory.holdings import same_place, storage_id
 from sley_core.memory.leaks import Leak, find_leaks
 from sley_core.memory.state import COPIED, PARTS, Moved, Part, Where, is_away
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from sley_core.engine.masters import Masters
     from sley_core.memory.holdings import Holdings
     from sley_core.memory.protocols import OffloadManager
 
@@ -52,22 +53,24 @@ class RunMemory:
         ...
         run.memory.onload()               # the next step gives the same numbers as if nothing had been
 
-    managers: those of the plan, attached. roots: objects of the run by a readable name, from which `leaks` names what it
-    finds. settle: makes sure that no step is under way; check_free: that no exchange of one that failed is; the run
-    sets both. Ranks need not do alike, unless a manager shares the host's copies among them, as `memory.everything` does
-    with `shared = true`; a step or an evaluation of all ranks needs everything on each. came_back: called with each part that
-    `onload` has brought back (`StepEvents.came_back`).
+    managers: those of the plan, attached. masters: the run's, which follow what a program writes. roots: objects of the run by
+    a readable name, from which `leaks` names what it finds. settle: makes sure that no step is under way; check_free: that no
+    exchange of one that failed is; the run sets both. Ranks need not do alike, unless a manager shares the host's copies among
+    them, as `memory.everything` does with `shared = true`; a step or an evaluation of all ranks needs everything on each.
+    came_back: called with each part that `onload` has brought back (`StepEvents.came_back`).
     """
 
     def __init__(
         self,
         holdings: Holdings,
         managers: Sequence[OffloadManager],
+        masters: Masters,
         roots: Mapping[str, object] | None = None,
         came_back: Sequence[Callable[[Part], None]] = (),
     ) -> None:
         self.holdings = holdings
         self.managers = managers
+        self.masters = masters
         self.came_back = came_back
         self.roots = roots or {}
         self.settle: Callable[[], None] = _nothing
@@ -99,6 +102,7 @@ class RunMemory:
         """
         self.settle()
         self.check_free()
+        self.follow()
         waits = [manager.offload(part) for part, manager in reversed(self._chosen(parts))]
         return Move(waits, self.holdings.device)
 
@@ -127,6 +131,20 @@ class RunMemory:
                 if part in manager.parts:
                     manager.require(part, what)
 
+    def follow(self, reader: str | None = None) -> None:
+        """Lets masters take over what a program wrote to weights, if both are here; whoever reads masters calls this first.
+
+        reader: what masters are read for, as "a checkpoint"; None if nothing reads them now. With a reader, raises StateError
+        `memory-away` if a program wrote weights and one of the two is away. Raises RunError `weight-replaced`.
+        """
+        try:
+            self.require(f"{reader} after a program has written weights", ("weights", "masters"))
+        except StateError:
+            if reader is not None and self.masters.were_written:
+                raise
+        else:
+            self.masters.follow()
+
     @property
     def report(self) -> dict[Part, Moved]:
         """Returns what moving each part has cost since the run began; parts that no manager moves are left out."""
@@ -147,6 +165,8 @@ class RunMemory:
         if part not in COPIED:
             hint = f"these have a copy: {', '.join(COPIED)}"
             raise UsageError("not-copied", f"an offload keeps nothing of a run's {part.replace('_', ' ')}", hint=hint)
+        if part == "masters":
+            self.follow("reading masters")
         copies = self._copies()
         return ((name, _on_host(part, tensor, copies)) for name, tensor in self.holdings.everything(part))
 

@@ -1,4 +1,4 @@
-"""Checks that training does not write buffers: they would differ from rank to rank, and be written twice in recomputation.
+"""Checks that training does not write buffers: they would differ between ranks, and be written twice in recomputation.
 
 A running mean, for example, is the mean of this rank's samples, and nothing reduces it. A model with such buffers declares them
 (`Model(per_rank_buffers=("*.running_mean", ...))`), or does without.
@@ -6,13 +6,16 @@ A running mean, for example, is the mean of this rank's samples, and nothing red
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
-from sley_core.errors import Diagnostic, PlanError
+from sley_core.errors import PlanError
 from sley_core.model.layers import MODEL, Layer
+
+NAMED = 3
 
 
 class BufferWatch:
@@ -37,24 +40,12 @@ class BufferWatch:
         return [name for name, _, buffer in self._buffers() if self._is_written(name, buffer)]
 
     def check(self) -> None:
-        """Raises PlanError "model-buffer-written" with one diagnostic per buffer that was written."""
-        found = [
-            Diagnostic(
-                "model-buffer-written",
-                f"training writes the buffer {name!r} of a {type(module).__name__}, which no rank shares with another",
-                path=MODEL,
-                hint="use a module without running statistics (GroupNorm, LayerNorm), or declare the buffer: "
-                f"Model(layers, per_rank_buffers=({name!r},))",
-            )
-            for name, module, buffer in self._buffers()
-            if self._is_written(name, buffer)
-        ]
-        if found:
-            raise PlanError.many(found)
+        """Raises PlanError "model-buffer-written", with the names of all buffers that were written."""
+        refuse_written([(name, module) for name, module, buffer in self._buffers() if self._is_written(name, buffer)])
 
     def _is_written(self, name: str, buffer: Tensor) -> bool:
         """Returns whether the buffer differs from its remembered value; False for one that may differ per rank."""
-        if any(fnmatchcase(name, pattern) for pattern in self._per_rank):
+        if is_per_rank(name, self._per_rank):
             return False
         before = self._before.get(name)
         if before is None or before.shape != buffer.shape:
@@ -68,3 +59,41 @@ class BufferWatch:
             for name, module in layer.module.named_modules(prefix=layer.name):
                 for attribute, buffer in module.named_buffers(recurse=False):
                     yield f"{name}.{attribute}", module, buffer
+
+
+def is_per_rank(name: str, patterns: Sequence[str]) -> bool:
+    """Returns whether the buffer `name` may be written: `Model.per_rank_buffers` has a pattern of it."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def refuse_written(found: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raises PlanError "model-buffer-written" if there is any. found: each buffer that training writes, its name and module."""
+    if not found:
+        return
+    kinds = " and ".join(dict.fromkeys(type(module).__name__ for _, module in found))
+    names = ", ".join(f"`{name}`" for name, _ in found[:NAMED]) + (", ..." if len(found) > NAMED else "")
+    count = f"{len(found)} buffer{'' if len(found) == 1 else 's'}"
+    patterns = ", ".join(dict.fromkeys(f'"*.{name.rpartition(".")[2]}"' for name, _ in found))
+    others = ", or use GroupNorm" if any(isinstance(module, _NormBase) for _, module in found) else ""
+    raise PlanError(
+        "model-buffer-written",
+        f"training writes {count} of {kinds} ({names}), which would differ between ranks",
+        path=MODEL,
+        hint="to let each replica keep its own, return "
+        f"`sley_core.api.model.Model(layers, per_rank_buffers=({patterns},))` from the factory{others}",
+    )
+
+
+def normalisers_written(layer: Layer, state: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
+    """Returns the running statistics that a call of `layer` wrote, by name, with their modules.
+
+    state: the tensors that the call had as buffers, fresh before it. torch increments the version of their counter alone.
+    """
+    return [
+        (f"{layer.name}.{prefix}{attribute}", module)
+        for name, module in layer.module.named_modules()
+        if isinstance(module, _NormBase)
+        for prefix in [f"{name}." if name else ""]
+        if (count := state.get(f"{prefix}num_batches_tracked")) is not None and count._version > 0
+        for attribute, _ in module.named_buffers(recurse=False)
+    ]

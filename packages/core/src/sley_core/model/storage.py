@@ -40,3 +40,21 @@ def blank(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
         every.view(dtype).fill_(torch.nan)
     else:
         every.zero_()
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns the tensor's version counter, which counts writes; 0 for a tensor of torch's inference mode, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def sum_of_bits(tensor: Tensor) -> Tensor | None:
+    """Returns a sum over all bytes of the tensor, int64 [] on its device, by which a write shows that no version counter
+    counts: one through `.data`, an `unsafe_chunk` or a kernel of one's own. None for a tensor that is no plain memory.
+    """
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+        return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    with torch.inference_mode(False), torch.no_grad():
+        every = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+        return every.sum(dtype=torch.int64)

@@ -24,6 +24,7 @@ from sley_core.plan.load import plan_from_text
 from sley_core.plan.plan import Plan
 from sley_core.plan.tables import FORMAT
 from sley_core.plan.write import inline, leaves, sections
+from sley_core.table import written
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class PlanDraft:
 
     def text(self, folder: str | Path) -> str:
         """Returns the plan as TOML, for a file in `folder`."""
-        extends = {} if self.base is None else {KEY: Path(os.path.relpath(self.base, folder)).as_posix()}
+        extends = {} if self.base is None else {KEY: written(Path(os.path.relpath(self.base, folder)).as_posix())}
         tables = {**extends, "plan": FORMAT, **self.tables}
         return "\n".join(sections(tables))
 

@@ -19,6 +19,7 @@ from typing import Any
 from sley_core.errors import Diagnostic, KeyPath, PlanError
 from sley_core.plan.document import Document
 from sley_core.plan.words import shown
+from sley_core.table import expanded
 
 KEY = "extends"
 
@@ -45,6 +46,10 @@ def extended(document: Document, read: Callable[[str], Document], chain: tuple[P
             document, "extends-missing", f"a text without a folder has nothing that `{given}` is relative to"
         )
     chain = chain or (_real(Path(document.folder, Path(document.file).name)),)
+    try:
+        given = expanded(given)
+    except ValueError as error:
+        raise _refused(document, "extends-missing", str(error)) from None
     path = Path(document.folder, given)
     if _real(path) in chain or len(chain) > _DEEPEST:
         way = " extends ".join(f"`{one.name}`" for one in (*chain, path))
@@ -67,7 +72,11 @@ def _at_home(base: Document) -> Document:
     """Returns a base without its `source_folder`, as in a resolved plan, in which its own relative paths start."""
     tables = dict(base.tables)
     given = tables.pop("source_folder", None)
-    folder = Path(base.folder or Path(), given) if isinstance(given, str) else base.folder
+    try:
+        folder = Path(base.folder or Path(), expanded(given)) if isinstance(given, str) else base.folder
+    except ValueError as error:
+        found = base.diagnostic("wrong-value", f"`source_folder`: {error}", ("source_folder",))
+        raise PlanError.many([found]) from None
     return replace(base, tables=tables, folder=folder)
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args
 
 from sley_core.errors import KeyPath
 from sley_core.plan.document import Document
-from sley_core.table import Table
+from sley_core.table import BasePath, Table
 
 AnyTable = TypeVar("AnyTable", bound=Table)
 
@@ -20,22 +20,22 @@ def validated(model: type[AnyTable], given: Mapping[str, Any], path: KeyPath, do
 
 
 def _with_paths(model: type[Table], given: Mapping[str, Any], path: KeyPath, document: Document) -> dict[str, Any]:
-    """Returns the keys of a table, with the paths that a file of another folder contains made absolute."""
+    """Returns the keys of a table; each path that a file of another folder contains has that folder with it."""
     found = dict(given)
     for key, value in given.items():
         info = model.model_fields.get(key)
         if info is not None and _takes_path(info.annotation):
-            found[key] = _absolute(value, (*path, key), document)
+            found[key] = _with_folder(value, (*path, key), document)
     return found
 
 
-def _absolute(value: Any, path: KeyPath, document: Document) -> Any:
-    """Returns a path, or a list of paths, made absolute if it comes from another folder than the plan's."""
+def _with_folder(value: Any, path: KeyPath, document: Document) -> Any:
+    """Returns a path, or a list of paths, with its folder if it comes from another folder than the plan's."""
     if isinstance(value, list):
-        return [_absolute(item, (*path, number), document) for number, item in enumerate(value)]
+        return [_with_folder(item, (*path, number), document) for number, item in enumerate(value)]
     folder = document.folder_of(path)
-    # A path in the plan's own folder stays as it was written.
-    return str(Path(folder, value)) if isinstance(value, str) and folder not in (None, document.folder) else value
+    is_elsewhere = isinstance(value, str) and folder is not None and folder != document.folder
+    return BasePath(folder, value) if is_elsewhere and folder else value
 
 
 def _takes_path(annotation: Any) -> bool:

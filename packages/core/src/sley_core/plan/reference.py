@@ -39,6 +39,12 @@ Three keys come before all tables:
 | `plan` | {FORMAT} | {FORMAT} | The format of the plan. |
 | `extends` | a string | none | {EXTENDS} |
 | `source_folder` | a string | the folder of the file | {SOURCE_FOLDER} |
+
+In every path, a leading `~`, `$NAME` and `${{NAME}}` are replaced by the home folder and by what the environment has under that
+name; a name that it does not have is an error, and `$$` is a dollar sign. In patterns of files `*` is a part of one name, `**`
+folders of any depth, links to folders included, `?` one character and `[ab]` one of them; `[[]` is a bracket. As in a shell,
+names that begin with a dot need a pattern with a dot. Only what the plan itself says is a pattern: in the name of its folder
+these characters stand for themselves.
 """
 
 

@@ -28,7 +28,7 @@ from sley_core.plan.references import Reference, references
 from sley_core.plan.tables import DRAWN_STEP, OPTIONAL, TABLES, RunTable, TimelineTable
 from sley_core.plan.top_level import top_level_faults
 from sley_core.plan.words import shown
-from sley_core.table import Table
+from sley_core.table import Table, expanded, written
 
 AnyTable = TypeVar("AnyTable", bound=Table)
 
@@ -278,8 +278,12 @@ class _Resolver:
         """Makes relative paths start in the plan's `source_folder`, if it has one, instead of the file's folder."""
         given = self.tables.get("source_folder")
         if isinstance(given, str):
-            folder = Path(self.document.folder or Path(), given)
-            self.tables = {**self.tables, "source_folder": str(folder)}
+            try:
+                folder = Path(self.document.folder or Path(), expanded(given))
+            except ValueError as error:
+                self._problem("wrong-value", f"`source_folder`: {error}", ("source_folder",))
+                return
+            self.tables = {**self.tables, "source_folder": written(str(folder))}
             self.document = replace(self.document, folder=folder, tables=self.tables)
         elif given is not None:
             self._problem("wrong-type", f"`source_folder` must be a string, not {shown(given)}", ("source_folder",))

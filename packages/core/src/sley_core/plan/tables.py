@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sley_core.table import Array, Positive, PositiveFloat, Table, Words
+from sley_core.table import Array, PlanFolder, Positive, PositiveFloat, Table, Words
 
 FORMAT = 1
 """The format of plans that this core reads."""
@@ -55,7 +55,7 @@ class RunTable(Table):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where tensors live; `"auto"` takes CUDA where there is a device."""
 
-    folder: Annotated[str, Field(min_length=1)] = "runs"
+    folder: PlanFolder = "runs"
     """The folder of run folders; a relative path starts in the current directory."""
 
     log_every: Positive = 10
@@ -175,7 +175,7 @@ class CheckpointTable(Table):
     keep: Positive = 2
     """How many checkpoints to keep; older ones are deleted once a newer one is verified."""
 
-    folder: Annotated[str, Field(min_length=1)] | None = None
+    folder: PlanFolder | None = None
     """Path or URL (fsspec's) of the checkpoint folder, used by this run alone; left out, `checkpoints` in the run's folder."""
 
     on_interrupt: bool = True

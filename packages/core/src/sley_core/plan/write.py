@@ -12,7 +12,7 @@ from sley_core.errors import KeyPath, dotted
 from sley_core.plan.document import plain
 from sley_core.plan.kinds import COMPONENTS
 from sley_core.plan.tables import FORMAT, OPTIONAL, TABLES
-from sley_core.table import NAMED_TABLES
+from sley_core.table import NAMED_TABLES, written
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Component, Plan
@@ -23,7 +23,7 @@ def to_tables(plan: Plan) -> dict[str, Any]:
     folder = plan.folder
     tables: dict[str, Any] = {"plan": FORMAT}
     if folder:
-        tables["source_folder"] = str(folder)
+        tables["source_folder"] = written(str(folder))
     for name in (*TABLES, *OPTIONAL):
         table = getattr(plan, name)
         if table is not None:

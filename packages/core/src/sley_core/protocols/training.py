@@ -145,6 +145,12 @@ class SplitLogits(Protocol):
         """
         ...
 
+    def logits(self) -> Tensor:
+        """Returns this rank's whole logits, [..., classes], without a graph. Communicates: a collective of the ranks that share
+        the classes.
+        """
+        ...
+
 
 class ActivationPolicy(Protocol):
     """Decides what a layer saves between its forward and its backward; evaluations bypass it. attach ──> (begin ──> call*)*"""

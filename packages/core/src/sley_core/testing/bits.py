@@ -94,7 +94,7 @@ def _wholes(run: Run) -> Iterator[tuple[str, Tensor]]:
             dtype = run.store.dtype if one is None else one.tensor.dtype
             own = torch.zeros(entry.parameter.shape, dtype=dtype, device=entry.parameter.device)
             if one is not None and one.span is not None:
-                own.view(-1)[one.span.first : one.span.last] = one.tensor
+                own.view(-1)[one.span.first : one.span.last] = one.tensor.reshape(-1)
             elif one is not None:
                 own.copy_(one.tensor)
             if run.store.span(entry) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -152,3 +153,29 @@ def sparse(data: DataInfo, hidden: int = 8) -> Named:
     layers = plain(data, hidden)
     layers[0][1].sparse = True
     return layers
+
+
+class Pair(NamedTuple):
+    logits: Tensor
+    negative: Tensor
+
+
+class Giving(nn.Linear):
+    """Gives out its logits in a container, with more of another kind."""
+
+    def __init__(self, hidden: int, classes: int, what: str) -> None:
+        super().__init__(hidden, classes)
+        self.what = what
+
+    def forward(self, hidden: Tensor) -> object:
+        logits = super().forward(hidden)
+        if self.what == "number":
+            return logits, 3
+        if self.what == "scalar":
+            return logits, logits.mean()
+        return Pair(logits, -logits) if self.what == "named" else [logits, -logits]
+
+
+def giving(data: DataInfo, what: str) -> Named:
+    """Its last layer gives out more than logits."""
+    return [*plain(data)[:-1], ("head", Giving(8, data.vocab_size or 0, what))]

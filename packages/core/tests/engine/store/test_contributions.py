@@ -125,3 +125,20 @@ def test_rows_are_added_at_their_indices_in_every_step(store_of):
         found = harness.step([lambda at=at: Adds.apply(table.weight, at) for at in indices])
         assert torch.equal(found["l0.weight"], wanted), step
         assert harness.ready == ["l0.weight"]
+
+
+def test_a_layout_of_a_store_without_memory_has_none(store_of):
+    """A reducer that lays buckets out anew, as a load of a checkpoint makes it, while gradients are away."""
+    a, b = nn.Linear(4, 4), nn.Linear(4, 4)
+    harness = store_of(a, b)
+    (x,) = inputs(1)
+    losses = [lambda: b(a(x)).square().sum()]
+    wanted = harness.step(losses)
+    harness.store.free()
+    harness.store.lay_out(harness.planner)
+    assert not [view for _, view in harness.store.held() if view.untyped_storage().nbytes()]
+    with pytest.raises(RunError, match=r"run\.store\.begin_step\(\)"):
+        harness.store.add(harness.book["l0.weight"], wanted["l0.weight"])
+    harness.store.build()
+    found = harness.step(losses)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())

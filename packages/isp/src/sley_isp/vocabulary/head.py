@@ -23,7 +23,7 @@ from sley_core.api.parts import Handover
 from sley_core.errors import RunError
 from sley_core.protocols import SplitLogits
 from sley_isp.sites import Site, as_autocast, is_summed, linear_forward
-from sley_isp.tokens import AllTokens, Room
+from sley_isp.tokens import AllTokens, Room, padded
 from sley_isp.units import shard_of
 from sley_isp.vocabulary import sums
 
@@ -86,6 +86,19 @@ class VocabularyHead:
         wholes = statistics.new_empty((self.group.size * statistics.shape[0], statistics.shape[1]))
         self.tokens.gather([wholes], [statistics], "statistics of logits")
         return wholes.view(self.group.size, *statistics.shape)
+
+    def whole_logits(self, x: Tensor) -> Tensor:
+        """Returns all classes' logits [n, classes] of this rank's `x` [n, h]; blocks."""
+        most = self.tokens.most(len(x))
+        inputs = x.new_empty((self.group.size * most, x.shape[1]))
+        self.tokens.gather([inputs], [padded(x, most)], "the head's inputs")
+        own = self.logits(inputs).view(self.group.size, most, -1)
+        received = torch.empty_like(own)
+        work = self.group.transport(REDUCE).all_to_all(received, own, what="logits")
+        self.tokens.sent.add(own, self.group, passes=1)
+        work.wait()
+        work.wait_sent()
+        return received.transpose(0, 1).reshape(most, -1)[: len(x), : self.classes.total]
 
     # -- this rank's slice
 
@@ -170,6 +183,11 @@ class Scores(SplitLogits):
         targets = targets.masked_fill(targets == ignore_index, sums.NO_TARGET)
         total: Tensor = _LossSum.apply(rows, site.own("weight"), site.own("bias"), targets, self.head, smoothing)  # type: ignore[no-untyped-call]  # torch's
         return total
+
+    def logits(self) -> Tensor:
+        """Returns this rank's whole logits, [..., classes], without a graph; a collective of `wp`."""
+        with torch.no_grad():
+            return self.head.whole_logits(self.x.detach().reshape(-1, self.x.shape[-1])).view(self.shape)
 
     def __getattr__(self, name: str) -> Any:
         """Raises RunError `logits-split` for the methods of a tensor, which do not exist here."""

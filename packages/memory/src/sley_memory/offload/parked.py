@@ -167,6 +167,8 @@ class Parked:
         """Waits for copies to the host; returns those of what is away or coming, by `storage_id`, uint8 [bytes]."""
         if self._where is Where.LEAVING:
             self.wait()
+        elif self._away:  # it is coming, and maybe nobody has waited for what it left
+            self._streams.out.record().wait()
         return {storage_id(piece.memory): place.host for piece, place, _ in self._away}
 
     def _left(self, copied: int, num_bytes: int) -> None:

@@ -1,0 +1,145 @@
+"""The attempts of a run: which start of it took which steps. The run's folder and each checkpoint say it, so that a run resumes
+from what it wrote itself, or not at all.
+
+    attempt A    steps 1 to 14, then killed; its newest checkpoint is that of step 10
+    attempt B    steps 11 to 20, by `--resume auto`                                       lineage of B: (A, 0), (B, 10)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sley_core.errors import RunError
+from sley_core.metrics.json_text import write_whole
+
+NAME = "attempt.json"
+
+ID_LENGTH = 12
+"""Of an attempt, in hexadecimal digits."""
+
+_WITHOUT_END = 2**63
+
+
+class Start(NamedTuple):
+    """Names an attempt, and the number of steps that were done when it began."""
+
+    id: str
+    step: int
+
+
+Lineage = tuple[Start, ...]
+"""The attempts that took the steps of a run, the latest last: each took the steps from its own start to that of the next."""
+
+
+def lineage_of(pairs: Iterable[Sequence[Any]]) -> Lineage:
+    """Returns the lineage that JSON has as pairs. Raises ValueError, TypeError."""
+    return tuple(Start(str(name), int(step)) for name, step in pairs)
+
+
+def steps_in_common(one: Lineage, other: Lineage) -> int:
+    """Returns how many first steps were taken by the same attempts in both lineages; a lineage has no last step."""
+    same = 0
+    while same < min(len(one), len(other)) and one[same] == other[same]:
+        same += 1
+    nexts = [line[same].step for line in (one, other) if len(line) > same]
+    return min(nexts, default=_WITHOUT_END) if same else 0
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Says which attempts took the steps of the run in a folder.
+
+    left: earlier attempts of this run, of which it has no step any more. given: the checkpoint that the user has named; origin:
+    the path of the one that was loaded for it. saved: the step of the newest checkpoint, -1 for none. job: of SLURM, that has
+    started it.
+    """
+
+    lineage: Lineage
+    left: tuple[str, ...] = ()
+    given: str = ""
+    origin: str = ""
+    saved: int = -1
+    job: str = ""
+
+    @property
+    def id(self) -> str:
+        return self.lineage[-1].id
+
+    @property
+    def ids(self) -> frozenset[str]:
+        """The ids of all attempts of this run."""
+        return frozenset(self.left) | {start.id for start in self.lineage}
+
+    def wrote(self, lineage: Lineage) -> bool:
+        """Returns whether an attempt of this run wrote the checkpoint that has `lineage`."""
+        return lineage[-1].id in self.ids
+
+    def has_taken(self, lineage: Lineage, step: int) -> bool:
+        """Returns whether the first `step` steps of this attempt are those of `lineage`."""
+        return self.wrote(lineage) and steps_in_common(self.lineage, lineage) >= step
+
+    def took(self, name: str, step: int) -> bool:
+        """Returns whether the attempt `name` had taken `step` steps of this one's when it had taken that many."""
+        at = next((number for number, start in enumerate(self.lineage) if start.id == name), None)
+        return at is not None and (at + 1 == len(self.lineage) or step <= self.lineage[at + 1].step)
+
+
+def new_attempt(step: int = 0) -> Attempt:
+    """Returns an attempt that nobody has begun before."""
+    return Attempt((Start(secrets.token_hex(ID_LENGTH // 2), step),), job=job())
+
+
+def going_on(before: Attempt | None, lineage: Lineage, step: int, given: str, path: str) -> Attempt:
+    """Returns the attempt that goes on after the first `step` steps of `lineage`, from the checkpoint at `path`.
+
+    before: of the folder; a checkpoint that none of its attempts wrote begins a lineage of its own. given: the path that the
+    user has named; "" if the run has found the checkpoint itself.
+    """
+    new = new_attempt(step)
+    if before is not None and before.wrote(lineage):
+        new = replace(new, lineage=(*(start for start in lineage if start.step < step), *new.lineage))
+        new = replace(new, left=_left(before, new))
+    if given or before is None:
+        return replace(new, given=given, origin=path)
+    return replace(new, left=_left(before, new), given=before.given, origin=before.origin, saved=before.saved)
+
+
+def _left(before: Attempt, new: Attempt) -> tuple[str, ...]:
+    """Returns the attempts of `before` of which `new` has no step."""
+    return tuple(sorted(before.ids - {start.id for start in new.lineage}))
+
+
+def job() -> str:
+    """Returns the id of the SLURM job that this process belongs to; "" without one."""
+    return os.environ.get("SLURM_JOB_ID", "")
+
+
+def read_attempt(folder: Path) -> Attempt | None:
+    """Returns the attempt of the run in `folder`; None if none has begun. Raises RunError "attempt" for a damaged file."""
+    path = folder / NAME
+    try:
+        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        attempt = Attempt(**{**found, "lineage": lineage_of(found["lineage"]), "left": tuple(found["left"])})
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        hint = "name the checkpoint to resume from, in a run of another name"
+        raise RunError("attempt", f"`{path}` does not say whose steps the folder has: {error}", hint=hint) from error
+    if not attempt.lineage:
+        raise RunError("attempt", f"`{path}` names no attempt", hint="name the checkpoint to resume from")
+    return attempt
+
+
+def write_attempt(folder: Path, attempt: Attempt) -> None:
+    """Writes the record of `folder`. Raises RunError "attempt" if it cannot be written."""
+    try:
+        write_whole(folder / NAME, json.dumps(asdict(attempt)))
+    except OSError as error:
+        hint = "name a folder that can be written in `[run] folder`"
+        raise RunError("attempt", f"cannot write `{folder / NAME}`: {error.strerror or error}", hint=hint) from error

@@ -1,0 +1,210 @@
+"""What an optimizer keeps for all of its parameters together: options of its groups, states under keys of its own, attributes.
+
+torch knows no place for a number that belongs to the optimizer, such as a count of steps, so classes keep it where they
+like. Here each such value has a name, so that a step in buckets counts once, and a checkpoint has it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from sley_core.errors import RunError
+
+Shared: TypeAlias = dict[tuple[str, Any, Any], Any]
+"""Values by place: `("option", number of the group, key)`, `("state", "", key)` and `("attribute", path, name)`."""
+
+FEW = 1 << 16
+"""The largest number of elements of a tensor that counts as plain data."""
+
+
+def shared_values(optimizer: torch.optim.Optimizer) -> Shared:
+    """Returns the values, live, of which a copy can be made: plain data and small tensors."""
+    found: Shared = {}
+    for number, group in enumerate(optimizer.param_groups):
+        found |= {("option", number, key): value for key, value in group.items() if key != "params" and is_plain(value)}
+    for key, state in own_states(optimizer).items():
+        if is_plain(state):
+            found["state", "", key] = state
+    for path, name, value in own_attributes(optimizer):
+        if is_plain(value):
+            found["attribute", path, name] = value
+    return found
+
+
+def copied(values: Shared) -> Shared:
+    """Returns copies of the values. Two places with one tensor have one copy of it."""
+    return copy.deepcopy(values)
+
+
+def put(optimizer: torch.optim.Optimizer, values: Shared) -> None:
+    """Sets the values, which must not be used again, at their places, and removes those at other places. A dict stays the
+    object that it is.
+    """
+    owners = dict(_owners(optimizer))
+    for place in shared_values(optimizer).keys() - values.keys():
+        _holder(optimizer, owners, place).pop(place[2])
+    for place, value in values.items():
+        holder, key = _holder(optimizer, owners, place), place[2]
+        now = holder.get(key)
+        if now is not value and isinstance(now, dict) and isinstance(value, dict):
+            now.clear()
+            now.update(value)
+        else:
+            holder[key] = value
+
+
+def load(
+    optimizer: torch.optim.Optimizer,
+    states: Mapping[int, Any],
+    options: Sequence[Mapping[str, Any]],
+    shared: Shared,
+    begun: Shared,
+) -> None:
+    """Sets all that the optimizer keeps, through its own `load_state_dict`, which knows devices and dtypes.
+
+    states: of each parameter, by its `id`. options: of each group, besides those that stay. shared: states under keys of its
+    own, and attributes; `begun`: the attributes with which the optimizer began, for those that `shared` lacks.
+    """
+    groups, own = optimizer.param_groups, optimizer.state
+    packed = optimizer.state_dict()
+    numbered: dict[int, Any] = {}
+    for group, more, with_numbers in zip(groups, options, packed["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], with_numbers["params"], strict=True):
+            if state := states.get(id(parameter)):
+                numbered[number] = state
+        with_numbers |= more
+    optimizer.load_state_dict({"state": numbered, "param_groups": packed["param_groups"]})
+    for mine, loaded in zip(groups, optimizer.param_groups, strict=True):
+        mine.update(loaded)
+    loaded_state = dict(optimizer.state)
+    own.clear()
+    own.update(loaded_state)
+    optimizer.param_groups, optimizer.state = groups, own  # the same objects as before: others have them
+    now = {place: value for place, value in shared_values(optimizer).items() if place[0] == "option"}
+    put(optimizer, now | copied(begun) | shared)
+
+
+def shared_to_save(optimizer: torch.optim.Optimizer, begun: Shared) -> Shared:
+    """Returns what a checkpoint must have besides options and states of parameters: states under keys of its own, and
+    attributes that differ from those of `begun`. Raises RunError `optimizer-state` for a state that is no plain data.
+    """
+    found = {place: value for place, value in shared_values(optimizer).items() if place[0] != "option"}
+    for key in own_states(optimizer):
+        if ("state", "", key) not in found:
+            raise RunError(
+                "optimizer-state",
+                f"a checkpoint cannot hold the state {key!r} of {type(optimizer).__name__}, whose key is no parameter",
+                hint="keep numbers, strings and small tensors there, and large tensors under the parameters",
+            )
+    return changed(begun, found)
+
+
+def attributes_of(values: Shared) -> Shared:
+    """Returns the values that are attributes."""
+    return {place: value for place, value in values.items() if place[0] == "attribute"}
+
+
+def _holder(
+    optimizer: torch.optim.Optimizer, owners: Mapping[str, torch.optim.Optimizer], place: tuple[str, Any, Any]
+) -> dict[Any, Any]:
+    """Returns the dict that has the value of a place under its key."""
+    kind, where, _ = place
+    if kind == "attribute":
+        return vars(owners[where])
+    return optimizer.param_groups[where] if kind == "option" else optimizer.state
+
+
+def changed(before: Shared, after: Shared) -> Shared:
+    """Returns the values of `after` that are new or differ; a tensor on another device than the host, which cannot be read
+    without waiting, counts as different.
+    """
+    return {place: one for place, one in after.items() if place not in before or not same(one, before[place])}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Returns whether two pieces of plain data are equal; False for tensors on another device than the host."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.device.type != "cpu" or other.device.type != "cpu":
+            return False
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, list | tuple) and type(one) is type(other):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    return type(one) is type(other) and (one == other or (one != one and other != other))
+
+
+def can_compare(value: Any) -> bool:
+    """Returns whether `same` can tell: no tensor in `value` is on another device than the host."""
+    return all(one.device.type == "cpu" for one in tree_leaves(value) if isinstance(one, Tensor))
+
+
+def is_plain(value: Any) -> bool:
+    """Returns whether `value` is plain data: numbers, strings, small tensors, and lists, tuples and dicts of them."""
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return True
+    if isinstance(value, Tensor):
+        return not isinstance(value, nn.Parameter) and value.numel() <= FEW
+    if isinstance(value, dict):
+        return all(is_plain(key) and not isinstance(key, Tensor) and is_plain(one) for key, one in value.items())
+    return type(value) in (list, tuple) and all(map(is_plain, value))
+
+
+def own_states(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """Returns the states under keys that are no parameters."""
+    return {key: state for key, state in optimizer.state.items() if not isinstance(key, Tensor)}
+
+
+def own_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Any]]:
+    """Yields path of the owner, name and value of each attribute that is not torch's: of the optimizer, and of those within it
+    that share its groups and states.
+    """
+    for path, owner in _owners(optimizer):
+        for name, value in list(vars(owner).items()):
+            if name not in _of_torch() and not isinstance(value, torch.optim.Optimizer):
+                yield path, name, value
+
+
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """Yields name and value of the attributes that are, or hold, optimizers with groups or states of their own."""
+    for path, owner in _owners(optimizer):
+        for name, value in vars(owner).items():
+            inside = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
+            for one in inside:
+                if isinstance(one, torch.optim.Optimizer) and not _is_shared(one, optimizer):
+                    yield f"{path}{name}", one
+
+
+def _owners(optimizer: torch.optim.Optimizer, path: str = "") -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """Yields the optimizer, and those in its attributes that have the same groups and states, each with its path."""
+    yield path, optimizer
+    for name, value in list(vars(optimizer).items()):
+        if isinstance(value, torch.optim.Optimizer) and value is not optimizer and _is_shared(value, optimizer):
+            yield from _owners(value, f"{path}{name}.")
+
+
+def _is_shared(inner: torch.optim.Optimizer, outer: torch.optim.Optimizer) -> bool:
+    return inner.param_groups is outer.param_groups and inner.state is outer.state
+
+
+@cache
+def _of_torch() -> frozenset[str]:
+    """Returns the names of the attributes that every optimizer of torch's may have."""
+    every = vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0))
+    return (
+        frozenset(every)
+        | {"_step_count", "_opt_called", "step", "grad_scale", "found_inf"}
+        | {
+            "_need_device_dtype_check_for_fused",
+            "_step_supports_amp_scaling",
+        }
+    )

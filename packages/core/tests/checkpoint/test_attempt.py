@@ -1,0 +1,85 @@
+"""Whose steps a run has, and whose checkpoints it may resume from."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sley_core.checkpoint.attempt import (
+    Attempt,
+    Start,
+    going_on,
+    new_attempt,
+    read_attempt,
+    steps_in_common,
+    write_attempt,
+)
+from sley_core.errors import RunError
+
+A, B, C = Start("a", 0), Start("b", 10), Start("c", 4)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "common"),
+    [
+        ((A,), (A, B), 10),
+        ((A, C), (A, B), 4),
+        ((A, C), (A, C, B), 10),
+        ((A,), (B,), 0),
+        ((Start("a", 3),), (A,), 0),
+    ],
+)
+def test_the_steps_that_two_lineages_share(one, other, common):
+    assert steps_in_common(one, other) == steps_in_common(other, one) == common
+
+
+def test_a_lineage_shares_every_step_with_itself():
+    assert steps_in_common((A, B), (A, B)) > 10**12
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_an_attempt_has_taken_is_what_a_list_of_its_steps_says(seed):
+    """Against the naive record: the attempt of each step that the folder and each checkpoint has."""
+    drawn = random.Random(seed)
+    attempt = new_attempt()
+    taken: list[str] = []
+    saved: list[tuple[tuple[Start, ...], list[str]]] = []
+    for _ in range(30):
+        taken += [attempt.id] * drawn.randrange(4)
+        saved.append((attempt.lineage, list(taken)))
+        lineage, steps = drawn.choice(saved)
+        assert attempt.has_taken(lineage, len(steps)) == (taken[: len(steps)] == steps or not steps)
+        assert attempt.wrote(lineage), "all of them are of one run"
+        assert min(len(steps), steps_in_common(attempt.lineage, lineage)) == _same(taken, steps), "rows that stay"
+        if steps:
+            assert attempt.took(steps[-1], len(steps)) == (taken[: len(steps)] == steps)
+        if drawn.random() < 0.5 and steps:
+            attempt = going_on(attempt, lineage, len(steps), "given", "path")
+            taken = list(steps)
+    assert not attempt.wrote(new_attempt().lineage)
+
+
+def _same(one, other):
+    return next(
+        (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))
+    )
+
+
+def test_a_checkpoint_of_another_run_begins_a_lineage_of_its_own():
+    found = going_on(new_attempt(), (A, B), 14, "there", "/there/step-14")
+    assert [start.step for start in found.lineage] == [14]
+    assert (found.given, found.origin, found.left, found.saved) == ("there", "/there/step-14", (), -1)
+    again = going_on(found, (A, B), 14, "", "/there/step-14")
+    assert (again.given, again.origin, again.left) == ("there", "/there/step-14", (found.id,))
+
+
+def test_the_record_comes_back_and_a_damaged_one_is_an_error(tmp_path):
+    assert read_attempt(tmp_path) is None
+    attempt = Attempt((A, B), ("c",), "given", "origin", 12, "77")
+    write_attempt(tmp_path, attempt)
+    assert read_attempt(tmp_path) == attempt
+    for text in ("", "[]", "{}", '{"lineage": [], "left": []}', '{"lineage": [["a"]], "left": []}'):
+        (tmp_path / "attempt.json").write_text(text, "utf-8")
+        with pytest.raises(RunError, match=r"error\[attempt\]"):
+            read_attempt(tmp_path)

@@ -1,0 +1,236 @@
+"""Files are read as what they are: links, hidden names, compressed text, line ends, ids of another width."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import random
+import sys
+import tarfile
+import zipfile
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.data.check import check_table
+from sley_core.data.config import TextConfig, TokensConfig
+from sley_core.data.dataset import DataContext
+from sley_core.data.documents import find_files, text_files
+from sley_core.data.reading import read_documents
+from sley_core.data.sizes import num_samples
+from sley_core.data.text import TextDataset
+from sley_core.errors import PlanError
+
+PACKED = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "txt": bytes}
+
+
+def config(*files: Path, **more: Any) -> TextConfig:
+    return TextConfig(files=files, **{"sequence": 4, "held_out": 0.0, **more})
+
+
+def texts(table: TextConfig) -> list[bytes]:
+    files, problems = text_files(table, "train")
+    assert not problems
+    return [text for _, text in read_documents(files, table, "train")]
+
+
+def names(*patterns: Path) -> list[str]:
+    files, problems = find_files(patterns, ("data", "files"))
+    assert not problems
+    return [file.name for file in files]
+
+
+def test_links_to_folders_are_followed_at_any_depth(tmp_path: Path) -> None:
+    (tmp_path / "far" / "deep").mkdir(parents=True)
+    (tmp_path / "far" / "deep" / "b.txt").write_text("b")
+    (tmp_path / "near").mkdir()
+    (tmp_path / "near" / "a.txt").write_text("a")
+    (tmp_path / "near" / "books").symlink_to("../far")
+    assert names(tmp_path / "near/**/*.txt") == ["a.txt", "books/deep/b.txt"]
+    assert names(tmp_path / "near/*/*/*.txt") == ["books/deep/b.txt"]
+    assert names(tmp_path / "near/**") == ["a.txt", "books/deep/b.txt"]
+
+
+def test_links_that_lead_back_end(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("a")
+    for name in ("b", "c", "in/d", "in/e"):
+        (tmp_path / name).symlink_to(tmp_path)
+    (tmp_path / "in" / "copy.txt").symlink_to("a.txt")
+    assert names(tmp_path / "**/*.txt") == ["in/a.txt"]
+    assert names(tmp_path / "b/**/*.txt") == ["in/a.txt"]
+    assert len(names(tmp_path / "*/*.txt", tmp_path / "in/*.txt", tmp_path / "in/copy.txt")) == 1
+
+
+def test_names_with_a_dot_need_a_pattern_with_a_dot(tmp_path: Path) -> None:
+    for name in ("a.txt", "._a.txt", ".git/b.txt", "c/.d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert names(tmp_path / "*.txt") == ["a.txt"]
+    assert names(tmp_path / "**/*.txt") == ["a.txt"]
+    assert names(tmp_path / ".*/*.txt") == [".git/b.txt"]
+    assert names(tmp_path / "**/.*.txt") == ["._a.txt", "c/.d.txt"]
+    assert names(tmp_path / "._a.txt") == ["._a.txt"]
+
+
+def test_a_folder_that_cannot_be_read_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("a")
+    listed = Path.iterdir
+
+    def iterdir(self: Path) -> Any:
+        if self.name == "closed":
+            raise PermissionError(13, "Permission denied", str(self))
+        return listed(self)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    _, (problem,) = find_files([tmp_path / "**/*.txt"], ("data", "files"))
+    assert "Permission denied" in problem.message
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_compressed_text_is_read(tmp_path: Path, kind: str) -> None:
+    """By its first bytes, whatever its name."""
+    for number, name in enumerate((f"a.txt.{kind}", "b.txt")):
+        (tmp_path / name).write_bytes(PACKED[kind](f"some text {number}".encode()))
+    table = config(tmp_path / "*")
+    assert texts(table) == [b"some text 0", b"some text 1"]
+    assert num_samples(table) == len(TextDataset(table, DataContext())) == 6
+    lines = "".join(json.dumps({"text": f"line {number}"}) + "\n" for number in range(3)).encode()
+    (tmp_path / f"c.jsonl.{kind}").write_bytes(PACKED[kind](lines))
+    table = config(tmp_path / f"c.jsonl.{kind}", field="text", documents="pad")
+    assert texts(table) == [b"line 0", b"line 1", b"line 2"]
+    assert list(check_table(table, evaluates=False)) == []
+    if kind != "txt":
+        (problem,) = check_table(config(tmp_path / f"c.jsonl.{kind}"), evaluates=False)
+        assert problem.code == "data-json"
+
+
+@pytest.mark.parametrize("kind", ["gz", "bz2", "xz"])
+@pytest.mark.parametrize("more", [{}, {"separator": "x"}])
+def test_compressed_text_that_is_cut_off_is_an_error(tmp_path: Path, kind: str, more: dict[str, Any]) -> None:
+    whole = PACKED[kind](random.Random(0).randbytes(5000))
+    (tmp_path / "a").write_bytes(whole[: len(whole) // 2])
+    table = config(tmp_path / "a", **more)
+    (problem,) = check_table(table, evaluates=False)
+    assert (problem.code, "damaged or incomplete" in problem.message) == ("data-format", True)
+    with pytest.raises(PlanError, match="damaged or incomplete"):
+        len(TextDataset(table, DataContext()))
+
+
+def archive(kind: str) -> bytes:
+    memory = io.BytesIO()
+    if kind == "zip":
+        with zipfile.ZipFile(memory, "w") as file:
+            file.writestr("a.txt", "text")
+    else:
+        with tarfile.open(fileobj=memory, mode="w:gz" if kind == "tar.gz" else "w") as file:
+            file.addfile(tarfile.TarInfo("a.txt"))
+    return memory.getvalue()
+
+
+REFUSED = {
+    "a zip archive": archive("zip"),
+    "a tar archive": archive("tar.gz"),
+    "compressed by zstd": b"\x28\xb5\x2f\xfd" + bytes(40),
+    "a Parquet table": b"PAR1\x15\x04" + bytes(40),
+    "an Arrow table": b"ARROW1\0\0" + bytes(40),
+    "a pointer of Git LFS": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+    "what macOS keeps": b"\0\5\x16\7\0\2\0\0Mac OS X",
+    "a file of numpy": b"\x93NUMPY\1\0" + bytes(120),
+}
+
+
+@pytest.mark.parametrize("kind", [*REFUSED, "tar"])
+def test_what_is_no_text_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "a.txt").write_bytes(REFUSED.get(kind, archive("tar")))
+    (problem,) = check_table(config(tmp_path / "a.txt"), evaluates=False)
+    assert problem.code == "data-format"
+    assert (kind if kind in REFUSED else "a tar archive") in problem.message
+    with pytest.raises(PlanError, match=r"a\.txt"):
+        len(TextDataset(config(tmp_path / "a.txt"), DataContext()))
+    ids = TokensConfig(files=(tmp_path / "a.txt",), sequence=4, vocab_size=60000)
+    assert "data-format" in [problem.code for problem in check_table(ids, evaluates=False)]
+
+
+def test_text_that_only_begins_like_a_format_is_text(tmp_path: Path) -> None:
+    for number, text in enumerate((b"BZhang wrote", b"PARIS 1871", b"PK and more", b"Rar! he said", b"version 2")):
+        (tmp_path / f"{number}.txt").write_bytes(text)
+    assert list(check_table(config(tmp_path / "*.txt"), evaluates=False)) == []
+
+
+@pytest.mark.parametrize("separator", ["\n\n", "\n", "\n---\n", "x\n", "\r\n\r\n", "|"])
+def test_line_ends_of_windows_separate_too(tmp_path: Path, separator: str) -> None:
+    drawn = random.Random(1)
+    words = [" ".join(drawn.choices(["a", "bb", "ccc"], k=drawn.randint(1, 9))) for _ in range(20)]
+    plain = separator.replace("\r\n", "\n")
+    (tmp_path / "lf.txt").write_bytes(plain.join(words).encode())
+    (tmp_path / "crlf.txt").write_bytes(plain.replace("\n", "\r\n").join(words).encode())
+    assert texts(config(tmp_path / "crlf.txt", separator=separator)) == [word.encode() for word in words]
+    if "\r" not in separator:
+        assert texts(config(tmp_path / "lf.txt", separator=separator)) == [word.encode() for word in words]
+
+
+def zipf(count: int, vocab_size: int, seed: int) -> list[int]:
+    drawn = random.Random(seed)
+    return [min(vocab_size - 1, int(drawn.paretovariate(0.4))) for _ in range(count)]
+
+
+WRITTEN = {"uint16": ("H", False), "uint32": ("I", False), "int64": ("q", False), "big": ("H", True)}
+CASES = [
+    (vocab_size, kind, dtype, count)
+    for vocab_size in (300, 32000, 50257, 65536, 128000)
+    for kind in WRITTEN
+    for dtype in ("uint16", "uint32")
+    for count in (500, 80_000)
+    if vocab_size <= 65536 or kind in ("uint32", "int64")
+]
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize(("vocab_size", "kind", "dtype", "count"), CASES)
+def test_ids_of_another_width_or_byte_order_are_noticed(
+    tmp_path: Path, vocab_size: int, kind: str, dtype: Any, count: int
+) -> None:
+    code, is_swapped = WRITTEN[kind]
+    ids = array(code, zipf(count, vocab_size, vocab_size))
+    if is_swapped:
+        ids.byteswap()
+    (tmp_path / "a.bin").write_bytes(ids.tobytes())
+    most = min(vocab_size, 1 << 16) if dtype == "uint16" else vocab_size
+    table = TokensConfig(files=(tmp_path / "a.bin",), sequence=4, vocab_size=most, dtype=dtype)
+    found = [problem.code for problem in check_table(table, evaluates=False)]
+    if (kind, dtype, vocab_size, count) == ("big", "uint16", 65536, 500):
+        return  # every id is in the vocabulary, and the sample is too small to judge by its bytes
+    assert found == ([] if kind == dtype else ["data-format"])
+
+
+def test_ids_that_are_right_are_not_doubted(tmp_path: Path) -> None:
+    drawn = random.Random(2)
+    cases = {
+        "uniform": ([drawn.randrange(65536) for _ in range(50_000)], 65536),
+        "one": ([7] * 1000, 8),
+        "two": ([0, 1] * 1000, 2),
+        "few": ([drawn.randrange(10) for _ in range(1000)], 10),
+        "padded": ([5, 6, 7] + [0] * 5000, 10),
+        "counting": (list(range(50_000)), 50_000),
+        "short": ([4, 0, 5, 0, 6, 0], 50257),
+    }
+    for name, (ids, vocab_size) in cases.items():
+        (tmp_path / f"{name}.bin").write_bytes(array("H", ids).tobytes())
+        table = TokensConfig(files=(tmp_path / f"{name}.bin",), sequence=4, vocab_size=vocab_size)
+        assert list(check_table(table, evaluates=False)) == [], name
+    assert sys.byteorder == "little"
+
+
+def test_a_header_of_llm_c_is_no_token(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(
+        array("i", [20240520, 1, 100] + [0] * 253).tobytes() + array("H", range(100)).tobytes()
+    )
+    (problem,) = check_table(TokensConfig(files=(tmp_path / "a.bin",), sequence=4, vocab_size=50257), evaluates=False)
+    assert "llm.c" in problem.message

@@ -1,0 +1,119 @@
+"""Whoever reads a part of a run's memory waits for it: after moves that nobody awaited, every read gives the right bits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sley_core.assemble import assemble
+from sley_core.checkpoint import read
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
+from sley_core.testing.drawn_copies import DrawnDevice
+from sley_core.testing.plans import Tables, changed, small_plan
+
+PLAN = small_plan(
+    model__num_layers=1, batch__micro_size=4, precision__compute="bf16", evaluation={"every": 100, "steps": 1}
+)
+OFFLOADS = {
+    "everything": [{"use": "memory.everything", "bucket_mb": 0.004}],
+    "on the host": [{"use": "memory.host_optimizer", "bucket_mb": 0.004}, {"use": "memory.weights"}],
+    "between steps": [
+        {"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.01},
+        {"use": "memory.everything", "parts": ["weights", "buffers", "masters", "gradients"], "bucket_mb": 0.004},
+    ],
+}
+
+
+def checkpoint(run: Run, folder: Path) -> Any:
+    found = read(run.save_checkpoint(folder / "checkpoint"))
+    return {name: found[name] for name in found}
+
+
+def saved(precision: Any) -> Callable[[Run, Path], Any]:
+    def save(run: Run, folder: Path) -> Any:
+        run.save_weights(folder / precision, precision=precision)
+        (file,) = (folder / precision).glob("*.safetensors")
+        return load_file(file)
+
+    return save
+
+
+def on_host(part: Any) -> Callable[[Run, Path], Any]:
+    return lambda run, _: {name: value.clone() for name, value in run.memory.host(part)}
+
+
+def loaded(run: Run, folder: Path) -> Any:
+    run.load_weights({entry.name: torch.full(entry.shape, 0.125) for entry in run.book})
+    return checkpoint(run, folder)
+
+
+def called(run: Run, _: Path) -> Any:
+    tokens = torch.arange(6).reshape(1, 6)
+    return {"output": run.layers[0].module(tokens).detach()}
+
+
+READERS: dict[str, Callable[[Run, Path], Any]] = {
+    "a checkpoint": checkpoint,
+    "working weights": saved("working"),
+    "full weights": saved("full"),
+    "weights on the host": on_host("weights"),
+    "masters on the host": on_host("masters"),
+    "states on the host": on_host("optimizer_states"),
+    "loaded weights": loaded,
+    "an evaluation": lambda run, _: {"loss": torch.tensor(run.evaluate())},
+    "a step": lambda run, _: {"loss": torch.tensor(run.step()["loss"])},
+    "a call of a layer": called,
+}
+AWAY = ("a checkpoint", "weights on the host", "masters on the host", "states on the host")
+"""What reads memory that is away, too."""
+
+
+ORDERS = (0, 2, 19, 20)
+"""Of copies: in the last three they happen as late as they may, or nearly so."""
+
+
+@contextmanager
+def one_step(tables: Tables, folder: Path, order: int | None) -> Iterator[Run]:
+    """The run of a plan after one step and a write to a weight, on a drawn device; on a plain CPU without an order."""
+    device = None if order is None else DrawnDevice(order=order)
+    with (
+        nullcontext() if device is None else device.watching(),
+        World.alone(device or "cpu") as world,
+        assemble(plan_from_dict(tables, folder), world) as run,
+    ):
+        masters = run.stepper.update.masters
+        for _, master in masters.held() if device and masters.home else ():
+            device.keeps_on_host(master)
+        run.step()
+        with torch.no_grad():
+            run.book.entries[0].parameter.copy_(torch.full(run.book.entries[0].shape, 0.5))
+        yield run
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_a_reader_waits(offload: str, reader: str, texts: Path, tmp_path: Path) -> None:
+    with one_step(PLAN, texts, None) as run:
+        wanted = READERS[reader](run, tmp_path / "here")
+    for order in ORDERS:
+        with one_step(changed(PLAN, offload=OFFLOADS[offload]), texts, order) as run:
+            draw = random.Random(order)
+            stays_away = reader in AWAY and draw.random() < 0.5
+            for moves in (run.memory.offload, *(() if stays_away else (run.memory.onload,))):
+                moved = moves()
+                if draw.random() < 0.2:
+                    moved.wait()
+            found = READERS[reader](run, tmp_path / str(order))
+        assert found.keys() == wanted.keys()
+        other = [name for name, value in wanted.items() if not torch.equal(value, found[name])]
+        assert not other, f"order {order}: other bits in {other[:3]}"
