@@ -12,6 +12,10 @@ from sley_dp.reducer import BucketReducer
 from sley_dp.sums import Exact
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
     from sley_core.api.parts import Parts
     from sley_dp.config import BucketedConfig
 
@@ -29,6 +33,10 @@ class Bucketed(BucketReducer):
         if parts.store.canonical is not None:
             self.sums = TreeSums(parts.store, self._sent)
         super().attach(parts)
+
+    def messages(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields name and tensor of what `trim` would free."""
+        return self.sums.messages() if isinstance(self.sums, Narrow) else iter(())
 
     def exchanges(self) -> list[HandlerExchange] | None:
         """Returns the all-reduce of each bucket, in the order in which they are filled, with its bytes as sent; None with

@@ -19,6 +19,8 @@ from sley_core.api.comm import Pending, all_gather, all_to_all
 from sley_dp.sums import Sums, described
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from sley_core.api.comm import Group, SentBytes
     from sley_core.api.parts import GradientBuffer
 
@@ -66,6 +68,10 @@ class Narrow(Sums):
         num_bytes = sum(slot.nbytes for slot in self._slots)
         self._slots = [torch.empty(0, dtype=WIRE)] * NUM_SLOTS
         return num_bytes
+
+    def messages(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the send and receive buffers."""
+        yield from ((f"wire.{at}", slot) for at, slot in enumerate(self._slots))
 
     def _wire(self, buffer: GradientBuffer, group: Group) -> Tensor:
         """Returns bf16 [2, columns]: rows to send and to receive, with room for one even slice per rank.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sley_core.engine.states import named_tensors, optimizer_states
 from sley_core.memory.holdings import Held, Holdings
-from sley_core.memory.protocols import Holds, Trims
+from sley_core.memory.protocols import Holds, HoldsMessages, Trims
 from sley_core.memory.report import MoveNumbers
 from sley_core.memory.run_memory import RunMemory
 from sley_core.memory.state import Part
@@ -42,7 +42,7 @@ def memory_of(plan: Plan, parts: Parts, stepper: Stepper, numbers: MoveNumbers |
         "gradients": parts.store.held,
         "handlers": lambda: _all_held(stepper.handlers),
         "pools": parts.pool.held,
-        "messages": lambda: _all_held([stepper.executor.crossing.link]),
+        "messages": lambda: _messages(stepper),
     }
     trims: dict[Part, Callable[[], Iterable[object]]] = {
         "pools": parts.pool.made.values,
@@ -118,6 +118,14 @@ def _all_held(objects: Iterable[object]) -> Iterator[tuple[str, Tensor]]:
     for one in objects:
         if isinstance(one, Holds):
             yield from one.held()
+
+
+def _messages(stepper: Stepper) -> Iterator[tuple[str, Tensor]]:
+    """Yields name and tensor of the buffers of stage links and handlers for what is on its way."""
+    yield from _all_held([stepper.executor.crossing.link])
+    for handler in stepper.handlers:
+        if isinstance(handler, HoldsMessages):
+            yield from handler.messages()
 
 
 def _trim(of_part: Mapping[Part, Callable[[], Iterable[object]]], part: Part) -> int:

@@ -44,11 +44,13 @@ class Leak(NamedTuple):
         return f"{self.path}: {dtype} {list(self.shape)}, {self.num_bytes / 2**20:.2f} MiB"
 
 
-def find_leaks(device: torch.device, known: set[int], roots: Mapping[str, object], min_bytes: int) -> list[Leak]:
-    """Collects Python's garbage, then returns the storages on `device` of at least `min_bytes` that are not `known`, the
-    largest first, each with a path to a tensor in it.
+def find_leaks(
+    device: torch.device, known: Iterable[Tensor], roots: Mapping[str, object], min_bytes: int
+) -> list[Leak]:
+    """Collects Python's garbage, then returns the storages on `device` of at least `min_bytes` that no `known` tensor lies in,
+    the largest first, each with a path to a tensor in it.
 
-    known: numbers that `storage_id` returned. roots: objects by name, from which paths begin where they can.
+    roots: objects by name, from which paths begin where they can.
     """
     gc.collect()
     # tensors of a subclass, such as stand-ins of sharded weights, may refuse to be asked
@@ -56,9 +58,11 @@ def find_leaks(device: torch.device, known: set[int], roots: Mapping[str, object
         return _find(device, known, roots, min_bytes)
 
 
-def _find(device: torch.device, known: set[int], roots: Mapping[str, object], min_bytes: int) -> list[Leak]:
+def _find(device: torch.device, known: Iterable[Tensor], roots: Mapping[str, object], min_bytes: int) -> list[Leak]:
     """Returns the same as `find_leaks`, without collecting: of each storage the tensor with the shortest path."""
-    found = {id(tensor): tensor for tensor in _tensors(device, min_bytes) if storage_id(tensor) not in known}
+    # By address: memory may have a second storage (`Device.again`).
+    places = {_address(tensor) for tensor in known if tensor.device == device}
+    found = {id(tensor): tensor for tensor in _tensors(device, min_bytes) if _address(tensor) not in places}
     paths = _paths(found, roots)
     best: dict[int, Leak] = {}
     # those with a path first, the shortest first: a view may be reached where the tensor that it is of is not
@@ -79,14 +83,18 @@ def _tensors(device: torch.device, min_bytes: int) -> Iterator[Tensor]:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of a tensor's storage; 0 where there is none, as of sparse tensors, stand-ins, an estimate's tensors,
+    """Returns the bytes of a tensor's storage; 0 where it has no memory."""
+    return tensor.untyped_storage().nbytes() if _address(tensor) else 0
+
+
+def _address(tensor: Tensor) -> int:
+    """Returns the address of a tensor's storage; 0 where there is none, as of sparse tensors, stand-ins, an estimate's tensors,
     and within a `vmap`.
     """
     try:
         storage = tensor.untyped_storage()
-        if storage.device.type == "meta":  # whatever device the tensor says
-            return 0
-        return storage.nbytes() if storage.data_ptr() else 0
+        # by the storage's own device, whatever the tensor says
+        return 0 if storage.device.type == "meta" else storage.data_ptr()
     except (NotImplementedError, RuntimeError):
         return 0
 

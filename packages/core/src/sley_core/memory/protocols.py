@@ -78,3 +78,12 @@ class Trims(Protocol):
     def trim(self) -> int:
         """Frees what it does not need now; returns the number of bytes freed. Called between two steps."""
         ...
+
+
+@runtime_checkable
+class HoldsMessages(Protocol):
+    """Reports device memory that a gradient handler keeps for what is on its way to other ranks, and that its `trim` frees."""
+
+    def messages(self) -> Iterable[tuple[str, Tensor]]:
+        """Yields name and tensor of each buffer that `trim` would free."""
+        ...

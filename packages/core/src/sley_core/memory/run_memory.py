@@ -178,15 +178,14 @@ class RunMemory:
         return partial(_where_it_lies, self._copies())
 
     def leaks(self, min_bytes: int = 4096) -> list[Leak]:
-        """Returns what has memory on the device now and belongs to no part that is here, the largest first: after an
-        offload, tensors that a model, a hook or the program itself has kept. Storages of fewer bytes are left out.
+        """Returns what has memory on the device now and belongs to no part of the run, the largest first: after an offload,
+        tensors that a model, a hook or the program itself has kept. Storages of fewer bytes are left out.
 
         Collects Python's garbage first, and takes a second or so. Tensors that only autograd's graph holds are not seen. On a
         CPU the host's own tensors, such as the data's, are among them.
         """
         self.settle()
-        here = [part for part, where in self.where.items() if where in (Where.HERE, Where.COMING)]
-        known = {storage_id(tensor) for part in here for _, tensor in self.holdings.everything(part)}
+        known = [tensor for part in PARTS for _, tensor in self.holdings.everything(part)]
         return find_leaks(self.holdings.device, known, self.roots, min_bytes)
 
     def _copies(self) -> dict[int, Tensor]:
