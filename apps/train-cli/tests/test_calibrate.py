@@ -39,14 +39,14 @@ def test_a_plan_is_drawn_in_the_seconds_of_the_machine_that_timed_it(cli: Cli, p
     shown = cli(*drawn)
     assert shown.code == 0
     assert "a step takes " in shown.out
-    assert "3 layers, measured on it" in shown.out
+    assert "all 3 layers were timed on this machine" in shown.out
     data = json.loads(
         cli("estimate", plan, "--machine", "machine.toml", "--set", "parallel.dp=1", "--format", "json").out
     )
     assert data["seconds"]["step"] >= data["seconds"]["stages"][0]["computes"] > 0
     assert [layer["measured"] for layer in data["seconds"]["layers"]] == [True] * 3
     other = cli(*drawn, "--set", "data.sequence=8")
-    assert "3 layers, computed from their operators" in other.out
+    assert "all 3 layers were computed from their operators" in other.out
 
 
 def test_a_host_that_is_slower_than_its_device_is_told(cli: Cli, plan: Path, folder: Path) -> None:

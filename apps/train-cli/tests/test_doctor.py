@@ -74,7 +74,7 @@ def test_doctor_names_the_rank_and_nothing_is_left(
     start: Start, own_model: Own, cli: Cli, folder: Path, action: str, kind: str, told: str
 ) -> None:
     program = start("run", own_model(doing_once(action)), *LIMIT)
-    program.wait_for("per rank ")
+    program.wait_for("rank 0 holds ")
     pids = [rank.pid for rank in program.ranks()]
     result = program.finish(90)  # which fails if a process is left
     ended = time.time()
@@ -117,7 +117,7 @@ def test_a_slow_rank_is_no_fault(start: Start, own_model: Own, cli: Cli, folder:
     assert not (folder / "runs" / "small" / FOLDER).exists()
     said = cli("doctor", "runs/small").out
     assert said.startswith(
-        "no rank has reported a failure in `runs/small`: the run has ended: finished; all ranks came"
+        "no rank has reported a failure in `runs/small`: the run has ended: finished; all ranks finished step 4"
     )
     assert "slow      cannot be told: 4 steps are too few to tell" in said
     assert "  rank 1 (stage 0): works " in said
@@ -182,14 +182,11 @@ def test_where_ranks_were_is_told_of_a_run_that_was_killed_as_a_whole(
     program.finish(60)
     last = list(rows(folder / "runs" / "small"))[-1]["step"]
     said = cli("doctor", "runs/small").out
-    assert f"under way elsewhere is not known from here; all ranks came to the end of step {last}, " in said
+    assert f"or on the host of rank 0); all ranks finished step {last}, " in said
     long_ago(folder / "runs" / "small")
     work_long_ago(folder / "runs" / "small")
     said = cli("doctor", "runs/small").out
-    assert (
-        f"it was killed; all ranks came to the end of step {last}, 16 min ago, and none to that of step {last + 1}"
-        in said
-    )
+    assert f"it was killed; all ranks finished step {last}, 16 min ago, and none finished step {last + 1}" in said
     for rank in (0, 1):
         assert re.search(rf"rank {rank} \(stage 0\): (works .* ms of a step|recorded up to step \d+)", said), said
 

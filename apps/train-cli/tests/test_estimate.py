@@ -49,7 +49,7 @@ def test_a_peak_of_the_first_step_is_told_and_drawn(cli: Cli, plan: Path) -> Non
     states = '[[offload]]\nuse = "memory.optimizer_states"\nwhen = "between_steps"\n'
     plan.write_text(plan.read_text("utf-8") + states, "utf-8")
     result = cli("estimate", plan)
-    assert " at the update of the first step" in result.out.splitlines()[0]
+    assert " in the update of the first step" in result.out.splitlines()[0]
     (stage,) = json.loads(cli("estimate", plan, "--format", "json").out)["stages"]
     assert max(moment["num_bytes"] for moment in stage["curve"]) == stage["peak"]
 

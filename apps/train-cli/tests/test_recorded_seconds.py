@@ -59,18 +59,20 @@ def stepped(plan: Plan, size: int, on: MachineFile) -> StepSeconds:
     return _recorded(plan, size, on, first_draft(plan, size)).step
 
 
+TIES = {"model__tie_embeddings": True, "gradient_handlers": [{"use": "pp.shared_modules"}]}
 BUCKETS = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed"}]}
 SHARES = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded"}]}
 STAGES = {"parallel": {"pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}, "batch": {"global_size": 12, "micro_size": 1}}
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("changes", [BUCKETS, STAGES, SHARES], ids=["dp", "pp", "sharded"])
+@pytest.mark.parametrize("changes", [BUCKETS, STAGES, SHARES, STAGES | TIES], ids=["dp", "pp", "sharded", "ties"])
 def test_lists_and_recorded_steps_say_the_same(changes: dict[str, Any]) -> None:
     """Of the update too, whoever reduces, and where nobody does; but for the start of each of its operators."""
     plan, even = plan_of(**changes), machine(launch_s=1e-7)
     listed, recorded = estimate_seconds(plan, 2, even).step, stepped(plan, 2, even)
     assert recorded.updating_s == pytest.approx(listed.updating_s, rel=0.05)
+    assert {"all", *recorded.exposed_s(0)} == {"all", *listed.exposed_s(0)}, "a wait has one name"
     assert recorded.seconds == pytest.approx(listed.seconds, rel=0.05)
 
 

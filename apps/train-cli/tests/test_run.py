@@ -64,9 +64,10 @@ def test_one_rank_runs_in_this_process(cli: Cli, plan: Path, folder: Path, no_ch
     result = cli("run", plan, "--set", "parallel.dp=1")
     assert result.code == 0, result.err
     assert result.out == ""
-    sizes, held, first, second, closing, *_ = result.err.splitlines()
+    sizes, held, counted, first, second, closing, *_ = result.err.splitlines()
     assert sizes == "1 rank, 12,336 parameters, 4 steps of 4 samples = 0.097 epochs (256 tokens)"
-    assert held == "per rank 48 KiB weights, 48 KiB gradients, and the optimizer's states"
+    assert held == "rank 0 holds 48 KiB weights, 48 KiB gradients, and after the first step the optimizer's states"
+    assert counted == "memory below is the peak of rank 0's whole process, libraries included"
     assert first.startswith("step 2/4  loss ")
     assert second.startswith("step 4/4  loss ")
     assert closing.startswith("finished: 4 steps in ")
@@ -126,7 +127,7 @@ def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli, fresh
     result = program.finish()
     assert result.code == 0, result.err
     assert (result.out, result.err.count("finished: 100 steps")) == ("", 1)
-    expected = ("2 ranks, ", "per rank ", "step ", "finished: ", "  ")
+    expected = ("2 ranks, ", "rank 0 holds ", "memory below ", "step ", "finished: ", "  ")
     assert [line for line in result.err.splitlines() if not line.startswith(expected)] == []
     assert_is_complete(folder / "runs" / "small", plan, *many)
     alone = ("--set", "run.steps=3", "--set", "parallel.dp=1", "--set", 'run.name="alone"')
@@ -170,7 +171,7 @@ def test_what_one_rank_raises_is_told_once_with_its_place(
     *trace, last = result.err.splitlines()
     assert last.startswith(f"{folder / 'own.py'}:13:")
     assert "error[own-code]: rank 1 of 2: ValueError: no good" in last
-    trace = [line for line in trace if not line.startswith(("2 ranks, ", "per rank "))]
+    trace = [line for line in trace if not line.startswith(("2 ranks, ", "rank 0 holds ", "memory below "))]
     assert trace[0] == "Traceback (most recent call last):"
     assert sum(line.startswith("Traceback") for line in trace) == 1
     left = {path.name for path in (folder / "runs" / "small").iterdir()}
@@ -211,5 +212,5 @@ def test_what_every_rank_holds_whole_is_said(together: Callable[..., Any], own_m
     shards = ("--set", "parallel.wp=2", "--set", 'weights={use="isp.communicator"}')
     result = together(2, "run", own_model(TABLE), *shards, "--set", "run.steps=1")
     assert result.code == 0, result.err
-    line = "sharded 51 % of the parameters over `wp`; whole on every rank: table.weight"
+    line = "`wp` shards 51 % of this model's parameters; not sharded: table ("
     assert result.err.count(line) == 1, result.err

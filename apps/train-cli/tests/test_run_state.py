@@ -95,13 +95,17 @@ def test_how_far_a_run_has_come_is_told_by_its_rows_its_lock_and_its_summary(cli
     assert "it was killed; no step was taken\n" in cli("doctor", made).out
     (made / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st', "utf-8")
     lock = FolderLock(made)
-    came = r"all ranks came to the end of step 2, \d s ago\n"
-    assert re.search("the run is under way; " + came, cli("doctor", made).out)
+    came = r"all ranks finished step 2, \d s ago\n"
+    assert re.search("the run is still running; " + came, cli("doctor", made).out)
     lock.release()
-    not_known = "no process of this host has its folder: whether it is under way elsewhere is not known from here"
-    assert re.search(f"{not_known}; {came}", cli("doctor", made).out)
+    not_known = (
+        "no process on this host holds the run's lock: it may be running on another host, or was killed (ask again in"
+    )
+    assert re.search(f"{re.escape(not_known)} .*; {came}", cli("doctor", made).out)
     long_ago(made)
-    killed = "no process of this host has its folder: it was killed; all ranks came to the end of step 2, 16 min ago, and none"
+    killed = (
+        "no process on this host holds the run's lock: it was killed; all ranks finished step 2, 16 min ago, and none"
+    )
     assert killed in cli("doctor", made).out
     write_summary(made, {"outcome": "finished", "steps": 2})
     told = json.loads(cli("doctor", made, "--format", "json").out)

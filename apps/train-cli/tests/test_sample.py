@@ -184,8 +184,8 @@ def test_tiny_data_that_is_gone_through_again_is_said(cli: Any, trained: Trained
     run = trained(PLAN)
     (folder / "tiny.txt").write_text("the sley beats home " * 6, "utf-8")
     again = cli("eval", run, "--data", f'held_out_files=["{folder / "tiny.txt"}"]')
-    assert "an evaluation of 16 samples goes 3.2 times through the held-out data, 5 samples" in again.err
-    assert "goes" not in cli("eval", run).err
+    assert "only 5 samples are held out, but an evaluation takes 16: each is used about 3.2 times" in again.err
+    assert "held out, but" not in cli("eval", run).err
 
 
 def test_a_run_says_before_its_first_step_that_held_out_data_is_gone_through_again(cli: Any, plan: Path) -> None:
@@ -194,8 +194,8 @@ def test_a_run_says_before_its_first_step_that_held_out_data_is_gone_through_aga
     result = cli("run", plan, changes=changes)
     assert result.code == 0, result.err
     told, _, after = result.err.partition("step 1/1")
-    assert "an evaluation of 200 samples goes" in told
-    assert "goes" not in after, "it is said once"
+    assert "held out, but an evaluation takes 200" in told
+    assert "held out, but" not in after, "it is said once"
 
 
 def test_eval_on_other_data(cli: Any, trained: Trained, folder: Path) -> None:

@@ -78,14 +78,14 @@ def test_the_fastest_layout_is_written_as_a_plan_with_the_seconds_that_estimate_
 def test_a_layout_that_does_not_fit_by_its_own_steps_is_replaced_by_the_next(searched: Callable[..., Any]) -> None:
     """Bytes at a glance are a lower figure."""
     kept = [word for axis in ("pp", "sp", "wp", "micro_size") for word in ("--keep", axis)]
-    glance = searched("--world", "2", "--top", "1", "--at-a-glance", *kept)
+    glance = searched("--world", "2", "--top", "1", "--rough", *kept)
     exact = searched("--world", "2", "--top", "1", *kept)
-    assert "fastest, at a glance" in glance.out
+    assert "fastest (rough)" in glance.out
     (little,), (much,) = (re.findall(r"([\d.]+) KiB", rows_of(done.out)[0][1]) for done in (glance, exact))
     assert float(little) < float(much)
     between = f"{(float(little) + float(much)) / 2 * 1024:.0f}B"
     tight = searched("--world", "2", "--top", "1", "--memory", between, *kept)
-    assert re.search(r"\d+ that seemed to fit do not, by their own steps", tight.out), tight.out
+    assert re.search(r"\d+ that seemed to fit do not, as `estimate` says", tight.out), tight.out
     fits = rows_of(tight.out)[0][1]
     assert float(re.findall(r"([\d.]+) KiB", fits)[0]) * 1024 <= float(between.removesuffix("B"))
 
@@ -116,13 +116,13 @@ def test_a_machine_file_of_cpus_without_overlap_is_noted_once_wherever_seconds_a
 
     machine = small_machine(device__kind="cpu")
     (given / "machine.toml").write_text(tomli_w.dumps(machine), "utf-8")
-    assert times_noted(searched(*options, "--at-a-glance").out) == 1
+    assert times_noted(searched(*options, "--rough").out) == 1
     assert times_noted(searched(*options).out) == 1
     assert times_noted(cli("estimate", *asked).out) == 1
     assert times_noted(cli("show", "--timeline", *asked).out) == 1
     machine["links"]["same_host"]["overlap"] = 0.5
     (given / "machine.toml").write_text(tomli_w.dumps(machine), "utf-8")
-    assert times_noted(searched(*options, "--at-a-glance").out) == times_noted(cli("estimate", *asked).out) == 0
+    assert times_noted(searched(*options, "--rough").out) == times_noted(cli("estimate", *asked).out) == 0
 
 
 def test_an_axis_that_there_is_not_is_refused(searched: Callable[..., Any]) -> None:
@@ -135,7 +135,7 @@ def test_states_leave_the_device_where_a_layout_does_not_fit_with_them(
 ) -> None:
     pytest.importorskip("sley_memory")
     kept = [word for axis in ("pp", "sp", "wp", "micro_size", "reducer", "activations") for word in ("--keep", axis)]
-    options = ("--world", "1", "--top", "1", "--at-a-glance", *kept)
+    options = ("--world", "1", "--top", "1", "--rough", *kept)
     done = searched(*options)
     assert done.code == 0, done.err
     assert "left out: machine-host: the machine file has no `[host]`" in done.out
@@ -160,7 +160,7 @@ def test_what_is_to_be_compared_is_asked_for_before_the_search(searched: Callabl
     refused = searched("--world", "4", "--explain", "--write", str(best))
     assert refused.code == 3
     assert "error[layout]" in refused.err
-    assert "taking the steps" not in refused.err
+    assert "verifying" not in refused.err
     assert not best.exists()
 
 

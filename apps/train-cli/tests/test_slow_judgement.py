@@ -36,7 +36,7 @@ def test_the_rank_that_works_longer_is_named_with_its_place_and_never_its_victim
 def test_less_than_a_quarter_of_a_step_is_not_told(more_s: float) -> None:
     judged = judge(replicas(USUAL, {**USUAL, "F0": 0.02 + more_s}))
     assert not judged.causes
-    assert nobody(judged).startswith("nobody: no rank works 25% of a step longer")
+    assert nobody(judged).startswith("none: in steps 11 to 60 no rank worked 25% of a step longer than its peers")
 
 
 def test_a_machine_that_is_half_as_fast_is_named_without_a_layer() -> None:

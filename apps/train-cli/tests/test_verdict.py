@@ -167,7 +167,7 @@ def test_words() -> None:
     assert in_words("the update") == "the update"
     (line,) = evidence([report(0, A, wait=A, stage=1, message="x" * 500)])
     assert line.startswith(
-        "rank 0 (stage 1): step 3, was in the backward of chunk 0 on micro-batch 1 (B0.1), called layer"
+        "rank 0 (stage 1): step 3, in the backward of chunk 0 on micro-batch 1 (B0.1), last layer called: "
     )
     assert "waited 4.0 s in the all-reduce of a over stage[0, 1] (number 1 of `stage main`, 64 bytes)" in line
     assert line.endswith("...")

@@ -100,7 +100,7 @@ def test_a_rank_holds_its_rows_only(ranks, sharded, texts, foreign):
 @pytest.mark.parametrize(
     ("model", "note"),
     [
-        ("isp_readers:stacked", ["sharded 47 % of the parameters over `wp`; whole on every rank: blocks.*.experts"]),
+        ("isp_readers:stacked", ["`wp` shards 47 % of this model's parameters; not sharded: blocks.* (Stacked, 2)"]),
         ("isp_parts:experts", []),
     ],
 )

@@ -35,7 +35,7 @@ SECTIONS = {
         "doctor": "Say what went wrong in a run, from the reports of its ranks.",
         "report": "Write a page about runs, with curves and tables.",
         "eval": "Print the held-out loss of a run's weights.",
-        "sample": "Let a run's model go on with a text.",
+        "sample": "Generate text from a run's weights.",
         "export": "Write a run's weights for other programs.",
         "env": "Print versions and devices, for a report.",
     },

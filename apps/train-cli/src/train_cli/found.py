@@ -21,20 +21,21 @@ def lines(found: SearchFound, skipped: Sequence[str], limit: int | None, notes: 
     notes: on the machine.
     """
     tally = found.tally
-    yield f"{tally.num_layouts:,} layouts; {tally.simulated:,} simulated, {tally.too_large:,} seen not to fit"
+    too_large = "" if limit is None else f"; {tally.too_large:,} exceed {shown(limit)}"
+    yield f"{tally.num_layouts:,} layouts considered: the best {tally.simulated:,} by a lower bound were simulated{too_large}"
     yield from (f"  {count:,} left out: {reason}" for reason, count in tally.refused.most_common())
     yield from (f"  left out: {name}" for name in skipped)
     if found.dropped:
-        yield f"  {found.dropped:,} that seemed to fit do not, by their own steps"
+        yield f"  {found.dropped:,} that seemed to fit do not, as `estimate` says"
     if not found.fastest:
         yield _none(found, limit)
         return
-    yield "fastest" if found.fastest[0].exact else "fastest, at a glance"
+    yield "fastest (verified by estimate)" if found.fastest[0].exact else "fastest (rough)"
     yield from (_row(one.seconds, one.num_bytes, one.seen.layout) for one in found.fastest)
     yield from _sources(found)
     yield from (f"  {note}" for note in notes)
     if found.front:
-        yield "less memory for more time, at a glance"
+        yield "less memory for more time (rough)"
         yield from (_row(seen.estimate.seconds, seen.estimate.num_bytes, seen.layout) for seen in found.front)
 
 
@@ -68,7 +69,7 @@ def written(plan: Plan, world: int, best: Final) -> str:
     """Returns the plan file of a layout of `plan`, with a comment on every table that the search filled."""
     layout = best.seen.layout
     made = layout.plan(plan, world)
-    how = "by its own steps" if best.exact else "at a glance"
+    how = "verified by estimate" if best.exact else "rough"
     head = f"# {world} ranks: {best.seconds:.4g} s per step, {shown(best.num_bytes)} on the fullest rank, {how}\n"
     why = _comments(layout)
     return head + "\n".join(_commented(text, why) for text in sections(made.tables))
@@ -115,6 +116,4 @@ def _none(found: SearchFound, limit: int | None) -> str:
         hint = next((f" (hint: {hint})" for hint in hints if hint), "")
         return f"no layout of this plan is left in this world, for the reasons above{hint}"
     need = shown(found.smallest.estimate.num_bytes)
-    return (
-        f"nothing fits into {shown(limit)}: the smallest layout found needs {need} at a glance, {found.smallest.layout}"
-    )
+    return f"nothing fits into {shown(limit)}: the smallest layout found needs {need} or more: {found.smallest.layout}"

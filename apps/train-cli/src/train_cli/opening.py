@@ -19,11 +19,12 @@ def opening(facts: RunFacts, plan: Plan, held: Mapping[str, int]) -> str:
     """Returns the lines that are shown before the first step.
 
         2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)
-        per rank 4.0 MiB weights, 4.0 MiB gradients, and the optimizer's states
+        rank 0 holds 4.0 MiB weights, 4.0 MiB gradients, and after the first step the optimizer's states
+        memory below is the peak of rank 0's whole process, libraries included
 
     held: `Run.memory.bytes` of this rank, in bytes; without the optimizer's states, which are allocated in its first step.
     """
-    lines = [", ".join((ranks(facts.world), _parameters(facts), _samples(facts, plan))), _held(held)]
+    lines = [", ".join((ranks(facts.world), _parameters(facts), _samples(facts, plan))), _held(held), _shown(facts)]
     if all(writer.name != JSONL for writer in plan.metrics):
         names = " and ".join(f"`{writer.name}`" for writer in plan.metrics) or "none"
         lines.append(f"no metrics.jsonl: [[metrics]] lists {names}, and not `{JSONL}`")
@@ -39,10 +40,10 @@ def repeats(num_samples: int | None, plan: Plan) -> str:
     seen, size = plan.evaluation.steps * plan.batch.global_size, plan.batch.global_size
     if not num_samples or seen <= num_samples:
         return ""
-    times = f"an evaluation of {seen:,} samples goes {seen / num_samples:.3g} times through the held-out data"
+    held_out = f"only {num_samples:,} {'sample is' if num_samples == 1 else 'samples are'} held out"
+    times = f"{held_out}, but an evaluation takes {seen:,}: each is used about {seen / num_samples:.2g} times"
     fits = num_samples // size
-    less = f", of which {fits} batch{'' if fits == 1 else 'es'} of {size} would take none twice" if fits else ""
-    return f"{times}, {num_samples:,} sample{'' if num_samples == 1 else 's'}{less}"
+    return f"{times}; " + (f"`[evaluation] steps = {fits}` avoids this" if fits else f"a batch takes {size:,}")
 
 
 def ranks(count: int) -> str:
@@ -72,7 +73,15 @@ def _samples(facts: RunFacts, plan: Plan) -> str:
 
 def _held(held: Mapping[str, int]) -> str:
     parts = [f"{memory_of(held[name])} {name}" for name in ("weights", "masters", "gradients") if held[name]]
-    return f"per rank {', '.join(parts)}, and the optimizer's states"
+    return f"rank 0 holds {', '.join(parts)}, and after the first step the optimizer's states"
+
+
+def _shown(facts: RunFacts) -> str:
+    """Returns what the memory in the lines of steps counts."""
+    counted = (
+        "whole process, libraries included" if facts.device == "cpu" else "tensors on its GPU, activations included"
+    )
+    return f"memory below is the peak of rank 0's {counted}"
 
 
 def memory_of(count: int) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sley_core.actions.draw import draw_text
+from sley_core.actions.machine import Delivery
 from sley_core.errors import SleyError
 from sley_core.estimate.machine.read import load_machine
 from train_cli.surroundings import num_cores
@@ -18,16 +19,29 @@ from train_cli.timeline import WIDTH
 if TYPE_CHECKING:
     from sley_core.estimate.layers.nearest import Source
     from sley_core.estimate.machine.tables import MachineFile
+    from sley_core.estimate.seconds.lanes import Exposed
+    from sley_core.estimate.seconds.result import StepSeconds
     from sley_core.estimate.seconds_of_plan import PlanSeconds
     from sley_core.plan.plan import Plan
 
 
 SOURCES: dict[Source, str] = {
-    "measured": "measured on it",
-    "in proportion": "computed in proportion to others of their variants, measured on it",
+    "measured": "timed on this machine",
+    "in proportion": "computed in proportion to variants of them that were timed on this machine",
     "counted": "computed from their operators",
 }
 """What is said of layers by where their seconds come from."""
+
+WAITS = {
+    "sum": "sums of gradients",
+    "reduce": "reductions of gradients",
+    "gather": "gathers of weights",
+    "swap": "exchanges of attention",
+    "all": "the norm and loss of all ranks",
+    "to_host": "copies to the host",
+    "to_device": "copies from the host",
+}
+"""What is said of waits, by the first word of an exchange's lane."""
 
 
 def estimated(plan: Plan, size: int, file: Path) -> Iterator[str]:
@@ -60,23 +74,45 @@ def seconds_lines(found: PlanSeconds, machine: MachineFile) -> Iterator[str]:
         f", of which devices wait {behind_s:.4g} s for a host" if behind_s else ""
     )
     for stage, computing_s in enumerate(step.computing_s):
-        waits = ", ".join(f"{seconds:.4g} s for {lane}" for lane, seconds in sorted(step.exposed_s(stage).items()))
-        idle = f"idle {step.idle(stage):.1%}" + (f" (waits {waits})" if waits else "")
+        waits = ", ".join(f"{_ms(seconds)} waiting for {what}" for what, seconds in _waits(step, stage))
+        idle = f"idle {step.idle(stage):.1%}" + (f": {waits}" if waits else "")
         started = f"; its host starts all of it in {step.host_s[stage]:.4g} s" if step.host_s[stage] else ""
         yield f"  stage {stage}: computes {computing_s:.4g} s, {idle}{started}"
-    yield f"  {_sources(found)}; {machine.device.name} of the machine file"
+    yield f"  {_sources(found)} ({machine.device.name})"
     yield from (f"  {note}" for note in found.notes)
+
+
+def _waits(step: StepSeconds, stage: int) -> list[tuple[str, float]]:
+    """Returns what a stage waits for, in words, and the seconds of it, the longest first."""
+    found: dict[str, float] = defaultdict(float)
+    for span in step.exposed:
+        if span.rank == stage:
+            found[_awaited(span)] += span.end_s - span.start_s
+    return sorted(found.items(), key=lambda one: -one[1])
+
+
+def _awaited(span: Exposed) -> str:
+    if isinstance(span.key, Delivery):
+        what = "activations" if span.key.flow == "forward" else "gradients"
+        return f"{what} from stage {span.lane.split(' ')[1].split('>')[0]}"
+    kind = span.lane.split(" ")[0]
+    return WAITS.get(kind, f"`{kind}`")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _sources(found: PlanSeconds) -> str:
     """Returns where the seconds of the layers come from."""
     if not found.layers:
-        return "operators of slices of sequences, computed"
+        return "slices of sequences are computed from their operators"
     counts = Counter(layer.source for layer in found.layers)
-    words = [f"{counts[source]} {said}" for source, said in SOURCES.items() if counts[source]]
+    words = [(counts[source], said) for source, said in SOURCES.items() if counts[source]]
     if len(words) == 1:
-        return f"{len(found.layers)} layers, {words[0].split(' ', 1)[1]}"
-    return f"{len(found.layers)} layers, of them {', '.join(words)}"
+        count = len(found.layers)
+        return f"all {count} layers were {words[0][1]}" if count > 1 else f"its layer was {words[0][1]}"
+    return f"of {len(found.layers)} layers, {', '.join(f'{count} were {said}' for count, said in words)}"
 
 
 def seconds_data(found: PlanSeconds) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def test_after_a_loss_that_is_no_number_a_program_can_go_on(own, small, ranks, c
         assert [row["step"] for row in rows] == [1, 3, 4, 5], "a step that was not taken keeps its number"
         assert all(torch.isfinite(value).all() for value in after.values())
     assert "first in the gradient of 'head.bias'; samples 4, 5, 6, 7\n" in layouts[0][0][0]
-    assert "; the loss of rank 1 is no number; first in the gradient of 'head.bias'; samples 6, 7\n" in layouts[1][0][0]
+    assert "; the loss of rank 1 is NaN; first in the gradient of 'head.bias'; samples 6, 7\n" in layouts[1][0][0]
     assert layouts[1][0] == layouts[2][0], "all ranks say the same"
     assert_same_bits(layouts[1][2], layouts[2][2])
 

@@ -86,10 +86,10 @@ def test_sums_that_do_not_say_what_they_are_and_copies_are_no_candidates() -> No
     assert {one.shape.activations.name for one in found} == {"core.keep", "core.recompute", "out.away"}
     assert {one.shape.offload for one in found} == {None}, "states stay where there is room"
     for what in ("sums of `out.low (rank = 4)`", "sums of `out.silent`"):
-        assert tally.refused[f"not-at-a-glance: {what} cannot be told at a glance"] > 0, tally
+        assert tally.refused[f"not-at-a-glance: a search has no quick price for {what}"] > 0, tally
     found, tally, _ = everything(plan_of(), 2, ["micro_size"], min(sizes) - 1)
     assert {str(one.shape.offload) for one in found} == {"out.swap"}
-    assert tally.refused["not-at-a-glance: copies of `out.mute` cannot be told at a glance"] > 0, tally
+    assert tally.refused["not-at-a-glance: a search has no quick price for copies of `out.mute`"] > 0, tally
 
 
 def test_the_plans_own_reducer_is_refused_as_any_other() -> None:

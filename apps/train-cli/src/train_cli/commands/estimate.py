@@ -15,6 +15,7 @@ from sley_core.errors import UsageError
 from sley_core.estimate.machine.on_machine import on_machine
 from sley_core.estimate.machine.read import load_machine
 from sley_core.plan.load import load_plan
+from train_cli.doctor.verdict import in_words
 from train_cli.options import (
     FormatOption,
     NodesOption,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 GIB = 1 << 30
+COUNTED = "counted are a rank's tensors; its process needs more: libraries, CUDA's context, what allocators keep free"
 SVG_WIDTH = 1200
 """Pixels."""
 
@@ -160,7 +162,7 @@ def lines(found: Sequence[RankBytes], size: int, limit: int | None) -> Iterator[
         ranks = f"rank {one.rank}" if per_stage == 1 else f"ranks {one.rank} to {last}"
         layer = f", layer {one.place.layer}" if one.place.layer else ""
         first = " of the first step" if one.place.step == 1 else ""
-        yield f"stage {one.stage} ({ranks}): {shown(one.peak)} at {one.place.entry}{first}{layer}"
+        yield f"stage {one.stage} ({ranks}): peak {shown(one.peak)} in {in_words(one.place.entry)}{first}{layer}"
         for owner, count in one.alive.items():
             yield f"    {owner.replace('_', ' '):18} {shown(count):>12}"
         if one.cycles is not None:
@@ -175,6 +177,7 @@ def lines(found: Sequence[RankBytes], size: int, limit: int | None) -> Iterator[
         verdict += f": fits into {shown(limit)}, {shown(left)} are left" if left >= 0 else ""
         verdict += f": does not fit into {shown(limit)}, {shown(-left)} are missing" if left < 0 else ""
     yield verdict
+    yield COUNTED
 
 
 def shown(count: int) -> str:

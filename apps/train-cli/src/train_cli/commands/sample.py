@@ -1,4 +1,4 @@
-"""`train-cli sample RUN --prompt TEXT`: lets a run's model go on with a text."""
+"""`train-cli sample RUN --prompt TEXT`: generates text from a run's weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from train_cli.trained import plan_of, trained_run
 
 def sample(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run: runs/NAME.")],
-    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="The text to go on with.")],
-    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="Tokens to draw at most.")] = 200,
+    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="The text to continue.")],
+    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="Generate at most so many tokens.")] = 200,
     temperature: Annotated[
         float,
         typer.Option("--temperature", metavar="T", min=0.0, help="1 draws as the model says; 0 takes the likeliest."),
@@ -31,11 +31,9 @@ def sample(
         typer.Option("--tokenizer", metavar="PATH", help="A tokenizer.json or its folder, where the plan names none."),
     ] = None,
 ) -> None:
-    """Print what a run's model writes after a prompt, as it comes."""
+    """Generate text from a run's weights, after a prompt, and print it as it comes."""
     if not prompt:
-        raise UsageError(
-            "empty-prompt", "the model needs something to go on with", hint="give a `--prompt` of one letter"
-        )
+        raise UsageError("empty-prompt", "the model needs a text to continue", hint="give a `--prompt` of one letter")
     plan = plan_of(run)
     import torch
 

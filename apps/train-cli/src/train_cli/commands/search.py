@@ -43,7 +43,7 @@ def search(
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option("--verify/--at-a-glance", help="Whether layouts that are shown go through `estimate` before."),
+        typer.Option("--verify/--rough", help="Whether `estimate` verifies the layouts that are shown."),
     ] = True,
     explain: Annotated[
         bool, typer.Option("--explain", help="Compare the fastest with the plan as it is, part by part.")
@@ -59,7 +59,7 @@ def search(
             "search-machine", "a search needs to know what the machine's devices and links reach", hint=hint
         )
     if explain and not verify:
-        raise UsageError("explain-needs-steps", "`--explain` compares what steps say, which `--at-a-glance` leaves out")
+        raise UsageError("explain-needs-steps", "`--explain` compares what `estimate` says, which `--rough` leaves out")
     limit = None if memory is None else num_bytes(memory)
     resolved = load_plan(plan, overrides or [])
     known = load_machine(machine)
@@ -105,7 +105,7 @@ def _as_it_is(plan: Plan, world: int, machine: MachineFile) -> ExactEstimate:
 
 
 def _tell(layout: Candidate) -> None:
-    typer.echo(f"taking the steps of {layout}", err=True)
+    typer.echo(f"verifying {layout}", err=True)
 
 
 def _axis(name: str) -> Axis:

@@ -84,16 +84,17 @@ def _may_be_elsewhere(records: Sequence[WorkRecord], now: float, row: float | No
 def state_in_words(found: RunState, now: float) -> str:
     """Returns one sentence. now: seconds since the epoch."""
     ago = "" if found.time is None else f", {_ago(now - found.time)} ago"
-    came = f"all ranks came to the end of step {found.step}{ago}" if found.step else "no step was taken"
-    free = "the run has not ended, and no process of this host has its folder"
+    came = f"all ranks finished step {found.step}{ago}" if found.step else "no step was taken"
+    free = "the last attempt has written no summary, and no process on this host holds the run's lock"
     match found.state:
         case "running":
-            return f"the run is under way; {came}"
+            return f"the run is still running; {came}"
         case "killed":
-            beyond = f", and none to that of step {found.step + 1}" if found.step else ""
+            beyond = f", and none finished step {found.step + 1}" if found.step else ""
             return f"{free}: it was killed; {came}{beyond}"
         case "unknown":
-            return f"{free}: whether it is under way elsewhere is not known from here; {came}"
+            ask = "ask again in a minute, or on the host of rank 0"
+            return f"{free}: it may be running on another host, or was killed ({ask}); {came}"
     return f"the run has ended: {found.state}; {came}"
 
 

@@ -232,11 +232,11 @@ def _line(report: FaultReport) -> str:
     stage = "" if report.stage is None else f" (stage {report.stage})"
     parts = [f"step {report.step}" if report.step else "before the first step"]
     if report.finished:
-        parts.append(f"had finished {in_words(report.finished)}")
+        parts.append(f"after {in_words(report.finished)}")
     if report.pending:
-        parts.append(f"was in {in_words(report.pending)}")
+        parts.append(f"in {in_words(report.pending)}")
     if report.layer:
-        parts.append(f"called layer {report.layer} last")
+        parts.append(f"last layer called: {report.layer}")
     if (wait := report.wait) is not None:
         size = f", {wait.exchange.num_bytes} bytes" if wait.exchange.num_bytes else ""
         whom = "" if wait.peer is None else f" for rank {wait.peer}"

@@ -36,7 +36,7 @@ _CURVES = {
     "grad_norm": ("Gradient norm", "before clipping", "norm"),
     "tokens_per_s": ("Speed", "of all ranks together", "tokens/s"),
     "samples_per_s": ("Speed", "of all ranks together", "samples/s"),
-    "memory_mb": ("Memory", "the most so far that rank 0 has held", "MiB"),
+    "memory_mb": ("Memory", "peak so far of rank 0: of its tensors on a GPU, of its whole process on a CPU", "MiB"),
     "data_wait_s": ("Waiting for data", "of rank 0 in each step", "s"),
 }
 """The numbers of a metrics row that come first, with title, explanation and unit; others follow under their own names."""

@@ -108,7 +108,7 @@ def nobody(judgement: Judgement) -> str:
     if judgement.why_not:
         return f"cannot be told: {judgement.why_not}"
     steps = f"steps {judgement.blocks[0].first} to {judgement.blocks[-1].last}"
-    told = f"nobody: no rank works {LEAST_SHARE:.0%} of a step longer than its likes, and no exchange does, in {steps}"
+    told = f"none: in {steps} no rank worked {LEAST_SHARE:.0%} of a step longer than its peers, and no exchange took that much"
     is_cuda = any(rank.start.device == "cuda" for rank in judgement.blocks[0].ranks.values())
     unseen = "; these are the hosts' seconds, in which neither a slow GPU nor a host late within a step is seen"
     return told + (unseen if is_cuda else "")

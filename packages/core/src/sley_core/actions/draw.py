@@ -4,7 +4,7 @@
     stage 1  ...F0-F1-F2-......B0====F3-B1====B2====B3====...
 
 Every stage is a row, time goes to the right. An action begins with its letter and its micro-batch, as far as there is room,
-and fills its time; dots are time in which nothing is computed. With two chunks, small letters are the second one's. With
+and fills its time; dots are time in which no action runs. With two chunks, small letters are the second one's. With
 more, each chunk has a row of its own, blank while the stage works on another chunk. A step of too many actions for the
 width loses its middle, so that how it starts and how it ends can be read.
 """

@@ -20,10 +20,16 @@ class TimedAction(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of one step on `stages` stages, by stage and then by start. The spans of a stage do not overlap."""
+    """The spans of one step on `stages` stages, by stage and then by start. The spans of a stage do not overlap.
+
+    end_s: when the step is over, if sums and an update follow the last action. computing_s: seconds for which each stage
+    computes, if not all of its spans and nothing else.
+    """
 
     stages: int
     spans: tuple[TimedAction, ...]
+    end_s: float = 0.0
+    computing_s: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, stages: int, spans: Iterable[TimedAction]) -> Timeline:
@@ -36,11 +42,12 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the start of the step to the end of its last action, on whichever stage."""
-        return max((span.end_s for span in self.spans), default=0.0)
+        """Seconds from the start of the step to its end, or to that of its last action, on whichever stage."""
+        return max((self.end_s, *(span.end_s for span in self.spans)))
 
     def idle(self, stage: int) -> float:
         """Returns the bubble of a stage: the share of the step in which it computes nothing, from 0 to 1."""
         makespan = self.makespan_s
-        busy = sum(span.end_s - span.start_s for span in self.of_stage(stage))
+        spent = (span.end_s - span.start_s for span in self.of_stage(stage))
+        busy = self.computing_s[stage] if self.computing_s else sum(spent)
         return 1.0 - busy / makespan if makespan > 0 else 0.0

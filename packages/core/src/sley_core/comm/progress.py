@@ -25,7 +25,7 @@ KEPT = 32
 BEGINNING = "the beginning of the step"
 """A standing's entry before the first one of the list."""
 
-REDUCTION, UPDATE, BETWEEN = "the end of the gradients' reduction", "the update", "what comes between two steps"
+REDUCTION, UPDATE, BETWEEN = "the end of the gradients' reduction", "the update", "the time between two steps"
 """Its entries after the last one of the list, in this order."""
 
 EVALUATION = "an evaluation"

@@ -129,7 +129,7 @@ class ForwardOnly:
             )
         mean: float = loss_sum / weight_sum
         if not math.isfinite(mean):
-            hint = "the weights may have grown too large for this data, or the data itself holds what is no number"
+            hint = "the weights may have grown too large for this data, or the data itself holds NaN or infinite values"
             raise RunError("not-finite", f"the loss of the evaluated samples is {mean}", hint=hint)
         return mean
 

@@ -76,7 +76,7 @@ def refusal(
     )
     # All ranks have the same totals, so all come here, in the same step.
     seen = [
-        RankReport(*one) for one in gather_objects(own, parts.groups["control"], what="what is no number")
+        RankReport(*one) for one in gather_objects(own, parts.groups["control"], what="losses that are not finite")
     ]  # it sends JSON
     if result.is_finite:
         return RunError(
@@ -111,7 +111,8 @@ def _where(parts: Parts, seen: Sequence[RankReport]) -> str:
     text = ""
     if bad:
         whose = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
-        text += f"; the loss of {whose} is no number" if len(seen) > 1 else ""
+        what = " or ".join(dict.fromkeys("NaN" if math.isnan(seen[rank].loss) else "infinite" for rank in bad))
+        text += f"; the loss of {whose} is {what}" if len(seen) > 1 else ""
     size = parts.topology.ranks_per_stage
     for stage in reversed(range(parts.topology.pp)):
         # each rank of a stage may have its own part of every gradient

@@ -114,28 +114,32 @@ def shards_of(layers: Iterable[Layer], cuts: Callable[[Sequence[Place]], int | N
 
 
 def left_whole(layers: Iterable[Layer], shards: Shards) -> list[str]:
-    """Returns one line of text that names the unsharded parameters, the largest first; no line if they are few.
+    """Returns one line of text that names the modules with unsharded parameters, the largest first; no line if they are few.
 
-    layers: of the full model, on meta. Layers of one kind are named together, as `blocks.*.experts.up`.
+    layers: of the full model, on meta. Modules of one class and kind are named together, as `blocks.*.experts (Experts, 12)`.
     """
     sizes = {
-        id(one): (name, one.numel()) for layer in layers for name, one in layer.module.named_parameters(layer.name)
+        id(one): (name, type(module).__name__, one.numel())
+        for layer in layers
+        for name, module in layer.module.named_modules(prefix=layer.name)
+        for one in module.parameters(recurse=False)
     }
-    total = sum(numel for _, numel in sizes.values())
-    whole: dict[str, int] = {}
-    for key, (name, numel) in sizes.items():
+    total = sum(numel for _, _, numel in sizes.values())
+    whole: dict[tuple[str, str], int] = {}
+    modules: dict[tuple[str, str], set[str]] = {}
+    for key, (name, kind, numel) in sizes.items():
         if key not in shards:
-            kind = ".".join("*" if part.isdigit() else part for part in name.split("."))
-            whole[kind] = whole.get(kind, 0) + numel
+            alike = ".".join("*" if part.isdigit() else part for part in name.split(".")), kind
+            whole[alike] = whole.get(alike, 0) + numel
+            modules.setdefault(alike, set()).add(name)
     left = sum(whole.values())
     if not shards or left <= FEW * total:
         return []
-    names = sorted(whole, key=lambda kind: -whole[kind])
-    more = f", and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    largest = sorted(whole, key=lambda alike: -whole[alike])
+    names = [f"{name} ({kind}, {len(modules[name, kind])})" for name, kind in largest[:NAMED]]
+    more = f", and {len(largest) - NAMED} more" if len(largest) > NAMED else ""
     share = 100 * (total - left) / total
-    return [
-        f"sharded {share:.0f} % of the parameters over `{AXIS}`; whole on every rank: {', '.join(names[:NAMED])}{more}"
-    ]
+    return [f"`{AXIS}` shards {share:.0f} % of this model's parameters; not sharded: {', '.join(names)}{more}"]
 
 
 def cut_on_meta(layers: Iterable[Layer], shards: Shards) -> None:

@@ -61,9 +61,8 @@ class ToldExchange:
         if self.tie is not None:
             name, stages = self.tie
             key: Hashable = one.axis, name
-            return GradientExchange(cost, one.starts, self.uses, self.handler, f"tie {one.axis}", stages, key)
-        lane = "weights" if one.starts == "updated" else f"{one.kind} {one.axis}"
-        return GradientExchange(cost, one.starts, self.uses, self.handler, lane)
+            return GradientExchange(cost, one.starts, self.uses, self.handler, f"{one.kind} {one.axis}", stages, key)
+        return GradientExchange(cost, one.starts, self.uses, self.handler, f"{one.kind} {one.axis}")
 
 
 @dataclass(frozen=True)

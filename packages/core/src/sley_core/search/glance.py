@@ -26,7 +26,7 @@ def check_plan_at_a_glance(plan: Plan) -> None:
     price them.
     """
     if plan.parallel.reduction == "canonical":
-        message = "how long canonical sums take cannot be told of many layouts at a glance"
+        message = "a search has no quick price for canonical sums"
         hint = 'search with `--set parallel.reduction="fast"`, then ask `train-cli estimate --machine` of what is found'
         raise PlanError.many([plan.diagnostic(CODE, message, ("parallel", "reduction"), hint)])
 
@@ -78,4 +78,4 @@ def _tells(record: OffloadManagerRecord, config: Any) -> bool:
 
 def refused(what: str) -> PlanError:
     """Returns the error "not-at-a-glance" of a layout with `what`, which cannot be priced."""
-    return PlanError(CODE, f"{what} cannot be told at a glance")
+    return PlanError(CODE, f"a search has no quick price for {what}")

@@ -196,7 +196,7 @@ class QuickStep:
         exchanged = self.shared.exchanged
         each = self._exchange_of(exchanged.once, "ready", "reduce wp")
         sums = self._exchange_of(exchanged.sums, "ready", "reduce")
-        made = each, sums, self._exchange_of(exchanged.gathers, "updated", "weights")
+        made = each, sums, self._exchange_of(exchanged.gathers, "updated", "gather")
         for chunk, (first, last) in enumerate(self.parts.of_stage(stage)):
             for at in reversed(range(first, last)):
                 found = (make(at, ((chunk, at - first),)) for make in made)

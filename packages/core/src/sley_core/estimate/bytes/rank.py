@@ -281,9 +281,9 @@ def _own(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
 
 
 def _kind(piece: MemoryPiece) -> str:
-    """Returns what a piece is that no part of the run keeps: "at work" if it ends in the step and entry that made it, else
-    "activations".
+    """Returns what a piece is that no part of the run keeps: "temporary buffers" if it ends in the step and entry that made it,
+    else "activations".
     """
     if piece.ended is not None and piece.ended[:2] == piece.place[:2]:
-        return "at work"
+        return "temporary buffers"
     return "activations"

@@ -130,7 +130,7 @@ class _RecordedStage:
         before = self.begun.get(one.after) if one.after is not None else None
         exchange = Exchange(
             key,
-            f"{one.kind} {one.axis}.{one.lane}",
+            f"{'all' if one.axis == 'all' else one.kind} {one.axis}.{one.lane}",
             members,
             *cost,
             links=tuple(ports),

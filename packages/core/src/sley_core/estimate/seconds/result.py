@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sley_core.actions.action import Action, Lowered
 from sley_core.actions.placement import Placement
@@ -47,11 +47,11 @@ class StepSeconds:
 
     def idle(self, stage: int) -> float:
         """Returns the share of the step in which a stage computes nothing, update and all, from 0 to 1."""
-        return 1.0 - self.computing_s[stage] / self.seconds if self.seconds > 0 else 0.0
+        return self.timeline.idle(stage)
 
     def exposed_s(self, stage: int) -> dict[str, float]:
         """Returns the seconds for which a stage waits for exchanges, or does its own part of them, by the first word of the
-        exchange's lane: `up`, `down`, `reduce`, `all`, ...
+        exchange's lane: `up`, `down`, `reduce`, `gather`, `all` for what all ranks sum at the end, ...
         """
         found: dict[str, float] = defaultdict(float)
         for span in self.exposed:
@@ -97,13 +97,17 @@ def simulate_programs(programs: Sequence[Program]) -> StepSeconds:
             before = spans.get((span.rank, word.action))
             start_s = before.start_s if before else span.start_s
             spans[span.rank, word.action] = TimedAction(span.rank, word.action, start_s, span.end_s)
-    timeline = Timeline.of(len(programs), spans.values())
+    devices_s = max(lanes.ends_s, default=0.0)
+    host_s = tuple(sum(word.host_s for word in program if isinstance(word, Compute)) for program in programs)
+    timeline = replace(
+        Timeline.of(len(programs), spans.values()), end_s=max((devices_s, *host_s)), computing_s=tuple(computing)
+    )
     return StepSeconds(
         timeline,
         tuple(lanes.exchanged),
         tuple(lanes.exposed),
         tuple(computing),
         tuple(updating),
-        max(lanes.ends_s, default=0.0),
-        tuple(sum(word.host_s for word in program if isinstance(word, Compute)) for program in programs),
+        devices_s,
+        host_s,
     )
