@@ -55,12 +55,12 @@ def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, step
         return samples
     rows = rows_of(plan.batch.global_size, parts)
     config: Any = plan.data.config
-    feed = _feed(plan, dataset, rows, shuffle=config.shuffle)
+    feed = _feed(plan, dataset, rows, shuffle=config.shuffle, will_save=plan.checkpoint is not None)
     watch = BufferWatch(parts.layers, model.per_rank_buffers)
     return replace(samples, feed=feed, watch=watch, evaluation=_evaluation(plan, forward, splitter, rows))
 
 
-def _feed(plan: Plan, dataset: AnyDataset, rows: range, *, shuffle: bool = True) -> Feed:
+def _feed(plan: Plan, dataset: AnyDataset, rows: range, *, shuffle: bool = True, will_save: bool = False) -> Feed:
     """Returns the feed of this rank's `rows`, which checks token ids as it reads."""
     return Feed(
         dataset,
@@ -70,6 +70,7 @@ def _feed(plan: Plan, dataset: AnyDataset, rows: range, *, shuffle: bool = True)
         shuffle=shuffle,
         timeout_s=plan.limits.data_timeout_s,
         check=lambda batch, samples: check_tokens(batch, dataset.info, samples),
+        will_save=will_save,
     )
 
 

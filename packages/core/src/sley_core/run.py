@@ -80,6 +80,8 @@ class Run(AbstractContextManager["Run"]):
         self.outputs = outputs
         self.facts = facts
         self.notes = facts.notes
+        if self.feed is not None:
+            self.feed.notes = self.notes
         self.listeners: list[Callable[[Row], None]] = []
         self.readers: list[Callable[[Row], None]] = []
         self._looks = False

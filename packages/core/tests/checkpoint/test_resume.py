@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from shutil import copytree
 from typing import Any
 
 import pytest
+import torch
 
+from sley_core.errors import PlanError
 from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.resumed import assert_goes_on, assert_same_stretch, saving_at, stretch
 
@@ -50,3 +58,90 @@ def test_the_number_of_replicas_may_change(texts, tmp_path, ranks):
     assert_goes_on(whole, [stretch(plan(), 4, folder=texts, load=tmp_path / "of two")], "fp64")
     stretch(plan(), 2, folder=texts, save=tmp_path / "of one")
     assert_goes_on(whole, ranks(2, init=False)(stretch, plan(**DP), 4, folder=texts, load=tmp_path / "of one"), "fp64")
+
+
+def put(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+def swapped(folder: Path) -> None:
+    one, other = (folder / "text" / name for name in ("a.txt", "b.txt"))
+    put(one, lambda text: text + other.read_bytes())
+    put(other, lambda text: one.read_bytes()[: -len(text)])
+    put(one, lambda text: text[-len(other.read_bytes()) :])
+
+
+CHANGES: dict[str, tuple[Callable[[Path], Any], bool]] = {
+    "every letter": (lambda to: put(to / "text/b.txt", lambda text: text.replace(b"home", b"away")), True),
+    "one letter": (lambda to: put(to / "text/a.txt", lambda text: text[:-1] + b"!"), True),
+    "names": (swapped, True),
+    "the order of documents": (
+        lambda to: put(to / "text/a.txt", lambda text: b"\n\n".join(text.split(b"\n\n")[::-1])),
+        True,
+    ),
+    "a boundary": (lambda to: put(to / "text/a.txt", lambda text: text.replace(b"\n\n", b"\n ", 1)), True),
+    "the clock": (lambda to: os.utime(to / "text/a.txt", (1, 1)), False),
+    "nothing": (lambda _: None, False),
+    "a token": (lambda to: put(to / "ids.bin", lambda ids: ids[:4000] + b"\1" + ids[4001:]), True),
+    "tokens at the end": (lambda to: put(to / "ids.bin", lambda ids: ids[:-2] + b"\1\0"), True),
+}
+
+
+def loaded(tables: dict[str, Any], folders: list[Path], path: Path) -> str:
+    """Returns why this rank refuses the checkpoint, with its data in the folder of its number; "" if it does not."""
+    try:
+        stretch(tables, 1, folder=folders[int(os.environ.get("RANK", "0"))], load=path)
+    except PlanError as error:
+        return error.diagnostics[0].code
+    return ""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_data_than_those_of_the_checkpoint_are_refused(texts, tmp_path, change):
+    make, is_refused = CHANGES[change]
+    before, now = tmp_path / "before", tmp_path / "now"
+    copytree(texts, before)
+    drawn = Random(0)
+    (before / "ids.bin").write_bytes(array("H", [drawn.randrange(200) for _ in range(4000)]).tobytes())
+    copytree(before, now)
+    tables = plan()
+    if "token" in change:
+        data = {"use": "core.tokens", "files": ["ids.bin"], "vocab_size": 256, "sequence": 24}
+        tables = plan(data=data)
+    stretch(tables, 1, folder=before, save=tmp_path / "saved")
+    make(now)
+    # With another number of samples the plans differ, too.
+    codes = ["data-changed", "resume-differs"] if is_refused else [""]
+    assert loaded(tables, [now], tmp_path / "saved") in codes
+
+
+def test_all_ranks_refuse_what_has_changed_for_one_of_them(texts, tmp_path, ranks):
+    copytree(texts, tmp_path / "now")
+    put(tmp_path / "now/text/a.txt", lambda text: text[:-1] + b"!")
+    stretch(plan(), 1, folder=texts, save=tmp_path / "saved")
+    found = ranks(2, init=False)(loaded, plan(**DP), [texts, tmp_path / "now"], tmp_path / "saved")
+    assert found == ["data-changed"] * 2
+
+
+class Samples:
+    """Samples of a program's own; another length and other samples by the environment."""
+
+    def __init__(self) -> None:
+        self.shift = int(os.environ.get("SHIFT", "0"))
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = (torch.arange(25) * (index + 3) + self.shift) % 256
+        return {"tokens": tokens[:-1], "labels": tokens[1:]}
+
+
+def test_other_samples_of_a_programs_own_are_said(tmp_path, monkeypatch):
+    data = {"factory": f"{__name__}:Samples", "vocab_size": 256, "sequence": 24}
+    tables = plan(data=data, checkpoint={"every_steps": 5})
+    stretch(tables, 1, save=tmp_path / "saved")
+    assert not stretch(tables, 1, load=tmp_path / "saved").notes
+    monkeypatch.setenv("SHIFT", "1")
+    (note,) = stretch(tables, 1, load=tmp_path / "saved").notes
+    assert "other samples" in note

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
+from random import Random, SystemRandom
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from numbered import INFO, Numbers
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from sley_core.checkpoint.values import from_json, to_json
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.data.feed import Feed
 from sley_core.errors import PlanError, RunError
@@ -60,6 +63,21 @@ class StatefulStream(TorchNamedStream):
 
     def restore(self, state: dict[str, int]) -> None:
         self.place = state["place"]
+
+
+class Others(Numbers):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": super().__getitem__(index)["x"] + 1}
+
+
+class Drawn(Numbers):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.tensor(SystemRandom().randrange(1 << 40))}
+
+
+class Failing(Numbers):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        raise OSError("gone")
 
 
 KINDS = [Numbers, Stream, StatefulStream]
@@ -118,11 +136,15 @@ def test_a_restored_feed_goes_on_as_if_it_had_not_stopped(kind: type, num_before
 
 
 def test_the_state_does_not_tell_the_layout_and_does_not_see_what_is_prefetched() -> None:
-    for rows in (range(4), range(2, 3)):
-        with Feed(Numbers(6), seed=1, batch_size=4, rows=rows) as feed:
-            assert feed.state() == {"samples": 0}
-            feed.next()
-            assert feed.state() == {"samples": 4}
+    for kind in KINDS:
+        states = []
+        for rows in (range(4), range(2, 3)):
+            with Feed(kind(6), seed=1, batch_size=4, rows=rows) as feed:
+                assert feed.state() == {"samples": 0}
+                feed.next()
+                states.append(feed.state())
+        assert states[0] == states[1]
+        assert states[0]["samples"] == 4
 
 
 def test_a_stream_with_a_state_is_not_walked_again() -> None:
@@ -130,12 +152,136 @@ def test_a_stream_with_a_state_is_not_walked_again() -> None:
         for _ in range(5):
             feed.next()
         state = feed.state()
-    assert state == {"samples": 500, "stream": {"place": 500}}
+    assert state["replay"]["place"] == {"epoch": 0, "stream": {"place": 400}}
     stream = StatefulStream(1000)
     with Feed(stream, seed=1, batch_size=100, rows=range(100)) as feed:
         feed.restore(state)
         assert feed.next()["x"][0] == 500
-    assert stream.num_read <= 200
+    assert stream.num_read <= 300  # the last batch before, this one, and one that is prefetched
+    assert feed.notes == []
+
+
+class Buffered(TorchNamedStream):
+    """Draws from a buffer, whose content is not in its state; as shuffled streams of Hugging Face."""
+
+    size = 5
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        drawn, buffer = Random(self.num_samples), list[dict[str, Tensor]]()
+        for sample in super().__iter__():
+            buffer.append(sample)
+            if len(buffer) > self.size:
+                yield buffer.pop(drawn.randrange(len(buffer)))
+        drawn.shuffle(buffer)
+        yield from buffer
+
+
+class Early(TorchNamedStream):
+    """Its state lags behind by as much as is left of a chunk of four."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place // 4 * 4}
+
+
+class Epochs(TorchNamedStream):
+    """Another order in each epoch, which its state does not have."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        order = Random(self.epoch).sample(range(self.num_samples), self.num_samples)
+        for sample in super().__iter__():
+            yield {"x": torch.tensor(order[int(sample["x"])])}
+
+
+class EpochsAgain:
+    """The same without a state."""
+
+    info = INFO
+    epoch = 0
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        order = Random(self.epoch).sample(range(self.num_samples), self.num_samples)
+        return ({"x": torch.tensor(number)} for number in order)
+
+
+STREAMS = [Stream, StatefulStream, TorchNamedStream, Buffered, Early, Epochs, EpochsAgain]
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stream_that_is_resumed_again_and_again_gives_every_sample_once(kind: type, seed: int) -> None:
+    drawn = Random(seed)
+    num_samples, batch_size = drawn.randint(7, 40), drawn.randint(1, 6)
+    whole = taken(kind(num_samples), 30, batch_size)
+    epochs = list(chain.from_iterable(whole))
+    assert len(set(epochs[:num_samples])) == min(num_samples, len(epochs))
+    found: list[list[int]] = []
+    state: dict[str, Any] | None = None
+    while len(found) < 30:
+        with Feed(kind(num_samples), seed=1, batch_size=batch_size, rows=range(batch_size)) as feed:
+            if state is not None:
+                feed.restore(from_json(json.loads(json.dumps(to_json(state)))))
+            for _ in range(min(drawn.randint(1, 12), 30 - len(found))):
+                found.append(feed.next()["x"].tolist())
+            state = feed.state()
+            assert len(feed.notes) <= (kind in (Buffered, Early)), feed.notes
+    assert found == whole
+
+
+def test_a_stream_that_gives_others_after_a_resume_is_said() -> None:
+    class Other(Stream):
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            return ({"x": sample["x"] + 1} for sample in super().__iter__())
+
+    with Feed(Stream(9), seed=1, batch_size=2, rows=range(2)) as feed:
+        feed.next()
+        state = feed.state()
+    with Feed(Other(9), seed=1, batch_size=2, rows=range(2)) as feed:
+        feed.restore(state)
+        feed.next()
+    (note,) = feed.notes
+    assert "gives other samples" in note
+
+
+def test_an_indexed_data_set_is_told_its_epochs() -> None:
+    class Told(Numbers):
+        told: ClassVar[list[int]] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.told.append(epoch)
+
+    taken(Told(4), 5, 3)
+    assert Told.told[:4] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "differs"),
+    [
+        (Numbers(9), Numbers(9), False),
+        (Numbers(9), Numbers(8), True),
+        (Numbers(9), Others(9), True),
+        (Drawn(9), Drawn(9), False),
+        (Drawn(9), Numbers(9), False),
+        (Numbers(9), Failing(9), False),
+    ],
+)
+def test_a_data_set_with_other_samples_is_noticed_unless_they_are_drawn(before: Any, now: Any, differs: bool) -> None:
+    with Feed(before, seed=1, batch_size=2, rows=range(2), will_save=True) as feed:
+        feed.next()
+        state = feed.state()
+    with Feed(now, seed=1, batch_size=2, rows=range(2)) as feed:
+        assert bool(feed.changed_since(state)) == differs
+        assert not feed.changed_since({"samples": 0})
 
 
 def test_the_beginning_can_be_restored() -> None:

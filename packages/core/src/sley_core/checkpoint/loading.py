@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sley_core.checkpoint.attempt import Lineage
 from sley_core.checkpoint.choosing import SHOWN, PassedOver, Wanted, choose
@@ -13,7 +13,7 @@ from sley_core.checkpoint.run_tensors import RunTensors, restore_generators
 from sley_core.checkpoint.timed import TimedReads
 from sley_core.checkpoint.values import from_json
 from sley_core.comm.collectives import gather_objects
-from sley_core.errors import RunError, SleyError
+from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.plan.changes import changes, refuse_changes
 from sley_core.plan.factory import cause
 
@@ -110,11 +110,11 @@ class CheckpointLoader:
         """Raises RunError `checkpoint-mismatch`, on all ranks alike, if the checkpoint is of another model or optimizer."""
         found, index = restoring.found, restoring.found.index
         expected = restoring.expected()
-        said = [list(expected), list(mismatches(expected, found))]
+        said = [list(expected), list(mismatches(expected, found)), self._changed_data(index.state["data"])]
         # All ranks: what nobody knows of is told only by all together.
         everyone = gather_objects(said, self._control, what="whether the checkpoint fits")
-        wrong = list(dict.fromkeys(line for _, lines in everyone for line in lines))
-        known = {name for names, _ in everyone for name in names}
+        wrong = list(dict.fromkeys(line for _, lines, _ in everyone for line in lines))
+        known = {name for names, _, _ in everyone for name in names}
         wrong += [
             f"{name!r} is not in the model"
             for name in found
@@ -129,6 +129,30 @@ class CheckpointLoader:
                 f"{found.folder.text} is no checkpoint of this run: {', '.join(wrong[:SHOWN])}{more}",
                 hint="`run.load_weights(read(path).weights(), strict=False)` takes what weights there are",
             )
+
+        if changed := next((text for _, _, text in everyone if text), ""):
+            self._data_changed(changed, restoring.notes)
+
+    def _changed_data(self, state: Any) -> str:
+        """Returns in words how this rank's data differ from the checkpoint's, or why they cannot be read; "" if they do not."""
+        if self.feed is None or state is None:
+            return ""
+        self.feed.close()
+        try:
+            return self.feed.changed_since(from_json(state))
+        except Exception as error:  # the other ranks wait for an answer
+            return f"the data cannot be read: {cause(error)}"
+
+    def _data_changed(self, changed: str, notes: list[str]) -> None:
+        """Raises PlanError "data-changed", or appends a note about samples of a program's own, which may be drawn as they are
+        read.
+        """
+        assert self.feed is not None, changed
+        if not self.feed.is_digest_exact:
+            notes.append(changed)
+            return
+        hint = "put them back, or begin a run of another name; `run.load_weights` takes weights alone"
+        raise PlanError("data-changed", changed, path=("data",), hint=hint)
 
     def _alike(self, what: Callable[[], None], words: str) -> None:
         """Calls `what`, and raises on all ranks if it raised on one. words: describe it in the error."""

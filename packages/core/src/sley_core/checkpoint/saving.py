@@ -76,7 +76,7 @@ class Preparation:
         _, token, problem = everyone[0][4]
         _raise_first([one[0] for one in everyone] + [problem], control.ranks)
         _same([one[1] for one in everyone], "folder", control.ranks)
-        _same([one[2] for one in everyone], "position in the data, or loss scale", control.ranks)
+        _same([one[2] for one in everyone], "data, position in them, or loss scale", control.ranks)
         target = open_folder(everyone[0][4][0])
         shares = self._shared([one[3] for one in everyone], lines)
         files = [[pieces[number] for number in numbers] for numbers in shares.of_rank[world.rank]]

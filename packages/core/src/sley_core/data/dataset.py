@@ -68,7 +68,9 @@ class Dataset(Protocol):
     Reading a sample may draw from torch's default generator, `random` and numpy: they are seeded by the sample's number, so
     that every layout and a resumed run read the same. A forward uses them at the same time, and the two take turns; a
     generator of the dataset's own, best seeded by the index, avoids that. A dataset may also have `collate(samples) -> batch`;
-    without it samples are stacked along each field's `batch_dim`.
+    without it samples are stacked along each field's `batch_dim`. `set_epoch(epoch)` is called before the samples of an epoch
+    are read. `data_digest`, a text that differs if any sample does, lets a resumed run refuse data that have changed; without
+    it a few samples are compared, and the run only says that they differ.
     """
 
     @property
@@ -89,7 +91,8 @@ class Stream(Protocol):
 
     A stream without a state of its own starts over at each `iter`, and a restored run reads it up to its position
     again. With `state() -> Any` and `restore(state)`, or torch's names `state_dict` and `load_state_dict`, the first
-    `iter` after a restore goes on from there, and the next one starts over.
+    `iter` after a restore goes on from there, and the next one starts over. The last batch before is read again: if the state
+    does not lead back to it, the stream is read from its beginning. `set_epoch(epoch)` is called before each `iter`.
     """
 
     @property

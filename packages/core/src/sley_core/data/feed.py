@@ -11,14 +11,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar, cast
 
 from sley_core.data.collate import collate_of
 from sley_core.data.dataset import AnyDataset, Batch, Dataset, Sample, Stream, is_stream
+from sley_core.data.digest import SamplesDigest, probe
 from sley_core.data.order import Order
 from sley_core.data.prefetch import PrefetchThread
-from sley_core.data.walk import stream_state, walk
+from sley_core.data.walk import StreamReader, set_epoch
 from sley_core.errors import PlanError, RunError, note_origin
 from sley_core.generators import comparable_state, seeded
 from sley_core.model.seeds import derive
@@ -51,10 +52,13 @@ class Feed:
     shuffle: whether each epoch of a Dataset has an order of its own.
     check: called with each batch and the sample numbers of its rows, in the feed's thread; `next` raises what it
     raises.
+    will_save: whether positions will be kept: the digest of the data is then computed in the thread, before the first batch.
     timeout_s: how long `next` waits for the dataset before it raises RunError.
 
-    After `next`, `wait_s` is how long it waited, and `samples` holds for each row the dataset's index, or for a stream
-    its position in the whole sequence. `next` raises what the dataset raises. No method communicates.
+    notes: get what the user has to know about a stream that is resumed.
+
+    After `next`, `wait_s` is how long it waited, and `samples` holds for each row the dataset's index, or for a stream its
+    position in the whole sequence. `next` raises what the dataset raises. No method communicates.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Feed:
         shuffle: bool = True,
         timeout_s: float = 600.0,
         check: Callable[[Batch, Sequence[int]], None] | None = None,
+        will_save: bool = False,
     ) -> None:
         """Stores the arguments; the thread starts with the first `next`."""
         assert len(rows), rows
@@ -78,10 +83,12 @@ class Feed:
         self._shuffle = shuffle
         self._timeout_s = timeout_s
         self._check = check
+        self._will_save = will_save
         self._reading, self._collating = _Draws(seed), _Draws(seed)
         self._prefetch: PrefetchThread[_Item] | None = None
         self._state: dict[str, Any] = {"samples": 0}
-        self._beginning = stream_state(cast(Stream, dataset)) if is_stream(dataset) else {}
+        self._reader = StreamReader(cast(Stream, dataset), self._reading.read) if is_stream(dataset) else None
+        self.notes: list[str] = []
         self.wait_s = 0.0
         self.samples: tuple[int, ...] = ()
 
@@ -105,12 +112,43 @@ class Feed:
 
     def state(self) -> dict[str, Any]:
         """Returns the position after the last batch of `next`; small, and the same on every rank of every layout."""
-        return deepcopy(self._state)
+        is_read = self._prefetch is not None and self._state["samples"] > 0
+        found = self.digest if is_read and (self._will_save or self.is_digest_exact) else None
+        return deepcopy(self._state) | ({} if found is None else {"digest": found})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Moves to a position that `state` returned; `{"samples": 0}` is the beginning. Ends the thread."""
         self.close()
         self._state = deepcopy(dict(state))
+
+    def changed_since(self, state: Mapping[str, Any]) -> str:
+        """Returns in words how the data differ from those of which `state` is a position; "" if they do not, or if nothing can
+        be said before they are read. Reads what `digest` needs; the feed's thread must not run.
+        """
+        before, now = state.get("digest"), None if "digest" not in state else self.digest
+        if None in (before, now) or before == now:
+            return ""
+        if self.is_digest_exact:
+            return "the text or tokens to train on, or their order, are not those of the checkpoint's run"
+        return "the data set has another length than in the checkpoint's run, or other samples at its beginning, middle or end"
+
+    @property
+    def is_digest_exact(self) -> bool:
+        """Whether the data set itself gives the digest: two digests then differ only if the data do."""
+        return hasattr(self._dataset, "data_digest")
+
+    @cached_property
+    def digest(self) -> str | None:
+        """A digest of the data: the data set's own `data_digest`, else one of a few samples; None for a stream, or for samples
+        that are drawn as they are read.
+        """
+        if self._reader is not None:
+            return None
+        if self.is_digest_exact:
+            return str(cast(Any, self._dataset).data_digest)
+        set_epoch(self._dataset, 0)
+        dataset, draws = cast(Dataset, self._dataset), _Draws(self._seed)
+        return probe(len(dataset), lambda index: draws.read(index, partial(_read, dataset, index)))
 
     def close(self) -> None:
         """Ends the thread and discards the prefetched batch, which a later `next` reads again. Raises RunError on timeout."""
@@ -133,8 +171,8 @@ class Feed:
 
     def _items(self, state: Mapping[str, Any]) -> Iterator[_Item]:
         """Returns the batches from the position `state` on, read as they are iterated."""
-        if is_stream(self._dataset):
-            return self._walked(cast(Stream, self._dataset), state)
+        if self._reader is not None:
+            return self._walked(self._reader, state)
         return self._indexed(cast(Dataset, self._dataset), state["samples"])
 
     def _indexed(self, dataset: Dataset, done: int) -> Iterator[_Item]:
@@ -149,29 +187,39 @@ class Feed:
             """Returns the order of an epoch; two are cached, since a batch may span two epochs."""
             return Order(num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
 
+        if self._will_save:
+            _ = self.digest
+        last_epoch = -1
         while True:
-            places = (divmod(done + row, num_samples) for row in self._rows)
-            indices = tuple(order(epoch)[place] for epoch, place in places)
-            samples = [
-                self._reading.read(done + row, partial(_read, dataset, index))
-                for row, index in zip(self._rows, indices, strict=True)
-            ]
+            indices, samples = list[int](), list[Sample]()
+            for row in self._rows:
+                epoch, place = divmod(done + row, num_samples)
+                if epoch != last_epoch:
+                    set_epoch(dataset, epoch)
+                    last_epoch = epoch
+                indices.append(order(epoch)[place])
+                samples.append(self._reading.read(done + row, partial(_read, dataset, indices[-1])))
             batch = self._collated(done + self._rows.start, collate, samples)
             done += self._batch_size
-            yield _Item(batch, indices, {"samples": done})
+            yield _Item(batch, tuple(indices), {"samples": done})
 
-    def _walked(self, stream: Stream, state: Mapping[str, Any]) -> Iterator[_Item]:
+    def _walked(self, reader: StreamReader, state: Mapping[str, Any]) -> Iterator[_Item]:
         """Yields the batches of a stream; each rank reads all of it and keeps its rows, so layouts get equal batches."""
-        collate = collate_of(stream)
-        samples = walk(stream, state, self._beginning, self._reading.read)
+        collate = collate_of(self._dataset)
+        samples = reader.read(state, lambda note: self.notes.append(note))
         done = state["samples"]
         while True:
+            place, digest, kept = reader.place(), SamplesDigest(), []
             # `range` comes first: `zip` then takes no sample beyond the batch.
-            kept = [sample for row, sample in zip(range(self._batch_size), samples, strict=False) if row in self._rows]
+            for row, sample in zip(range(self._batch_size), samples, strict=False):
+                digest.add(sample)
+                if row in self._rows:
+                    kept.append(sample)
             numbers = tuple(done + row for row in self._rows)
+            replay = {"samples": done, "place": place, "digest": digest.text}
             batch = self._collated(numbers[0], collate, kept)
             done += self._batch_size
-            yield _Item(batch, numbers, {"samples": done} | stream_state(stream))
+            yield _Item(batch, numbers, {"samples": done, "replay": replay})
 
     def _collated(self, number: int, collate: Callable[[Sequence[Sample]], Batch], samples: Sequence[Sample]) -> Batch:
         """Returns the batch of `samples`, of which the first has this number.

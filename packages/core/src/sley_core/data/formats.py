@@ -44,7 +44,7 @@ _MARKS = {
     rb"ARROW1\x00\x00": ("an Arrow table", 'write its column of texts as JSON lines, for `field = "text"`'),
     rb"\x89HDF\r\n\x1a\n": ("an HDF5 file", "write what is to be read as text or as raw token ids"),
     rb"SQLite format 3\x00": ("an SQLite database", "write its texts to files"),
-    rb"%PDF-": ("a PDF", "convert it to text"),
+    rb"%PDF-\d\.\d": ("a PDF", "convert it to text"),
     rb"\x00\x05\x16\x07": ("what macOS keeps beside a file, and not the file", "leave names that begin with `._` out"),
     rb"version https://git-lfs": ("a pointer of Git LFS, and not the file", "download the file: `git lfs pull`"),
     rb"\x93NUMPY": (

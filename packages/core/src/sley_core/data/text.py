@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sley_core.data.config import NUM_BYTES, TextConfig
 from sley_core.data.dataset import DataContext
+from sley_core.data.digest import digest_of
 from sley_core.data.documents import as_error, text_files
 from sley_core.data.reading import read_documents
 from sley_core.data.token_array import TokenArray
@@ -40,6 +41,12 @@ class TextDataset(TokenDataset):
     def _tokenizer(self) -> Tokenizer | None:
         path = self._config.tokenizer
         return None if path is None else Tokenizer(path, self._config.end_of_document)
+
+    @cached_property
+    def data_digest(self) -> str:
+        """A digest of every token and of the documents' lengths."""
+        tokens, offsets = self._data
+        return digest_of([{"tokens": tokens.parts[0], "offsets": offsets}])
 
     def load(self) -> tuple[TokenArray, Tensor]:
         """Reads the split's documents, in order; returns their tokens and the offsets of those that are not empty."""

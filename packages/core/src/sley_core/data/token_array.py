@@ -20,8 +20,8 @@ class TokenArray:
     """
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
-        self._parts = tuple(parts)
-        self._ends = list(accumulate(part.numel() for part in self._parts))
+        self.parts = tuple(parts)
+        self._ends = list(accumulate(part.numel() for part in self.parts))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -38,14 +38,14 @@ class TokenArray:
         number = bisect_right(self._ends, start)
         while start < stop:
             end = self._ends[number]
-            offset = end - self._parts[number].numel()
-            yield self._parts[number][start - offset : min(stop, end) - offset]
+            offset = end - self.parts[number].numel()
+            yield self.parts[number][start - offset : min(stop, end) - offset]
             start, number = end, number + 1
 
     def find(self, token: int, *, block: int = 1 << 24) -> Tensor:
         """Returns the positions of `token` as int64, ascending; reads every part, `block` tokens at a time."""
         found = []
-        for part, end in zip(self._parts, self._ends, strict=True):
+        for part, end in zip(self.parts, self._ends, strict=True):
             wanted = torch.tensor([token]).to(part.dtype).view(SIGNED[part.dtype])
             values = part.view(SIGNED[part.dtype])
             for start in range(0, part.numel(), block):

@@ -18,8 +18,8 @@ from sley_core.errors import PlanError
 class TokenDataset:
     """Gives samples of `sequence` tokens with their labels; every label of the data comes exactly once per epoch.
 
-    A subclass defines `vocab_size` and `load() -> (tokens, offsets)`, which is called once, by the first `len` or sample;
-    `info` does not call it. `offsets` may be None if documents are cut.
+    A subclass defines `vocab_size`, `data_digest`, and `load() -> (tokens, offsets)`, which is called once, by the first `len`
+    or sample; `info` does not call it. `offsets` may be None if documents are cut.
     """
 
     def __init__(self, sequence: int, documents: Documents) -> None:
@@ -38,6 +38,11 @@ class TokenDataset:
 
     def load(self) -> tuple[TokenArray, Tensor | None]:
         """Returns the tokens and the offsets of the documents, int64 [num_documents + 1] or None; defined by a subclass."""
+        raise NotImplementedError
+
+    @property
+    def data_digest(self) -> str:
+        """Differs if tokens, documents or their order differ; defined by a subclass. Loads the data."""
         raise NotImplementedError
 
     @cached_property

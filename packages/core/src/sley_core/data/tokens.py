@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import sys
 import warnings
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from sley_core.data.config import TokensConfig
 from sley_core.data.dataset import DataContext
+from sley_core.data.digest import digest_of
 from sley_core.data.documents import as_error, token_files
 from sley_core.data.token_array import TokenArray
 from sley_core.data.token_dataset import TokenDataset
@@ -35,6 +38,14 @@ class TokensDataset(TokenDataset):
         """The number of token ids that the plan gives."""
         return self._config.vocab_size
 
+    @cached_property
+    def data_digest(self) -> str:
+        """A digest of the files' sizes and of blocks of tokens spread over each file: at most 128 KiB of it are read."""
+        tokens, _ = self._data
+        return digest_of(
+            {"size": torch.tensor(part.numel()), "blocks": torch.cat(list(_blocks(part)))} for part in tokens.parts
+        )
+
     def load(self) -> tuple[TokenArray, Tensor | None]:
         """Maps the split's files; returns them as one stream, and the offsets of its documents, or None if they are not
         needed.
@@ -47,6 +58,14 @@ class TokensDataset(TokenDataset):
             return tokens, None
         starts = tokens.find(self._config.end_of_document) + 1
         return tokens, torch.cat([torch.tensor([0]), starts[starts < len(tokens)], torch.tensor([len(tokens)])])
+
+
+def _blocks(part: Tensor) -> Iterator[Tensor]:
+    """Yields a file's first tokens, its last ones, and blocks spread between them; all of it if that is not more."""
+    size = 1 << 11 if part.numel() > 1 << 15 else max(1, -(-part.numel() // 16))
+    for number in range(16):
+        start = max(0, part.numel() - size) * number // 15
+        yield part[start : start + size]
 
 
 def map_tokens(path: Path, dtype: torch.dtype) -> Tensor:

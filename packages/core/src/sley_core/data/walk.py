@@ -1,4 +1,4 @@
-"""Reads a stream epoch after epoch, from any position, with the stream's own state if it has one."""
+"""Reads a stream epoch after epoch, from any position, with the stream's own state if that leads back there."""
 
 from __future__ import annotations
 
@@ -9,65 +9,100 @@ from itertools import count, islice
 from typing import Any, TypeAlias
 
 from sley_core.data.dataset import Sample, Stream
+from sley_core.data.digest import digest_of
 from sley_core.errors import PlanError, RunError, note_origin
 from sley_core.plan.factory import cause
 
 Read: TypeAlias = Callable[[int, Callable[[], Sample]], Sample]
 
 STATE_NAMES = (("state", "restore"), ("state_dict", "load_state_dict"))
-STREAM = "stream"
-"""Key of the stream's state in the state of a feed."""
+INEXACT = (
+    "the state of the data stream does not lead back to where it was, as with a shuffle buffer; "
+    "the {count} samples before were read again from its beginning"
+)
+CHANGED = (
+    "the data stream gives other samples than those that were read before the checkpoint: "
+    "its data have changed, or their order is drawn anew each time"
+)
 
 
-def stream_state(stream: Stream) -> dict[str, Any]:
-    """Returns `{"stream": a copy of the stream's own state}`, or `{}` if it has none."""
-    names = _state_names(stream)
-    return {} if names is None else {STREAM: deepcopy(getattr(stream, names[0])())}
+class StreamReader:
+    """Iterates over the samples of a stream, endlessly, and knows the place from which the next one comes.
 
-
-def walk(
-    stream: Stream, state: Mapping[str, Any], beginning: Mapping[str, Any], read: Read = lambda _, take: take()
-) -> Iterator[Sample]:
-    """Yields the samples after the first `state["samples"]`, endlessly: after an epoch ends the next one starts.
-
-    A stream with a state of its own is restored to its position. Any other is read from its beginning up to that
-    position. beginning: what `stream_state` returned before the stream was first read. read: called with each sample's
-    number, from 0 over all epochs, and a function that takes it from the stream; returns it.
+    beginning: the stream's place before it is first read. A place is `{"epoch": epochs before, "stream": the stream's own
+    state}`, without "stream" if it has none. take: called with each sample's number, from 0 over all epochs, and a function
+    that takes it from the stream; returns it.
     """
-    names = _state_names(stream)
-    if names is not None:
-        getattr(stream, names[1])(deepcopy(state.get(STREAM, beginning[STREAM])))
-    num_behind = 0 if STREAM in state else state["samples"]
-    samples = _endless(stream, resumed=names is not None)
-    numbers = count(state["samples"] - num_behind)
-    return islice((read(number, partial(next, samples)) for number in numbers), num_behind, None)
+
+    def __init__(self, stream: Stream, take: Read = lambda _, sample: sample()) -> None:
+        self._take = take
+        self._stream = stream
+        self._names = next((names for names in STATE_NAMES if all(hasattr(stream, name) for name in names)), None)
+        self._epoch = 0
+        self.beginning = self.place()
+
+    def place(self) -> dict[str, Any]:
+        """Returns the present place; the stream's state in it is a copy."""
+        own = {} if self._names is None else {"stream": deepcopy(getattr(self._stream, self._names[0])())}
+        return {"epoch": self._epoch, **own}
+
+    def read(self, state: Mapping[str, Any], note: Callable[[str], None]) -> Iterator[Sample]:
+        """Returns the samples after the first `state["samples"]`: after an epoch ends the next one begins.
+
+        state: may have `replay`: the number of samples before the last batch, their "place" and the "digest" of the batch. The
+        batch is then read again. If that gives other samples, the stream is read from its beginning, which any stream without a
+        state needs anyway. note: called with what the user has to know about that.
+        """
+        done, replay = state["samples"], state.get("replay")
+        before = replay["samples"] if replay else done
+        if replay and "stream" in replay["place"] and self._names is not None:
+            samples = self._from(replay["place"], before)
+            if digest_of(islice(samples, done - before)) == replay["digest"]:
+                return samples
+            note(INEXACT.format(count=done))
+        samples = self._from(self.beginning, 0)
+        for _ in islice(samples, before):
+            pass
+        if replay and digest_of(islice(samples, done - before)) != replay["digest"]:
+            note(CHANGED)
+        return samples
+
+    def _from(self, place: Mapping[str, Any], number: int) -> Iterator[Sample]:
+        """Moves the stream to a place, and returns the samples from there on. number: of the first one."""
+        self._epoch = place["epoch"]
+        if self._names is not None:
+            getattr(self._stream, self._names[1])(deepcopy(place["stream"]))
+        samples = self._endless(resumed=self._names is not None)
+        return (self._take(each, partial(next, samples)) for each in count(number))
+
+    def _endless(self, *, resumed: bool) -> Iterator[Sample]:
+        """Yields the samples of epoch after epoch; raises PlanError "data-empty" for an empty epoch.
+
+        Only the first epoch of a resumed stream may be empty: its state may lie just before its end.
+        """
+        while True:
+            set_epoch(self._stream, self._epoch)
+            empty = True
+            for sample in self._samples():
+                empty = False
+                yield sample
+            if empty and not resumed:
+                raise PlanError("data-empty", "the stream ended without a sample", path=("data",))
+            resumed = False
+            self._epoch += 1
+
+    def _samples(self) -> Iterator[Sample]:
+        """Yields one epoch; an error of the stream gets a note of its origin, SystemExit becomes RunError."""
+        try:
+            yield from self._stream
+        except SystemExit as error:  # would end this process without a message
+            raise RunError("data-sample", f"the stream failed: {cause(error)}") from error
+        except Exception as error:
+            note_origin(error, "the stream of the data set", self._stream)
+            raise
 
 
-def _endless(stream: Stream, *, resumed: bool) -> Iterator[Sample]:
-    """Yields the samples of epoch after epoch; raises PlanError "data-empty" for an empty epoch.
-
-    Only the first epoch of a resumed stream may be empty: its state may lie just before its end.
-    """
-    while True:
-        empty = True
-        for sample in _samples(stream):
-            empty = False
-            yield sample
-        if empty and not resumed:
-            raise PlanError("data-empty", "the stream ended without a sample", path=("data",))
-        resumed = False
-
-
-def _samples(stream: Stream) -> Iterator[Sample]:
-    """Yields one epoch; an error of the stream gets a note of its origin, SystemExit becomes RunError."""
-    try:
-        yield from stream
-    except SystemExit as error:  # would end this process without a message
-        raise RunError("data-sample", f"the stream failed: {cause(error)}") from error
-    except Exception as error:
-        note_origin(error, "the stream of the data set", stream)
-        raise
-
-
-def _state_names(stream: Stream) -> tuple[str, str] | None:
-    return next((names for names in STATE_NAMES if all(hasattr(stream, name) for name in names)), None)
+def set_epoch(dataset: Any, epoch: int) -> None:
+    """Tells a data set that has `set_epoch`, as those of torch and Hugging Face may, which epoch follows; 0 is the first."""
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
