@@ -48,6 +48,8 @@ def drawn(draw: random.Random, world: int, folder: Path) -> Tables:
         tables["parallel"]["cross_memory_attach"] = draw.random() < 0.7
         tables["batch"] = {"global_size": max(4, 2 * world), "micro_size": draw.choice([1, 2])}
         tables["precision"] = {"compute": draw.choice(["fp32", "bf16", "fp16"])}
+        if tables["precision"]["compute"] == "bf16" and draw.random() < 0.5:
+            tables["precision"]["gradients"] = "bf16"
         if draw.random() < 0.25 and sp == 1:
             tables["model"] = {"factory": "estimated_layers:layers", "options": {"depth": 6}}
         else:

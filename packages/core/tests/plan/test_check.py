@@ -152,6 +152,8 @@ def test_a_sequence_that_does_not_divide(make: Make) -> None:
         ({"compute": "fp16"}, True),
         ({"compute": "fp16", "gradients": "fp64"}, False),
         ({"compute": "fp32", "gradients": "bf16"}, False),
+        ({"compute": "fp16", "gradients": "bf16"}, False),
+        ({"compute": "bf16", "gradients": "bf16"}, True),
     ],
 )
 def test_precision(make: Make, precision: Any, supported: bool) -> None:

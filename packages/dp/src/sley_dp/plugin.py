@@ -76,3 +76,7 @@ def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[Problem]:
             message = "`dp.powersgd` gives later what it left out, and fp16's scale and skipped steps would spoil that"
             hint = 'use compute = "bf16", or `dp.bucketed`'
             yield Problem(("gradient_handlers", number, "use"), message, hint, "handler-precision")
+        if isinstance(handler.config, PowerSGDConfig) and plan.precision.gradients == "bf16":
+            message = "`dp.powersgd` factorises gradients, which torch cannot do in bf16"
+            hint = 'leave `[precision] gradients` out, or take `dp.bucketed` with reduction = "bf16"'
+            yield Problem(("gradient_handlers", number, "use"), message, hint, "handler-precision")

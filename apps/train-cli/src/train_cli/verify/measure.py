@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from sley_core.engine.update import CLIP_EPSILON
 from sley_core.errors import RunError
 from sley_core.testing.parity import relative_errors
-from sley_core.testing.runs import GRADIENTS, WEIGHTS, gradients, weights
+from sley_core.testing.runs import BF16_SUMS, GRADIENTS, WEIGHTS, gradients, weights
 from train_cli.verify.findings import Compared, Kind, Limits, RankFindings
 
 if TYPE_CHECKING:
@@ -50,8 +50,13 @@ def limits(plan: Plan, tolerance: float | None = None) -> Limits:
         for one in plan.gradient_handlers
     ]
     reduced = sum(record.tolerance_with(config) for record, config in handlers)
-    compute = plan.precision.compute
-    return Limits(GRADIENTS[compute], WEIGHTS[compute], reduced)
+    precision = _precision(plan)
+    return Limits(GRADIENTS[precision], WEIGHTS[precision], reduced)
+
+
+def _precision(plan: Plan) -> str:
+    """Returns the key of the plan's tolerances."""
+    return BF16_SUMS if plan.precision.gradients == "bf16" else plan.precision.compute
 
 
 def keep(run: Run, num_steps: int, folder: Path) -> None:

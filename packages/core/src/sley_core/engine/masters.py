@@ -143,8 +143,8 @@ class Masters:
         return id(stepped.original) in self._masters
 
     def take_gradients(self, store: GradientStore) -> None:
-        """Sets `grad` of each stepped parameter to its gradient in `store`, a view; None while the entry is frozen. With a
-        `home`, whoever steps sets it.
+        """Sets `grad` of each stepped parameter to its gradient in `store`: a view, or a copy if the store has another type;
+        None while the entry is frozen. With a `home`, whoever steps sets it.
 
         Calls `follow` first. Raises RunError `weight-replaced`.
         """
@@ -153,7 +153,7 @@ class Masters:
             return
         gradients = store.parts([stepped.entry for stepped in self.stepped])
         for stepped, gradient in zip(self.stepped, gradients, strict=True):
-            stepped.parameter.grad = gradient
+            stepped.parameter.grad = None if gradient is None else gradient.to(stepped.parameter.dtype)
 
     def write_back(self) -> None:
         """Copies masters, rounded, into the working weights, unless whoever steps has done that (`home`); drops the references

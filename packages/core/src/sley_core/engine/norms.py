@@ -24,24 +24,25 @@ def joined_norm(tensors: Sequence[Tensor], kind: float) -> Tensor:
     inf.
     """
     least = LONG if kind == 2 else ROW  # other powers lose more
+    wide = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else None
     norms, short = [], []
     for one in tensors:
         if one.device.type != "cpu" or one.numel() < least:
             short.append(one)
         else:
-            norms += _norms_of_rows(one, kind)
+            norms += _norms_of_rows(one, kind, wide)
     if short:
         # As torch.nn.utils.get_total_norm, without its sorting by device and dtype: here all have the same.
-        norms.append(torch.stack(torch._foreach_norm(short, kind)))
+        norms.append(torch.stack(torch._foreach_norm(short, kind, dtype=wide)))
     joined: Tensor = torch.linalg.vector_norm(torch.cat(norms), kind, dtype=torch.float64)
     return joined
 
 
-def _norms_of_rows(long: Tensor, kind: float) -> list[Tensor]:
-    """Returns the norms of the rows of `long`, and of the remainder."""
+def _norms_of_rows(long: Tensor, kind: float, wide: torch.dtype | None) -> list[Tensor]:
+    """Returns the norms of the rows of `long`, and of the remainder, computed in `wide`."""
     left = long.numel() % ROW
     if not left:  # most weights: a call of torch costs as much as the norm of a small one
-        return [torch.linalg.vector_norm(long.reshape(-1, ROW), kind, dim=1)]
+        return [torch.linalg.vector_norm(long.reshape(-1, ROW), kind, dim=1, dtype=wide)]
     flat = long.reshape(-1)
-    rows = torch.linalg.vector_norm(flat[:-left].view(-1, ROW), kind, dim=1)
-    return [rows, torch.linalg.vector_norm(flat[-left:], kind).reshape(1)]
+    rows = torch.linalg.vector_norm(flat[:-left].view(-1, ROW), kind, dim=1, dtype=wide)
+    return [rows, torch.linalg.vector_norm(flat[-left:], kind, dtype=wide).reshape(1)]

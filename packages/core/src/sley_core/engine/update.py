@@ -232,5 +232,5 @@ class Update:
             )
         else:
             return
-        for piece in pieces:
-            torch._foreach_mul_(piece.tensors, factor.to(piece.tensors[0].dtype))
+        for piece in pieces:  # at least fp32: a factor of bf16 would have 8 bits
+            torch._foreach_mul_(piece.tensors, factor.to(torch.promote_types(piece.tensors[0].dtype, torch.float32)))

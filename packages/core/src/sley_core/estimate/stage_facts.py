@@ -189,7 +189,9 @@ def moved_by_update(plan: Plan, count: int) -> int:
     times = 2 if config.clip_norm is None else 4
     working, stepped = dtypes(plan)
     copy = working.itemsize if stepped != working else 0
-    return times * DTYPES[plan.precision.gradients].itemsize + stepped.itemsize * (2 + 2 * count) + copy
+    gradients = DTYPES[plan.precision.gradients]
+    widened = 2 * stepped.itemsize if gradients != stepped else 0
+    return times * gradients.itemsize + widened + stepped.itemsize * (2 + 2 * count) + copy
 
 
 def num_states(plan: Plan) -> int:

@@ -16,8 +16,8 @@ from sley_core.plan.tables import (
 from sley_core.records import Problem
 from sley_core.table import Table
 
-ACCUMULATION = {"fp32": "fp32", "bf16": "fp32", "fp16": "fp32", "fp64": "fp64"}
-"""The supported dtypes of `compute`, each with the one of `gradients`; the plan's format allows more."""
+ACCUMULATION = {"fp32": ("fp32",), "bf16": ("fp32", "bf16"), "fp16": ("fp32",), "fp64": ("fp64",)}
+"""The supported dtypes of `compute`, each with those of `gradients`, the default first; the plan's format allows more."""
 
 
 def check_tables(tables: Mapping[str, Table | None], dp: int | None = None) -> Iterator[Problem]:
@@ -45,11 +45,10 @@ def check_tables(tables: Mapping[str, Table | None], dp: int | None = None) -> I
 def _gradients(precision: PrecisionTable) -> Iterator[Problem]:
     """Yields a problem for a dtype in which gradients cannot be accumulated."""
     compute, gradients = precision.compute, precision.gradients
-    if gradients != ACCUMULATION[compute]:
-        message = (
-            f"gradients of what is computed in {compute} are accumulated in {ACCUMULATION[compute]}, not {gradients}"
-        )
-        hint = f'use "{ACCUMULATION[compute]}", or leave it out'
+    if gradients not in ACCUMULATION[compute]:
+        known = " or ".join(ACCUMULATION[compute])
+        message = f"gradients of what is computed in {compute} are accumulated in {known}, not {gradients}"
+        hint = f'use "{ACCUMULATION[compute][0]}", or leave it out'
         yield Problem(("precision", "gradients"), message, hint, "precision-unsupported")
 
 

@@ -118,7 +118,10 @@ class PrecisionTable(Table):
     """The format of weights and activations while they are used."""
 
     gradients: GradientType = Field(default_factory=_gradients)
-    """The format in which gradients are accumulated and reduced; left out, fp64 if `compute` is, else fp32."""
+    """The format in which gradients are accumulated and reduced; left out, fp64 if `compute` is, else fp32. `"bf16"`, if
+    `compute` is, halves their bytes in memory and between ranks: each of their sums is rounded to 8 bits, and the update makes
+    fp32 copies of what a rank steps.
+    """
 
     accumulation: Literal["auto", "autograd", "direct"] = "auto"
     """How weight gradients of linears are accumulated: by autograd and a copy, or multiplied straight into the sums."""

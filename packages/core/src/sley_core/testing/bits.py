@@ -91,7 +91,7 @@ def _wholes(run: Run) -> Iterator[tuple[str, Tensor]]:
                 if one is not None:
                     yield f"{entry.name} {kind}", one.tensor
                 continue
-            dtype = run.store.dtype if one is None else one.tensor.dtype
+            dtype = run.stepper.update.masters.wide if one is None else one.tensor.dtype
             own = torch.zeros(entry.parameter.shape, dtype=dtype, device=entry.parameter.device)
             if one is not None and one.span is not None:
                 own.view(-1)[one.span.first : one.span.last] = one.tensor.reshape(-1)

@@ -115,7 +115,9 @@ class HostOptimizer(OffloadManager):
                 arriving[at].end.wait()
                 if self._device.is_async:
                     self._arrived(arriving[at])
+                self._give(bucket)
                 yield bucket.stepped
+                self._drop_copies(bucket)
                 self._send(at)
                 if at + RING < len(self._buckets):
                     arriving.append(self._fetch(at + RING))
@@ -127,16 +129,25 @@ class HostOptimizer(OffloadManager):
                 self._returned(sent)
         self._sent.clear()
 
+    def _give(self, bucket: SteppedBucket) -> None:
+        """Gives a bucket's gradients, which are on the host, to its masters, in their type."""
+        for one, landed in zip(bucket.stepped, bucket.landed, strict=True):
+            one.parameter.grad = landed.to(one.parameter.dtype) if one.entry in self._store else None
+
+    def _drop_copies(self, bucket: SteppedBucket) -> None:
+        """Drops gradients that are copies in another type: the host has those of one bucket at a time."""
+        for one, landed in zip(bucket.stepped, bucket.landed, strict=True):
+            if landed.dtype != one.parameter.dtype:
+                one.parameter.grad = None
+
     def _fetch(self, at: int) -> Copies:
-        """Starts to copy a bucket's gradients to the host, and gives them to its masters."""
+        """Starts to copy a bucket's gradients to the host."""
         began, num_bytes = time.perf_counter(), 0
         for one, landed in zip(self._buckets[at].stepped, self._buckets[at].landed, strict=True):
             if one.entry not in self._store:
-                one.parameter.grad = None
                 continue
             gradient = self._store.part(one.entry)
             self._streams.out.copy(landed, gradient)
-            one.parameter.grad = landed
             num_bytes += gradient.nbytes
         self._moved["optimizer_states"].copied_out += num_bytes
         fetched = Copies(self._streams.out.record(), began, num_bytes)
