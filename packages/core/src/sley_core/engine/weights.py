@@ -134,7 +134,7 @@ class WeightStore:
     def _elsewhere(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yields the parameters that are not in their places, with these; addresses would not do, which change with moves."""
         for parameter, place in self._held:
-            if not parameter.is_set_to(place):
+            if _memory(parameter) != _memory(place):
                 yield parameter, place
 
     def completed_by(self, completion: Completion) -> None:
@@ -173,3 +173,9 @@ class WeightStore:
                 with suppress(RunError):
                     one.wait()
             raise
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Returns storage and place in it: the same while memory is away, and for fake tensors, which `is_set_to` does not take."""
+    storage: int = tensor.untyped_storage()._cdata
+    return storage, int(tensor.storage_offset())
