@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -24,6 +25,42 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(surroundings, "num_cores", lambda: 8)
     assert surroundings.of_ranks(2, {}, 1)["OMP_NUM_THREADS"] == "4"
     assert surroundings.of_ranks(16, {}, 1)["OMP_NUM_THREADS"] == "1"
+
+
+CGROUPS = {
+    "v2": ("0::/job/step\n", {"job/cpu.max": "250000 100000", "job/step/cpu.max": "max 100000"}, 2.5),
+    "v2, as a container sees it": ("0::/docker/one\n", {"cpu.max": "150000 100000"}, 1.5),
+    "v1": (
+        "4:memory:/x\n3:cpu,cpuacct:/job\n",
+        {"cpu,cpuacct/job/cpu.cfs_quota_us": "400000", "cpu,cpuacct/job/cpu.cfs_period_us": "100000"},
+        4.0,
+    ),
+    "v1, mounted as cpu": (
+        "3:cpu,cpuacct:/\n",
+        {"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"},
+        0.5,
+    ),
+    "v1 without a limit": ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
+    "v1 and v2": ("3:cpu:/\n0::/\n", {"cpu/cpu.cfs_quota_us": "-1", "unified/cpu.max": "max 100000"}, math.inf),
+    "none": ("", {}, math.inf),
+}
+
+
+@pytest.mark.parametrize("kind", CGROUPS)
+def test_the_time_that_a_cgroup_may_take_is_counted_in_cores(tmp_path: Path, kind: str) -> None:
+    lines, files, cores = CGROUPS[kind]
+    for name, text in {
+        "proc/self/cgroup": lines,
+        **{f"sys/fs/cgroup/{key}": text for key, text in files.items()},
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, "utf-8")
+    assert surroundings.cgroup_cores(tmp_path) == cores
+
+
+def test_a_share_of_a_core_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surroundings, "cgroup_cores", lambda _: 0.5)
+    assert surroundings.num_cores() == 1
 
 
 def test_what_the_user_set_stays_but_for_loopback() -> None:

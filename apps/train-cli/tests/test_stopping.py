@@ -63,6 +63,50 @@ HANGS = """
 """
 
 
+WARNED = """
+    with stopping.Stopping(said.append, warnings=("SIGUSR1", "SIGXCPU")) as rank:
+        rank.working(lambda: asked.append(1))
+        print("ready")
+        while not asked:
+            time.sleep(0.01)
+        time.sleep(1)  # beyond the limit that SIGTERM sets
+        print(len(asked))
+        sys.exit(rank.exit_code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("signals", "code"),
+    [
+        ((signal.SIGUSR1,), 138),
+        ((signal.SIGXCPU,), 152),
+        ((signal.SIGUSR1, signal.SIGUSR1, signal.SIGXCPU), 138),
+        ((signal.SIGUSR1, signal.SIGTERM), 138),
+    ],
+)
+def test_a_warning_of_a_batch_system_asks_without_a_limit(signals: tuple[int, ...], code: int) -> None:
+    """Each is sent to a job minutes before its end; the SIGTERM at that end has a limit as ever."""
+    asked = "" if signal.SIGTERM in signals else "1\n"
+    assert run(WARNED, *signals) == (code, asked)
+
+
+def test_a_signal_that_the_plan_does_not_name_has_its_own_effect() -> None:
+    assert run(WARNED, signal.SIGUSR2) == (-signal.SIGUSR2, "")
+
+
+def test_a_forked_worker_survives_a_warning_to_the_whole_job() -> None:
+    body = """
+    import os, signal
+    with stopping.Stopping(said.append, warnings=("SIGUSR1",)) as rank:
+        worker = os.fork()
+        if not worker:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os._exit(7)
+        print("ready", os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
+    """
+    assert run(body) == (0, "7")
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_the_first_signal_asks(number: int, code: int) -> None:
     assert run(FINISHES, number) == (code, "['stopping after this step; Ctrl-C again stops at once']\n")

@@ -201,7 +201,7 @@ def test_a_run_whose_temporary_files_were_tidied_away_ends_after_its_last_step(
 
 def test_a_launcher_says_from_time_to_time_that_a_step_has_not_ended() -> None:
     said: list[str] = []
-    signals = _Signals(said.append)
+    signals = _Signals(said.append, codes())
     signals.remind()
     assert said == [], "nobody asked"
     signals.first = signal.SIGINT

@@ -66,6 +66,7 @@ Exit codes:
   129  hung up (SIGHUP, as of a terminal that was closed)
   130  interrupted (Ctrl-C)
   131  quit (SIGQUIT), with ranks on this machine
+  138  warned by the batch system (SIGUSR1); 140: SIGUSR2; 152: SIGXCPU
   143  terminated (SIGTERM)
 """
 

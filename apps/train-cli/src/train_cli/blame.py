@@ -21,8 +21,11 @@ from typing import Any, Protocol
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, EXIT_TERMINATED, Diagnostic
 from train_cli import failure_file
 from train_cli.faults import Fault
+from train_cli.stopping import WARNINGS
 
-_QUIET = frozenset({EXIT_INTERRUPTED, EXIT_TERMINATED, -signal.SIGTERM, -signal.SIGINT})
+_QUIET = frozenset(
+    {EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNINGS), -signal.SIGTERM, -signal.SIGINT}
+)
 
 _SLACK_S = 2.0
 """A death is noticed a little after it happened; peers may report its consequences before."""

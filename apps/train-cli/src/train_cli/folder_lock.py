@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from contextlib import suppress
 from pathlib import Path
 
-from train_cli.lifeline import ELASTIC
+from sley_core.checkpoint.attempt import torchrun
 
 NAME = ".lock"
 
@@ -42,7 +41,7 @@ class FolderLock:
                 raise
             os.close(self._file)
         os.ftruncate(self._file, 0)
-        os.write(self._file, json.dumps({"pid": os.getpid(), "starter": _starter()}).encode())
+        os.write(self._file, json.dumps({"pid": os.getpid(), "starter": torchrun()}).encode())
 
     def release(self) -> None:
         """Unlocks the folder and removes the file, unless torchrun may restart this rank, which must recognise its folder."""
@@ -76,7 +75,7 @@ def is_restart(folder: Path) -> bool:
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return False
     try:
-        return bool(json.loads((folder / NAME).read_text("utf-8"))["starter"] == _starter())
+        return bool(json.loads((folder / NAME).read_text("utf-8"))["starter"] == torchrun())
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -102,9 +101,3 @@ def _lock_or_taken(file: int) -> None:
         raise TakenError(pid) from None
     except OSError:
         return  # no locks here
-
-
-def _starter() -> str:
-    """Returns an id of the torchrun that started this process; empty without one."""
-    run = os.environ.get(ELASTIC, "")
-    return f"{run} {socket.gethostname()} {os.getppid()}" if run else ""

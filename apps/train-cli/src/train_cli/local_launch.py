@@ -33,7 +33,7 @@ from train_cli.blame import blame
 from train_cli.faults import Fault
 from train_cli.folder_lock import lock
 from train_cli.rendezvous import FileRendezvous
-from train_cli.stopping import HEARD, REMIND_S, STILL, codes
+from train_cli.stopping import HEARD, REMIND_S, STILL, WARNINGS, codes
 
 _POLL_S = 0.1
 _REFUSED = (EXIT_USAGE, EXIT_PLAN_INVALID, EXIT_PLUGIN)
@@ -50,19 +50,21 @@ def launch(
     *,
     say: Callable[[str], None],
     terminated_s: float,
+    stop_signals: Sequence[str] = (),
     verbose: bool = False,
 ) -> Fault:
     """Runs `python -m train_cli` with `arguments` on `num_ranks` ranks of this machine; blocks until all have ended.
 
     Returns what to show and the exit code, `EXIT_OK` on success. run_folder: gets the report of how ranks ended, if one failed.
-    say: prints a line for the user. terminated_s: how long a rank gives itself after SIGTERM. verbose: lets elastic log.
+    say: prints a line for the user. terminated_s: how long a rank gives itself after SIGTERM. stop_signals: of the plan.
+    verbose: lets elastic log.
     """
     with (
         _scratch() as folder,
         surroundings.environment(_variables(num_ranks)),
         _logging(verbose),
     ):
-        signals = _Signals(say)
+        signals = _Signals(say, codes(stop_signals))
         agent = signals.agent = _agent(folder, arguments, num_ranks, signals.remind, terminated_s)
         try:
             with signals:
@@ -72,7 +74,7 @@ def launch(
         finally:
             agent.end_sessions()
         if signals.first is not None:
-            return Fault((), codes()[signals.first])
+            return Fault((), signals.codes[signals.first])
         if not result.is_failed():
             return Fault((), EXIT_OK)
         fault = blame(result.failures, num_ranks, agent.silent)
@@ -130,22 +132,24 @@ def _agent(
 
 
 class _Signals:
-    """The launcher's handlers of Ctrl-C, SIGTERM and SIGHUP (a closed terminal) while its ranks run.
+    """The launcher's handlers of the signals in `codes` while its ranks run.
 
     The first signal is passed on: each rank finishes its step, or at least ends within its limit. The second kills the
-    ranks; the agent then finds them dead.
+    ranks; the agent then finds them dead. A warning is not the first one of these two.
     """
 
     agent: Agent
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None], codes: Mapping[int, int]) -> None:
         self._say = say
+        self.codes = codes
+        self._is_ending = False
         self._heard = self._reminded = 0.0
-        self._before = {number: signal.getsignal(number) for number in (*codes(), *_ELASTICS)}
+        self._before = {number: signal.getsignal(number) for number in (*codes, *_ELASTICS)}
         self.first: signal.Signals | None = None
 
     def __enter__(self) -> None:
-        for number in codes():
+        for number in self.codes:
             signal.signal(number, self._handle)
 
     def __exit__(self, *_: object) -> None:
@@ -163,15 +167,17 @@ class _Signals:
         """Passes the first signal on to the ranks; kills them at the second. Raises if no rank runs yet."""
         pids = self.agent.pids()
         if not pids:
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(codes().get(number, EXIT_TERMINATED))
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(self.codes.get(number, EXIT_TERMINATED))
         if self.first is None:
             self.first = signal.Signals(number)
             self.agent.is_asked = True
             self._heard = self._reminded = time.monotonic()
             self._say(HEARD)
+        if not self._is_ending:
+            self._is_ending = number not in WARNINGS
             # A rank has no terminal to lose; what ends it in order is SIGTERM.
-            send(pids, signal.SIGTERM if number == signal.SIGHUP else self.first)
-        elif number != signal.SIGHUP:  # a shell and the kernel may both tell of one terminal
+            send(pids, signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
+        elif number != signal.SIGHUP and number not in WARNINGS:  # a shell and the kernel may both tell of one terminal
             send(pids, signal.SIGKILL)
 
 

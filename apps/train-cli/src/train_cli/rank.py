@@ -33,6 +33,7 @@ from train_cli.resume import totals as done
 from train_cli.run_folder import write_plan
 from train_cli.start_record import write_start
 from train_cli.stopping import Stopping, terminated_s
+from train_cli.surroundings import num_cores
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -65,11 +66,15 @@ def on_rank(plan: Plan, folder: Path, work: Callable[[Run, Stopping], None], *, 
     """
     gc.freeze()  # the modules: to look through them takes half a second, each time
     gc.enable()
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > num_cores():
+        torch.set_num_threads(num_cores())  # torch counts the machine's, though a container may have the time of fewer
     with ExitStack() as stack:
         # A launcher that is ours has told the user already, and asks why a rank does not end.
         joined: list[World] = []
         late = partial(_late, folder, joined)
-        stopping = stack.enter_context(Stopping(None if lifeline.is_held() else say, late, terminated_s(plan)))
+        stopping = stack.enter_context(
+            Stopping(None if lifeline.is_held() else say, late, terminated_s(plan), plan.run.stop_signals)
+        )
         try:
             timeout_s = plan.limits.start_timeout_s
             world = stack.enter_context(World.join(plan.run.device, timeout_s=timeout_s, meeting=meet(plan)))

@@ -89,8 +89,18 @@ def load(run: Run, folder: Path, resume: str | None) -> list[str]:
         # All ranks: they have the same command and environment.
         if gather_objects(is_begun, run.groups["control"], what="where the run has begun")[0]:
             resume = AUTO
-    found = run.load_checkpoint(resume)
+    found = run.load_checkpoint(resume, anew=run.world.rank == 0 and _is_started_again(folder))
     return ["no checkpoint yet: it begins at the first step"] if found is None else list(_lines(run, found))
+
+
+def _is_started_again(folder: Path) -> bool:
+    """Returns whether the torchrun that has started this process began the attempt in `folder`: it was told to start the run
+    again, even if that is at the first step.
+    """
+    from sley_core.checkpoint.attempt import read_attempt, torchrun
+
+    attempt = read_attempt(folder)
+    return is_again() and attempt is not None and attempt.torchrun == torchrun() != ""
 
 
 def _has_begun_at(folder: Path, given: str) -> bool:

@@ -6,7 +6,8 @@
         └── SIGTERM ──> run.stop(), and ended after 25 s whatever happens, 8 s where nothing is to be saved
                   └── SIGTERM again ──> ended after 6 s: peers have died, and a collective may hang
 
-SIGHUP, a terminal that was closed, is SIGTERM with another exit code; not where it is ignored, as under `nohup`.
+SIGHUP, a terminal that was closed, is SIGTERM with another exit code; not where it is ignored, as under `nohup`. A warning of a
+batch system (`[run] stop_signals`) asks the run to stop too, and sets no limit: the batch system has one.
 
 A separate thread does this, woken from C: the main thread may be inside a collective that never returns.
 """
@@ -18,7 +19,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -68,16 +69,23 @@ def terminated_s(plan: Plan) -> float:
     return SAVING_S if saves else TERMINATED_S
 
 
-def codes() -> dict[int, int]:
-    """Returns the signals that end a run in an orderly way, each with the exit code of such a run."""
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""What batch systems send some time before they end a job."""
+
+
+def codes(warnings: Iterable[str] = ()) -> dict[int, int]:
+    """Returns the signals that end a run in an orderly way, each with the exit code of such a run: 128 and its number.
+
+    warnings: names of those among `WARNINGS` that do.
+    """
     found: dict[int, int] = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         found[signal.SIGHUP] = EXIT_HUNG_UP
-    return found
+    return found | {number: 128 + number for number in map(signal.Signals.__getitem__, warnings)}
 
 
 class Stopping(AbstractContextManager["Stopping"]):
-    """Handles SIGINT, SIGTERM and SIGHUP of this process while it is entered.
+    """Handles SIGINT, SIGTERM, SIGHUP and `warnings` of this process while it is entered.
 
     say: tells the user that the signal was heard; None if a launcher has said so. late: called, in another thread,
     before ending a process that SIGTERM could not end within `terminated_s`. Does nothing outside of the main thread,
@@ -89,11 +97,12 @@ class Stopping(AbstractContextManager["Stopping"]):
         say: Callable[[str], None] | None = None,
         late: Callable[[], None] | None = None,
         terminated_s: float | None = None,
+        warnings: Iterable[str] = (),
     ) -> None:
         self._terminated_s = TERMINATED_S if terminated_s is None else terminated_s
         self._say = say
         self._late = late
-        self._codes = codes()
+        self._codes = codes(warnings)
         self._stop: Callable[[], None] | None = None
         self._first: int | None = None
         self._heard_at = 0.0
@@ -106,7 +115,7 @@ class Stopping(AbstractContextManager["Stopping"]):
 
     @property
     def exit_code(self) -> int | None:
-        """130, 143 or 129 after a signal came, else None."""
+        """That of the first signal that came, such as 130; None before."""
         return None if self._first is None else self._codes[self._first]
 
     def working(self, stop: Callable[[], None]) -> None:
@@ -156,7 +165,8 @@ class Stopping(AbstractContextManager["Stopping"]):
             self._closed = True
             signal.set_wakeup_fd(-1)
             for number, handler in self._before.items():
-                signal.signal(number, handler)
+                # A batch system may warn all processes of a job, and a worker is still needed then.
+                signal.signal(number, signal.SIG_IGN if number in WARNINGS else handler)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self._stop is None:
@@ -203,7 +213,7 @@ class Stopping(AbstractContextManager["Stopping"]):
                 self._limit(TEAR_DOWN_S, code)
         elif number == signal.SIGINT and (self._say is not None or now - self._heard_at > TOGETHER_S):
             _leave(code)
-        if number != signal.SIGINT:
+        if number != signal.SIGINT and number not in WARNINGS:
             if self._terminated_at is None:
                 self._terminated_at = now
             is_again = now - self._terminated_at > TOGETHER_S

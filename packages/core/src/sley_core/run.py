@@ -277,14 +277,15 @@ class Run(AbstractContextManager["Run"]):
         self._check_ended("saving a checkpoint")
         return self._checkpoints.save(path, self.num_steps_done)
 
-    def load_checkpoint(self, path: str | Path) -> Restored | None:
+    def load_checkpoint(self, path: str | Path, *, anew: bool = False) -> Restored | None:
         """Resumes from a checkpoint, in this layout or another, and returns what was loaded; None for "auto" if there is none
         yet.
 
         All ranks call it, between two steps. It restores weights, masters, optimizer states, buffers, loss scale, position in
         the data and the number of steps done; rows that are not of the checkpoint's own steps are dropped from the metrics.
         path: a checkpoint; or a folder of several, of which the newest intact one is loaded; or "auto" for the newest that this
-        run wrote, or else the one from which it began.
+        run wrote, or else the one from which it began. anew: whether "auto" may drop the rows of a run that has saved no
+        checkpoint, so that it begins again.
 
         Raises on all ranks alike, with nothing changed: RunError `no-checkpoint`, `checkpoint-damaged`, `checkpoint-mismatch`
         for another model's or optimizer's; PlanError `resume-differs` for a run with other data, loss or seed; UsageError
@@ -293,7 +294,7 @@ class Run(AbstractContextManager["Run"]):
         self._settle()
         self._check_ended("loading a checkpoint")
         self.memory.require("loading a checkpoint", TO_RESTORE)
-        found, steps, num_rows = self._checkpoints.load(path)
+        found, steps, num_rows = self._checkpoints.load(path, anew=anew)
         if found is not None:
             self.loop.go_on(steps)
         self.outputs.rewind(num_rows)

@@ -130,7 +130,7 @@ def run(
             arguments += ["--resume", resume] if resume else []
             arguments += ["--no-progress"] if no_progress else []
             arguments += ["--verbose"] if verbose else []
-            code = _launch(arguments, size, folder, settings, terminated_s(resolved), verbose=verbose)
+            code = _launch(arguments, size, folder, settings, resolved, verbose=verbose)
         else:
             from train_cli.rank import train
 
@@ -170,9 +170,7 @@ def _check_given(resume: str | None) -> None:
         check_given(resume)
 
 
-def _launch(
-    arguments: Sequence[str], size: int, folder: Path, settings: Settings, ended_s: float, *, verbose: int
-) -> int:
+def _launch(arguments: Sequence[str], size: int, folder: Path, settings: Settings, plan: Plan, *, verbose: int) -> int:
     """Starts the local ranks, waits for them and shows their failure; returns the exit code."""
     from train_cli.local_launch import launch
 
@@ -180,7 +178,15 @@ def _launch(
         logging.basicConfig(level=logging.INFO)
     if verbose:
         console.say(f"starting {size} ranks: python -m train_cli {' '.join(arguments)}")
-    fault = launch(arguments, size, folder, say=console.say, terminated_s=ended_s, verbose=verbose > 1)
+    fault = launch(
+        arguments,
+        size,
+        folder,
+        say=console.say,
+        terminated_s=terminated_s(plan),
+        stop_signals=plan.run.stop_signals,
+        verbose=verbose > 1,
+    )
     console.show(fault, settings)
     if any(found.code in _BETWEEN_RANKS for found in fault.diagnostics):
         console.say(f"what each rank did: train-cli doctor {folder}")

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 from sley_core.reports.fault_report import FaultReport, FoundReports, LaunchReport, SeenExchange
 from train_cli.doctor.divergence import Divergence, divergence, late_for
+from train_cli.stopping import WARNINGS
 
 _LONGEST = 240
 """Of what a rank said, as much is shown: C++ says a great deal."""
@@ -29,7 +30,9 @@ _BETWEEN = frozenset(
 )
 """Codes of errors in which at least two ranks have a part."""
 
-_QUIET = frozenset({EXIT_INTERRUPTED, EXIT_TERMINATED, -signal.SIGTERM, -signal.SIGINT})
+_QUIET = frozenset(
+    {EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNINGS), -signal.SIGTERM, -signal.SIGINT}
+)
 _ABORT = -signal.SIGABRT
 _STUCK = "stuck"
 

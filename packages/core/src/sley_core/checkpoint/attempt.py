@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -56,8 +57,8 @@ class Attempt:
     """Says which attempts took the steps of the run in a folder.
 
     left: earlier attempts of this run, of which it has no step any more. given: the checkpoint that the user has named; origin:
-    the path of the one that was loaded for it. saved: the step of the newest checkpoint, -1 for none. job: of SLURM, that has
-    started it.
+    the path of the one that was loaded for it. saved: the step of the newest checkpoint, -1 for none. job, torchrun: which
+    SLURM job and which torchrun have started it; "" for none.
     """
 
     lineage: Lineage
@@ -66,6 +67,7 @@ class Attempt:
     origin: str = ""
     saved: int = -1
     job: str = ""
+    torchrun: str = ""
 
     @property
     def id(self) -> str:
@@ -92,7 +94,7 @@ class Attempt:
 
 def new_attempt(step: int = 0) -> Attempt:
     """Returns an attempt that nobody has begun before."""
-    return Attempt((Start(secrets.token_hex(ID_LENGTH // 2), step),), job=job())
+    return Attempt((Start(secrets.token_hex(ID_LENGTH // 2), step),), job=job(), torchrun=torchrun())
 
 
 def going_on(before: Attempt | None, lineage: Lineage, step: int, given: str, path: str) -> Attempt:
@@ -118,6 +120,12 @@ def _left(before: Attempt, new: Attempt) -> tuple[str, ...]:
 def job() -> str:
     """Returns the id of the SLURM job that this process belongs to; "" without one."""
     return os.environ.get("SLURM_JOB_ID", "")
+
+
+def torchrun() -> str:
+    """Returns an id of the torchrun that started this process; "" without one."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return f"{run} {socket.gethostname()} {os.getppid()}" if run else ""
 
 
 def read_attempt(folder: Path) -> Attempt | None:

@@ -257,21 +257,17 @@ class Checkpoints:
         self.counts["failed"] += 1
         self.notes.append(f"{failed}; {so}")
 
-    def load(self, path: str | Path) -> tuple[Restored | None, int, int]:
+    def load(self, path: str | Path, *, anew: bool = False) -> tuple[Restored | None, int, int]:
         """Loads the checkpoint at `path`, or the newest intact one of several there. All ranks call it.
 
-        path: "auto" for the newest that this run wrote. Returns what was loaded, None if there is none; the steps done; and up
-        to which step the rows in the run's folder are of the steps that led to it, on rank 0.
+        path: "auto" for the newest that this run wrote. anew: as of `Wanted`. Returns what was loaded, None if there is none;
+        the steps done; and up to which step the rows in the run's folder are of the steps that led to it, on rank 0.
         """
         self.finish()
         Agreement(self.tensors.parts.groups).begin("loading a checkpoint").check()
         is_auto = str(path) == AUTO
-        wanted = Wanted(
-            None if is_auto else absolute(path),
-            self._folder() if is_auto else self.folder,
-            self.run_folder,
-            self.attempt,
-        )
+        named, own = (None, self._folder()) if is_auto else (absolute(path), self.folder)
+        wanted = Wanted(named, own, self.run_folder, self.attempt, anew)
         found = self._loader.load(wanted, self.resolved())
         if found is None:
             return None, 0, 0

@@ -32,13 +32,15 @@ PassedOver = tuple[str, list[Damage]]
 class Wanted(NamedTuple):
     """Says which checkpoint a run asks for. path: of a checkpoint or of a folder of several; None for the newest that the run
     itself wrote. own: the folder of these, if it has one. folder: the run's, if it has one. attempt: of this process, if it has
-    taken steps; left out, the one that `folder` names. Those of rank 0 count.
+    taken steps; left out, the one that `folder` names. anew: whether a run that has saved no checkpoint may take its steps
+    again. Those of rank 0 count.
     """
 
     path: str | Path | None
     own: str | None
     folder: Path | None = None
     attempt: Attempt | None = None
+    anew: bool = False
 
 
 class Chosen(NamedTuple):
@@ -151,7 +153,7 @@ def _of_this_run(wanted: Wanted, folder: TimedFolder) -> dict[str, Any]:
     origin = attempt.origin if attempt is not None else ""
     if origin and attempt is not None and attempt.saved < 0 and origin not in paths:
         paths.append(origin)
-    if not paths:
+    if not paths and not (wanted.anew and attempt is not None and attempt.saved < 0):
         _refuse_to_begin_anew(wanted.folder, folder.text, attempt, others)
     notes = [f"not used, since other attempts wrote them: {_listed(others)} in {folder.text}"] if others else []
     return _seen_by_rank_0(paths, origin, notes)

@@ -64,6 +64,11 @@ class RunTable(Table):
     on_nan: Literal["stop", "skip"] = "stop"
     """Whether a step whose loss or gradient norm is not finite ends the run, or is skipped: no weight and no state changes."""
 
+    stop_signals: Array[Literal["SIGUSR1", "SIGUSR2", "SIGXCPU"]] = ("SIGUSR1", "SIGUSR2", "SIGXCPU")
+    """Warnings of a batch system at which a run finishes its step, saves itself and ends, as at SIGTERM but without its time
+    limit; others have the system's effect.
+    """
+
     max_skips: Positive | None = Field(default_factory=_max_skips)
     """How many steps in a row may be skipped; one more ends the run. Only with `on_nan = "skip"`; left out, 10."""
 
