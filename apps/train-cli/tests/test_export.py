@@ -270,14 +270,17 @@ IN_THE_WAY = """
 from pathlib import Path
 from torch import nn
 
+def put(there):
+    if Path(there).exists():  # not yet while the launcher looks at the model
+        Path("runs/small/weights").mkdir(exist_ok=True)
+        Path("runs/small/weights/thesis.tex").write_text("years of work")
+
 class Table(nn.Embedding):
     def forward(self, tokens):
+        put("runs/small/start.json")
         return super().forward(tokens)
 
 def layers(data):
-    if Path("runs/small").is_dir():  # not yet while the launcher looks at the model
-        Path("runs/small/weights").mkdir(exist_ok=True)
-        Path("runs/small/weights/thesis.tex").write_text("years of work")
     return [Table(256, 8), nn.Linear(8, 256)]
 """
 
@@ -290,6 +293,17 @@ def test_a_run_that_cannot_keep_its_weights_fails_and_has_its_summary(start: Any
     assert "`thesis.tex`, which is no file of weights" in result.err
     assert json.loads((folder / "runs" / "small" / "summary.json").read_text())["outcome"] == "finished"
     assert [path.name for path in (folder / "runs" / "small" / "weights").iterdir()] == ["thesis.tex"]
+
+
+def test_what_is_in_the_way_of_the_weights_is_refused_before_the_first_step(
+    start: Any, own_model: Any, folder: Path
+) -> None:
+    early = IN_THE_WAY.replace("def layers(data):", "def layers(data):\n    put('runs/small')")
+    result = start("run", own_model(early, DATA + 'documents = "cut"\n')).finish()
+    assert result.code == 1
+    assert result.err.count("error[weights-unsaved]") == 1
+    assert not (folder / "runs" / "small" / "metrics.jsonl").read_text()
+    assert (folder / "runs" / "small" / "weights" / "thesis.tex").is_file()
 
 
 def test_a_word_that_is_no_precision_is_refused(texts: Path, folder: Path) -> None:

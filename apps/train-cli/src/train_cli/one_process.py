@@ -6,11 +6,15 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from sley_core.data.config import NUM_BYTES, TextConfig, TokensConfig
+from sley_core.data.tokenizer import Tokenizer
 from sley_core.model.config import LlamaConfig
 from sley_core.plan.resolve import resolve
 from sley_core.records import GradientHandlerRecord
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from sley_core.plan.plan import Plan
 
 _WRITES = ("checkpoint", "profile", "timeline")
@@ -61,6 +65,23 @@ def of_trained(plan: Plan, *, evaluates: bool, batches: int | None = None) -> Pl
     if evaluates:
         tables["evaluation"] = given if batches is None else {**given, "steps": batches}
     return _with(plan, tables)
+
+
+def without_data(plan: Plan, scratch: Path) -> Plan:
+    """Returns the plan with a file in `scratch` in place of its text or tokens, for a run that only calls the model; the batch
+    has the same fields and sizes. A data set by a factory stays as it is.
+    """
+    config = plan.data.config
+    if not isinstance(config, TextConfig | TokensConfig):
+        return plan
+    vocab_size = config.vocab_size if isinstance(config, TokensConfig) else NUM_BYTES
+    if isinstance(config, TextConfig) and config.tokenizer is not None:
+        vocab_size = Tokenizer(config.tokenizer, None).vocab_size
+    file = scratch / "none.bin"
+    file.write_bytes(bytes(4 * (config.sequence + 1)))
+    table = {"use": "core.tokens", "files": [str(file)], "dtype": "uint32", "vocab_size": vocab_size}
+    table |= {"sequence": config.sequence, "documents": config.documents, "end_of_document": 0}
+    return _with(plan, {**deepcopy(dict(plan.document.tables)), "data": table})
 
 
 def _is_between(record: object) -> bool:

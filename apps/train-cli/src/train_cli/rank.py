@@ -16,7 +16,7 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, SleyError
-from sley_core.export.run_weights import WEIGHTS
+from sley_core.export.run_weights import WEIGHTS, keep_files
 from sley_core.metrics.summary import NAME as SUMMARY
 from sley_core.metrics.summary import RunFacts, RunTotals, summary, write_summary
 from sley_core.reports.witness import report_error, report_stuck
@@ -113,6 +113,8 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, resume: str | None, li
     if run.num_steps_done >= run.plan.run.steps:  # all ranks have loaded one checkpoint
         _tell_done(run, folder, _keep_weights(run, folder))
         return
+    if run.plan.run.final_weights != "none":
+        run.check_weights_folder(folder / WEIGHTS)  # rather than when all steps are taken
     if run.world.rank != 0:
         stopping.working(run.stop)
         run.train()
@@ -122,6 +124,7 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, resume: str | None, li
     # The plan now has what only the data could tell.
     resolved = run.resolved_plan
     write_plan(resolved, folder)
+    keep_files(resolved, folder)
     write_start(folder, resolved, names_gpus=run.world.device.torch_device.type == "cuda")
     if note := thread_note(os.environ, is_cpu=run.world.device.type == "cpu"):
         run.notes.append(note)

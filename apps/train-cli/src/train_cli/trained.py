@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from sley_core.errors import UsageError
-from sley_core.export.run_weights import CHECKPOINTS, PLAN, WEIGHTS
+from sley_core.export.run_weights import document_of_run, newest_weights
 from sley_core.loader import Loader
-from sley_core.plan.read import read_file
 from sley_core.plan.resolve import resolve
-from train_cli.one_process import of_trained
+from train_cli.one_process import of_trained, without_data
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -28,9 +27,7 @@ def plan_of(folder: Path, data: Sequence[str] = ()) -> Plan:
 
     Raises UsageError "no-run", and what the plan's loading raises.
     """
-    if not (folder / PLAN).is_file():
-        raise UsageError("no-run", f"`{folder}` is not the folder of a run: it has no `{PLAN}`")
-    document = read_file(folder / PLAN, [f"data.{change}" for change in data])
+    document = document_of_run(folder, [f"data.{change}" for change in data])
     given = {str(override.path[1]) for override in document.overrides}
     if given:
         gone = {"samples_per_epoch"}  # that of the run's own data
@@ -45,27 +42,28 @@ def plan_of(folder: Path, data: Sequence[str] = ()) -> Plan:
 def trained_run(
     folder: Path, plan: Plan, *, evaluates: bool = False, batches: int | None = None
 ) -> Iterator[tuple[Run, str]]:
-    """Yields a run in one process with the final weights of the run in `folder`, or those of its newest checkpoint, and in
-    words which.
+    """Yields a run in one process with the newest weights of the run in `folder`, and in words which.
 
-    plan: the run's, as `plan_of` returns it. evaluates, batches: as of `of_trained`. Raises UsageError "no-weights" if there
-    are neither.
+    plan: the run's, as `plan_of` returns it. evaluates, batches: as of `of_trained`; text and tokens are not looked for unless
+    it evaluates. Raises UsageError "no-weights" if there are none.
     """
     from sley_core.assemble import assemble
     from sley_core.comm.world import World
+    from sley_core.export.checkpoint_weights import weights_of_checkpoint
     from sley_core.weight_files.read import WeightFiles
 
-    checkpoints = plan.checkpoint.folder if plan.checkpoint else None
-    saved = str(checkpoints or folder / CHECKPOINTS)
+    path, step = newest_weights(folder, plan)
     alone = of_trained(plan, evaluates=evaluates, batches=batches)
-    with assemble(alone, World.alone(alone.run.device)) as run:
-        if (folder / WEIGHTS).is_dir():
-            files = WeightFiles(folder / WEIGHTS)
+    with ExitStack() as stack:
+        if not evaluates:
+            alone = without_data(alone, Path(stack.enter_context(TemporaryDirectory(prefix="sley-"))))
+        run = stack.enter_context(assemble(alone, World.alone(alone.run.device)))
+        if isinstance(path, Path):
+            files = WeightFiles(path)
             run.load_weights((name, files.tensor(name)) for name in files.names)
-            yield run, f"the weights in {folder / WEIGHTS}"
-        elif "://" in saved or Path(saved).is_dir():
-            run.load_checkpoint(saved)
-            yield run, f"the checkpoint of step {run.num_steps_done} in {saved}"
+            yield run, f"the weights{'' if step is None else f' of step {step}'} in {path}"
         else:
-            hint = "it has not ended, or failed, or its plan wants none; `[checkpoint]` saves a run on its way"
-            raise UsageError("no-weights", f"the run in `{folder}` has left no weights and no checkpoint", hint=hint)
+            found = weights_of_checkpoint(path)
+            assert found is not None, path
+            run.load_weights((name, found[1].tensor(name)) for name in found[1].names)
+            yield run, f"the checkpoint of step {step} in {path}"

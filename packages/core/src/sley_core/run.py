@@ -245,8 +245,8 @@ class Run(AbstractContextManager["Run"]):
         All ranks call it, between two steps, and must see the same `folder`. Several files get an index. A tied weight is
         written once, under the name of the book; persistent buffers are those of the first replica. precision: "working" for
         `precision.compute`, "full" for what the optimizer steps (fp32 masters). max_file_bytes: the size limit of a file; a
-        larger tensor gets its own file. Files are written beside `folder` and replace it when all of them are on disk, so it is
-        never incomplete.
+        larger tensor gets its own file. The metadata of each has `step`, the steps done. Files are written beside `folder` and
+        replace it when all of them are on disk, so it is never incomplete.
 
         Raises RunError `weights-unsaved` on all ranks alike if any could not write, if `folder` holds other files, or if memory
         is offloaded; UsageError `no-precision` for another word.
@@ -257,7 +257,16 @@ class Run(AbstractContextManager["Run"]):
                 "no-precision", f"weights have no precision {precision!r}", hint=f"it is {' or '.join(TO_SAVE)}"
             )
         save = WeightSaver(self.parts, self.stepper.update.masters)
-        save(Path(folder).absolute(), precision, max_file_bytes, partial(self._look_at_weights, precision))
+        attempt = self._checkpoints.attempt
+        facts = {"step": str(self.num_steps_done), "attempt": "" if attempt is None else attempt.id}
+        save(Path(folder).absolute(), precision, max_file_bytes, partial(self._look_at_weights, precision), facts)
+
+    def check_weights_folder(self, folder: str | Path) -> None:
+        """Raises RunError on all ranks alike if `save_weights` could not save in `folder`: `weights-unsaved` if it holds other
+        files, `checkpoint-folder` if a rank that writes does not see it. All ranks call it.
+        """
+        self._check_open()
+        WeightSaver(self.parts, self.stepper.update.masters).check(Path(folder).absolute())
 
     def _look_at_weights(self, precision: Precision) -> None:
         """Makes what a save of `precision` reads usable. Raises StateError `memory-away`."""

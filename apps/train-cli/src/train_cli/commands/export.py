@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sley_core.errors import UsageError
-from sley_core.export.run_weights import weights_of_run
+from sley_core.export.run_weights import PLAN, newest_weights, plan_of_run
 from train_cli.console import say
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ def export(
     run: Annotated[
         str,
         typer.Argument(
-            metavar="RUN", help="The folder of a run that has ended, runs/NAME; or a checkpoint, by its folder or URL."
+            metavar="RUN",
+            help="The folder of a run, runs/NAME, of which the newest weights count; or a checkpoint, by its folder or URL.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A folder that does not exist yet, or is empty.")],
@@ -43,7 +44,7 @@ def export(
         int, typer.Option("--max-file-mb", metavar="N", min=1, help="The size of a file of weights at most.")
     ] = 5000,
 ) -> None:
-    """Write a run's final weights, or those of a checkpoint, for other programs, one tensor in memory at a time."""
+    """Write a run's newest weights, or those of a checkpoint, for other programs, one tensor in memory at a time."""
     plan, source = _source(run)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError("export-folder", f"`{out}` exists and is not an empty folder", hint="choose another `--out`")
@@ -68,14 +69,23 @@ def export(
 
 
 def _source(run: str) -> tuple[Plan, Tensors]:
-    """Returns the plan and the weights of a checkpoint, which it says it exports, or of a run."""
+    """Returns the plan and the weights of a checkpoint, or the newest ones of a run; says which."""
     from sley_core.export.checkpoint_weights import weights_of_checkpoint
+    from sley_core.weight_files.read import WeightFiles
 
-    found = weights_of_checkpoint(run)
+    path: Path | str = run
+    plan = None
+    if (Path(run) / PLAN).is_file():
+        plan = plan_of_run(Path(run))
+        path, step = newest_weights(Path(run), plan)
+        if isinstance(path, Path):
+            say(f"the weights{'' if step is None else f' of step {step}'} in {path}")
+            return plan, WeightFiles(path)
+    found = weights_of_checkpoint(str(path))
     if found is None:
-        return weights_of_run(Path(run))
-    plan, source = found
+        raise UsageError("no-run", f"`{run}` is neither the folder of a run, with its `{PLAN}`, nor a checkpoint")
+    own, source = found
     say(
-        f"after step {source.found.step} of {plan.run.steps} of the run {plan.run.name!r}, from {source.found.folder.text}"
+        f"after step {source.found.step} of {own.run.steps} of the run {own.run.name!r}, from {source.found.folder.text}"
     )
-    return plan, source
+    return plan or own, source

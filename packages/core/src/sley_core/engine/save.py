@@ -9,13 +9,14 @@ Only one weight is whole at a time, and no rank holds a file in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from sley_core.checkpoint.probe import probe
 from sley_core.comm.collectives import all_reduce, gather_objects
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.shards import AXIS, REDUCE_GROUP, wholes
@@ -24,6 +25,7 @@ from sley_core.weight_files.write import (
     Spec,
     TensorFiles,
     begin,
+    check_replaceable,
     complete,
     discard,
     file_names,
@@ -66,8 +68,29 @@ class WeightSaver:
         # All ranks must take the same branch, so it depends on which buffers are cut, not on what this rank steps.
         self._cuts = {entry: buffer.cut for buffer in parts.store.buffers if buffer.cut for entry in buffer.entries}
 
-    def __call__(self, folder: Path, precision: Precision, max_file_bytes: int, require: Callable[[], None]) -> None:
-        """Saves as `Run.save_weights` describes. require: raises if memory that is read here is offloaded.
+    def check(self, folder: Path) -> None:
+        """Raises RunError "weights-unsaved" on all ranks alike if `folder` has other files, "checkpoint-folder" if a rank that
+        writes there does not see the folder in which it is. Every rank calls it; a lone writer is not tried.
+        """
+        failed = ""
+        try:
+            check_replaceable(folder)
+        except RunError as error:
+            failed = error.diagnostics[0].message
+        self._shared([], failed if self._parts.world.rank == 0 else "", folder, {})
+        if self._parts.topology.pp > 1:
+            probe(str(folder.parent), self._control, writes=self._writes)
+
+    def __call__(
+        self,
+        folder: Path,
+        precision: Precision,
+        max_file_bytes: int,
+        require: Callable[[], None],
+        facts: Mapping[str, str],
+    ) -> None:
+        """Saves as `Run.save_weights` describes. require: raises if memory that is read here is offloaded. facts: for the
+        metadata of the files; those of rank 0 count.
 
         Every rank calls it. Ranks exchange their failures over `control` after each part, so that all raise and none waits.
         """
@@ -84,21 +107,25 @@ class WeightSaver:
         except OSError as error:
             failed = unwritten(error, folder)
         own = [source.spec for source in sources] if self._writes else []
-        files = self._shared(split(own, max_file_bytes), failed, folder)
+        files, facts = self._shared(split(own, max_file_bytes), failed, folder, facts)
         mine = {spec.name: name for name, rank, specs in files for spec in specs if rank == self._parts.world.rank}
-        failed = self._write(sources, mine, precision, folder)
-        self._shared([], failed, folder)
+        failed = self._write(sources, mine, precision, folder, facts)
+        self._shared([], failed, folder, {})
         if self._parts.world.rank == 0:
             failed = _complete(folder, {name: specs for name, _, specs in files})
-        self._shared([], failed, folder)
+        self._shared([], failed, folder, {})
 
-    def _shared(self, files: list[list[Spec]], failed: str, folder: Path) -> list[tuple[str, int, list[Spec]]]:
-        """Exchanges this rank's files and failure; returns name, rank and tensors of every rank's files. If any rank failed,
-        raises RunError "weights-unsaved" on all ranks alike, after discarding the unfinished folder.
+    def _shared(
+        self, files: list[list[Spec]], failed: str, folder: Path, facts: Mapping[str, str]
+    ) -> tuple[list[tuple[str, int, list[Spec]]], Mapping[str, str]]:
+        """Exchanges this rank's files and failure; returns name, rank and tensors of every rank's files, and the facts of rank
+        0. If any rank failed, raises RunError "weights-unsaved" on all ranks alike, after discarding the unfinished folder.
         """
         # Over all ranks: each of them gets here three times, whatever failed.
-        everyone = gather_objects([failed, files], self._control, what="what ranks save")
-        wrong = [f"rank {rank}: {said}" for rank, (said, _) in zip(self._control.ranks, everyone, strict=True) if said]
+        everyone = gather_objects([failed, files, dict(facts)], self._control, what="what ranks save")
+        wrong = [
+            f"rank {rank}: {said}" for rank, (said, _, _) in zip(self._control.ranks, everyone, strict=True) if said
+        ]
         if wrong:
             if self._parts.world.rank == 0:
                 discard(folder)
@@ -106,10 +133,11 @@ class WeightSaver:
             raise RunError("weights-unsaved", f"the weights are not saved in `{folder}`: {wrong[0]}", hint=hint)
         found = [
             (rank, [Spec(name, dtype, tuple(shape)) for name, dtype, shape in specs])
-            for rank, (_, lists) in zip(self._control.ranks, everyone, strict=True)
+            for rank, (_, lists, _) in zip(self._control.ranks, everyone, strict=True)
             for specs in lists
         ]
-        return [(name, *one) for name, one in zip(file_names(len(found)), found, strict=False)]
+        named = [(name, *one) for name, one in zip(file_names(len(found)), found, strict=False)]
+        return named, everyone[0][2]
 
     def _sources(self, precision: Precision) -> Iterator[_Source]:
         """Yields what this rank's stage writes, in the order of its book: the same on all ranks of the stage."""
@@ -123,7 +151,14 @@ class WeightSaver:
                 yield _Source(Spec.of(name, buffer.dtype, buffer.shape), None, buffer)
 
     @torch.no_grad()
-    def _write(self, sources: list[_Source], mine: dict[str, str], precision: Precision, folder: Path) -> str:
+    def _write(
+        self,
+        sources: list[_Source],
+        mine: dict[str, str],
+        precision: Precision,
+        folder: Path,
+        facts: Mapping[str, str],
+    ) -> str:
         """Writes this rank's files; returns the failure in words, or "". After a failure it still takes part in every
         exchange.
         """
@@ -131,7 +166,7 @@ class WeightSaver:
         for source in sources if self._writes else ():
             files.setdefault(mine[source.spec.name], []).append(source.spec)
         failed = ""
-        with TensorFiles(unfinished(folder), files) as written:
+        with TensorFiles(unfinished(folder), files, facts) as written:
             for source in sources:
                 value = self._whole(source, precision)
                 if value is None or failed:

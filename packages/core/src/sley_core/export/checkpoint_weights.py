@@ -11,7 +11,10 @@ from sley_core.checkpoint.index import BUFFERS, INDEX, WEIGHTS
 from sley_core.checkpoint.reader import Checkpoint, read
 from sley_core.checkpoint.verify import newest, ready, verify
 from sley_core.errors import RunError
-from sley_core.plan.load import plan_from_text
+from sley_core.export.run_weights import with_kept
+from sley_core.loader import Loader
+from sley_core.plan.read import read_text
+from sley_core.plan.resolve import resolve
 from sley_core.weight_files.read import TensorKind
 
 if TYPE_CHECKING:
@@ -61,6 +64,7 @@ def weights_of_checkpoint(path: str) -> tuple[Plan, CheckpointWeights] | None:
         raise RunError("checkpoint-damaged", f"the checkpoint {folder.text} is damaged: {', '.join(map(str, found))}")
     checkpoint = read(path)
     # Its plan names the folder that its paths start at.
-    return plan_from_text(checkpoint.index.plan, f"{checkpoint.folder.text}/{INDEX}", Path()), CheckpointWeights(
+    document = read_text(checkpoint.index.plan, f"{checkpoint.folder.text}/{INDEX}", Path())
+    return resolve(with_kept(document, Path(checkpoint.folder.text).parent.parent), Loader()), CheckpointWeights(
         checkpoint
     )

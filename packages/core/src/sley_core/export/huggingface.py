@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sley_core.data.config import TextConfig, TokensConfig
 from sley_core.errors import RunError, UsageError
+from sley_core.export.run_weights import TOKENIZER
 from sley_core.export.write import write_tensors
 from sley_core.model import hf
 from sley_core.model.config import LlamaConfig
@@ -20,20 +21,6 @@ from sley_core.weight_files.write import write_text
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
     from sley_core.weight_files.read import Tensors
-
-TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""What `save_pretrained` of a tokenizer writes, by the kind of tokenizer."""
 
 GENERATION = "generation_config.json"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

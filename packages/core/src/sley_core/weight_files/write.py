@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO, NamedTuple
 
 import torch
@@ -26,6 +27,9 @@ from sley_core.weight_files.read import INDEX, SINGLE
 
 FILE_BYTES = 5 * 10**9
 """The size of a file at most, as Hugging Face's own; a larger tensor has a file for itself."""
+
+OURS = ("model*.safetensors", INDEX)
+"""Names of files of weights."""
 
 _BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
@@ -50,12 +54,14 @@ class Spec(NamedTuple):
 
 
 class TensorFile:
-    """A new safetensors file `path` of the tensors `specs`, each of which is added once, in any order. Raises OSError."""
+    """A new safetensors file `path` of the tensors `specs`, each of which is added once, in any order; `facts` go into its
+    metadata. Raises OSError.
+    """
 
-    def __init__(self, path: Path, specs: Sequence[Spec]) -> None:
+    def __init__(self, path: Path, specs: Sequence[Spec], facts: Mapping[str, str] = MappingProxyType({})) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._left = set(self._specs)
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, object] = {"__metadata__": {"format": "pt", **facts}}
         self._starts: dict[str, int] = {}
         end = 0
         for spec in sorted(
@@ -101,10 +107,14 @@ class TensorFile:
 class TensorFiles(AbstractContextManager["TensorFiles"]):
     """New files in `folder`, by name, of the tensors that each is to have; one is open at a time. Raises OSError.
 
-    Tensors are added in the order of `files`. What is not closed when the block is left is not complete.
+    Tensors are added in the order of `files`. What is not closed when the block is left is not complete. facts: for the
+    metadata of each.
     """
 
-    def __init__(self, folder: Path, files: Mapping[str, Sequence[Spec]]) -> None:
+    def __init__(
+        self, folder: Path, files: Mapping[str, Sequence[Spec]], facts: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self._facts = facts
         self._folder = folder
         self._files = files
         self._of = {spec.name: name for name, specs in files.items() for spec in specs}
@@ -115,7 +125,7 @@ class TensorFiles(AbstractContextManager["TensorFiles"]):
         file = self._of[name]
         if self._open is None or self._open[0] != file:
             self.close()
-            self._open = file, TensorFile(self._folder / file, self._files[file])
+            self._open = file, TensorFile(self._folder / file, self._files[file], self._facts)
         self._open[1].add(name, value)
 
     def close(self) -> None:
@@ -170,22 +180,27 @@ def unfinished(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.unfinished")
 
 
-def begin(folder: Path, ours: Iterable[str] = ("model*.safetensors", INDEX)) -> Path:
+def begin(folder: Path, ours: Iterable[str] = OURS) -> Path:
     """Makes the empty folder `unfinished(folder)`, and returns it.
 
-    Raises RunError "weights-folder" if `folder` is there with files other than `ours`, which `complete` would remove.
+    Raises RunError "weights-folder" as `check_replaceable` does.
     """
+    check_replaceable(folder, ours)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = unfinished(folder)
+    shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+    scratch.mkdir()
+    return scratch
+
+
+def check_replaceable(folder: Path, ours: Iterable[str] = OURS) -> None:
+    """Raises RunError "weights-folder" if `folder` is there with files other than `ours`, which `complete` would remove."""
     if folder.exists() or folder.is_symlink():
         strange = not folder.is_dir() or folder.is_symlink()
         names = [] if strange else [path for path in folder.iterdir() if not any(path.match(name) for name in ours)]
         if strange or names:
             what = f"has `{names[0].name}`, which is no file of weights" if names else "is no folder"
             raise RunError("weights-folder", f"`{folder}` {what}, and would be replaced", hint="choose another folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = unfinished(folder)
-    shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
-    scratch.mkdir()
-    return scratch
 
 
 def complete(folder: Path, files: Mapping[str, Sequence[Spec]]) -> None:
