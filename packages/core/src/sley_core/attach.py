@@ -55,7 +55,7 @@ def stepper_of(
     check_no_parameters(loss := plan.loss.build())
     if hasattr(loss, "attach"):
         loss.attach(parts)
-    update = make_update(plan, parts)
+    update = make_update(plan, parts, model)
     if communicator is not None:
         communicator.attach(parts)
         undo.callback(close_stand_ins, parts.book)

@@ -10,7 +10,7 @@ from torch import Tensor
 from sley_core.checkpoint.index import BUFFERS, OPTIMIZER, WEIGHTS
 from sley_core.checkpoint.regions import Region, region_of
 from sley_core.checkpoint.run_tensors import OPTIONS, SHARED, RunTensors, state_name
-from sley_core.checkpoint.trees import StateLeaf, joined, leaves
+from sley_core.checkpoint.trees import StateLeaf, joined
 from sley_core.checkpoint.values import from_json
 from sley_core.errors import RunError
 from sley_core.optim.shared import load
@@ -73,9 +73,8 @@ class Restoring:
         stepped = {id(one.parameter): one for one in update.masters.stepped}
         states = {key: self._state(one) for key, one in stepped.items()}
         names = [[stepped[id(one)].name for one in group["params"]] for group in update.optimizer.param_groups]
-        load(update.optimizer, states, list(map(self._options, names)), self._shared(), update.begun)
-        for one in stepped.values():
-            self._keep_types(one)
+        dtypes = {key: BY_NAME[self.found.facts(WEIGHTS + one.name).dtype] for key, one in stepped.items()}
+        load(update.optimizer, states, list(map(self._options, names)), self._shared(), update.begun, dtypes)
 
     def _shared(self) -> Shared:
         """Returns what the optimizer keeps for all of its parameters, besides options."""
@@ -95,27 +94,6 @@ class Restoring:
     def _state(self, stepped: Stepped) -> Any:
         found = self._states.get(stepped.name, [])
         return joined(StateLeaf(path, self._leaf(stepped, name)) for name, path in found)
-
-    def _keep_types(self, stepped: Stepped) -> None:
-        """Restores the dtypes of states that differ from their parameter's: torch casts all to the parameter's."""
-        state = self.tensors.update.optimizer.state
-        found = list(leaves(state.get(stepped.parameter, {})))
-        kept = [leaf._replace(value=self._in_own_type(stepped, leaf)) for leaf in found]
-        if any(one.value is not other.value for one, other in zip(kept, found, strict=True)):
-            state[stepped.parameter] = joined(kept)
-
-    def _in_own_type(self, stepped: Stepped, leaf: StateLeaf) -> Any:
-        """Returns the value of a state leaf: in the checkpoint's dtype, if that is neither the weight's nor the leaf's, else as
-        it is.
-        """
-        name = state_name(stepped.name, leaf.name)
-        if not isinstance(leaf.value, Tensor) or name not in self.found:
-            return leaf.value
-        dtype = BY_NAME[self.found.facts(name).dtype]
-        followed = BY_NAME[self.found.facts(WEIGHTS + stepped.name).dtype]
-        if dtype in (followed, leaf.value.dtype):
-            return leaf.value
-        return self._leaf(stepped, name).to(leaf.value.device)
 
     def _leaf(self, stepped: Stepped, name: str) -> Any:
         """Reads one state leaf of `stepped` from the checkpoint: a plain value, a whole tensor, or this rank's part of one."""

@@ -22,7 +22,7 @@ from sley_core.checkpoint.trees import leaves
 from sley_core.checkpoint.values import from_json, to_json
 from sley_core.errors import RunError
 from sley_core.generators import host_state, set_host_state
-from sley_core.optim.shared import shared_to_save
+from sley_core.optim.shared import options_to_save, shared_to_save
 from sley_core.weight_files.dtypes import DTYPES
 
 if TYPE_CHECKING:
@@ -40,9 +40,6 @@ OPTIONS = "options/"
 
 SHARED = "shared/"
 """How the names of values begin that the optimizer keeps for all of its parameters: states under other keys, attributes."""
-
-OF_PLAN = ("params", "lr", "initial_lr", "weight_decay")
-"""Options that the plan gives: those of the present plan hold, not those that were saved."""
 
 
 class RunTensors:
@@ -88,8 +85,8 @@ class RunTensors:
                     found[state_name(stepped.name, leaf.name)] = _plain(leaf.value, stepped.name, leaf.name)
         names = {id(stepped.parameter): stepped.name for stepped in self.update.masters.stepped}
         for group in self.update.optimizer.param_groups:
-            changed = self._changed(group)
-            if changed:
+            options = options_to_save(self.update.optimizer, group)
+            if changed := {key: _plain(value, "a group", key) for key, value in options.items()}:
                 found |= {OPTIONS + names[id(one)]: changed for one in group["params"] if id(one) in names}
         for place, value in shared_to_save(self.update.optimizer, self.update.begun).items():
             where = ".".join(map(str, place[1:]))
@@ -154,15 +151,6 @@ class RunTensors:
     def _cut(self, name: str, region: Region, tensor: Tensor) -> Iterator[TensorPiece]:
         for rectangle, view in region.cut(self._at_rest(tensor.detach())):
             yield TensorPiece(name, region.shape, rectangle, view)
-
-    def _changed(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns, as JSON, the options of a group that differ from those with which the optimizer began."""
-        begun = self.update.optimizer.defaults
-        return {
-            key: _plain(value, "a group", key)
-            for key, value in group.items()
-            if key not in OF_PLAN and (key not in begun or begun[key] != value)
-        }
 
 
 def state_name(parameter: str, state: str) -> str:

@@ -11,7 +11,8 @@ they were, and the code that reads the totals raises, or counts a skipped step (
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -32,9 +33,11 @@ from sley_core.engine.step_events import StepEvents, step_buckets
 from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.store import GradientStore
 from sley_core.engine.totals import LOSS, NORM, USUAL, StepTotals, Votes, allow_a_step
+from sley_core.model.seeds import derive
 from sley_core.optim.groups import scale_learning_rate
 from sley_core.optim.shared import attributes_of, copied, shared_values
 from sley_core.optim.skip import skips_on_device, step_if
+from sley_core.optim.traits import PLAIN, Traits, in_training, with_own_gradients
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
@@ -46,8 +49,9 @@ class Update:
     parameter_groups: makes torch.optim's groups, for entries that are unfrozen later. factor: returns the learning rate's
     factor at a step. clip_norm: None leaves the gradients' bits unchanged. norm_kind: the p of the p-norm, math.inf for the
     largest element. scale: the loss scale of the gradients, in fp16. events: what else is called. skips: counts the steps that
-    are skipped because they are not finite, if the plan allows that. was_taken: whether the last step was taken, as far as the
-    host knows.
+    are skipped because they are not finite, if the plan allows that. traits: how the optimizer behaves. seed: the run's, for
+    optimizers that draw. begun: the attributes with which the optimizer began. was_taken: whether the last step was taken, as
+    far as the host knows.
     """
 
     def __init__(
@@ -66,10 +70,12 @@ class Update:
         scale: LossScale | None = None,
         events: StepEvents | None = None,
         skips: Skips | None = None,
+        traits: Traits = PLAIN,
+        seed: int = 0,
     ) -> None:
         self.store = store
         self.masters = masters
-        self.optimizer = optimizer
+        self.optimizer = in_training(optimizer)
         self.parameter_groups = parameter_groups
         self.factor = factor
         self.groups = groups
@@ -80,6 +86,8 @@ class Update:
         self.scale = scale
         self.skips = skips
         self.events = events or StepEvents()
+        self.traits = traits
+        self.seed = seed
         self.begun = copied(attributes_of(shared_values(optimizer)))
         self._factor = 1.0
         self._has_stepped = False
@@ -125,14 +133,31 @@ class Update:
             self._clip(pieces, norm, self.clip_norm)
         scale_learning_rate(self.optimizer, self._factor)
         self.masters.take_gradients(self.store)
-        take = partial(step_if, self.optimizer, totals.allow_a_step) if is_on_device else self.optimizer.step
-        if self.events.step_in_buckets is None:
-            take()
-        else:
-            step_buckets(self.optimizer, self.masters.stepped, self.events.step_in_buckets, take)
+        take: Callable[[], Any] = self.optimizer.step
+        if is_on_device:
+            take = partial(step_if, self.optimizer, totals.allow_a_step)
+        if self.traits.keeps_gradients:
+            take = with_own_gradients(self.optimizer, take)
+        with self._seeded(step):
+            if self.events.step_in_buckets is None:
+                take()
+            else:
+                step_buckets(self.optimizer, self.masters.stepped, self.events.step_in_buckets, take)
         self._has_stepped = self.was_taken = True
         self.masters.write_back()
         return totals
+
+    @contextmanager
+    def _seeded(self, step: int) -> Iterator[None]:
+        """Returns a context manager within which an optimizer that draws gets the same numbers on every rank, from the run's
+        seed and the step. One may draw in few steps only, so all get it but torch's own.
+        """
+        if self.traits is PLAIN:
+            yield
+            return
+        with self.device.random_state_kept():
+            self.device.seed(derive(self.seed, "update", step))
+            yield
 
     def _follow(self) -> None:
         """Adds entries that were unfrozen since the last step to the optimizer, with the options that the plan has for their

@@ -16,6 +16,7 @@ from sley_core.errors import PlanError
 from sley_core.estimate.seconds.groups import groups_at_once, slowest
 from sley_core.estimate.seconds.step import GradientExchange, Use
 from sley_core.optim.skip import skips_on_device
+from sley_core.optim.traits import in_training
 from sley_core.records import steps_on_host
 from sley_core.topology import TIE
 
@@ -202,7 +203,7 @@ def num_states(plan: Plan) -> int:
     """
     weight = nn.Parameter(torch.zeros(4, 4))
     try:
-        optimizer: Any = plan.optimizer.build([{"params": [weight]}], torch.device("cpu"))
+        optimizer: Any = in_training(plan.optimizer.build([{"params": [weight]}], torch.device("cpu")))
         weight.grad = torch.zeros_like(weight)
         optimizer.step()
     except Exception as error:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from sley_core.errors import RunError
 
@@ -66,11 +66,13 @@ def load(
     options: Sequence[Mapping[str, Any]],
     shared: Shared,
     begun: Shared,
+    dtypes: Mapping[int, torch.dtype],
 ) -> None:
-    """Sets all that the optimizer keeps, through its own `load_state_dict`, which knows devices and dtypes.
+    """Sets all that the optimizer keeps, through its own `load_state_dict`, which knows the devices.
 
     states: of each parameter, by its `id`. options: of each group, besides those that stay. shared: states under keys of its
-    own, and attributes; `begun`: the attributes with which the optimizer began, for those that `shared` lacks.
+    own, and attributes; `begun`: the attributes with which the optimizer began, for those that `shared` lacks. dtypes: that of
+    each parameter when its states were saved; those of the same dtype get the parameter's, all others keep theirs.
     """
     groups, own = optimizer.param_groups, optimizer.state
     packed = optimizer.state_dict()
@@ -87,8 +89,38 @@ def load(
     own.clear()
     own.update(loaded_state)
     optimizer.param_groups, optimizer.state = groups, own  # the same objects as before: others have them
+    for parameter in (one for group in groups for one in group["params"]):
+        if saved := states.get(id(parameter)):
+            own[parameter] = _in_saved_types(own[parameter], saved, dtypes[id(parameter)])
     now = {place: value for place, value in shared_values(optimizer).items() if place[0] == "option"}
     put(optimizer, now | copied(begun) | shared)
+
+
+OF_PLAN = ("params", "lr", "initial_lr", "weight_decay")
+"""Options that the plan gives: those of the present plan hold, not those that were saved."""
+
+
+def _in_saved_types(loaded: Any, saved: Any, followed: torch.dtype) -> Any:
+    """Returns the state `loaded` with the dtypes of `saved`, but for those that were the parameter's, `followed`: torch casts
+    every tensor to the parameter's dtype.
+    """
+
+    def leaf(new: Any, old: Any) -> Any:
+        if isinstance(new, Tensor) and isinstance(old, Tensor) and old.dtype not in (followed, new.dtype):
+            return old.to(new.device)
+        return new
+
+    return tree_map(leaf, loaded, saved)
+
+
+def options_to_save(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a group that differ from those with which the optimizer began."""
+    begun = optimizer.defaults
+    return {
+        key: value
+        for key, value in group.items()
+        if key not in OF_PLAN and (key not in begun or not same(begun[key], value))
+    }
 
 
 def shared_to_save(optimizer: torch.optim.Optimizer, begun: Shared) -> Shared:

@@ -1,0 +1,351 @@
+"""Tries an optimizer of a user's own on two small parameters before training, in milliseconds.
+
+A plain loop lets an optimizer do much that a run cannot: keep tensors where no checkpoint looks, or another optimizer that no
+learning rate reaches. A run would go wrong silently, so each is found here, by comparing small trials: of both parameters at
+once and one by one, whole and cut, without a stop and resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from sley_core.checkpoint.trees import StateLeaf, joined, leaves
+from sley_core.checkpoint.values import from_json, to_json
+from sley_core.engine.cuts import Span
+from sley_core.engine.step_events import step_buckets
+from sley_core.errors import RunError
+from sley_core.optim.shared import (
+    attributes_of,
+    copied,
+    inner_optimizers,
+    load,
+    options_to_save,
+    own_attributes,
+    own_states,
+    shared_to_save,
+    shared_values,
+)
+from sley_core.optim.traits import Traits, has_modes, in_training, with_own_gradients
+from sley_core.plan.factory import cause
+
+if TYPE_CHECKING:
+    from sley_core.records import Scope
+
+Groups = list[dict[str, Any]]
+Build = Callable[[Groups], torch.optim.Optimizer]
+Shapes = Sequence[tuple[int, ...]]
+Cut = Callable[[tuple[int, ...]], list[tuple[int, tuple[int, ...]]]]
+"""From the shape of a parameter to the number of elements and the shape of each of its parts."""
+
+NUM_STEPS = 4
+RESUMED_AT = 2
+FALLING = (0.5, 0.25, 0.125, 0.0625)
+"""Factors on the learning rate, for a trial that is compared with one at the full rate."""
+
+
+class Fault(NamedTuple):
+    """Says what a run cannot do right with an optimizer, and what to do about it. key: of [optimizer], that is at fault."""
+
+    message: str
+    hint: str
+    key: str = "factory"
+
+
+class Given(NamedTuple):
+    """The parameters and gradients of a trial. options: of the groups, one for each parameter. ndims: of both parameters."""
+
+    options: Sequence[dict[str, Any]]
+    ndims: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Trial:
+    """An optimizer over two small parameters, or over the parts into which `cut` cuts them. more: makes them larger."""
+
+    def __init__(self, build: Build, given: Given, cut: Cut | None = None, more: int = 0) -> None:
+        self._generator = torch.Generator().manual_seed(5)
+        self._given = given
+        self._shapes = [tuple(3 + more + at for at in range(ndim)) for ndim in given.ndims]
+        self._cut = cut or _whole
+        self.parameters = [[nn.Parameter(one) for one in self._parts(shape)] for shape in self._shapes]
+        groups = [{**one, "params": parts} for one, parts in zip(given.options, self.parameters, strict=True)]
+        self.optimizer = in_training(build(groups))
+        self.begun = copied(attributes_of(shared_values(self.optimizer)))
+        self.storages: set[int] = set()  # of the last step's gradients
+        self.drew = False
+
+    @property
+    def every(self) -> list[nn.Parameter]:
+        """All parameters, in their order."""
+        return [one for parts in self.parameters for one in parts]
+
+    def step(self, number: int, factor: float = 1.0, *, one_by_one: bool = False) -> None:
+        """Takes step `number`: the same gradients in every trial, each in memory of its own, and the same random numbers."""
+        self._generator.manual_seed(100 + number)
+        gradients = [part for shape in self._shapes for part in self._parts(shape)]
+        for parameter, gradient in zip(self.every, gradients, strict=True):
+            parameter.grad = gradient
+        self.storages = {gradient.untyped_storage()._cdata for gradient in gradients if gradient.numel()}
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        generators = _generators(self._given.device)
+        before = [generator.manual_seed(number).get_state() for generator in generators]
+        step = with_own_gradients(self.optimizer, self.optimizer.step)
+        if not one_by_one:
+            self.optimizer.step()
+        else:
+            stepped: Any = [_Stepped(one) for one in self.every]
+            step_buckets(self.optimizer, stepped, lambda every: ([one] for one in every[::-1]), step)
+        after = [generator.get_state() for generator in generators]
+        self.drew = not all(map(torch.equal, before, after))
+
+    def values(self) -> list[Tensor]:
+        """Returns the present values, flat, of each parameter."""
+        return [torch.cat([one.detach().reshape(-1) for one in parts]) for parts in self.parameters]
+
+    def _parts(self, shape: tuple[int, ...]) -> list[Tensor]:
+        flat = torch.randn(prod(shape), generator=self._generator, dtype=torch.float64)
+        flat = flat.to(self._given.device, self._given.dtype)
+        sizes, shapes = zip(*self._cut(shape), strict=True)
+        return [part.clone().view(own) for part, own in zip(torch.split(flat, list(sizes)), shapes, strict=True)]
+
+
+class _Stepped(NamedTuple):
+    parameter: nn.Parameter
+
+
+def examine(
+    build: Build, given: Given, scope: Scope | str = "unknown", *, lr_changes: bool = True
+) -> tuple[Traits, list[Fault]]:
+    """Returns the traits of the optimizer that `build` makes, and what a run cannot do right with it; nothing if all is well.
+
+    scope: as it is declared, or "unknown". lr_changes: whether the plan has more than one learning rate. Leaves all generators
+    as they are.
+    """
+    with _generators_kept():
+        trial = Trial(build, given)
+        start = trial.values()
+        try:
+            traits, drawn = _observe(trial)
+            larger = Trial(build, given, more=2)
+            for number in range(NUM_STEPS):
+                larger.step(number)
+        except Exception as error:
+            fault = Fault(
+                f"cannot step two small parameters of {given.ndims[0]} and {given.ndims[1]} dims: {cause(error)}", ""
+            )
+            return Traits(), [fault]
+        compare = _Compare(build, given, start, trial.values())
+        faults = [*drawn, *_out_of_reach(trial, larger)]
+        if not faults:
+            faults += compare.resumed()
+        if lr_changes and compare.is_same(compare.after(factors=FALLING)):
+            faults.append(
+                Fault("takes no notice of the learning rate in its groups", 'read `group["lr"]` in each step')
+            )
+        if not traits.draws:
+            faults += compare.scope(scope)
+    return traits, faults
+
+
+class _Compare:
+    """Compares other trials with a first one, whose values were `start` and are `end` after all steps."""
+
+    def __init__(self, build: Build, given: Given, start: list[Tensor], end: list[Tensor]) -> None:
+        self._build = build
+        self._given = given
+        self._start = start
+        self._end = end
+
+    def after(
+        self, cut: Cut | None = None, factors: Sequence[float] = (1.0,) * NUM_STEPS, *, one_by_one: bool = False
+    ) -> list[Tensor]:
+        """Returns the values of a new trial after all steps."""
+        trial = Trial(self._build, self._given, cut)
+        for number, factor in enumerate(factors):
+            trial.step(number, factor, one_by_one=one_by_one)
+        return trial.values()
+
+    def is_same(self, found: list[Tensor]) -> bool:
+        """Returns whether the values are those of the first trial, but for rounding."""
+        for begun, wanted, one in zip(self._start, self._end, found, strict=True):
+            eps = torch.finfo(wanted.dtype).eps
+            moved = float((wanted - begun).abs().max()) if wanted.numel() else 0.0
+            size = float(wanted.abs().max()) if wanted.numel() else 0.0
+            if not torch.allclose(one, wanted, rtol=0.0, atol=16 * eps * size + 1e-3 * moved, equal_nan=True):
+                return False
+        return True
+
+    def resumed(self) -> Iterator[Fault]:
+        """Yields a fault if an optimizer that goes on from a checkpoint takes other steps."""
+        try:
+            is_same = self.is_same(_resumed(self._build, self._given))
+        except Exception as error:
+            why = error.diagnostics[0].message if isinstance(error, RunError) else cause(error)
+            yield Fault(f"cannot go on from a checkpoint: {why}", HINT)
+            return
+        if not is_same:
+            yield Fault("takes other steps once it goes on from a checkpoint", HINT)
+
+    def scope(self, scope: str) -> Iterator[Fault]:
+        """Yields a fault if an update depends on more than the declared scope says."""
+        if scope not in ("elementwise", "per_matrix"):
+            return
+        try:
+            is_apart = self.is_same(self.after(one_by_one=True))
+        except Exception as error:
+            why = "" if isinstance(error, RunError) else f": {cause(error)}"
+            yield Fault(f"cannot step its parameters one by one{why}", 'say `scope = "global"`', "scope")
+            return
+        if not is_apart:
+            yield Fault("updates a parameter by more than its own gradients", 'say `scope = "global"`', "scope")
+        elif scope == "elementwise" and not all(self.is_same(self.after(cut)) for cut in (_rows, _flat)):
+            yield Fault(
+                "updates an element by more than its own gradients and the number of dims of its parameter",
+                'say `scope = "matrix"`',
+                "scope",
+            )
+
+
+HINT = "keep numbers, and tensors in `self.state[parameter]`; other attributes are not in a checkpoint"
+
+
+def _observe(trial: Trial) -> tuple[Traits, list[Fault]]:
+    """Takes all steps; returns the traits, and a fault for each generator besides torch's from which the steps draw."""
+    keeps, draws, others = False, False, set()
+    for number in range(NUM_STEPS):
+        python, numpy = random.getstate(), _numpy_state()
+        trial.step(number)
+        draws |= trial.drew
+        keeps |= bool(trial.storages & _storages(trial))
+        others |= {"random"} if random.getstate() != python else set()
+        others |= {"numpy"} if _numpy_state() != numpy else set()
+    faults = [
+        Fault(
+            f"draws from `{one}`, of which each rank has another state",
+            "draw from torch, which a run seeds in each step",
+        )
+        for one in sorted(others)
+    ]
+    return Traits(keeps, draws, has_modes(trial.optimizer)), faults
+
+
+def _storages(trial: Trial) -> set[int]:
+    """Returns the storages of all tensors that the optimizer keeps."""
+    kept = [*trial.optimizer.state.values(), *(value for _, _, value in own_attributes(trial.optimizer))]
+    return {one.untyped_storage()._cdata for one in tree_leaves(kept) if isinstance(one, Tensor)}
+
+
+def _out_of_reach(trial: Trial, larger: Trial) -> Iterator[Fault]:
+    """Yields a fault for each thing that neither a checkpoint nor a move of memory reaches."""
+    optimizer = trial.optimizer
+    for name, inner in inner_optimizers(optimizer):
+        yield Fault(
+            f"has another optimizer in `{name}`, whose groups and states are its own: no learning rate and no checkpoint "
+            f"reaches them",
+            f"give {type(inner).__name__} the outer's: `{name}.param_groups = self.param_groups`, "
+            f"`{name}.state = self.state`",
+        )
+    known = {id(one) for one in trial.every}
+    if any(isinstance(key, Tensor) and id(key) not in known for key in optimizer.state):
+        yield Fault("has states of tensors that are no parameters of it", HINT)
+    places, others = _tensors(trial), _tensors(larger)
+    for place, shapes in places.items():
+        if shapes != others.get(place, shapes):
+            yield Fault(f"keeps tensors that grow with the parameters in {place}, where no checkpoint finds them", HINT)
+
+
+def _tensors(trial: Trial) -> dict[str, list[torch.Size]]:
+    """Returns the shapes of the tensors in each attribute, and in each state whose key is no parameter."""
+    parameters = {id(one) for one in trial.every}
+    places = {f"the attribute `{path}{name}`": value for path, name, value in own_attributes(trial.optimizer)}
+    places |= {f"the state {key!r}, whose key is no parameter": one for key, one in own_states(trial.optimizer).items()}
+    found = {}
+    for place, value in places.items():
+        inside = [one for one in tree_leaves(value) if isinstance(one, Tensor) and id(one) not in parameters]
+        found[place] = [one.shape for one in inside]
+    return found
+
+
+def _resumed(build: Build, given: Given) -> list[Tensor]:
+    """Returns the values after all steps; a second optimizer, which has what a checkpoint has of the first, takes the last."""
+    first, second = Trial(build, given), Trial(build, given)
+    for number in range(RESUMED_AT):
+        first.step(number)
+    states, options = {}, []
+    with torch.no_grad():
+        for one, other in zip(first.every, second.every, strict=True):
+            other.copy_(one)
+            kept = leaves(first.optimizer.state.get(one, {}))
+            states[id(other)] = joined(StateLeaf(leaf.path, _saved(leaf.value)) for leaf in kept)
+    for group in first.optimizer.param_groups:
+        options.append(_saved(options_to_save(first.optimizer, group)))
+    shared = {place: _saved(value) for place, value in shared_to_save(first.optimizer, first.begun).items()}
+    dtypes = dict.fromkeys(states, given.dtype)
+    load(second.optimizer, states, options, shared, second.begun, dtypes)
+    for number in range(RESUMED_AT, NUM_STEPS):
+        second.step(number)
+    return second.values()
+
+
+def _saved(value: Any) -> Any:
+    """Returns a value as it comes out of a checkpoint."""
+    return value.clone() if isinstance(value, Tensor) else from_json(json.loads(json.dumps(to_json(value))))
+
+
+def _whole(shape: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
+    return [(prod(shape), shape)]
+
+
+def _rows(shape: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
+    """Cuts off the first row, as shards of a weight are."""
+    if not shape:
+        return _whole(shape)
+    width = prod(shape[1:])
+    return [(rows * width, (rows, *shape[1:])) for rows in (1, shape[0] - 1)]
+
+
+def _flat(shape: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
+    """Cuts in the middle of a row, as spans of a flat buffer are."""
+    if not shape:
+        return _whole(shape)
+    ends = [0, 2, prod(shape)]
+    return [(last - first, Span(first, last).shape_in(shape)) for first, last in pairwise(ends)]
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    """Returns torch's generators from which a step on `device` draws."""
+    more = [torch.cuda.default_generators[torch.cuda.current_device()]] if device.type == "cuda" else []
+    return [torch.default_generator, *more]
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Restores the states of all generators after the block."""
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), None if numpy is None else numpy.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(states[0])
+        if numpy is not None:
+            numpy.random.set_state(states[1])
+
+
+def _numpy_state() -> str:
+    numpy = sys.modules.get("numpy")
+    return "" if numpy is None else str(numpy.random.get_state()[1:3])

@@ -1,0 +1,252 @@
+"""Optimizers that do what a plain loop allows: each is right there, in a way that a run must notice."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Plain(torch.optim.Optimizer):
+    """Gradient descent; the others differ in one thing each."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, parameter.grad, group)
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        parameter.sub_(gradient, alpha=group["lr"])
+
+
+class AssignsData(Plain):
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        parameter.data = parameter.data - group["lr"] * gradient
+
+
+class KeepsGradients(Plain):
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        before = self.state[parameter].get("before", gradient)
+        parameter.sub_(1.5 * gradient - 0.5 * before, alpha=group["lr"])
+        self.state[parameter]["before"] = gradient
+
+
+class LooksAtDims(Plain):
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        if parameter.ndim > 1:
+            parameter.mul_(1 - 0.1 * group["lr"])
+        super().update(parameter, gradient, group)
+
+
+class Counts(Plain):
+    """Divides by the number of the step, which it keeps in an attribute, an option, a tensor among the options, or a state."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0, where: str = "attribute") -> None:
+        super().__init__(params, lr, weight_decay)
+        self.where, self.count = where, 0
+
+    def step(self, closure: Any = None) -> None:
+        self.count += self.where == "attribute"
+        if self.where == "state":
+            self.state.setdefault("all", {"count": torch.zeros(4)})["count"] += 1
+        for group in self.param_groups:
+            group["count"] = group.get("count", torch.zeros(()) if self.where == "tensor" else 0)
+            group["count"] += self.where in ("option", "tensor")
+        super().step()
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = float(self.state["all"]["count"][0]) if self.where == "state" else 0.0
+        parameter.sub_(gradient, alpha=group["lr"] / (self.count + float(group["count"]) + state))
+
+
+class ManyKinds(Plain):
+    """Has states that are nested, of other dtypes, replaced in each step, and no tensors."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state |= {"pair": [torch.zeros_like(parameter), 0], "is_up": torch.zeros_like(parameter, dtype=torch.bool)}
+            state["deep"] = {"mean": (torch.zeros_like(parameter, dtype=torch.float64), "mean")}
+        state["pair"] = [0.5 * state["pair"][0] + gradient, state["pair"][1] + 1]
+        state["is_up"].copy_(state["pair"][0] > 0)
+        state["deep"]["mean"][0].lerp_(gradient.double(), 0.1)
+        change = state["pair"][0] / state["pair"][1] + state["deep"]["mean"][0].to(gradient.dtype)
+        parameter.sub_(torch.where(state["is_up"], change, 2 * change), alpha=group["lr"])
+
+
+class Draws(Plain):
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        parameter.sub_(gradient * (1 + 0.5 * torch.rand_like(gradient)), alpha=group["lr"])
+
+
+class Within(Plain):
+    """Lets another optimizer step, which has its groups and states."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay)
+        self.inner = Counts(self.param_groups, lr, weight_decay)
+        self.inner.param_groups, self.inner.state = self.param_groups, self.state
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+class Averages(Plain):
+    """Trains at a point between the last one and the mean of all: `eval()` goes to the mean."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay)
+        self.is_training = False
+
+    def train(self) -> None:
+        self._go(to_mean=False)
+
+    def eval(self) -> None:
+        self._go(to_mean=True)
+
+    @torch.no_grad()
+    def _go(self, *, to_mean: bool) -> None:
+        if self.is_training is to_mean:
+            self.is_training = not to_mean
+            for parameter in (one for group in self.param_groups for one in group["params"]):
+                if (last := self.state[parameter].get("last")) is not None:
+                    parameter.lerp_(last, -1.0 if to_mean else 0.5)
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        assert self.is_training, "`train()` comes before a step"
+        state = self.state[parameter]
+        last = state.setdefault("last", parameter.clone())
+        mean = 2 * parameter - last
+        last.sub_(gradient, alpha=group["lr"])
+        parameter.copy_((0.9 * mean + 1.1 * last) / 2)
+
+
+# Wrong ones: a run would not train as a plain loop does.
+
+
+class InnerOfItsOwn(Plain):
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay)
+        self.inner = torch.optim.Adam([{"params": group["params"]} for group in self.param_groups], lr=lr)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+class TensorsInAttribute(Plain):
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay)
+        self.means = {id(one): torch.zeros_like(one) for group in self.param_groups for one in group["params"]}
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        super().update(parameter, self.means[id(parameter)].lerp_(gradient, 0.5), group)
+
+
+class TensorsUnderOwnKey(Plain):
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        means = self.state["means"]
+        super().update(
+            parameter, means.setdefault(parameter.ndim, torch.zeros_like(parameter)).lerp_(gradient, 0.5), group
+        )
+
+
+class StatesOfCopies(Plain):
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay)
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            self.state[parameter.detach().clone()]["count"] = 0
+
+
+class LooksAtSizes(Plain):
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        parameter.sub_(gradient, alpha=group["lr"] / parameter.shape[-1])
+
+
+class LooksAtAll(Plain):
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        norm = sum(float(one.grad.norm()) for every in self.param_groups for one in every["params"])
+        parameter.sub_(gradient, alpha=group["lr"] / (1 + norm))
+
+
+class Stacks(Plain):
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            torch.stack([one.grad.norm() for one in group["params"]])
+        super().step()
+
+
+class KeepsItsRate(Plain):
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay)
+        self.rate = lr
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        parameter.sub_(gradient, alpha=self.rate)
+
+
+class DrawsFromItsOwn(Plain):
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        noise = torch.rand(gradient.shape, generator=self.generator, dtype=gradient.dtype)
+        parameter.sub_(gradient * noise, alpha=group["lr"])
+
+
+class DrawsFromPython(Plain):
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        import random
+
+        parameter.sub_(gradient, alpha=group["lr"] * random.random())
+
+
+class CountsById(Plain):
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay)
+        self.counts: dict[int, int] = {}
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        count = self.counts[id(parameter)] = self.counts.get(id(parameter), 0) + 1
+        parameter.sub_(gradient, alpha=group["lr"] / count)
+
+
+class Remembers(Plain):
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay)
+        self.norms: deque[float] = deque(maxlen=3)
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        self.norms.append(float(gradient.norm()))
+        parameter.sub_(gradient, alpha=group["lr"] / (1 + sum(self.norms)))
+
+
+class KeyOfTwoWords(Plain):
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        self.state[parameter]["mean/square"] = gradient.square()
+        super().update(parameter, gradient, group)
+
+
+class ObjectInState(Plain):
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        self.state[parameter].setdefault("cache", nn.Identity())
+        super().update(parameter, gradient, group)
+
+
+class CannotStep(Plain):
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        raise ValueError("only sparse gradients")
+
+
+class NeedsAllGradients(Plain):
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.update(parameter.detach(), parameter.grad, group)
