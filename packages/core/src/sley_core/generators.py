@@ -11,7 +11,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -151,11 +151,23 @@ def own_generators(module: nn.Module, name: str) -> list[Any]:
     found: dict[int, Any] = {}
     seen: set[int] = set()
     for path, part in module.named_modules(prefix=name):
-        held = [value for key, value in vars(part).items() if key not in ("_parameters", "_buffers", "_modules")]
-        for value in (*held, *_of_class(type(part))):
-            for generator in _generators_in(value, seen, _DEPTH):
-                found.setdefault(id(generator), _checked(generator, path))
+        for generator in _held(part, ("_parameters", "_buffers", "_modules"), seen):
+            found.setdefault(id(generator), _checked(generator, f"the module {path!r}", "model"))
     return list(found.values())
+
+
+def generators_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Returns the generators that an optimizer holds, as `own_generators` does. Raises PlanError "model-random"."""
+    held = _held(optimizer, ("state", "param_groups"), set())
+    found = {id(one): _checked(one, f"the optimizer {type(optimizer).__name__}", "optimizer") for one in held}
+    return list(found.values())
+
+
+def _held(owner: object, without: Sequence[str], seen: set[int]) -> Iterator[Any]:
+    """Yields the generators that an object holds, in attributes other than `without` and by its class."""
+    values = [value for key, value in vars(owner).items() if key not in without]
+    for value in (*values, *_of_class(type(owner))):
+        yield from _generators_in(value, seen, _DEPTH)
 
 
 def _of_class(kind: type) -> Iterator[Any]:
@@ -226,8 +238,8 @@ def _is_generator(value: Any) -> bool:
     )
 
 
-def _checked(generator: Any, path: str) -> Any:
-    """Returns a generator that can be seeded. Raises PlanError "model-random"."""
+def _checked(generator: Any, owner: str, table: str) -> Any:
+    """Returns a generator that can be seeded. Raises PlanError "model-random". owner, table: whose it is, for the error."""
     try:
         if isinstance(generator, random.SystemRandom):
             raise TypeError("it draws from the operating system")
@@ -240,8 +252,8 @@ def _checked(generator: Any, path: str) -> Any:
         kind = type(generator).__name__
         raise PlanError(
             "model-random",
-            f"the module {path!r} holds a {kind}, which cannot be seeded for each micro-batch: {error}",
-            path=("model",),
+            f"{owner} holds a {kind}, which cannot be seeded for each micro-batch: {error}",
+            path=(table,),
             hint="draw from torch's default generator, `random` or numpy, or from a `torch.Generator`",
         ) from None
     return generator

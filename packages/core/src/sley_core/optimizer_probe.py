@@ -8,10 +8,7 @@ once and one by one, whole and cut, without a stop and resumed.
 from __future__ import annotations
 
 import json
-import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +22,7 @@ from sley_core.checkpoint.values import from_json, to_json
 from sley_core.engine.cuts import Span
 from sley_core.engine.step_events import step_buckets
 from sley_core.errors import RunError
+from sley_core.generators import comparable_state, generators_of_optimizer, seed_host, seed_own, seeded
 from sley_core.optim.shared import (
     attributes_of,
     copied,
@@ -82,6 +80,7 @@ class Trial:
         self.parameters = [[nn.Parameter(one) for one in self._parts(shape)] for shape in self._shapes]
         groups = [{**one, "params": parts} for one, parts in zip(given.options, self.parameters, strict=True)]
         self.optimizer = in_training(build(groups))
+        self._generators = generators_of_optimizer(self.optimizer)
         self.begun = copied(attributes_of(shared_values(self.optimizer)))
         self.storages: set[int] = set()  # of the last step's gradients
         self.drew = False
@@ -100,16 +99,19 @@ class Trial:
         self.storages = {gradient.untyped_storage()._cdata for gradient in gradients if gradient.numel()}
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
-        generators = _generators(self._given.device)
-        before = [generator.manual_seed(number).get_state() for generator in generators]
+        seed_own(self._generators, number)
+        device = self._given.device
+        on_device = torch.cuda.default_generators[torch.cuda.current_device()] if device.type == "cuda" else None
+        seed_host(number)
+        before = comparable_state(), on_device and on_device.manual_seed(number).get_offset()
         step = with_own_gradients(self.optimizer, self.optimizer.step)
         if not one_by_one:
             self.optimizer.step()
         else:
             stepped: Any = [_Stepped(one) for one in self.every]
             step_buckets(self.optimizer, stepped, lambda every: ([one] for one in every[::-1]), step)
-        after = [generator.get_state() for generator in generators]
-        self.drew = not all(map(torch.equal, before, after))
+        after = comparable_state(), on_device and on_device.get_offset()
+        self.drew = before != after or bool(self._generators)
 
     def values(self) -> list[Tensor]:
         """Returns the present values, flat, of each parameter."""
@@ -134,11 +136,14 @@ def examine(
     scope: as it is declared, or "unknown". lr_changes: whether the plan has more than one learning rate. Leaves all generators
     as they are.
     """
-    with _generators_kept():
+    with (
+        seeded(0),
+        torch.random.fork_rng(list(range(torch.cuda.device_count())) if given.device.type == "cuda" else []),
+    ):
         trial = Trial(build, given)
         start = trial.values()
         try:
-            traits, drawn = _observe(trial)
+            traits = _observe(trial)
             larger = Trial(build, given, more=2)
             for number in range(NUM_STEPS):
                 larger.step(number)
@@ -148,7 +153,7 @@ def examine(
             )
             return Traits(), [fault]
         compare = _Compare(build, given, start, trial.values())
-        faults = [*drawn, *_out_of_reach(trial, larger)]
+        faults = list(_out_of_reach(trial, larger))
         if not faults:
             faults += compare.resumed()
         if lr_changes and compare.is_same(compare.after(factors=FALLING)):
@@ -222,24 +227,14 @@ class _Compare:
 HINT = "keep numbers, and tensors in `self.state[parameter]`; other attributes are not in a checkpoint"
 
 
-def _observe(trial: Trial) -> tuple[Traits, list[Fault]]:
-    """Takes all steps; returns the traits, and a fault for each generator besides torch's from which the steps draw."""
-    keeps, draws, others = False, False, set()
+def _observe(trial: Trial) -> Traits:
+    """Takes all steps; returns the traits."""
+    keeps = draws = False
     for number in range(NUM_STEPS):
-        python, numpy = random.getstate(), _numpy_state()
         trial.step(number)
         draws |= trial.drew
         keeps |= bool(trial.storages & _storages(trial))
-        others |= {"random"} if random.getstate() != python else set()
-        others |= {"numpy"} if _numpy_state() != numpy else set()
-    faults = [
-        Fault(
-            f"draws from `{one}`, of which each rank has another state",
-            "draw from torch, which a run seeds in each step",
-        )
-        for one in sorted(others)
-    ]
-    return Traits(keeps, draws, has_modes(trial.optimizer)), faults
+    return Traits(keeps, draws, has_modes(trial.optimizer))
 
 
 def _storages(trial: Trial) -> set[int]:
@@ -323,29 +318,3 @@ def _flat(shape: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
         return _whole(shape)
     ends = [0, 2, prod(shape)]
     return [(last - first, Span(first, last).shape_in(shape)) for first, last in pairwise(ends)]
-
-
-def _generators(device: torch.device) -> list[torch.Generator]:
-    """Returns torch's generators from which a step on `device` draws."""
-    more = [torch.cuda.default_generators[torch.cuda.current_device()]] if device.type == "cuda" else []
-    return [torch.default_generator, *more]
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Restores the states of all generators after the block."""
-    numpy = sys.modules.get("numpy")
-    states = random.getstate(), None if numpy is None else numpy.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(states[0])
-        if numpy is not None:
-            numpy.random.set_state(states[1])
-
-
-def _numpy_state() -> str:
-    numpy = sys.modules.get("numpy")
-    return "" if numpy is None else str(numpy.random.get_state()[1:3])

@@ -43,7 +43,11 @@ class TestCore(OptimizerContract):
     optimizer: ClassVar[dict[str, Any]] = {"use": "core.adamw", "lr": 0.05}
 
 
-for name in ("AssignsData", "KeepsGradients", "Draws", "Averages"):
+for source in ("torch", "random", "own"):
+    made = of(table(f"{OWN}:Draws", scope="elementwise", options={"source": source}))
+    globals()[f"TestDraws{source.title()}"] = made if source == "own" else pytest.mark.campaign(made)
+
+for name in ("AssignsData", "KeepsGradients", "Averages"):
     globals()[f"Test{name}"] = of(table(f"{OWN}:{name}", scope="elementwise"))
 
 for name in ("LooksAtDims", "ManyKinds", "Within"):
@@ -73,8 +77,6 @@ WRONG = [
     ("LooksAtAll", "cannot step its parameters one by one|updates a parameter by more than its own gradients"),
     ("Stacks", 'cannot step its parameters one by one.*scope = "global"'),
     ("KeepsItsRate", "takes no notice of the learning rate"),
-    ("DrawsFromItsOwn", "takes other steps once it goes on from a checkpoint"),
-    ("DrawsFromPython", "draws from `random`"),
     ("CountsById", "takes other steps once it goes on from a checkpoint"),
     ("Remembers", "takes other steps once it goes on from a checkpoint"),
     ("KeyOfTwoWords", "cannot go on from a checkpoint: .*'mean/square'"),

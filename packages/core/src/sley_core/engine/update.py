@@ -33,6 +33,7 @@ from sley_core.engine.step_events import StepEvents, step_buckets
 from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.store import GradientStore
 from sley_core.engine.totals import LOSS, NORM, USUAL, StepTotals, Votes, allow_a_step
+from sley_core.generators import IN_USE, generators_of_optimizer, seed_own
 from sley_core.model.seeds import derive
 from sley_core.optim.groups import scale_learning_rate
 from sley_core.optim.shared import attributes_of, copied, shared_values
@@ -88,6 +89,7 @@ class Update:
         self.events = events or StepEvents()
         self.traits = traits
         self.seed = seed
+        self._generators = [] if traits is PLAIN else generators_of_optimizer(optimizer)
         self.begun = copied(attributes_of(shared_values(optimizer)))
         self._factor = 1.0
         self._has_stepped = False
@@ -155,8 +157,10 @@ class Update:
         if self.traits is PLAIN:
             yield
             return
-        with self.device.random_state_kept():
-            self.device.seed(derive(self.seed, "update", step))
+        seed = derive(self.seed, "update", step)
+        with IN_USE, self.device.random_state_kept():
+            self.device.seed(seed)
+            seed_own(self._generators, seed)
             yield
 
     def _follow(self) -> None:

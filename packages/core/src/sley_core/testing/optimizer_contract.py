@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo, Field
+from sley_core.generators import generators_of_optimizer, seed_own, seeded
 from sley_core.model.seeds import derive
 from sley_core.optim.groups import parameter_groups
 from sley_core.optim.scope import scope_of
@@ -125,13 +126,16 @@ def by_hand(tables: dict[str, Any], seen: Seen) -> Tensors:
     config: Any = plan.optimizer.config
     copies = [_Copy(name, nn.Parameter(one.clone()), one.ndim > 1) for name, one in seen.first.items()]
     optimizer = in_training(plan.optimizer.build(parameter_groups(copies, config), torch.device("cpu")))
+    generators = generators_of_optimizer(optimizer)
     for step, (gradients, rate) in enumerate(zip(seen.given, seen.rates, strict=True)):
         for copy in copies:
             copy.parameter.grad = gradients[copy.name].clone().to(copy.parameter.dtype)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * rate / config.lr
-        torch.default_generator.manual_seed(derive(plan.run.seed, "update", step))
-        optimizer.step()
+        seed = derive(plan.run.seed, "update", step)
+        with seeded(seed):
+            seed_own(generators, seed)
+            optimizer.step()
     return {copy.name: copy.parameter.detach() for copy in copies}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from typing import Any
 
@@ -82,8 +83,19 @@ class ManyKinds(Plain):
 
 
 class Draws(Plain):
+    """Draws from torch's generator, from `random`, or from one of its own."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0, source: str = "torch") -> None:
+        super().__init__(params, lr, weight_decay)
+        self.source = source
+        self.own = [torch.Generator().manual_seed(1)] if source == "own" else []
+
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        parameter.sub_(gradient * (1 + 0.5 * torch.rand_like(gradient)), alpha=group["lr"])
+        if self.source == "random":
+            noise = torch.full_like(gradient, random.random())
+        else:
+            noise = torch.rand(gradient.shape, dtype=gradient.dtype, generator=self.own[0] if self.own else None)
+        parameter.sub_(gradient * (1 + 0.5 * noise), alpha=group["lr"])
 
 
 class Within(Plain):
@@ -189,23 +201,6 @@ class KeepsItsRate(Plain):
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         parameter.sub_(gradient, alpha=self.rate)
-
-
-class DrawsFromItsOwn(Plain):
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
-        super().__init__(params, lr, weight_decay)
-        self.generator = torch.Generator().manual_seed(1)
-
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        noise = torch.rand(gradient.shape, generator=self.generator, dtype=gradient.dtype)
-        parameter.sub_(gradient * noise, alpha=group["lr"])
-
-
-class DrawsFromPython(Plain):
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        import random
-
-        parameter.sub_(gradient, alpha=group["lr"] * random.random())
 
 
 class CountsById(Plain):
