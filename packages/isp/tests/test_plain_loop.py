@@ -180,6 +180,7 @@ REFUSED = {
     "Silent": "sharded-weight-read",  # it gives a weight to a function of its own
     "Mapped": "sharded-weight-mapped",
     "HookedWeights": "model-hook",
+    "Assigned": "sharded-weight-read",
 }
 
 

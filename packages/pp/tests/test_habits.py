@@ -22,13 +22,19 @@ def batch(step, sample):
 
 
 ONE_RANK_EACH = [
-    habit for habit in HABITS | OF_WHOLE_GRADIENTS if habit != "Mapped"
-]  # its warning is an error in the ranks
+    habit for habit in HABITS | OF_WHOLE_GRADIENTS if habit not in ("Mapped", "WrittenGradients", "Assigned")
+]  # the warning of `Mapped` is an error in the ranks
 TWO_RANKS_EACH = ["InPlace", "Adaptive", "Normed", "Frozen", "GradientWithin", "HookedWeights"]
 CASES = [
     *(("pp.zero_bubble_h1", 1, habit) for habit in ONE_RANK_EACH),
     *(("pp.zero_bubble_v", 2, habit) for habit in TWO_RANKS_EACH),
 ]
+
+
+@pytest.mark.parametrize("habit", ["WrittenGradients", "Assigned"])
+def test_gradients_that_others_write_under_split_backwards(ranks, own, small, habit):
+    """In place after D has queued them for W, or in the place of the sum."""
+    test_habits_under_split_backwards(ranks, own, small, "pp.zero_bubble_h1", 1, habit)
 
 
 @pytest.mark.sample(4)

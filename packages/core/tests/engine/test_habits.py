@@ -31,7 +31,7 @@ def recorded_all(every, num_steps, folder, batches):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # forward-mode derivatives
 @pytest.mark.parametrize("accumulation", ["direct", pytest.param("autograd", marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize("habit", [*HABITS, "Assigned"])
 def test_a_habit_gives_the_numbers_of_a_loop_by_hand(own, small, habit, accumulation):
     import own_data
 

@@ -29,11 +29,8 @@ from sley_core.api.weights import Asked, StandIn, asked_of, no_view
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
-    from sley_core.api.parts import Entry
+    from sley_core.api.parts import Entry, Handover
     from sley_isp.units import Gathered, Unit
-
-Sink = Callable[[Tensor, Tensor], None]
-"""Takes the output gradient [n, out] and the input, and reduces the weight's gradient, now or when W runs."""
 
 
 class SiteHost(Protocol):
@@ -61,7 +58,7 @@ class Site:
         self.launches = False
         self.fuses = True
         """Whether a product may be added to a gradient in one operation, which rounds differently from two."""
-        self.sink: Sink
+        self.sink: Handover
         unit.has_linear = unit.has_linear or isinstance(module, nn.Linear)
 
     @property
@@ -183,12 +180,13 @@ class _Linear(torch.autograd.Function):
         gathered = site.use(pins=-1, launches=True)
         with ExitStack() as over:
             over.callback(site.host.done, gathered)
+            is_shared = site.sink.shares(gradient)
             rows = gradient.reshape(-1, gradient.shape[-1])
             of_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.of_whole_weight else None
             of_bias = rows.sum(0) if ctx.of_whole_bias else None
             if site.trained and is_summed(ctx):
                 assert x is not None, f"{site.unit} was unfrozen between a forward and its backward"
-                site.sink(rows, x.reshape(-1, x.shape[-1]))
+                site.sink(rows, x.reshape(-1, x.shape[-1]), is_shared=is_shared)
             if not ctx.needs_input_grad[0]:
                 return None, of_weight, of_bias, None
             gathered.wait()
@@ -261,7 +259,9 @@ class _Embedding(torch.autograd.Function):
         if ctx.site.unit.has_linear:  # another rank's data may use the linear here, and all ranks must gather alike
             ctx.site.host.done(ctx.site.use(pins=-1, launches=True))
         if ctx.site.trained and is_summed(ctx):
-            ctx.site.sink(gradient.reshape(-1, gradient.shape[-1]), tokens.reshape(-1))
+            is_shared = ctx.site.sink.shares(gradient)
+            rows = gradient.reshape(-1, gradient.shape[-1])
+            ctx.site.sink(rows, tokens.reshape(-1), is_shared=is_shared)
         return None, None, None
 
 

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from sley_core.engine.store import GradientStore
     from sley_core.model.layers import Layer
 
-Sink = Callable[[Tensor, Tensor], None]
-"""Takes (g [n, out], x [n, in]) and adds g^T x to a weight's gradient [out, in]."""
-
 BiasSink = Callable[[Tensor], None]
 """Takes g [n, out] and adds the sum of its rows to a bias's gradient [out]."""
 
@@ -44,7 +41,7 @@ class DirectLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Sink, bias_sink: BiasSink | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Handover, bias_sink: BiasSink | None
     ) -> Tensor:
         """Computes the linear, and saves its input and weight for the backward."""
         ctx.save_for_backward(x, weight)
@@ -59,13 +56,14 @@ class DirectLinear(torch.autograd.Function):
         wants it.
         """
         x, weight = ctx.saved_tensors
+        is_shared = ctx.sink.shares(gradient)
         rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         of_input = gradient @ weight if ctx.needs_input_grad[0] else None
         of_bias = _of_bias(ctx, rows) if ctx.needs_input_grad[2] else None
         asked = asked_of(ctx)
         of_weight = None
         if asked is Asked.SUM and not torch.is_grad_enabled():
-            ctx.sink(rows, inputs)
+            ctx.sink(rows, inputs, is_shared=is_shared)
         elif asked is not Asked.NOTHING:
             of_weight = rows.t() @ inputs  # with `create_graph` it is differentiated once more
         return of_input, of_weight, of_bias, None, None
@@ -111,7 +109,7 @@ def asked_of(ctx: Any, place: int = 1) -> Asked:
 
 
 def direct_forward(
-    linear: nn.Linear, weight: Tensor, sink: Sink, bias: Tensor | None, bias_sink: BiasSink | None, input: Tensor
+    linear: nn.Linear, weight: Tensor, sink: Handover, bias: Tensor | None, bias_sink: BiasSink | None, input: Tensor
 ) -> Tensor:
     """Runs the forward of `linear` while a run is open. The last parameter is named as that of `nn.Linear.forward`, for models
     that pass `input` by name.
@@ -197,7 +195,7 @@ def queued_products(module: nn.Module, queue: WeightQueue, dtype: torch.dtype) -
         yield
 
 
-def _queueing_forward(linear: nn.Linear, sink: Sink, input: Tensor) -> Tensor:
+def _queueing_forward(linear: nn.Linear, sink: Handover, input: Tensor) -> Tensor:
     result: Tensor = DirectLinear.apply(input, linear.weight, linear.bias, sink, None)  # type: ignore[no-untyped-call]  # torch's
     return result
 

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from sley_core.engine.weight_queue import WeightQueue
     from sley_core.model.layers import Layer
 
-RowSink = Callable[[Tensor, Tensor], None]
-"""Takes (g [n, width], tokens [n]) and adds each row of g to its token's row of a table's gradient."""
-
 
 class DirectEmbedding(torch.autograd.Function):
     """Computes `F.embedding` with a backward that gives the gradient's rows to `sink`, if the backward would accumulate
@@ -34,7 +31,7 @@ class DirectEmbedding(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding_idx: int | None, sink: RowSink) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding_idx: int | None, sink: Handover) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.sink, ctx.padding_idx, ctx.num_rows = sink, padding_idx, weight.shape[0]
         return no_view(F.embedding(tokens, weight, padding_idx))
@@ -47,8 +44,9 @@ class DirectEmbedding(torch.autograd.Function):
         (tokens,) = ctx.saved_tensors
         asked = asked_of(ctx)
         if asked is Asked.SUM and not torch.is_grad_enabled():
+            is_shared = ctx.sink.shares(gradient)
             rows, flat = gradient.reshape(-1, gradient.shape[-1]), tokens.reshape(-1)
-            ctx.sink(without_padding(rows, flat, ctx.padding_idx), flat)
+            ctx.sink(without_padding(rows, flat, ctx.padding_idx), flat, is_shared=is_shared)
             return None, None, None, None
         if asked is Asked.NOTHING:
             return None, None, None, None
@@ -62,7 +60,7 @@ def without_padding(rows: Tensor, tokens: Tensor, padding_idx: int | None) -> Te
     return rows if padding_idx is None else rows.masked_fill((tokens == padding_idx).unsqueeze(1), 0.0)
 
 
-def embedding_forward(embedding: nn.Embedding, weight: Tensor, sink: RowSink, input: Tensor) -> Tensor:
+def embedding_forward(embedding: nn.Embedding, weight: Tensor, sink: Handover, input: Tensor) -> Tensor:
     """Runs the forward of `embedding` while a run is open. The last parameter is named as that of `nn.Embedding.forward`.
 
     weight: the parameter that the store knows; if the module now has another, autograd handles that.

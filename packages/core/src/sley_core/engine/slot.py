@@ -87,7 +87,8 @@ class Slot:
     makes one pass per backward, however often it uses the parameter; the queue of a W makes one after the entry's last product;
     a communicator makes one with every contribution.
 
-    autograd: IN_VIEW only if parameter and view have the same dtype, which is not known before the first layout.
+    autograd: IN_VIEW only if parameter and view have the same dtype, which is not known before the first layout. is_lent:
+    whether `parameter.grad` was made the view in this step, so that whatever is there now is the whole sum.
     """
 
     __slots__ = (
@@ -97,6 +98,7 @@ class Slot:
         "entry",
         "final",
         "habit",
+        "is_lent",
         "parameter",
         "state",
         "view",
@@ -120,6 +122,7 @@ class Slot:
         """Begins a step: the first contribution will overwrite the view."""
         self.contributions = 0
         self.final = 0
+        self.is_lent = False
         self.state = State.OPEN
         self.parameter.grad = None
 
@@ -182,6 +185,26 @@ class Slot:
         """Adds `gradient` as `take` does, but may keep the tensor itself: the caller must not use it again."""
         self.take(gradient)
 
+    def take_over(self) -> None:
+        """Takes what `parameter.grad` has, which autograd or a backward of a user's own put there: the whole sum if the view
+        was lent, else a contribution.
+        """
+        gradient = self.parameter.grad
+        assert gradient is not None, self.entry
+        if gradient is not self.view:
+            if self.is_lent:
+                self.contributions = 0
+            self.adopt(dense(gradient, self.entry))
+            self.is_lent = self.autograd is Autograd.IN_VIEW and self.parameter.dtype == self.view.dtype
+            self.parameter.grad = self.view if self.is_lent else None
+        self.contributions += 1
+
+    @property
+    def is_assigned(self) -> bool:
+        """Whether a backward of a user's own assigned `parameter.grad`, and no hook has taken it."""
+        gradient = self.parameter.grad
+        return gradient is not None and gradient is not self.view and self.autograd is not Autograd.UNWATCHED
+
     def take_product(self, left: Tensor, right: Tensor) -> None:
         """Adds left^T right; without a temporary tensor if all have the same dtype."""
         if left.dtype != self.view.dtype:
@@ -243,7 +266,7 @@ class LooseSlot(Slot):
         if self.contributions:
             self.view.add_(gradient)
         else:
-            self.view = gradient if gradient.dtype == self.dtype else gradient.to(self.dtype)
+            self.view = gradient.to(self.dtype).contiguous()  # somebody else's may have any strides
 
     def take_product(self, left: Tensor, right: Tensor) -> None:
         if self.contributions and left.dtype == self.dtype:

@@ -39,6 +39,16 @@ def by_autograd(entry: Entry) -> RunError:
     )
 
 
+def assigned(entry: Entry) -> RunError:
+    """Returns the error `gradient-assigned`: a backward assigned the gradient of `entry` in a way that cannot be followed."""
+    return RunError(
+        "gradient-assigned",
+        f"a backward assigns the gradient of the parameter {entry.name!r} itself (`weight.grad = ...`), after it was complete "
+        "or where sums are canonical",
+        hint="let the backward return the gradient, for a weight that is an argument of its `apply`",
+    )
+
+
 def without_gradients() -> RunError:
     """Returns the error `gradients-freed`: an offload discarded all gradients, and no step has begun since."""
     return RunError(

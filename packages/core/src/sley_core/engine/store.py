@@ -39,7 +39,7 @@ from sley_core.engine.slot import (
     State,
     mark_irregular,
 )
-from sley_core.engine.slot_faults import check_not_sharded, dense, frozen_within, reached_within, shards_fixed
+from sley_core.engine.slot_faults import assigned, check_not_sharded, frozen_within, reached_within, shards_fixed
 from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError, closed
 from sley_core.memory.state import is_away
@@ -175,6 +175,7 @@ class GradientStore(Contributions):
     def pause(self) -> None:
         """Ends a call of the step that other calls follow, which add to the same gradients; nothing is reported."""
         for slot in self._order:
+            self._take_assigned(slot)
             slot.pause()
 
     def resume(self) -> None:
@@ -201,6 +202,8 @@ class GradientStore(Contributions):
             return
         done, are_all_complete = self.state.done, True
         for slot in self._order:
+            if slot.chunks <= done:
+                self._take_assigned(slot)
             if slot.is_open:
                 if chunk in slot.chunks and slot.chunks <= done:
                     slot.complete()
@@ -234,8 +237,8 @@ class GradientStore(Contributions):
         parameter in it.
 
         Copies the first contribution; autograd adds later ones into the view itself. Finds no `grad` if everything was added
-        elsewhere. Raises RunError `sparse-gradient`, and `sharded-weight-read` if code used a shard as if it were the full
-        weight.
+        elsewhere, and another than the view if a backward of a user's own assigned it. Raises RunError `sparse-gradient`, and
+        `sharded-weight-read` if code used a shard as if it were the full weight.
         """
         gradient = parameter.grad
         if slot.entry.shard is not None and (gradient is None or gradient is slot.view):
@@ -245,14 +248,22 @@ class GradientStore(Contributions):
             slot.check_open(self.state)
             if self.canonical is not None:
                 self._enter_autograd(slot, self.canonical)
-            if gradient is not slot.view:
-                slot.adopt(dense(gradient, slot.entry))
-                is_kept = slot.autograd is Autograd.IN_VIEW and parameter.dtype == slot.view.dtype
-                parameter.grad = slot.view if is_kept else None
-            slot.contributions += 1
+            slot.take_over()
         if not self._learned:
             self._tasks[slot] = self.state.action, torch._C._current_graph_task_id()
         self._passed(slot)
+
+    def _take_assigned(self, slot: Slot) -> None:
+        """Takes a gradient that a backward assigned without a hook being called, as for a weight that is not in the graph.
+        Raises RunError `gradient-assigned` if it comes too late, or if nobody knows of which micro-batch it is.
+        """
+        if not slot.is_assigned:
+            return
+        if self.canonical is not None or slot.state is State.REPORTED:
+            raise assigned(slot.entry)
+        check_not_sharded(slot.entry)
+        slot.take_over()
+        slot.habit.is_irregular = True  # it is complete at the end of the chunk only
 
     def _passed(self, slot: Slot) -> None:
         """Counts one pass if the running action is the last that can add to the gradient; reports the entry if it is complete

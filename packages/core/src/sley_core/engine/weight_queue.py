@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from sley_core.errors import RunError
+from sley_core.model.storage import sum_of_bits, version_of
 
 if TYPE_CHECKING:
     from sley_core.engine.book import Entry
@@ -77,8 +81,15 @@ class WeightQueue:
         self._open = None
 
 
+_OWN = 2
+"""References to the storage of a tensor that nobody else has: the tensor's, and that of the storage object that is asked."""
+
+
 class Handover:
     """Is the sink of one linear: multiplies at once, or queues while a D is collecting.
+
+    Between D and W, a hook or the backward of another branch may write in place to the output gradient, if it has that too. So
+    until the first W has shown whether that happens, such a gradient is copied, and after that only if it does.
 
     entry: the weight's entry, for the queue's `on_last`.
     """
@@ -89,9 +100,48 @@ class Handover:
         self.multiply = multiply
         self.queue = queue
         self.entry = entry
+        self._copies: bool | None = None
 
-    def __call__(self, rows: Tensor, inputs: Tensor) -> None:
-        if self.queue.is_collecting:
-            self.queue.put(lambda: self.multiply(rows, inputs), self.entry)
-        else:
+    def __call__(self, rows: Tensor, inputs: Tensor, *, is_shared: bool = False) -> None:
+        """Multiplies or queues `rows` [n, out] and `inputs` [n, in]. is_shared: what `shares` says of the gradient of which
+        `rows` is a view.
+        """
+        if not self.queue.is_collecting:
             self.multiply(rows, inputs)
+        elif is_shared and self._copies is not False:
+            self.queue.put(partial(self._of_copy, rows.clone(), rows, inputs, version_of(inputs)), self.entry)
+        else:
+            self.queue.put(partial(self._of_own, rows, inputs, version_of(rows), version_of(inputs)), self.entry)
+
+    def shares(self, gradient: Tensor) -> bool:
+        """Returns whether `gradient`, which the running backward was given, is to be queued and somebody else has its memory.
+        To be asked before any view of it is made.
+        """
+        if not self.queue.is_collecting:
+            return False
+        storage = gradient.untyped_storage()
+        tensors: int = gradient._use_count()  # type: ignore[attr-defined]  # torch's, without a stub
+        return tensors > 1 or torch._C._storage_Use_Count(storage._cdata) > _OWN
+
+    def _of_copy(self, copied: Tensor, rows: Tensor, inputs: Tensor, version: int) -> None:
+        if self._copies is None:
+            now, then = sum_of_bits(rows), sum_of_bits(copied)
+            self._copies = now is not None and then is not None and not torch.equal(now, then)
+        self._multiply(copied, inputs, is_written=version_of(inputs) != version)
+
+    def _of_own(self, rows: Tensor, inputs: Tensor, version: int, version_of_inputs: int) -> None:
+        is_written = version_of(rows) != version or version_of(inputs) != version_of_inputs
+        self._multiply(rows, inputs, is_written=is_written)
+
+    def _multiply(self, rows: Tensor, inputs: Tensor, *, is_written: bool) -> None:
+        """Multiplies, or raises RunError `gradient-written` if what is multiplied is no longer what D queued."""
+        if is_written:
+            of = f"the parameter {self.entry.name!r}" if self.entry is not None else "a sharded linear"
+            raise RunError(
+                "gradient-written",
+                f"the backward of {of} is split, and its input or its output's gradient is written on in place between the "
+                "two halves, by a hook or the backward of another layer",
+                hint="return a new tensor there (`gradient.clamp(...)` in place of `clamp_`), or use a schedule that does not "
+                "split backwards, as `pp.one_f_one_b`",
+            )
+        self.multiply(rows, inputs)

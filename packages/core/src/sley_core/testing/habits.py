@@ -185,6 +185,70 @@ class HookedWeights(Block):
         return made
 
 
+class Clamping(torch.autograd.Function):
+    """A backward that writes to the gradient that it is given, and returns that."""
+
+    @staticmethod
+    def forward(_ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden * 1.0
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp_(-1e-3, 1e-3)
+
+
+class WrittenGradients(Block):
+    """Branches whose hooks and backwards write in place to a gradient that a linear was given before."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        beside = hidden * 1.0
+        beside.register_hook(lambda gradient: gradient.mul_(0.5))  # type: ignore[no-untyped-call]  # torch's
+        hidden = self.one(hidden) + beside
+        other = hidden * 1.0
+        other.register_hook(lambda gradient: gradient.data.mul_(0.5))  # type: ignore[no-untyped-call]  # torch's
+        hidden = self.two(hidden).flatten(0, 1) + other.flatten(0, 1)
+        clamped: Tensor = Clamping.apply(hidden)  # type: ignore[no-untyped-call]  # torch's
+        made: Tensor = (self.two(hidden) + clamped).view_as(beside)
+        return made
+
+
+class Fused(torch.autograd.Function):
+    """A linear whose backward adds to `weight.grad` itself, as fused kernels do: by a new tensor or in place."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, held: nn.Linear, in_place: bool) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.held, ctx.in_place = held, in_place
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (hidden,) = ctx.saved_tensors
+        weight = ctx.held.weight
+        of_weight = gradient.flatten(0, -2).t() @ hidden.flatten(0, -2)
+        if weight.grad is None:
+            weight.grad = of_weight
+        elif ctx.in_place:
+            weight.grad.add_(of_weight)
+        else:
+            weight.grad = weight.grad + of_weight
+        return gradient @ weight, None, None, None
+
+
+class Assigned(Block):
+    """Uses of `Fused`: of a weight in the graph, of one that is not, and of one that autograd has a gradient of too."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.three = nn.Linear(hidden, hidden, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + Fused.apply(hidden, self.two.weight, self.two, True).tanh()  # type: ignore[no-untyped-call]  # torch's
+        hidden = hidden + Fused.apply(hidden, self.three.weight.detach(), self.three, False).tanh()  # type: ignore[no-untyped-call]
+        made: Tensor = hidden + Fused.apply(hidden, self.one.weight, self.one, False) + self.one(hidden).tanh()  # type: ignore[no-untyped-call]
+        return made
+
+
 KINDS: tuple[type[nn.Module], ...] = (
     InPlace,
     Adaptive,
@@ -197,11 +261,12 @@ KINDS: tuple[type[nn.Module], ...] = (
     Mapped,
     Silent,
     Hooked,
+    WrittenGradients,
 )
 HABITS: dict[str, Any] = {kind.__name__: kind for kind in KINDS}
 """By name, each called with the width of the model."""
 
-OF_WHOLE_GRADIENTS: dict[str, Any] = {kind.__name__: kind for kind in (HookedWeights,)}
+OF_WHOLE_GRADIENTS: dict[str, Any] = {kind.__name__: kind for kind in (HookedWeights, Assigned)}
 """Others, which need whole gradients of weights: they are refused where weights are sharded."""
 
 
