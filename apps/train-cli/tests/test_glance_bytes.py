@@ -46,6 +46,8 @@ def layout_of(space: Layouts, sizes: Sizes, *names: str, offload: str = "") -> C
         ((2, 1, 1, 2), ("pp.zero_bubble_v", "core.keep", "dp.sharded"), 0.8),
         ((2, 1, 1, 1), ("pp.one_f_one_b", "core.recompute", "core.each"), 0.8),
         ((1, 4, 1, 4), ("core.keep", "dp.bucketed"), 0.7),
+        ((1, 1, 1, 4), ("memory.host", "dp.bucketed"), 0.7),
+        ((4, 1, 1, 2), ("pp.one_f_one_b", "memory.host"), 0.55),
     ],
 )
 def test_a_glance_at_bytes_is_near_and_never_above(
@@ -55,7 +57,10 @@ def test_a_glance_at_bytes_is_near_and_never_above(
     batch: dict[str, Any] = {"global_size": 16, "micro_size": 1}
     plan = plan_from_dict(small_plan(model=SHAPE, data=DATA, batch=batch, precision={"compute": compute}))
     machine = machine_from_dict(
-        small_machine(device__matmul={"bf16": {"flops_per_s": 1e12}, "fp32": {"flops_per_s": 1e12}})
+        small_machine(
+            device__matmul={"bf16": {"flops_per_s": 1e12}, "fp32": {"flops_per_s": 1e12}},
+            host={"to_host": 1e9, "to_device": 1e9, "memory_bandwidth": 1e10},
+        )
     )
     layout = layout_of(Layouts(plan, WORLD, choices_of(plan)), Sizes(*sizes), *names)
     made = layout.plan(plan, WORLD)

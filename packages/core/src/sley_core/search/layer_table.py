@@ -176,9 +176,9 @@ class LayerTables:
             [[of.forward, of.backward, of.input_gradient, of.weight_gradient] for of in found], dtype=np.float64
         )
         kept = [work.kept_bytes for work in works]
-        if copies_to_host(shape.activations.record):
-            self._copy(shape, seconds, kept)
         output, passing = ([getattr(work, name) for work in works] for name in ("output_bytes", "passing_bytes"))
+        if copies_to_host(shape.activations.record):
+            self._copy(shape, seconds, kept, passing)
         waiting, handed, beside = (np.array(some, dtype=np.int64) for some in (kept, output, passing))
         is_measured, host_s = [source != "counted" for _, source in priced], [of.host_ways_s for of, _ in priced]
         forward, backward, through, rest = seconds.T
@@ -186,10 +186,10 @@ class LayerTables:
             forward, backward, through, rest, waiting, handed, beside, np.array(is_measured), np.array(host_s).T
         )
 
-    def _copy(self, shape: Shape, seconds: Floats, kept: list[int]) -> None:
-        """Changes `seconds`, [layers, 4], and `kept` for a policy that copies what chosen layers save to the host: copies count
-        beside the layer's own computing on CUDA, and behind it on a CPU; nothing of these layers is kept on the device. Raises
-        PlanError "not-at-a-glance" for a policy that does not name these layers.
+    def _copy(self, shape: Shape, seconds: Floats, kept: list[int], passing: list[int]) -> None:
+        """Changes `seconds`, [layers, 4], and bytes for a policy that copies what chosen layers save to the host: copies count
+        beside the layer's own computing on CUDA, and behind it on a CPU; nothing of these layers waits on the device, and their
+        backwards have it there. Raises PlanError "not-at-a-glance" for a policy that does not name these layers.
         """
         names = getattr(self.variants.policy(shape.activations), "names", None)
         if names is None:
@@ -204,7 +204,7 @@ class LayerTables:
                     if runs_ahead
                     else (forward + there_s, backward + back_s, through + back_s, rest)
                 )
-                kept[at] = 0
+                kept[at], passing[at] = 0, passing[at] + kept[at]
 
     def _swapped(self, seconds: LayerSeconds, work: LayerWork, sp: int) -> LayerSeconds:
         """Returns the seconds of a layer with the swaps of its attentions over `sp` ranks: in the forward, in each backward,
