@@ -152,6 +152,14 @@ def test_states_leave_the_device_where_a_layout_does_not_fit_with_them(
     assert rows_of(searched(*options, "--memory", "500KiB", "--keep", "offload").out) == []
 
 
+def test_data_that_are_not_there_end_a_search_before_it_begins(searched: Callable[..., Any], given: Path) -> None:
+    """Each layout was verified, and left out for it."""
+    refused = searched("--world", "2", "--set", 'data={use="core.text", files=["gone.txt"], sequence=24}')
+    assert (refused.code, refused.out) == (3, "")
+    assert f"error[data-missing]: there is no file `{given / 'gone.txt'}`" in refused.err
+    assert "verifying" not in refused.err
+
+
 def test_what_is_to_be_compared_is_asked_for_before_the_search(searched: Callable[..., Any], given: Path) -> None:
     """A plan of another world cannot be, and a search that is over would be lost."""
     plan = given / "plan.toml"

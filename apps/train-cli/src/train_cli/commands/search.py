@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sley_core.errors import SleyError, UsageError
+from sley_core.errors import PlanError, SleyError, UsageError
 from sley_core.estimate.machine.notes import notes_on
 from sley_core.estimate.machine.read import load_machine
 from sley_core.plan.load import load_plan
@@ -81,11 +81,15 @@ def _found(
     plan: Plan, world: int, machine: MachineFile, limit: int | None, top: int, keep: Sequence[Axis], *, verify: bool
 ) -> tuple[SearchFound, Sequence[str]]:
     """Returns what a search found, and the plugins that it could not load. Raises SleyError with its place in the plan."""
+    from sley_core.data.check import check_data
     from sley_core.search.choices import choices_of
     from sley_core.search.find import find
     from sley_core.search.layouts import Layouts
     from sley_core.search.quick import Quick
 
+    # Such as files that are not there, which every layout would be left out for.
+    if problems := [plan.diagnostic(one.code, one.message, one.path, one.hint) for one in check_data(plan)]:
+        raise PlanError.many(problems)
     choices = choices_of(plan)
     try:
         space, quick = Layouts(plan, world, choices, keep), Quick(plan, world, machine)
