@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import tomli_w
 
 from sley_core.errors import UsageError
+from sley_core.testing.machines import small_machine
 from train_cli.commands.estimate import num_bytes, shown
 
 Cli = Callable[..., Any]
@@ -35,6 +38,27 @@ def test_a_world_that_no_layout_divides_is_refused_as_by_check(cli: Cli, plan: P
     assert result.code == 3
     assert cli("check", plan, "--world", "3").err == result.err
     assert cli("estimate", plan, "--nodes", "3", "--per-node", "1").err == result.err
+
+
+def test_hosts_that_are_given_are_those_that_the_machine_prices(cli: Cli, plan: Path) -> None:
+    """They were those of the machine file, whatever `--per-node` said."""
+    links = {"ranks_per_host": 8, "same_host": {"latency_s": 1e-5, "bandwidth": 1e10}}
+    links["other_host"] = {"latency_s": 1.0, "bandwidth": 1e10}
+    (plan.parent / "machine.toml").write_text(tomli_w.dumps(small_machine(links=links)), "utf-8")
+    for command in ("estimate", "show"):
+        asked = (
+            command,
+            plan,
+            "--machine",
+            plan.parent / "machine.toml",
+            *(["--timeline"] if command == "show" else []),
+        )
+        steps = []
+        for hosts in (("--nodes", "1", "--per-node", "2"), ("--nodes", "2", "--per-node", "1")):
+            told = cli(*asked, *hosts)
+            assert told.code == 0, told.err
+            steps.append(float(re.findall(r"a step takes ([\d.e-]+) s", told.out)[0]))
+        assert steps[0] < 1.0 < steps[1]
 
 
 def test_json_has_the_curve_of_a_step(cli: Cli, plan: Path) -> None:

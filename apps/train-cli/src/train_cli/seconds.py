@@ -44,12 +44,19 @@ WAITS = {
 """What is said of waits, by the first word of an exchange's lane."""
 
 
-def estimated(plan: Plan, size: int, file: Path) -> Iterator[str]:
-    """Yields the drawing of the step of `plan` on `size` ranks of the machine in `file`, and what each stage does meanwhile.
-
-    Raises PlanError for a machine file that is wrong, and as `seconds_of`.
-    """
+def machine_of(file: Path, per_node: int | None) -> MachineFile:
+    """Returns the machine in `file`, with `per_node` ranks on each host if that is given. Raises as `load_machine`."""
     machine = load_machine(file)
+    if per_node is None:
+        return machine
+    links = machine.links.model_copy(update={"ranks_per_host": per_node})
+    return machine.model_copy(update={"links": links})
+
+
+def estimated(plan: Plan, size: int, machine: MachineFile) -> Iterator[str]:
+    """Yields the drawing of the step of `plan` on `size` ranks of `machine`, and what each stage does meanwhile. Raises as
+    `seconds_of`.
+    """
     found = seconds_of(plan, size, machine)
     yield f"# {plan.pipeline.name if plan.pipeline else 'no pipeline'} on {size} x {machine.device.name}, estimated"
     yield draw_text(found.step.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)

@@ -13,7 +13,6 @@ from sley_core.actions.draw_memory import memory_elements
 from sley_core.actions.draw_svg import picture, timeline_elements
 from sley_core.errors import UsageError
 from sley_core.estimate.machine.on_machine import on_machine
-from sley_core.estimate.machine.read import load_machine
 from sley_core.plan.load import load_plan
 from train_cli.doctor.verdict import in_words
 from train_cli.options import (
@@ -26,7 +25,7 @@ from train_cli.options import (
     WorldOption,
     given_world,
 )
-from train_cli.seconds import seconds_data, seconds_lines
+from train_cli.seconds import machine_of, seconds_data, seconds_lines
 from train_cli.surroundings import num_cores
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ def estimate(
     resolved = load_plan(plan, overrides or [])
     given = given_world(world, nodes, per_node)
     size = resolved.world(None) if given is None else given
-    known = None if machine is None else load_machine(machine)
+    known = None if machine is None else machine_of(machine, per_node)
     if known is not None:
         resolved = on_machine(resolved, known)
     found, timed = bytes_and_seconds(resolved, size, known)

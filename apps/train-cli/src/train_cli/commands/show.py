@@ -59,9 +59,9 @@ def show(
     if rank is not None and rank >= topology.world:
         raise PlanError("layout", f"there is no rank {rank}: the ranks are 0 to {topology.world - 1}")
     if timeline and machine is not None:
-        from train_cli.seconds import estimated
+        from train_cli.seconds import estimated, machine_of
 
-        typer.echo("\n".join(estimated(resolved, topology.world, machine)))
+        typer.echo("\n".join(estimated(resolved, topology.world, machine_of(machine, per_node))))
     elif timeline:
         from train_cli.timeline import timeline as drawn
 
