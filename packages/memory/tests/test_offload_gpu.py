@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -121,3 +122,34 @@ def test_bits_are_those_of_a_run_that_stayed(run):
         for _ in range(4):
             plain.step()
         assert sha(plain) == found
+
+
+def test_calls_may_come_from_any_stream(run):
+    """The run works on its own stream: what a caller's has been given comes before, and what it is given later after."""
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for _ in range(3):
+        for stream, call in zip(streams, (run.memory.offload, run.memory.onload, run.step), strict=True):
+            with torch.cuda.stream(stream):
+                call()
+    found = sha(run)
+    plan = plan_from_dict({**LARGE, "offload": []})
+    with World.join("cuda") as world, assemble(plan, world) as plain:
+        for _ in range(4):
+            plain.step()
+        assert sha(plain) == found
+
+
+def in_queues(count):
+    """The digest of a run that moves everything between steps, in a process whose driver has `count` queues."""
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(count)
+    plan = plan_from_dict({**LARGE, "activations": {"use": "memory.host"}})
+    with World.join("cuda") as world, assemble(plan, world) as made:
+        for _ in range(3):
+            made.step()
+            made.memory.offload()
+            made.memory.onload()
+        return sha(made)
+
+
+def test_the_number_of_queues_changes_no_bit(ranks):
+    assert len({ranks(1, 200, fresh=True)(in_queues, count)[0] for count in (1, 8, 32)}) == 1

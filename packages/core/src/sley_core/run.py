@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from sley_core.comm.collectives import gather_objects
+from sley_core.comm.device import on_stream
 from sley_core.engine.save import WeightSaver
 from sley_core.equipment import rows_of
 from sley_core.errors import KeyPath, StateError, UsageError, closed
@@ -71,6 +72,7 @@ class Run(AbstractContextManager["Run"]):
     ) -> None:
         self.plan = plan
         self.parts = parts
+        self.device = parts.world.device
         self.world, self.topology, self.groups = parts.world, parts.topology, parts.groups
         self.layers, self.book, self.store = parts.layers, parts.book, parts.store
         self.stepper = stepper
@@ -117,6 +119,7 @@ class Run(AbstractContextManager["Run"]):
             found["data", "samples_per_epoch"] = self.feed.num_samples
         return with_values(self.plan, found)
 
+    @on_stream
     def train(self) -> Outcome:
         """Takes steps until the plan's last one, or until any rank asks to stop; returns the outcome. All ranks call it.
 
@@ -156,9 +159,10 @@ class Run(AbstractContextManager["Run"]):
 
         Raises RunError as `train` does, and, with nothing changed, for a batch that does not match the data's declaration.
         """
-        self._settle()
-        with self._stepping():
-            return self.loop.step_with_outputs(batch, join=join) if return_outputs else self.loop.step(batch)
+        with self.device.on_stream():
+            self._settle()
+            with self._stepping():
+                return self.loop.step_with_outputs(batch, join=join) if return_outputs else self.loop.step(batch)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Returns a context manager within which `step` adds gradients up and updates nothing; the next call of `step` outside
@@ -187,6 +191,7 @@ class Run(AbstractContextManager["Run"]):
             )
         return self.loop.accumulating()
 
+    @on_stream
     def evaluate(self, batch: GivenBatch | None = None) -> float:
         """Returns the mean loss over `batch`, the same on every rank; changes nothing. All ranks call it.
 
@@ -201,6 +206,7 @@ class Run(AbstractContextManager["Run"]):
         self.memory.require("an evaluation", TO_EVALUATE)
         return self.loop.evaluate(batch)
 
+    @on_stream
     def predict(self, batch: GivenBatch, *, join: bool = False) -> Any:
         """Returns the model's outputs for `batch`, on ranks with the model's last layer; None on the other stages. All ranks
         call it. Changes nothing: modules are in evaluation mode, and nothing is kept for a backward.
@@ -217,6 +223,7 @@ class Run(AbstractContextManager["Run"]):
         self.memory.require("a prediction", TO_EVALUATE)
         return self.loop.predict(batch, join=join)
 
+    @on_stream
     def load_weights(
         self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True
     ) -> LoadedWeights:
@@ -237,6 +244,7 @@ class Run(AbstractContextManager["Run"]):
         self.loop.weights_loaded()
         return found
 
+    @on_stream
     def save_weights(
         self, folder: str | Path, *, precision: Precision = "working", max_file_bytes: int = FILE_BYTES
     ) -> None:
@@ -274,6 +282,7 @@ class Run(AbstractContextManager["Run"]):
         if precision == "full":
             self.memory.follow("saving weights")
 
+    @on_stream
     def save_checkpoint(self, path: str | Path | None = None) -> str:
         """Writes a checkpoint and returns its folder; the checkpoint is complete when this returns. All ranks call it, between
         two steps.
@@ -286,6 +295,7 @@ class Run(AbstractContextManager["Run"]):
         self._check_ended("saving a checkpoint")
         return self._checkpoints.save(path, self.num_steps_done)
 
+    @on_stream
     def load_checkpoint(self, path: str | Path, *, anew: bool = False) -> Restored | None:
         """Resumes from a checkpoint, in this layout or another, and returns what was loaded; None for "auto" if there is none
         yet.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -11,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sley_core.comm.copies import HostMemory, HostStream, _CudaEvent, free, grow, make_room
-from sley_core.comm.device import Device
+from sley_core.comm.copies import CudaStream, HostMemory, HostStream, _CudaEvent, free, grow, make_room
+from sley_core.comm.device import CONNECTIONS, Device
 
 
 def test_views_hooks_and_gradients_survive_memory_that_leaves() -> None:
@@ -85,6 +86,24 @@ def test_a_copy_of_the_host_is_done_at_once() -> None:
     assert target.tolist() == [1, 1]
 
 
+class Stream:
+    """In place of torch.cuda.Stream; says what it was told."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.said: list[object] = []
+
+    def wait_event(self, event: object) -> None:
+        self.said.append(("waits for", event))
+
+    def wait_stream(self, stream: object) -> None:
+        self.said.append(("waits for", stream))
+
+    def record_event(self) -> object:
+        self.said.append("recorded")
+        return "event"
+
+
 class Cuda:
     """In place of what of torch.cuda a copy asks; says what was asked. current: the device of this thread."""
 
@@ -92,7 +111,7 @@ class Cuda:
         self.current = torch.device("cuda", 0)
         self.said: list[object] = []
         self.error = error
-        for name in ("device", "current_stream", "cudart"):
+        for name in ("device", "cudart"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
 
     @contextmanager
@@ -100,13 +119,6 @@ class Cuda:
         before, self.current = self.current, device
         yield
         self.current = before
-
-    def current_stream(self, device: torch.device | None = None) -> Cuda:
-        self.said.append(("stream of", device or self.current))
-        return self
-
-    def wait_event(self, event: object) -> None:
-        self.said.append("held")
 
     def synchronize(self) -> None:
         self.said.append(("waited on", self.current))
@@ -129,11 +141,47 @@ class Cuda:
 def test_an_event_is_of_its_own_device_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that saves, or collects garbage, has device 0 as its current one."""
     cuda, own = Cuda(monkeypatch), torch.device("cuda", 3)
-    event = _CudaEvent(cuda, own)  # type: ignore[arg-type]
+    main = Stream(own)
+    event = _CudaEvent(cuda, main)  # type: ignore[arg-type]
     assert event.is_done()
     event.wait()
     event.hold_device()
-    assert cuda.said == [("asked on", own), ("waited on", own), ("stream of", own), "held"]
+    assert cuda.said == [("asked on", own), ("waited on", own)]
+    assert main.said == [("waits for", cuda)]
+
+
+def test_copies_are_in_order_with_the_run_and_not_with_whoever_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may call on a stream of its own, and Python may collect what was copied on any thread."""
+    made: list[Stream] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(Stream(device)) or made[-1])
+    monkeypatch.setattr(torch.cuda, "current_stream", None)  # it is not asked
+    main = Stream(torch.device("cuda", 3))
+    stream = CudaStream(main)  # type: ignore[arg-type]
+    stream.follow()
+    stream.record().hold_device()
+    assert made[0].device == main.device
+    assert made[0].said == [("waits for", main), "recorded"]
+    assert main.said == [("waits for", "event")]
+
+
+def test_a_call_from_another_stream_is_in_order_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, others = Stream(torch.device("cuda", 0)), Stream(torch.device("cuda", 0))
+    current = [others]
+    device = Device(own.device, stream=own)  # type: ignore[arg-type]
+
+    @contextmanager
+    def stream(one: Stream) -> Iterator[None]:
+        current.append(one)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    with device.on_stream():
+        assert (current[-1], own.said, others.said) == (own, [("waits for", others)], [])
+        with device.on_stream():  # it is the current one
+            assert len(current) == 2
+    assert (current, others.said) == ([others], [("waits for", own)])
 
 
 def test_a_refusal_to_lock_pages_is_a_warning_and_no_error_of_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,3 +239,20 @@ def test_memory_for_many_tensors_is_taken_at_once(
     assert asked == taken
     make_room(sizes, torch.device("cpu"))
     assert asked == taken
+
+
+@pytest.mark.parametrize("given", [None, "1", "8"])
+def test_streams_have_queues_of_their_own_unless_a_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    monkeypatch.delenv(CONNECTIONS, raising=False)
+    if given is not None:
+        monkeypatch.setenv(CONNECTIONS, given)
+    for name, value in (("is_available", lambda: True), ("device_count", lambda: 1), ("current_stream", Stream)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    set_with: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: set_with.append(os.environ[CONNECTIONS]))
+    monkeypatch.setattr("sley_core.comm.device._begin_backwards", lambda device: None)
+    assert Device.pick("cuda").stream is not None
+    assert set_with == [given or "32"]
+    monkeypatch.delenv(CONNECTIONS, raising=False)  # not this test's to leave

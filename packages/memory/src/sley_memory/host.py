@@ -86,6 +86,7 @@ class HostActivations(ActivationPolicy):
         self._let_go()
         self._last.clear()
         self._stream.record().hold_device()
+        self.buffers.begin()
         self._owners.begin()
 
     def detach(self) -> None:

@@ -58,6 +58,18 @@ class HostBuffers:
         self.num_lent_bytes -= num_bytes
         self._free.insert(bisect_left(self._free, buffer.num_bytes, key=_size), buffer)
 
+    def begin(self) -> None:
+        """Frees the smallest free buffers while more than twice of what was ever lent is held. Waits for copies if it frees.
+
+        Called between steps: unlocking memory of the host may wait for all work of the device, and within a step that may
+        include a receive whose sender waits for this rank.
+        """
+        count, rest = 0, self.num_bytes
+        while count < len(self._free) and rest > 2 * self.max_lent_bytes:
+            rest -= self._free[count].num_bytes
+            count += 1
+        self._drop(count)
+
     def trim(self) -> int:
         """Frees every buffer that is not lent; returns the bytes freed. Waits for copies."""
         return self._drop(len(self._free))
@@ -75,12 +87,7 @@ class HostBuffers:
         return self._free.pop(at)
 
     def _new(self, num_bytes: int) -> HostMemory:
-        """Allocates a buffer of whole pages and returns it; frees others first where more than twice of what was ever lent
-        would be held.
-        """
-        bound = 2 * max(self.max_lent_bytes, self.num_lent_bytes + num_bytes)
-        while self._free and self.num_bytes + num_bytes > bound:
-            self._drop(1)
+        """Allocates a buffer of whole pages and returns it."""
         buffer = self._host_memory(-(-num_bytes // PAGESIZE) * PAGESIZE)  # whole pages, all of which can be lent again
         self.num_allocations += 1
         self.num_bytes += buffer.num_bytes

@@ -117,3 +117,36 @@ def test_a_reader_waits(offload: str, reader: str, texts: Path, tmp_path: Path) 
         assert found.keys() == wanted.keys()
         other = [name for name, value in wanted.items() if not torch.equal(value, found[name])]
         assert not other, f"order {order}: other bits in {other[:3]}"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_update_that_failed_leaves_no_copy_under_way(
+    order: int, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step writes gradients that were on their way to the host, or has other buckets on other host memory."""
+    with one_step(changed(PLAN, offload=OFFLOADS["on the host"]), texts, order) as run:
+        optimizer = run.stepper.update.optimizer
+        take, calls = optimizer.step, []
+
+        def fail() -> None:
+            calls.append(take())
+            if len(calls) == 2:
+                raise ValueError("as asked")
+
+        monkeypatch.setattr(optimizer, "step", fail)
+        with pytest.raises(ValueError, match="as asked"):
+            run.step()
+        monkeypatch.undo()
+        if order:
+            run.book.entries[0].parameter.requires_grad_(False)
+        run.step()
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_masters_are_not_compared_because_memory_was_away(offload: str, texts: Path) -> None:
+    """It comes back at other addresses."""
+    with one_step(changed(PLAN, offload=OFFLOADS[offload]), texts, None) as run:
+        run.step()
+        run.memory.offload().wait()
+        run.memory.onload()
+        assert not run.stepper.update.masters.were_written

@@ -92,36 +92,37 @@ class HostStream:
 
 
 class _CudaEvent:
-    """An event of `device`, whatever the current device of the thread that asks is.
+    """An event that the stream `main` of the run waits for, whatever the current device and stream of the thread that asks are.
 
     Each thread begins with device 0: a thread that saves, or collects garbage, would hold that one's stream, and take some
     hundred MiB of it for a context.
     """
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+    def __init__(self, event: torch.cuda.Event, main: torch.cuda.Stream) -> None:
         self.event = event
-        self.device = device
+        self._main = main
 
     def is_done(self) -> bool:
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self._main.device):
             return bool(self.event.query())  # type: ignore[no-untyped-call]  # torch's
 
     def wait(self) -> None:
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self._main.device):
             self.event.synchronize()
 
     def hold_device(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.event)
+        self._main.wait_event(self.event)
 
 
 class CudaStream:
-    """A CUDA stream of its own; copies from and to page-locked memory do not block the host."""
+    """A CUDA stream of its own; copies from and to page-locked memory do not block the host. main: the run's own stream."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+    def __init__(self, main: torch.cuda.Stream) -> None:
+        self._main = main
+        self._stream = torch.cuda.Stream(main.device)  # type: ignore[no-untyped-call]  # torch's
 
     def follow(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_stream(self._main)
 
     def after(self, event: CopyEvent) -> None:
         if isinstance(event, _CudaEvent):
@@ -134,7 +135,7 @@ class CudaStream:
             target.copy_(source, non_blocking=True)
 
     def record(self) -> CopyEvent:
-        return _CudaEvent(self._stream.record_event(), self._stream.device)
+        return _CudaEvent(self._stream.record_event(), self._main)
 
 
 def free(tensor: Tensor) -> int:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +27,16 @@ Moment = float | torch.cuda.Event
 Span = tuple[Moment, Moment]
 """Where a part of a device's work begins and ends."""
 
+P = ParamSpec("P")
+T = TypeVar("T")
+S = TypeVar("S", bound="OfDevice")
+
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""How many queues of CUDA's driver take the work of all streams: 8 unless it is set, and 32 at most. A run has more than eight
+streams; in a queue that two share, a receive that waits for its peer would hold up copies behind it.
+"""
 
 SHARED_NCCL = "NCCL_MULTI_RANK_GPU_ENABLE"
 """NCCL's own switch (2.30 and later) for several ranks on one device."""
@@ -35,18 +46,21 @@ SHARED_NCCL = "NCCL_MULTI_RANK_GPU_ENABLE"
 class Device:
     """The device of this rank: `Device.pick("auto", local_rank, local_size)`.
 
-    is_shared: several ranks of this machine run on it.
+    is_shared: several ranks of this machine run on it. stream: the CUDA stream on which the run works; None on other devices.
     """
 
     torch_device: torch.device
     is_shared: bool = False
+    stream: torch.cuda.Stream | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     @classmethod
     def pick(cls, name: str, local_rank: int = 0, local_size: int = 1) -> Device:
         """Returns this rank's device, and makes it torch's current one. name: cpu, cuda, or auto: CUDA if each of the
         `local_size` ranks of this machine has a device of its own.
 
-        With cuda, more ranks than devices share them. Raises RunError `no-device` if there is no CUDA device.
+        With cuda, more ranks than devices share them, and the run works on the present current stream. Sets
+        `CUDA_DEVICE_MAX_CONNECTIONS` to 32 unless it is set; that has an effect if the process has not used CUDA before. Raises
+        RunError `no-device` if there is no CUDA device.
         """
         count = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
         if name == "auto":
@@ -55,10 +69,11 @@ class Device:
             return cls(torch.device("cpu"))
         if count == 0:
             raise RunError("no-device", 'the plan asks for device = "cuda", but torch finds no CUDA device')
+        os.environ.setdefault(CONNECTIONS, "32")
         device = torch.device("cuda", local_rank % count)
         torch.cuda.set_device(device)
         _begin_backwards(device)
-        return cls(device, is_shared=local_size > count)
+        return cls(device, is_shared=local_size > count, stream=torch.cuda.current_stream(device))
 
     @property
     def type(self) -> str:
@@ -98,6 +113,21 @@ class Device:
         makes them fake.
         """
         return nullcontext()
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Makes the run's own stream the current one within the block: its work comes after what the caller's stream has been
+        given so far, and later work of the caller's after the block. Does nothing if both are one or the device has no streams.
+        """
+        if self.stream is None or (current := torch.cuda.current_stream(self.torch_device)) == self.stream:
+            yield
+            return
+        self.stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            current.wait_stream(self.stream)
 
     def read(self, values: Tensor, usual: list[float]) -> list[float]:
         """Waits for the device and returns the numbers of `values`, [n] or a scalar, on the host.
@@ -182,7 +212,7 @@ class Device:
 
     def copy_stream(self) -> CopyStream:
         """Returns a new stream for copies to and from the host, beside the device's own work."""
-        return CudaStream(self.torch_device) if self.is_async else HostStream()
+        return HostStream() if self.stream is None else CudaStream(self.stream)
 
     def host_memory(self, num_bytes: int) -> HostMemory:
         """Returns zeroed memory of the host, page-locked where copies from and to this device gain by it."""
@@ -199,3 +229,20 @@ def _begin_backwards(device: torch.device) -> None:
     product, as in a stage whose gradients come from another one, cuBLAS would warn that it has no context.
     """
     torch.autograd.backward(torch.ones(1, device=device, requires_grad=True) * 2)
+
+
+class OfDevice(Protocol):
+    """Works on `device`."""
+
+    device: Device
+
+
+def on_stream(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Returns a method that works on the stream of its object's device, whatever the caller's is (`Device.on_stream`)."""
+
+    @wraps(method)
+    def on_its_stream(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.device.on_stream():
+            return method(self, *args, **kwargs)
+
+    return on_its_stream

@@ -57,7 +57,9 @@ def memory_of(plan: Plan, parts: Parts, stepper: Stepper, numbers: MoveNumbers |
         undo.callback(manager.detach)
     if numbers is not None:
         numbers.managers = managers
-    return RunMemory(holdings, managers, update.masters, dict(_roots(parts, stepper)), parts.events.came_back)
+    return RunMemory(
+        parts.world.device, holdings, managers, update.masters, dict(_roots(parts, stepper)), parts.events.came_back
+    )
 
 
 def move_numbers(plan: Plan, parts: Parts) -> MoveNumbers | None:

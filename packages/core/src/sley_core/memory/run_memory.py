@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from sley_core.comm.device import on_stream
 from sley_core.errors import StateError, UsageError
 from sley_core.memory.holdings import same_place, storage_id
 from sley_core.memory.leaks import Leak, find_leaks
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from sley_core.comm.device import Device
     from sley_core.engine.masters import Masters
     from sley_core.memory.holdings import Holdings
     from sley_core.memory.protocols import OffloadManager
@@ -53,21 +55,23 @@ class RunMemory:
         ...
         run.memory.onload()               # the next step gives the same numbers as if nothing had been
 
-    managers: those of the plan, attached. masters: the run's, which follow what a program writes. roots: objects of the run by
-    a readable name, from which `leaks` names what it finds. settle: makes sure that no step is under way; check_free: that no
-    exchange of one that failed is; the run sets both. Ranks need not do alike, unless a manager shares the host's copies among
-    them, as `memory.everything` does with `shared = true`; a step or an evaluation of all ranks needs everything on each.
-    came_back: called with each part that `onload` has brought back (`StepEvents.came_back`).
+    device: the rank's. managers: those of the plan, attached. masters: the run's, which follow what a program writes. roots:
+    objects of the run by a readable name, from which `leaks` names what it finds. settle: makes sure that no step is under way;
+    check_free: that no exchange of one that failed is; the run sets both. Ranks need not do alike, unless a manager shares the
+    host's copies among them, as `memory.everything` does with `shared = true`; a step or an evaluation of all ranks needs
+    everything on each. came_back: called with each part that `onload` has brought back (`StepEvents.came_back`).
     """
 
     def __init__(
         self,
+        device: Device,
         holdings: Holdings,
         managers: Sequence[OffloadManager],
         masters: Masters,
         roots: Mapping[str, object] | None = None,
         came_back: Sequence[Callable[[Part], None]] = (),
     ) -> None:
+        self.device = device
         self.holdings = holdings
         self.managers = managers
         self.masters = masters
@@ -91,6 +95,7 @@ class RunMemory:
             found.update({part: manager.where(part) for part in manager.parts})
         return found
 
+    @on_stream
     def offload(self, *parts: Part) -> Move:
         """Starts to move `parts`, or all that the plan's managers move, off the device; returns what waits for that. Parts that
         are away stay so.
@@ -106,6 +111,7 @@ class RunMemory:
         waits = [manager.offload(part) for part, manager in reversed(self._chosen(parts))]
         return Move(waits, self.holdings.device)
 
+    @on_stream
     def onload(self, *parts: Part) -> Move:
         """Starts to bring `parts`, or all, back to the device; returns what waits for that. Parts that are here stay so.
 
@@ -153,6 +159,7 @@ class RunMemory:
             found.update({part: manager.moved(part) for part in manager.parts})
         return found
 
+    @on_stream
     def host(self, part: Part) -> Iterator[tuple[str, Tensor]]:
         """Yields name and value of each tensor of `part`, on the host, without bringing any to the device: a checkpoint of a
         run whose memory is away. Names, shapes and dtypes are those of the part, scalars of the optimizer included.

@@ -121,8 +121,11 @@ class HostOptimizer(OffloadManager):
                 self._send(at)
                 if at + RING < len(self._buckets):
                     arriving.append(self._fetch(at + RING))
-        finally:  # an optimizer that fails leaves the buckets before stepped
-            streams.into.record().hold_device()
+        except BaseException:  # an optimizer that fails leaves the buckets before stepped
+            streams.wait()  # the next step may write gradients, or have other buckets
+            self._sent.clear()
+            raise
+        streams.into.record().hold_device()
         for sent in self._sent.values():
             sent.end.wait()
             if self._device.is_async:
