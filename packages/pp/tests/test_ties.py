@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -129,6 +130,36 @@ def seen_in_a_step(tables, folder):
             run.step()
         owned = sum(entry.numel / len(entry.stages) for entry in run.book)
         return [name for name in run.groups if name.startswith("tie")], [call.group for call in calls], owned
+
+
+MANY = {"ends": True, "ties": [["gain", [0, 3]], ["one", [1, 2]], ["two", [1, 2]]]}
+
+
+def sums_of_ties(tables, folder):
+    """Groups of the exchanges over ties in the second step, how many ties each group has, and what the handler says."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+        with collectives() as calls:
+            run.step()
+        groups = [entry.tie_group for entry in run.book if entry.tie_group is not None]
+        told = [(one.axis, len(one.entries)) for one in run.stepper.handlers[-1].exchanges()]
+        ties = [call.group.partition("][")[0] + "]" for call in calls if call.group.startswith("tie")]
+        return ties, Counter(groups), told
+
+
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("reducer", ["core.each", pytest.param("dp.sharded", marks=pytest.mark.campaign)])
+def test_ties_with_the_same_holders_are_one_exchange(ranks, compared, small, own, reducer, dp):
+    """However many there are; their numbers are those of one process."""
+    handlers = [{"use": reducer}, {"use": "pp.shared_modules"}]
+    model = {"factory": "pp_parts:tied", "options": MANY}
+    tables = small("pp.one_f_one_b", 4, dp, model=model, partition=BY_STAGE, gradient_handlers=handlers)
+    seen = ranks(4 * dp)(sums_of_ties, tables, own)
+    for calls, groups, told in seen:
+        assert calls == sorted(groups), "one for each group, in one order"
+        assert told == sorted(groups.items())
+    assert all(number > 1 for _, groups, _ in seen for number in groups.values())
+    compared(4 * dp, [tables])
 
 
 def test_a_tie_within_a_rank_has_no_group_and_no_collective(ranks, small, own):

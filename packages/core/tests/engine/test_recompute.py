@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sley_core.engine.activations import Recompute
+from sley_core.engine.activations import Recompute, recompute
+from sley_core.engine.config import RecomputeConfig
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import RunError
 
@@ -201,3 +202,17 @@ def test_a_frozen_tower_may_run_in_inference_mode(inner):
     policy.call("a", lambda state: inner(state["h"].clone()).tanh(), ({"h": h},), {}, MICRO).sum().backward()
     policy.call("a", lambda h: inner(h.clone()).tanh(), (h,), {}, MICRO).sum().backward()
     assert inner.weight.grad.abs().sum() > 0
+
+
+def test_the_fraction_is_rounded_to_whole_blocks_as_the_plan_writes_it():
+    """Halves up, also where the float is a little less than what is written."""
+    for fraction, count, due in [
+        (0.0, 9, 0),
+        (0.5, 3, 2),
+        (0.285, 100, 29),
+        (0.145, 100, 15),
+        (0.14, 10, 1),
+        (1.0, 7, 7),
+    ]:
+        names = ["embed", *(f"blocks.{at}" for at in range(count)), "head"]
+        assert recompute(RecomputeConfig(fraction=fraction), names).names == frozenset(names[1 : 1 + due]), fraction

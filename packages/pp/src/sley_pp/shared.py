@@ -16,12 +16,14 @@ from sley_core.errors import RunError
 from sley_core.protocols import GradientHandler, HandlerExchange
 
 if TYPE_CHECKING:
-    from sley_core.api.parts import Parts, StepState
+    from sley_core.api.parts import Entry, Parts, StepState
     from sley_pp.config import SharedModulesConfig
 
 
 class SharedModules(GradientHandler):
-    """Sums the gradients of each tie over its holders; ties in order of their names, which is the same on all ranks."""
+    """Sums the gradients of each tie over its holders, those of ties with the same holders in one exchange; groups in order of
+    their axes and ties in order of their names, which is the same on all ranks.
+    """
 
     def __init__(self, config: SharedModulesConfig) -> None:
         self.config = config
@@ -35,30 +37,46 @@ class SharedModules(GradientHandler):
         self._ties = sorted(entry.name for entry in parts.book if entry.tie_group is not None)
 
     def finish_step(self, step: StepState) -> None:
-        """All-reduces this rank's gradient of each tie over the stages that hold it; blocks."""
+        """All-reduces this rank's gradients of each group of ties over the stages that hold them; blocks. Several gradients are
+        copied into one buffer: small ones cost as much time as a message.
+        """
         self._sent.begin_step()
         pending = []
-        for name in self._ties:
-            entry = self._parts.book[name]
-            if entry in self._store and entry.tie_group is not None:
-                # Over the tie's own group: one rank of each stage that holds it; all take the ties by name. If a reducer
-                # leaves shards, these ranks have the same elements, maybe none.
-                group, gradient = self._groups[entry.tie_group], self._store.part(entry)
-                if gradient.numel():
-                    pending.append(all_reduce(gradient, group, what=f"the tied gradient of {name}"))
-                    self._sent.add(gradient, group, passes=2)
-        for one in pending:
-            one.wait()
+        for axis, entries in self._by_group().items():
+            # If a reducer leaves shards, the ranks of the group have the same elements, maybe none.
+            parts = [self._store.part(entry) for entry in entries if entry in self._store]
+            parts = [part for part in parts if part.numel()]
+            if not parts:
+                continue
+            flat = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+            # Over the ties' own group: one rank of each stage that holds them; all take the groups by axis, the ties by name.
+            group, what = self._groups[axis], f"the tied gradients of {', '.join(entry.name for entry in entries)}"
+            pending.append((all_reduce(flat, group, what=what), flat, parts))
+            self._sent.add(flat, group, passes=2)
+        for work, flat, parts in pending:
+            work.wait()
+            if len(parts) > 1:
+                sums = torch.split(flat, [part.numel() for part in parts])
+                torch._foreach_copy_(parts, [one.view(part.shape) for one, part in zip(sums, parts, strict=True)])
         self._sent.end_step()
 
+    def _by_group(self) -> dict[str, list[Entry]]:
+        """Returns the ties by the axis of the group that holds them."""
+        found: dict[str, list[Entry]] = {}
+        for name in self._ties:
+            entry = self._parts.book[name]
+            assert entry.tie_group is not None, name
+            found.setdefault(entry.tie_group, []).append(entry)
+        return dict(sorted(found.items()))
+
     def exchanges(self) -> list[HandlerExchange]:
-        """Returns one sum for each tie; a tie that a reducer has cut is counted in full."""
+        """Returns one sum for each group of ties; a tie that a reducer has cut is counted in full."""
         size = self._store.dtype.itemsize
-        entries = [self._parts.book[name] for name in self._ties]
+        groups = ((axis, tuple(one for one in ties if one.trainable)) for axis, ties in self._by_group().items())
         return [
-            HandlerExchange("sum", entry.tie_group, entry.numel * size, (entry,), "finish")
-            for entry in entries
-            if entry.tie_group is not None and entry.trainable
+            HandlerExchange("sum", axis, sum(one.numel for one in ties) * size, ties, "finish")
+            for axis, ties in groups
+            if ties
         ]
 
     def counts(self) -> dict[str, float]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from decimal import ROUND_HALF_UP, Decimal
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -155,8 +156,10 @@ def keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPolicy:
 
 
 def recompute(config: RecomputeConfig, layer_names: Sequence[str]) -> ActivationPolicy:
-    """Builds `core.recompute` for the first round(fraction x blocks) blocks. layer_names: the whole model's, in order; the
-    first and the last layer are no blocks.
+    """Builds `core.recompute` for the first blocks, as many as the fraction is of all, rounded half up. layer_names: the whole
+    model's, in order; the first and the last layer are no blocks.
     """
     blocks = layer_names[1:-1]
-    return Recompute(frozenset(blocks[: int(config.fraction * len(blocks) + 0.5)]))
+    # As the plan writes it: the float 0.285 is less, so that 0.285 x 100 would be 28.
+    share = Decimal(str(config.fraction)) * len(blocks)
+    return Recompute(frozenset(blocks[: int(share.to_integral_value(ROUND_HALF_UP))]))

@@ -21,4 +21,6 @@ class RecomputeConfig(Table):
     """`core.recompute`: layers keep only their inputs and are recomputed in the backward."""
 
     fraction: Fraction = 1.0
-    """The share of the model's blocks (all layers but the first and the last) that is recomputed, from the first on."""
+    """The share of the model's blocks (all layers but the first and the last) that is recomputed, from the first on; rounded to
+    a whole number of blocks, halves up.
+    """
