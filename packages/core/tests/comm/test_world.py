@@ -75,6 +75,25 @@ def test_a_store_in_a_file_stays_where_another_rank_may_have_opened_it_again(ran
     assert ranks(1, 30, init=False)(keeps_its_store, tmp_path / "store") == [[True, True]]
 
 
+def sums_at_an_address(port):
+    """Rank 1 has come again before rank 0 has left."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environ = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    found = []
+    for _ in range(2):
+        with World.join("cpu", timeout_s=10, environ=environ) as world:
+            value = torch.full((), float(world.rank + 1))
+            all_reduce(value, world.groups(Topology.of(2), 10)["control"], what="a test").wait()
+            time.sleep(0.5 * (1 - world.rank))
+        found.append(value.item())
+    return found
+
+
+def test_a_program_may_join_again_at_an_address(ranks, port):
+    """The store of rank 0 ended when it left, and with it whoever had come to it again."""
+    assert ranks(2, 30, init=False)(sums_at_an_address, port) == [[3.0, 3.0]] * 2
+
+
 def leave_it():
     before = dist.get_rank()
     with World.join("cpu", environ={"RANK": "5", "WORLD_SIZE": "7"}) as world:

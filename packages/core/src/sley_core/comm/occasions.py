@@ -16,23 +16,31 @@ STORE = "SLEY_STORE"
 
 _PLACE = (STORE, "MASTER_ADDR", "MASTER_PORT", "RANK")
 _counts: Counter[tuple[str | None, ...]] = Counter()
-_files: dict[tuple[str, int, int], Store] = {}
+_stores: dict[tuple[str | None, ...], Store] = {}
 
 
 def store_at(environ: Mapping[str, str], rank: int, size: int, timeout: timedelta) -> Store:
     """Returns the store that the launcher's environment names. Blocks until it is there.
 
-    A file is opened once, and stays open until another one is asked for: the last rank that closes it deletes it, also when
-    another has just opened it again and written there. Raises RuntimeError or ValueError, as torch does.
+    A store is opened once, and stays open until another one is asked for. The last rank that closes a file deletes it, also
+    when another has just opened it again and written there; a store at an address ends with rank 0's, to which another rank may
+    just have come again. Raises RuntimeError or ValueError, as torch does.
     """
-    key = environ.get(STORE, "env://"), rank, size
-    if key in _files:
-        return _files[key]
-    store: Store = next(rendezvous(*key, timeout=timeout))[0]
-    if STORE in environ:
-        _files.clear()
-        _files[key] = store
-    return store
+    key = (*(environ.get(name) for name in _PLACE), str(size))
+    if key not in _stores or not _answers(_stores[key]):
+        store: Store = next(rendezvous(environ.get(STORE, "env://"), rank, size, timeout=timeout))[0]
+        _stores.clear()
+        _stores[key] = store
+    return _stores[key]
+
+
+def _answers(store: Store) -> bool:
+    """Returns whether a store that was opened before is still there."""
+    try:
+        store.check(["anything"])
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 def fresh(store: Store, environ: Mapping[str, str], what: str) -> PrefixStore:
@@ -49,7 +57,7 @@ def fresh(store: Store, environ: Mapping[str, str], what: str) -> PrefixStore:
 def forget() -> None:
     """Resets the counts and closes what is open, as in a new process."""
     _counts.clear()
-    _files.clear()
+    _stores.clear()
 
 
 def is_one_host(environ: Mapping[str, str]) -> bool:
