@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from sley_core.errors import SleyError
 from sley_core.testing.by_hand import assert_by_hand
 from sley_core.testing.habits import HABITS, OF_WHOLE_GRADIENTS
 from sley_core.testing.habits import layers as layers_of
@@ -56,3 +57,20 @@ def test_habits_under_split_backwards(ranks, own, small, schedule, dp, habit):
     for layout in layouts:
         by_hand = partial(torch.optim.SGD, lr=0.1)
         assert_by_hand(layout, layers_of(Rows.info, habit), batches, by_hand, micro_size=2, first=first)
+
+
+def refused(tables, folder):
+    with pytest.raises(SleyError) as caught:
+        record(tables, 1, folder=folder)
+    return caught.value.diagnostics[0]
+
+
+@pytest.mark.parametrize(("how", "schedule"), [("itself", "pp.one_f_one_b"), ("passed on", "pp.zero_bubble_v")])
+def test_a_field_of_the_batch_that_a_layer_writes_is_refused(ranks, own, small, how, schedule):
+    """Its other readers would be on another stage, with a copy of their own; one process has one."""
+    model = {"factory": "writes_fields:model", "options": {"how": how}}
+    record(small(model=model), 1, folder=own)
+    first, _ = ranks(2)(refused, small(schedule, 2, model=model, limits={"collective_timeout_s": 10}), own)
+    assert first.code == "field-written"
+    assert "'labels'" in first.message
+    assert "embed" in first.message

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING
 
 from sley_core.data.slices import sliced_info
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.compiled import compile_layers
+from sley_core.engine.copies_alike import Copies
 from sley_core.engine.crossing import Crossing
 from sley_core.engine.direct import accumulate_directly, accumulates_directly
 from sley_core.engine.direct_embedding import add_rows_directly
 from sley_core.engine.execute import Executor
-from sley_core.engine.first_values import check_first_values
 from sley_core.engine.positions import OverPositions
 from sley_core.engine.stand_in import close_stand_ins
 from sley_core.engine.stepper import Stepper
+from sley_core.engine.written import WriteWatch
 from sley_core.losses.parameters import check_no_parameters
 from sley_core.records import GradientHandlerRecord, LossRecord
 from sley_core.updates import make_update
@@ -74,6 +74,7 @@ def stepper_of(
         parts.waits,
         standing,
         plan.limits.data_timeout_s,
+        None if parts.world.is_fake else WriteWatch(parts, model.per_rank_buffers),
     )
     fields = sliced_info(info, topology.sp).fields
     is_additive = (
@@ -95,7 +96,7 @@ def stepper_of(
         over_positions,
         keeps_apart=is_canonical,
     )
-    compare = None if parts.world.is_fake else partial(check_first_values, parts, model.per_rank_buffers)
+    compare = None if parts.world.is_fake else Copies(parts, model.per_rank_buffers)
     stepper = Stepper(
         executor, stage.lists, parts.store, handlers, update, parts.groups, device, undo, compare, parts.events
     )

@@ -23,6 +23,7 @@ from sley_core.model.seeds import derive
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
+    from sley_core.engine.written import WriteWatch
     from sley_core.model.layers import Layer
     from sley_core.protocols import ActivationPolicy, SchedulerHook
 
@@ -38,6 +39,7 @@ class LayerCaller:
 
     slice_index: which slice of its sequences this rank has; slices of one sample draw different random numbers. standing: is
     told which layer was called last. data_timeout_s: how long a layer waits for a data set that draws from the same generators.
+    writes: watches what layers write.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class LayerCaller:
         waits: Waits | None = None,
         standing: Standing | None = None,
         data_timeout_s: float = 600.0,
+        writes: WriteWatch | None = None,
     ) -> None:
+        self.writes = writes
         self.data_timeout_s = data_timeout_s
         self.device = device
         self.seed = seed
@@ -87,6 +91,8 @@ class LayerCaller:
             nonlocal runs
             runs += 1
             if runs > 1:
+                if self.writes is not None:
+                    self.writes.runs_again(layer)
                 self._report_recomputation(layer, args, micro)
             return self._run(layer, args, fields, micro)
 
@@ -102,6 +108,7 @@ class LayerCaller:
         is_new = layer.name not in self._own
         if is_new:
             self._own[layer.name] = own_generators(layer.module, layer.name)
+        before = None if self.writes is None or micro.phase is Phase.EVALUATE else self.writes.before(layer, micro)
         self._take_turn(layer)
         try:
             self.device.seed(seed)
@@ -112,6 +119,8 @@ class LayerCaller:
             raise
         finally:
             IN_USE.release()
+        if self.writes is not None:
+            self.writes.check(layer, micro, before)
         if is_new:
             self._check_own(layer)
         return output

@@ -21,6 +21,7 @@ from sley_core.engine.call import LayerCaller, tell_hooks
 from sley_core.engine.in_flight import InFlight, describe, edges_of
 from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.engine.weight_queue import WeightQueue
+from sley_core.engine.written import check_fields, versions
 from sley_core.errors import note_origin
 from sley_core.protocols import SplitLogits
 
@@ -233,9 +234,12 @@ class Executor:
             args = (held.enter(*self.crossing.bring("forward", micro.chunk, micro.micro)),)
             self._ready()
         tell_hooks(self.hooks, "before_forward", micro, args[0] if args else None)
+        before = versions(fields.values())
         for layer in self.chunks[micro.chunk]:
             named = {name: fields[name] for name in layer.fields}
             args = (self.caller(layer, args, named, micro),)
+        if self.crossing.link is not None:
+            check_fields(self.chunks[micro.chunk], fields, before)
         self.caller.standing.has_called()
         (output,) = args
         held.check_unwritten(self.chunks[micro.chunk][0].name)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sley_core.actions.action import actions_of
 from sley_core.comm.collectives import all_reduce
 from sley_core.comm.progress import BETWEEN, REDUCTION, UPDATE
+from sley_core.engine import written
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.loss_weight import BatchWeight
 from sley_core.engine.not_finite import is_no_number
@@ -66,8 +67,8 @@ first step showed.
 class Stepper:
     """Takes steps. `handlers` are called in the plan's order, so that their collectives have the same order on all ranks.
 
-    undo: closed with the stepper; detaches handlers and everything else from the model, in reverse order. compare_first:
-    compares all ranks' first values before the first step. events: what else is called in a step.
+    undo: closed with the stepper; detaches handlers and everything else from the model, in reverse order. compare: compares
+    copies of weights and buffers, before the first step and then every `LOOK_EVERY`. events: what else is called in a step.
 
     left_in_flight: whether a step failed before handlers were done, so that their exchanges may still be in flight until the
     next one. sums: what calls of `add` have added up for the next call of `step`; None between two steps.
@@ -83,7 +84,7 @@ class Stepper:
         groups: Groups,
         device: Device,
         undo: ExitStack,
-        compare_first: Callable[[], None] | None = None,
+        compare: Callable[[], None] | None = None,
         events: StepEvents | None = None,
     ) -> None:
         self.executor = executor
@@ -100,7 +101,8 @@ class Stepper:
         self.state: StepState = store.state
         self._undo = undo
         self.is_closed = False
-        self.agreement = Agreement(groups, store, compare_first)
+        self.agreement = Agreement(groups, store)
+        self._compare = compare
         self._num_begun = 0
         if handlers:
             store.on_ready.append(self._gradient_ready)
@@ -234,9 +236,12 @@ class Stepper:
         call(self.events.began)
         for group in self.groups.values():
             group.log.clear()
+        is_due = self._compare is not None and self._num_begun % written.LOOK_EVERY == 0
+        if is_due:
+            self.agreement.first = self._compare
         self.agreement.begin(what, batch, self.store.refusal)
         self._num_begun += 1
-        if self.agreement.may_wait and self._num_begun > STARTING_STEPS:
+        if self.agreement.may_wait and self._num_begun > STARTING_STEPS and not is_due:
             self.state.after_first = self.agreement.check
         else:
             self.agreement.check()

@@ -1,8 +1,8 @@
-"""Checks that copies of a weight or buffer start equal, and names those that do not: replicas that start apart stay apart.
+"""Checks that copies of a weight or buffer are equal, and names those that are not: replicas that are apart stay apart.
 
-Compared once, before the first step, by every rank that holds a copy, whatever reduces its gradients: parameters over their
-reduce group and, if several stages hold one, over its tie group; buffers over the stage. A model draws the same values on all
-ranks if it draws from torch's generator; numpy's, or one of its own, has another state on each rank.
+Compared before the first step, and again from time to time, by every rank that holds a copy, whatever reduces its gradients:
+parameters over their reduce group and, if several stages hold one, over its tie group; buffers over the stage. First values
+differ if a model draws from a generator that has another state on each rank; later ones, if a forward writes weights.
 """
 
 from __future__ import annotations
@@ -15,25 +15,46 @@ import torch
 from torch import Tensor
 
 from sley_core.comm.collectives import all_gather, all_reduce, gather_objects
+from sley_core.engine.fingerprint import fingerprint
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Group
     from sley_core.engine.parts import Parts
 
-CHUNK_WORDS = 1 << 20
-"""How many words of 8 bytes are fingerprinted at a time: the working memory is a few times that."""
-
 SHOWN = 3
-_ODD = 2654435761
 
 
-def check_first_values(parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
-    """Compares the first values of copies by fingerprint. Blocking collectives: all ranks call it. Raises RunError
-    `ranks-differ` on all ranks of the run alike, naming the values that differ, and where.
+class Copies:
+    """Compares the weights and buffers of which several ranks have copies, each time it is called.
 
     per_rank_buffers: patterns of the buffers that may differ between ranks.
     """
+
+    def __init__(self, parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
+        self.parts = parts
+        self.per_rank_buffers = per_rank_buffers
+        self._is_first = True
+
+    def __call__(self) -> None:
+        """Waits until weights are those of the last step, and compares them. All ranks call it, and it communicates. Raises
+        RunError `ranks-differ`.
+        """
+        is_first, self._is_first = self._is_first, False
+        if not is_first:
+            self.parts.weights.settle()
+            for layer in self.parts.layers:
+                self.parts.waits.wait_for(layer.name)
+        check_copies(self.parts, self.per_rank_buffers, is_first=is_first)
+
+
+def check_copies(parts: Parts, per_rank_buffers: Sequence[str] = (), *, is_first: bool) -> None:
+    """Compares the values of copies by fingerprint. Blocking collectives: all ranks call it. Raises RunError
+    `ranks-differ` on all ranks of the run alike, naming the values that differ, and where.
+
+    per_rank_buffers: patterns of the buffers that may differ between ranks. is_first: whether no step was taken yet.
+    """
+    what = "first values" if is_first else "values"
     by_axis: dict[str, list[tuple[str, Tensor]]] = {}
     for name, value, axis in _copies(parts, per_rank_buffers):
         by_axis.setdefault(axis, []).append((name, value))
@@ -42,31 +63,17 @@ def check_first_values(parts: Parts, per_rank_buffers: Sequence[str] = ()) -> No
     for axis in sorted(by_axis):
         names = [name for name, _ in by_axis[axis]]
         prints = torch.stack([fingerprint(value) for _, value in by_axis[axis]])
-        faults.append(_differing(names, prints, parts.groups[axis]))
+        faults.append(_differing(what, names, prints, parts.groups[axis]))
     # All ranks must raise: those of other groups would wait for the ones that stop.
     everyone = gather_objects(faults, parts.groups["control"], what="first values that differ")
     if fault := next((fault for found in everyone for fault in found if fault), ""):
         hint = (
-            "let the model draw from torch's generator alone, and load weights on every rank"
+            "let the model draw from torch's generator, `random` or numpy alone, and load weights on every rank"
             ' (or `start = "broadcast"` of `dp.bucketed`: the first rank\'s)'
+            if is_first
+            else "write weights and buffers on all ranks alike, and let an optimizer draw from torch's generator"
         )
         raise RunError("ranks-differ", fault, hint=hint)
-
-
-def fingerprint(value: Tensor) -> Tensor:
-    """Returns an int64 scalar computed from the bytes and their positions: equal for equal values, different for almost all
-    others.
-    """
-    data = value.contiguous().reshape(-1).view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    words = data[:whole].clone().view(torch.int64) if data.data_ptr() % 8 else data[:whole].view(torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=value.device)
-    for start in range(0, words.numel(), CHUNK_WORDS):
-        chunk = words[start : start + CHUNK_WORDS]
-        places = torch.arange(start + 1, start + 1 + chunk.numel(), device=value.device)
-        total += ((chunk + 1) * (places * _ODD | 1)).sum()
-    rest = data[whole:].to(torch.int64)
-    return total + ((rest + 1) * (torch.arange(1, 1 + rest.numel(), device=value.device) * _ODD | 1)).sum()
 
 
 def _copies(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str, Tensor, str]]:
@@ -81,12 +88,12 @@ def _copies(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str
                 yield name, buffer, "stage"
 
 
-def _differing(names: list[str], prints: Tensor, group: Group) -> str:
+def _differing(what: str, names: list[str], prints: Tensor, group: Group) -> str:
     """Compares fingerprints over `group`, whose ranks pass the same names, by blocking collectives. Returns the text of what
     differs, or "".
     """
     extremes = torch.stack([prints, ~prints])  # the maximum of ~x is ~(the minimum of x)
-    all_reduce(extremes, group, "max", what="the fingerprints of first values").wait()
+    all_reduce(extremes, group, "max", what=f"the fingerprints of {what}").wait()
     is_odd = extremes[0] != ~extremes[1]
     if not is_odd.any():
         return ""
@@ -96,4 +103,4 @@ def _differing(names: list[str], prints: Tensor, group: Group) -> str:
     all_gather(every, own, group, what="the fingerprints that differ").wait()
     other = next(rank for rank, one in zip(group.ranks, every.tolist(), strict=True) if one != int(every[0]))
     more = f" and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
-    return f"first values differ between rank {group.ranks[0]} and rank {other}: {', '.join(differing[:SHOWN])}{more}"
+    return f"{what} differ between rank {group.ranks[0]} and rank {other}: {', '.join(differing[:SHOWN])}{more}"

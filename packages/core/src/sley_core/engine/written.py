@@ -1,0 +1,173 @@
+"""Notices that a forward writes weights, buffers or fields of the batch, which differ between ranks then.
+
+A forward sees the samples of its own rank, so what it writes is another value on each replica, is written as often as the
+rank has micro-batches, and again in recomputation; a stage has its own copy of each field. Version counters tell it in every
+step, of the first micro-batch. Writes that torch does not count (`.data`, numpy, running statistics) are found by hashes before
+and after a layer, in its first call and every `LOOK_EVERY` steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sley_core.engine.fingerprint import fingerprint
+from sley_core.engine.stand_in import StandIn
+from sley_core.errors import RunError
+from sley_core.model.buffers import is_per_rank, refuse_written
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from sley_core.engine.book import Entry
+    from sley_core.engine.parts import Parts
+    from sley_core.engine.step_state import MicroStep
+    from sley_core.model.layers import Layer
+
+LOOK_EVERY = 256
+"""In every how many steps values are compared, too: those of layers, and those of replicas."""
+
+
+class _Place(NamedTuple):
+    """Where a module holds a parameter or buffer. name: its own; held: the module's dict, in which it is `key`."""
+
+    name: str
+    module: nn.Module
+    held: Mapping[str, Tensor | None]
+    key: str
+    is_buffer: bool
+
+
+class _Before(NamedTuple):
+    """What a layer held before a call. prints: hashes of values, on the device, if they are compared."""
+
+    tensors: list[Tensor | None]
+    versions: list[int]
+    prints: list[Tensor] | None
+
+
+class WriteWatch:
+    """Refuses layers that write their own weights where that is not what one process does, and buffers from the second step on:
+    those that the first step writes are all named together (`model.buffers`).
+    """
+
+    def __init__(self, parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
+        """per_rank_buffers: patterns of the buffers that may be written."""
+        self._is_alone = parts.groups["stage"].size == 1
+        self._has_masters = parts.precision.compute in ("bf16", "fp16")
+        self._entries = {id(entry.parameter): entry for entry in parts.book}
+        self._per_rank = per_rank_buffers
+        self._places: dict[str, list[_Place]] = {}
+        self._first_steps: dict[str, int] = {}
+        self._writers: dict[str, str] = {}
+
+    def before(self, layer: Layer, micro: MicroStep) -> _Before | None:
+        """Notes what `layer` holds; returns None if this call is not watched."""
+        if micro.micro:
+            return None
+        is_new = layer.name not in self._places
+        if is_new:
+            self._places[layer.name] = list(self._found(layer))
+            self._first_steps[layer.name] = micro.step
+        tensors = [place.held.get(place.key) for place in self._places[layer.name]]
+        looks = is_new or micro.step % LOOK_EVERY == LOOK_EVERY - 1
+        return _Before(tensors, [_version(one) for one in tensors], _prints(tensors) if looks else None)
+
+    def check(self, layer: Layer, micro: MicroStep, before: _Before | None) -> None:
+        """Raises RunError "weight-written" or PlanError "model-buffer-written" if `layer` has written since `before`, and one
+        process would not do the same.
+        """
+        if before is None:
+            return
+        places = self._places[layer.name]
+        tensors = [place.held.get(place.key) for place in places]
+        written = [
+            now is not was or _version(now) != version
+            for now, was, version in zip(tensors, before.tensors, before.versions, strict=True)
+        ]
+        if before.prints is not None:
+            pairs = zip(_prints(tensors), before.prints, strict=True)
+            written = [known or bool(now != was) for known, (now, was) in zip(written, pairs, strict=True)]
+        if not any(written):
+            return
+        found = [place for place, is_written in zip(places, written, strict=True) if is_written]
+        for place in found:
+            if not place.is_buffer:
+                self._weight_written(layer, place)
+        if micro.step > self._first_steps[layer.name]:
+            refuse_written([(place.name, place.module) for place in found if place.is_buffer])
+
+    def runs_again(self, layer: Layer) -> None:
+        """Raises RunError "weight-written" if a layer that wrote a weight runs again in the backward."""
+        if layer.name in self._writers:
+            raise _weight_written(
+                layer, self._writers[layer.name], "it runs again in the backward, and would write it twice"
+            )
+
+    def _weight_written(self, layer: Layer, place: _Place) -> None:
+        """Raises RunError "weight-written" unless one process would write the same value, as often."""
+        parameter = place.held[place.key]
+        entry: Entry | None = self._entries.get(id(parameter))
+        why = None
+        if not self._is_alone:
+            why = "each replica writes what its own samples make of it"
+        elif entry is not None and entry.tie_group is not None:
+            why = "other stages hold a copy of it, which stays as it is"
+        elif self._has_masters and parameter is not None and parameter.requires_grad:
+            why = "the optimizer steps a copy of it in fp32, which the write does not reach"
+        if why is not None:
+            raise _weight_written(layer, place.name, why, place.module)
+        self._writers[layer.name] = place.name
+
+    def _found(self, layer: Layer) -> Iterable[_Place]:
+        """Yields the places of whole parameters, and of buffers that must not be written."""
+        for name, module in layer.module.named_modules(prefix=layer.name):
+            for held, is_buffer in ((module._parameters, False), (module._buffers, True)):
+                for key, tensor in held.items():
+                    path = f"{name}.{key}"
+                    if (
+                        tensor is None
+                        or isinstance(tensor, StandIn)
+                        or (is_buffer and is_per_rank(path, self._per_rank))
+                    ):
+                        continue
+                    yield _Place(path, module, held, key, is_buffer)
+
+
+def check_fields(layers: Sequence[Layer], fields: Mapping[str, Tensor], before: Sequence[int]) -> None:
+    """Raises RunError "field-written" if `layers`, of one stage of several, wrote a field of the batch. before: `versions`."""
+    for (name, field), version in zip(fields.items(), before, strict=True):
+        if _version(field) != version:
+            named = [layer.name for layer in layers if name in layer.fields]
+            raise RunError(
+                "field-written",
+                f"a layer writes on the batch field {name!r} (given to {', '.join(named) or 'no layer of this stage'}): other "
+                "stages have a copy of their own, which stays as it is",
+                hint="let the data set make the field so, or write on a `clone()` of it that the layer passes on",
+            )
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Returns the version counters of `tensors`."""
+    return [_version(one) for one in tensors]
+
+
+def _version(tensor: Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _prints(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    with torch.no_grad():
+        return [torch.zeros(()) if one is None or one.is_meta else fingerprint(one.detach()) for one in tensors]
+
+
+def _weight_written(layer: Layer, name: str, why: str, module: nn.Module | None = None) -> RunError:
+    hint = "write it between two steps, under `torch.no_grad()`"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        hint = "leave `max_norm` out, and scale the rows that the forward looks up"
+    return RunError(
+        "weight-written", f"the forward of the layer {layer.name!r} writes the weight {name!r}: {why}", hint=hint
+    )

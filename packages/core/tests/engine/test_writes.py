@@ -1,0 +1,123 @@
+"""A forward that writes weights or buffers does as in a plain loop, or is refused before the update, by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sley_core.engine import written
+from sley_core.errors import SleyError
+from sley_core.losses.config import CrossEntropyConfig
+from sley_core.losses.cross_entropy import CrossEntropy
+from sley_core.testing.plain import PlainLoop, assert_step
+from sley_core.testing.runs import gradients, record, weights
+
+KINDS = ("in place", "data", "new data", "trained")
+
+
+@pytest.fixture
+def tables(small):
+    def tables(kind, **changes):
+        if kind == "max_norm":
+            return small(model={"factory": "own_writes:max_norm"}, **changes)
+        return small(model={"factory": "own_writes:momentum", "options": {"kind": kind}}, **changes)
+
+    return tables
+
+
+def refusal(plan, folder):
+    with pytest.raises(SleyError) as caught:
+        record(plan, 1, folder=folder)
+    return caught.value.diagnostics[0].code, str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "max_norm"])
+def test_one_process_writes_what_a_plain_loop_writes(alone, tables, kind):
+    with alone(tables(kind, batch__micro_size=2)) as run:
+        import own_data
+        import own_writes
+
+        info = own_data.Rows.info
+        layers = own_writes.max_norm(info) if kind == "max_norm" else own_writes.momentum(info, kind)
+        for _, module in layers:
+            module.double()
+        sgd = lambda named: torch.optim.SGD([p for _, p in named if p.requires_grad], lr=0.1)  # noqa: E731
+        loop = PlainLoop(layers, CrossEntropy(CrossEntropyConfig()), optimizer=sgd)
+        loop.load(weights(run))
+        for step in range(2):
+            micros = [own_data.batch(4 * step + at, 2) for at in (0, 2)]
+            row = run.step(own_data.batch(4 * step, 4))
+            assert_step(loop.step(micros), row, gradients(run), weights(run))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "max_norm"])
+def test_replicas_are_refused(ranks, own, tables, kind):
+    for code, words in ranks(2)(refusal, tables(kind), own):
+        assert code == "weight-written"
+        assert {"max_norm": "'embed.weight'", "trained": "'blocks.0.inner.weight'"}.get(
+            kind, "'blocks.0.slow.weight'"
+        ) in words
+        assert "each replica" in words
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "why"),
+    [
+        ("in place", {"activations": {"use": "core.recompute"}}, "runs again"),
+        ("trained", {"precision__compute": "bf16"}, "a copy of it in fp32"),
+    ],
+)
+def test_what_one_process_would_write_otherwise_is_refused(own, tables, kind, changes, why):
+    code, words = refusal(tables(kind, **changes), own)
+    assert code == "weight-written"
+    assert why in words
+
+
+def test_a_frozen_weight_may_be_written_in_bf16(alone, tables):
+    with alone(tables("in place", precision__compute="bf16")) as run:
+        before = weights(run)["blocks.0.slow.weight"]
+        run.step()
+        assert not torch.equal(before, weights(run)["blocks.0.slow.weight"])
+
+
+@pytest.mark.parametrize("kind", ["in place", "new", "data"])
+def test_a_buffer_that_is_first_written_after_the_first_step_is_refused(alone, small, monkeypatch, kind):
+    monkeypatch.setattr(written, "LOOK_EVERY", 4)
+    plan = small(model={"factory": "own_writes:late", "options": {"kind": kind}}, batch__micro_size=2, run__steps=6)
+    with alone(plan) as run:
+        for _ in range(2 if kind != "data" else 3):
+            run.step()
+        before = weights(run)
+        with pytest.raises(SleyError, match=r"blocks\.0\.count") as caught:
+            run.step()
+        assert caught.value.diagnostics[0].code == "model-buffer-written"
+        after = weights(run)
+        assert all(torch.equal(before[name], after[name]) for name in before if name != "blocks.0.count")
+
+
+def drifts(plan, folder, name):
+    from sley_core.assemble import assemble
+    from sley_core.comm.world import World
+    from sley_core.plan.load import plan_from_dict
+
+    written.LOOK_EVERY = 3
+    try:
+        with World.join("cpu") as world, assemble(plan_from_dict(plan, folder), world) as run:
+            run.step()
+            if world.rank == 1:
+                dict(run.layers[1].module.named_parameters())[name].data += 1e-3
+            run.step()
+            run.step()
+            with pytest.raises(SleyError, match=rf"blocks.0.{name}") as caught:
+                run.step()
+            return caught.value.diagnostics[0].code
+    finally:
+        written.LOOK_EVERY = 256
+
+
+@pytest.mark.parametrize("reducer", ["core.each", "dp.bucketed"])
+def test_replicas_that_come_apart_are_found(ranks, own, small, reducer):
+    if reducer.startswith("dp"):
+        pytest.importorskip("sley_dp")
+    plan = small(run__steps=9, gradient_handlers=[{"use": reducer}])
+    assert ranks(2)(drifts, plan, own, "inner.weight") == ["ranks-differ"] * 2
