@@ -101,7 +101,7 @@ class Stepper:
         self.state: StepState = store.state
         self._undo = undo
         self.is_closed = False
-        self.agreement = Agreement(groups, store)
+        self.agreement = Agreement(groups, store, compare)
         self._compare = compare
         self._num_begun = 0
         if handlers:
@@ -236,7 +236,7 @@ class Stepper:
         call(self.events.began)
         for group in self.groups.values():
             group.log.clear()
-        is_due = self._compare is not None and self._num_begun % written.LOOK_EVERY == 0
+        is_due = self._compare is not None and self._num_begun > 0 and self._num_begun % written.LOOK_EVERY == 0
         if is_due:
             self.agreement.first = self._compare
         self.agreement.begin(what, batch, self.store.refusal)
