@@ -36,6 +36,8 @@ def tokens(*files: Path, **more: Any) -> TokensConfig:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "five.txt").write_bytes(b"12345")
+    (tmp_path / "other.txt").write_bytes(b"23456")
+    (tmp_path / "other.bin").write_bytes(array("H", [9, 8, 7, 6, 5]).tobytes())
     (tmp_path / "one.txt").write_bytes(b"1")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "five.bin").write_bytes(array("H", [1, 2, 3, 4, 5]).tobytes())
@@ -45,9 +47,9 @@ def folder(tmp_path: Path) -> Path:
 
 def test_good_data_has_no_problem(folder: Path) -> None:
     assert found(text(folder / "five.txt")) == []
-    assert found(text(folder / "five.txt", held_out_files=(folder / "five.txt",)), evaluates=True) == []
+    assert found(text(folder / "five.txt", held_out_files=(folder / "other.txt",)), evaluates=True) == []
     assert found(tokens(folder / "five.bin")) == []
-    assert found(tokens(folder / "five.bin", held_out_files=(folder / "five.bin",)), evaluates=True) == []
+    assert found(tokens(folder / "five.bin", held_out_files=(folder / "other.bin",)), evaluates=True) == []
     assert found(TextConfig(source="python-stdlib", sequence=256), evaluates=True) == []
     assert found(DataConfig()) == []
 
@@ -89,7 +91,7 @@ def test_held_out_data_is_needed_only_to_evaluate(folder: Path) -> None:
         text(folder / "five.txt", held_out_files=(folder / "one.txt",)),
         tokens(folder / "five.bin"),
         tokens(folder / "five.bin", documents="pad", end_of_document=0),
-        tokens(folder / "five.bin", held_out_files=(folder / "five.bin",), sequence=4, documents="cut"),
+        tokens(folder / "five.bin", held_out_files=(folder / "other.bin",), sequence=4, documents="cut"),
     ):
         assert found(config, evaluates=False) == []
         is_there = isinstance(config, TokensConfig) and config.held_out_files

@@ -4,10 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from sley_core.data.documents import NOT_LIBRARY, find_files, held_out, standard_library
+from sley_core.data.documents import NOT_LIBRARY, find_files, standard_library
 
 KEY = ("data", "files")
 
@@ -68,18 +66,6 @@ def test_what_is_no_regular_file_is_refused(corpus: Path) -> None:
     os.mkfifo(corpus / "pipe")
     _, problems = find_files([corpus / "pipe"], KEY)
     assert "is not a regular file" in problems[0].message
-
-
-@given(st.lists(st.text(max_size=8)), st.floats(0, 1), st.floats(0, 1))
-def test_a_larger_share_holds_out_more_and_names_alone_decide(texts: list[str], one: float, other: float) -> None:
-    small, large = (held_out(texts, share) for share in sorted((one, other)))
-    assert all(inside or not within for within, inside in zip(small, large, strict=True))
-    assert held_out(texts[::-1], one) == held_out(texts, one)[::-1]
-    assert not any(held_out(texts, 0))
-
-
-def test_the_share_is_kept_on_average() -> None:
-    assert 150 < sum(held_out([f"{number}.txt" for number in range(1000)], 0.2)) < 250
 
 
 def test_the_standard_library_is_sorted_and_without_tests_and_installed_packages() -> None:

@@ -98,7 +98,7 @@ def test_the_splits_share_no_document_and_lose_none(corpus: Path) -> None:
     assert 5 < len(parts["held_out"]) < 25
 
 
-def test_the_split_of_a_document_depends_on_its_name_within_the_pattern(tmp_path: Path) -> None:
+def test_the_split_of_a_document_depends_on_it_alone(tmp_path: Path) -> None:
     def held_out(folder: Path, names: range) -> set[bytes]:
         folder.mkdir()
         for number in names:

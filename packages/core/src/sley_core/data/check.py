@@ -10,6 +10,7 @@ from sley_core.data.documents import File, Found, text_files, token_files
 from sley_core.data.pin import pin_problem
 from sley_core.data.reading import documents_inside, of_split
 from sley_core.data.sizes import count_samples
+from sley_core.data.split import copied_tokens
 from sley_core.data.tokenizer import Tokenizer
 from sley_core.errors import SleyError
 from sley_core.records import Problem
@@ -59,12 +60,18 @@ def check_table(config: DataConfig, *, evaluates: bool) -> Iterator[Problem]:
     problems = list(dict.fromkeys((*train[1], *held_out[1], *_tokenizer_problems(config))))
     if not problems:
         problems = list(_first_lines(config, [*train[0], *held_out[0]]))
+    if not problems and isinstance(config, TokensConfig):
+        problems = copied_tokens(train[0], held_out[0])
     yield from problems
     if problems:
         return
     try:
-        alone = _only_document(config, train[0])
-        yield from _train_problems(config, count_samples(config, "train", train[0]), alone)
+        alone, count = _only_document(config, train[0]), count_samples(config, "train", train[0])
+        if count == 0 and isinstance(config, TextConfig) and config.held_out_files and _is_enough(config, train[0]):
+            message = f"without the documents that `held_out_files` has too, `files` is shorter than {_sample(config)}"
+            yield Problem(("data", "files"), message, "name more `files`, or others in `held_out_files`", "data-short")
+        else:
+            yield from _train_problems(config, count, alone)
         if evaluates:
             yield from _held_out_problems(config, count_samples(config, "held_out", held_out[0]), alone)
     except SleyError as error:
@@ -114,6 +121,11 @@ def _only_document(config: TextConfig | TokensConfig, files: Sequence[File]) -> 
     if not isinstance(config, TextConfig) or not config.held_out or documents_inside(config) is not None:
         return None
     return files[0] if len(files) == 1 else None
+
+
+def _is_enough(config: TextConfig, files: Sequence[File]) -> bool:
+    """Returns whether `files` would give a sample if `held_out_files` named nothing."""
+    return count_samples(config.model_copy(update={"held_out_files": ()}), "train", files) != 0
 
 
 def _train_problems(config: TextConfig | TokensConfig, count: int | None, alone: File | None) -> Iterator[Problem]:

@@ -69,11 +69,11 @@ class TextConfig(DataConfig):
     """A token of the tokenizer to put after every document."""
 
     held_out_files: Array[PlanPattern] = ()
-    """Text files to evaluate on, instead of a share of `files`."""
+    """Text files to evaluate on, instead of a share of `files`; a document that is in both is not trained on."""
 
     held_out: Annotated[float, Limits(ge=0, lt=1)] = Limits(default_factory=_share)
-    """The share of documents, chosen by their names, that are never trained on, with or without `[evaluation]`; left out, 0.02,
-    or nothing if there are `held_out_files`.
+    """The share of documents, chosen by their content, that are never trained on, with or without `[evaluation]`; left out,
+    0.02, or nothing if there are `held_out_files`. Copies of a document are all on one side.
     """
 
     @model_validator(mode="after")
@@ -101,7 +101,7 @@ class TokensConfig(DataConfig):
     """Token files, as paths or patterns such as `train-*.bin`; together they are one stream, in this order."""
 
     held_out_files: Array[PlanPattern] = ()
-    """Token files to evaluate on."""
+    """Token files to evaluate on; tokens that are in `files` too are refused."""
 
     dtype: Literal["uint16", "uint32"] = "uint16"
     """The type of the tokens in the files."""

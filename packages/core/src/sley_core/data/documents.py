@@ -1,7 +1,6 @@
-"""Finds the files that a `[data]` table names, and which documents are held out; torch-free.
+"""Finds the files that a `[data]` table names; torch-free.
 
-A document is named relative to where its pattern starts, so that a corpus may be moved without changing the split. To which
-split it belongs depends on its name alone: never on a rank, an order or a seed.
+A document is named relative to where its pattern starts, wherever the corpus lies.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
-from hashlib import blake2b
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 
@@ -221,12 +219,3 @@ def token_files(config: TokensConfig, split: Split) -> Found:
         elif found := wrong_ids(file.path, config.dtype, config.vocab_size):
             problems.append(Problem(("data", key), f"`{file.path}` {found[0]}", found[1], "data-format"))
     return files, problems
-
-
-def held_out(names: Sequence[str], share: float) -> list[bool]:
-    """Returns for each document whether it is held out: whether a hash of its name, uniform over [0, 1), is below
-    `share`.
-
-    Depends on names alone, so every rank and every run splits alike.
-    """
-    return [int.from_bytes(blake2b(os.fsencode(name), digest_size=8).digest(), "big") < share * 2**64 for name in names]

@@ -187,6 +187,7 @@ class Feed:
             """Returns the order of an epoch; two are cached, since a batch may span two epochs."""
             return Order(num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
 
+        self.notes.extend(note for note in getattr(dataset, "data_notes", ()) if note not in self.notes)
         if self._will_save:
             _ = self.digest
         last_epoch = -1

@@ -10,23 +10,44 @@ from pathlib import Path
 
 from sley_core.data.config import TextConfig
 from sley_core.data.dataset import Split
-from sley_core.data.documents import File, held_out
+from sley_core.data.documents import File, as_error, text_files
 from sley_core.data.formats import opened
+from sley_core.data.split import Content, among, content_of, content_of_file, in_share
 from sley_core.errors import PlanError
 
 
-def read_documents(files: Sequence[File], config: TextConfig, split: Split) -> Iterator[tuple[str, bytes]]:
+def read_documents(
+    files: Sequence[File], config: TextConfig, split: Split, notes: list[str] | None = None
+) -> Iterator[tuple[str, bytes]]:
     """Yields (name, content) of the documents of a split, in the order of `files`, which `text_files` returned.
 
-    If each file is one document, the other split's files are not opened.
+    A document that `held_out_files` has, too, is not trained on, which is appended to `notes`. If each file is one document,
+    the other split's files are not read.
     """
     inside = documents_inside(config)
     if inside is None:
-        for file in of_split(files, config, split):
-            yield file.name, read(file.path)
-        return
-    documents = [document for file in files for document in inside(file)]
-    yield from compress(documents, _chosen([name for name, _ in documents], config, split))
+        chosen = of_split(files, config, split)
+        count, num_left_out = len(files), len(files) - len(chosen)
+    else:
+        documents = [document for file in files for document in inside(file)]
+        is_chosen = _chosen([content_of(text) for _, text in documents], config, split)
+        count, num_left_out = len(documents), is_chosen.count(False)
+    if num_left_out and config.held_out_files and notes is not None:
+        notes.append(
+            f"{num_left_out} of {count} documents in `files` are in `held_out_files` too: they are not trained on"
+        )
+    if inside is None:
+        yield from ((file.name, read(file.path)) for file in chosen)
+    else:
+        yield from compress(documents, is_chosen)
+
+
+def contents_of(files: Sequence[File], config: TextConfig) -> list[Content]:
+    """Returns the contents of all documents in `files`; reads these if they have several documents."""
+    inside = documents_inside(config)
+    if inside is None:
+        return [content_of_file(file) for file in files]
+    return [content_of(text) for file in files for _, text in inside(file)]
 
 
 def documents_inside(config: TextConfig) -> Callable[[File], Iterable[tuple[str, bytes]]] | None:
@@ -43,13 +64,26 @@ def documents_inside(config: TextConfig) -> Callable[[File], Iterable[tuple[str,
 
 def of_split(files: Sequence[File], config: TextConfig, split: Split) -> list[File]:
     """Returns the files of a split, if each file is one document."""
-    return list(compress(files, _chosen([file.name for file in files], config, split)))
+    if not config.held_out and not config.held_out_files:
+        return list(files) if split == "train" else []
+    return list(compress(files, _chosen([content_of_file(file) for file in files], config, split)))
 
 
-def _chosen(names: Sequence[str], config: TextConfig, split: Split) -> list[bool]:
+def _chosen(contents: Sequence[Content], config: TextConfig, split: Split) -> list[bool]:
+    """Returns for each document whether it belongs to the split. Asks for no key that does not decide it."""
+    if config.held_out_files and split == "held_out":
+        return [True] * len(contents)
     if config.held_out_files:
-        return [True] * len(names)
-    return [side == (split == "held_out") for side in held_out(names, config.held_out)]
+        return [not is_held_out for is_held_out in among(contents, held_out_contents(config))]
+    return [is_held_out == (split == "held_out") for is_held_out in in_share(contents, config.held_out)]
+
+
+def held_out_contents(config: TextConfig) -> list[Content]:
+    """Returns the contents of the documents in `held_out_files`. Raises PlanError with every file that has a problem."""
+    files, problems = text_files(config, "held_out")
+    if problems:
+        raise as_error(problems)
+    return contents_of(files, config)
 
 
 def read(path: Path) -> bytes:

@@ -21,8 +21,9 @@ from sley_core.data.tokenizer import Tokenizer
 
 
 class TextDataset(TokenDataset):
-    """Samples of one split of a corpus; which documents it holds depends on their names alone.
+    """Samples of one split of a corpus; which documents it holds depends on their content alone.
 
+    data_notes: what the user has to know about the documents, once they are read.
     Bytes are taken as they are, in any encoding. A tokenizer needs UTF-8.
     Raises PlanError with every file that is missing or empty, or where the text is shorter than one sample.
     """
@@ -31,6 +32,7 @@ class TextDataset(TokenDataset):
         super().__init__(config.sequence, config.documents)
         self._config = config
         self._split = context.split
+        self.data_notes: list[str] = []
 
     @property
     def vocab_size(self) -> int:
@@ -53,7 +55,7 @@ class TextDataset(TokenDataset):
         files, problems = text_files(self._config, self._split)
         if problems:
             raise as_error(problems)
-        documents = read_documents(files, self._config, self._split)
+        documents = read_documents(files, self._config, self._split, self.data_notes)
         ids, lengths = _join(documents) if self._tokenizer is None else self._tokenizer.encode(documents)
         offsets = torch.tensor([0, *accumulate(length for length in lengths if length)])
         return TokenArray([as_tensor(ids)]), offsets

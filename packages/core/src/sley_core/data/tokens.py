@@ -16,6 +16,7 @@ from sley_core.data.config import TokensConfig
 from sley_core.data.dataset import DataContext
 from sley_core.data.digest import digest_of
 from sley_core.data.documents import as_error, token_files
+from sley_core.data.split import copied_tokens
 from sley_core.data.token_array import TokenArray
 from sley_core.data.token_dataset import TokenDataset
 
@@ -51,6 +52,8 @@ class TokensDataset(TokenDataset):
         needed.
         """
         files, problems = token_files(self._config, self._split)
+        if self._split == "held_out":
+            problems += copied_tokens(token_files(self._config, "train")[0], files)
         if problems:
             raise as_error(problems)
         tokens = TokenArray([map_tokens(file.path, getattr(torch, self._config.dtype)) for file in files])
