@@ -29,7 +29,7 @@ from train_cli.run_report.recorded import RecordedRun
 Cli = Callable[..., Result]
 
 SECTIONS = ("summary", "curves", "step", "waiting", "memory", "counts", "plan", "machine")
-HELD_OUT = 'data.held_out_files=["corpus.txt"]'
+HELD_OUT = 'data.held_out_files=["plan.toml"]'
 ALONE = ("parallel.dp=1", "evaluation.every=2", "evaluation.steps=1", "timeline.step=3", HELD_OUT)
 
 

@@ -189,13 +189,32 @@ def test_tiny_data_that_is_gone_through_again_is_said(cli: Any, trained: Trained
 
 
 def test_a_run_says_before_its_first_step_that_held_out_data_is_gone_through_again(cli: Any, plan: Path) -> None:
-    held_out = "data={use='core.text', files=['corpus.txt'], held_out_files=['corpus.txt'], sequence=16}"
+    (plan.parent / "held.txt").write_text("the quick brown fox\n" * 60, "utf-8")
+    held_out = "data={use='core.text', files=['corpus.txt'], held_out_files=['held.txt'], sequence=16}"
     changes = ["parallel.dp=1", "run.steps=1", held_out, "evaluation={every=1, steps=50}"]
     result = cli("run", plan, changes=changes)
     assert result.code == 0, result.err
     told, _, after = result.err.partition("step 1/1")
     assert "held out, but an evaluation takes 200" in told
     assert "held out, but" not in after, "it is said once"
+
+
+def test_eval_on_documents_that_were_trained_on_is_said(cli: Any, trained: Trained, texts: Path, folder: Path) -> None:
+    run = trained(PLAN)
+    documents = (texts / "text" / "a.txt").read_text("utf-8").split("\n\n")
+    (folder / "copies.txt").write_text("\n\n".join([*documents, *["a new one of many letters " * 9] * 9]), "utf-8")
+    own = cli("eval", run, "--data", 'files=["text/a.txt"]')
+    assert "trained" not in own.err, "the split goes by content"
+    copies = f'held_out_files=["{folder / "copies.txt"}"]'
+    found = re.search(
+        r"the run has trained on (\d+) of the 69 held-out documents", cli("eval", run, "--data", copies).err
+    )
+    assert found
+    assert 40 < int(found[1]) < 60
+    more = cli("eval", run, "--data", "held_out=0.5")
+    assert "this is no held-out loss" in more.err
+    lines = cli("eval", run, "--data", copies, "--data", 'separator="\\n"')
+    assert "whether it has trained on them is not known" in lines.err
 
 
 def test_eval_on_other_data(cli: Any, trained: Trained, folder: Path) -> None:

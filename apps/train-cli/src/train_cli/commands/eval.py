@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sley_core.data.config import TextConfig
+from sley_core.data.reading import trained_on
 from sley_core.errors import PlanError, SleyError
 from sley_core.losses.config import CrossEntropyConfig
 from train_cli.console import say
@@ -44,6 +45,8 @@ def eval(
         except PlanError as error:
             raise _with_remedy(error) from error
         say(which)
+        if data and (note := _trained_on(plan_of(run), plan)):
+            say(note)
         loss = model.evaluate()
         evaluation = model.plan.evaluation
         assert evaluation is not None
@@ -53,6 +56,14 @@ def eval(
     typer.echo(f"held-out loss  {loss:.4f}  ({evaluation.steps} batches of {plan.batch.global_size} samples)")
     if _is_nats_per_byte(plan):
         typer.echo(f"bits per byte  {loss / math.log(2):.4f}")
+
+
+def _trained_on(own: Plan, plan: Plan) -> str:
+    """Returns in words which documents that `plan` evaluates the run was trained on. own: the run's plan, with its own data."""
+    trained, evaluated = own.data.config, plan.data.config
+    if not isinstance(trained, TextConfig) or not isinstance(evaluated, TextConfig):
+        return ""
+    return trained_on(trained, evaluated)
 
 
 def _with_remedy(error: PlanError) -> SleyError:

@@ -15,6 +15,9 @@ from sley_core.data.formats import opened
 from sley_core.data.split import Content, among, content_of, content_of_file, in_share
 from sley_core.errors import PlanError
 
+_COMPARED = 1 << 30
+"""Bytes of documents inside files that are read at most, to compare those of an evaluation with them."""
+
 
 def read_documents(
     files: Sequence[File], config: TextConfig, split: Split, notes: list[str] | None = None
@@ -48,6 +51,32 @@ def contents_of(files: Sequence[File], config: TextConfig) -> list[Content]:
     if inside is None:
         return [content_of_file(file) for file in files]
     return [content_of(text) for file in files for _, text in inside(file)]
+
+
+def trained_on(own: TextConfig, evaluated: TextConfig) -> str:
+    """Returns in words which held-out documents of `evaluated` a run on `own` has trained on; "" if it is none.
+
+    own: the run's own table. Compares contents; if files have several documents, it reads all that the run was trained on.
+    """
+    if (own.separator, own.field) != (evaluated.separator, evaluated.field):
+        return "documents are cut otherwise than in the run's own data: whether it has trained on them is not known"
+    held, trained = text_files(evaluated, "held_out"), text_files(own, "train")
+    if held[1]:
+        return ""  # the evaluation reports it
+    unknown = "whether the run has trained on the held-out documents is not known"
+    if trained[1]:
+        return f"{unknown}: {trained[1][0].message}"
+    if documents_inside(own) is not None and sum(file.num_bytes for file in trained[0]) > _COMPARED:
+        return f"{unknown}: the run's data have more than {_COMPARED >> 30} GiB, and are not read for it"
+    known, asked = contents_of(trained[0], own), contents_of(held[0], evaluated)
+    known = list(compress(known, _chosen(known, own, "train")))
+    asked = list(compress(asked, _chosen(asked, evaluated, "held_out")))
+    count = sum(among(asked, known))
+    return (
+        f"the run has trained on {count} of the {len(asked)} held-out documents: this is no held-out loss"
+        if count
+        else ""
+    )
 
 
 def documents_inside(config: TextConfig) -> Callable[[File], Iterable[tuple[str, bytes]]] | None:
