@@ -190,15 +190,24 @@ class Loop:
 
     def evaluate(self, given: GivenBatch | None = None) -> float:
         """Returns the mean loss of `given`, or on held-out data, of which the run must have an evaluation."""
-        with self._while("_is_evaluating"):
+        with self._while("_is_evaluating"), self.evaluated():
             if given is not None:
                 return self.samples.forward.mean_loss([self.samples.splitter.given(given)])
             assert self.samples.evaluation is not None, "there is no [evaluation]"
             return self.samples.evaluation()
 
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Returns a context manager within which weights are those to evaluate and to save (`Update.evaluated`)."""
+        update = self.stepper.update
+        if update.traits.has_modes:
+            self.checkpoints.secure()
+        with update.evaluated():
+            yield
+
     def predict(self, given: GivenBatch, *, join: bool) -> Any:
         """Returns the model's outputs as `Run.predict` says."""
-        with self._while("_is_evaluating"):
+        with self._while("_is_evaluating"), self.evaluated():
             batch = self.samples.splitter.to_predict(given, self.samples.reads)
             collected = Collected(batch.micros, self.samples.forward.outputs(batch))
             return self._in_form(collected, given, join=join)

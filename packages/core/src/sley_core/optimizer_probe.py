@@ -46,9 +46,11 @@ Shapes = Sequence[tuple[int, ...]]
 Cut = Callable[[tuple[int, ...]], list[tuple[int, tuple[int, ...]]]]
 """From the shape of a parameter to the number of elements and the shape of each of its parts."""
 
-NUM_STEPS = 4
-RESUMED_AT = 2
-FALLING = (0.5, 0.25, 0.125, 0.0625)
+NUM_STEPS = 7
+"""The rectified ones move no weight in their first five steps."""
+
+RESUMED_AT = 3
+FALLING = tuple(0.5**number for number in range(1, NUM_STEPS + 1))
 """Factors on the learning rate, for a trial that is compared with one at the full rate."""
 
 
@@ -156,7 +158,7 @@ def examine(
         faults = list(_out_of_reach(trial, larger))
         if not faults:
             faults += compare.resumed()
-        if lr_changes and compare.is_same(compare.after(factors=FALLING)):
+        if lr_changes and compare.has_moved and compare.is_same(compare.after(factors=FALLING)):
             faults.append(
                 Fault("takes no notice of the learning rate in its groups", 'read `group["lr"]` in each step')
             )
@@ -182,6 +184,11 @@ class _Compare:
         for number, factor in enumerate(factors):
             trial.step(number, factor, one_by_one=one_by_one)
         return trial.values()
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the first trial has changed its parameters."""
+        return not all(map(torch.equal, self._start, self._end))
 
     def is_same(self, found: list[Tensor]) -> bool:
         """Returns whether the values are those of the first trial, but for rounding."""

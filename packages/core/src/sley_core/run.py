@@ -11,7 +11,7 @@ with assemble(plan, world) as run:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from sley_core.engine.waits import IsDue, Wait
     from sley_core.equipment import AssemblyFacts, Outputs, Samples
     from sley_core.memory.run_memory import RunMemory
+    from sley_core.memory.state import Part
     from sley_core.plan.plan import Plan
 
 Outcome = Literal["finished", "interrupted", "failed"]
@@ -203,7 +204,7 @@ class Run(AbstractContextManager["Run"]):
         if batch is None and self.evaluation is None:
             hint = "add one with `every = 100`, or evaluate a batch of your own"
             raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint=hint)
-        self.memory.require("an evaluation", TO_EVALUATE)
+        self._require("an evaluation", TO_EVALUATE)
         return self.loop.evaluate(batch)
 
     @on_stream
@@ -220,7 +221,7 @@ class Run(AbstractContextManager["Run"]):
         along which it would be joined, and StateError `memory-away`.
         """
         self._settle()
-        self.memory.require("a prediction", TO_EVALUATE)
+        self._require("a prediction", TO_EVALUATE)
         return self.loop.predict(batch, join=join)
 
     @on_stream
@@ -267,7 +268,9 @@ class Run(AbstractContextManager["Run"]):
         save = WeightSaver(self.parts, self.stepper.update.masters)
         attempt = self._checkpoints.attempt
         facts = {"step": str(self.num_steps_done), "attempt": "" if attempt is None else attempt.id}
-        save(Path(folder).absolute(), precision, max_file_bytes, partial(self._look_at_weights, precision), facts)
+        self._require("saving weights", ())
+        with self.loop.evaluated():
+            save(Path(folder).absolute(), precision, max_file_bytes, partial(self._look_at_weights, precision), facts)
 
     def check_weights_folder(self, folder: str | Path) -> None:
         """Raises RunError on all ranks alike if `save_weights` could not save in `folder`: `weights-unsaved` if it holds other
@@ -370,6 +373,12 @@ class Run(AbstractContextManager["Run"]):
             self._notify("sley_run_started", run=self)
         yield
         self._outcome = "interrupted" if self.loop.was_stopped else "finished"
+
+    def _require(self, what: str, parts: Sequence[Part]) -> None:
+        """Lets the device's work wait for `parts` of the run's memory, and for all that is stepped if the optimizer has modes.
+        Raises StateError `memory-away`.
+        """
+        self.memory.require(what, (*parts, *(TO_RESTORE if self.stepper.update.traits.has_modes else ())))
 
     def _check_open(self) -> None:
         if self._is_closed:

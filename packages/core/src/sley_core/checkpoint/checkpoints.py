@@ -305,6 +305,7 @@ class Checkpoints:
         return {
             "steps": step,
             "was_taken": self.tensors.parts.store.state.was_taken,
+            "has_modes": update.traits.has_modes,
             "scale": None if update.scale is None else update.scale.state(),
             "skips": None if update.skips is None else update.skips.state(),
             "data": None if self.feed is None else to_json(self.feed.state()),

@@ -13,7 +13,7 @@ from sley_core.checkpoint.run_tensors import OPTIONS, SHARED, RunTensors, state_
 from sley_core.checkpoint.trees import StateLeaf, joined
 from sley_core.checkpoint.values import from_json
 from sley_core.errors import RunError
-from sley_core.optim.shared import load
+from sley_core.optim.shared import attributes_of, copied, load, shared_values
 from sley_core.weight_files.dtypes import BY_NAME
 
 if TYPE_CHECKING:
@@ -74,13 +74,7 @@ class Restoring:
         states = {key: self._state(one) for key, one in stepped.items()}
         names = [[stepped[id(one)].name for one in group["params"]] for group in update.optimizer.param_groups]
         dtypes = {key: BY_NAME[self.found.facts(WEIGHTS + one.name).dtype] for key, one in stepped.items()}
-        load(update.optimizer, states, list(map(self._options, names)), self._shared(), update.begun, dtypes)
-
-    def _shared(self) -> Shared:
-        """Returns what the optimizer keeps for all of its parameters, besides options."""
-        values = self.found.index.values
-        found = (from_json(value) for name, value in values.items() if name.startswith(SHARED))
-        return {tuple(place): value for place, value in found}
+        load(update.optimizer, states, list(map(self._options, names)), _shared(self.found), update.begun, dtypes)
 
     def _kept(self) -> None:
         """Restores what handlers keep, if the layout is the same; else they start anew, with a note."""
@@ -126,6 +120,24 @@ class Restoring:
         for rectangle, view in region.cut(own):
             self.found.read_into(name, rectangle, view)
         return own
+
+
+def load_one(optimizer: torch.optim.Optimizer, found: Checkpoint, name: str) -> None:
+    """Sets what a checkpoint has for the parameter `name` in an optimizer of this parameter alone, whole, on the host."""
+    (parameter,) = optimizer.param_groups[0]["params"]
+    values = found.index.values
+    every = _by_parameter(found).get(name, [])
+    kept = (StateLeaf(path, from_json(values[one]) if one in values else found[one]) for one, path in every)
+    options = from_json(values.get(OPTIONS + name, {}))
+    dtype, begun = BY_NAME[found.facts(WEIGHTS + name).dtype], copied(attributes_of(shared_values(optimizer)))
+    key = id(parameter)
+    load(optimizer, {key: joined(kept)}, [options], _shared(found), begun, {key: dtype})
+
+
+def _shared(found: Checkpoint) -> Shared:
+    """Returns what the optimizer keeps for all of its parameters, besides options."""
+    every = (from_json(value) for name, value in found.index.values.items() if name.startswith(SHARED))
+    return {tuple(place): value for place, value in every}
 
 
 def mismatches(expected: dict[str, tuple[int, ...]], found: Checkpoint) -> Iterator[str]:

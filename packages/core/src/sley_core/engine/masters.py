@@ -155,13 +155,14 @@ class Masters:
         for stepped, gradient in zip(self.stepped, gradients, strict=True):
             stepped.parameter.grad = None if gradient is None else gradient.to(stepped.parameter.dtype)
 
-    def write_back(self) -> None:
-        """Copies masters, rounded, into the working weights, unless whoever steps has done that (`home`); drops the references
-        to gradients. Weights of which other ranks step parts may be incomplete until `weights.settle`.
+    def write_back(self, *, are_sent: bool | None = None) -> None:
+        """Copies masters, rounded, into the working weights; drops the references to gradients. Weights of which other ranks
+        step parts may be incomplete until `weights.settle`. are_sent: whether they are there already; left out, with a `home`,
+        where whoever steps sends them.
         """
         self._take_back()
         if every := list(self._masters.values()):
-            if self.home is None:
+            if not (self.home is not None if are_sent is None else are_sent):
                 torch._foreach_copy_([one.working for one in every], [one.master for one in every])
             for one in every:
                 one.seen = one.state

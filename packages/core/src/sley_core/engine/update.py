@@ -150,6 +150,33 @@ class Update:
         return totals
 
     @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Returns a context manager within which weights and masters are those to evaluate and to save, if the optimizer has
+        modes; afterwards they have the bits from before. All ranks call it, between two steps, with all memory on the device.
+        """
+        if not self.traits.has_modes:
+            yield
+            return
+        optimizer: Any = self.optimizer
+        self.masters.follow()
+        before = [one.parameter.detach().clone() for one in self.masters.stepped]
+        optimizer.eval()
+        self._show()
+        try:
+            yield
+        finally:
+            optimizer.train()
+            with torch.no_grad():
+                for one, value in zip(self.masters.stepped, before, strict=True):
+                    one.parameter.copy_(value)
+            self._show()
+
+    def _show(self) -> None:
+        """Lets all ranks have the weights of the present masters."""
+        self.masters.write_back(are_sent=False)
+        self.masters.weights.settle()
+
+    @contextmanager
     def _seeded(self, step: int) -> Iterator[None]:
         """Returns a context manager within which an optimizer that draws gets the same numbers on every rank, from the run's
         seed and the step. One may draw in few steps only, so all get it but torch's own.

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from sley_core.checkpoint.folders import open_folder
 from sley_core.checkpoint.index import BUFFERS, INDEX, WEIGHTS
 from sley_core.checkpoint.reader import Checkpoint, read
+from sley_core.checkpoint.restore import load_one
 from sley_core.checkpoint.verify import newest, ready, verify
 from sley_core.errors import RunError
 from sley_core.export.run_weights import with_kept
 from sley_core.loader import Loader
+from sley_core.optim.traits import in_training
 from sley_core.plan.read import read_text
 from sley_core.plan.resolve import resolve
 from sley_core.weight_files.read import TensorKind
@@ -24,10 +28,13 @@ if TYPE_CHECKING:
 
 
 class CheckpointWeights:
-    """The weights of `found` by names of the book, and the buffers beside them: masters, where there were any."""
+    """The weights of `found` by names of the book, and the buffers beside them: masters, where there were any. If the optimizer
+    of its `plan` has modes, they are those after `eval()`.
+    """
 
-    def __init__(self, found: Checkpoint) -> None:
+    def __init__(self, found: Checkpoint, plan: Plan) -> None:
         self.found = found
+        self._plan = plan
         self._origin = {
             name.removeprefix(kind): name for kind in (WEIGHTS, BUFFERS) for name in found if name.startswith(kind)
         }
@@ -41,7 +48,16 @@ class CheckpointWeights:
         return TensorKind(facts.dtype, facts.shape)
 
     def tensor(self, name: str) -> Tensor:
-        return self.found[self._origin[name]]
+        value = self.found[self._origin[name]]
+        if not self.found.index.state["has_modes"] or not self._origin[name].startswith(WEIGHTS):
+            return value
+        parameter = nn.Parameter(value)
+        config: Any = self._plan.optimizer.config
+        group = {"params": [parameter], "lr": config.lr, "initial_lr": config.lr, "weight_decay": config.weight_decay}
+        optimizer: Any = in_training(self._plan.optimizer.build([group], parameter.device))
+        load_one(optimizer, self.found, name)
+        optimizer.eval()
+        return parameter.detach()
 
 
 def weights_of_checkpoint(path: str) -> tuple[Plan, CheckpointWeights] | None:
@@ -65,6 +81,5 @@ def weights_of_checkpoint(path: str) -> tuple[Plan, CheckpointWeights] | None:
     checkpoint = read(path)
     # Its plan names the folder that its paths start at.
     document = read_text(checkpoint.index.plan, f"{checkpoint.folder.text}/{INDEX}", Path())
-    return resolve(with_kept(document, Path(checkpoint.folder.text).parent.parent), Loader()), CheckpointWeights(
-        checkpoint
-    )
+    plan = resolve(with_kept(document, Path(checkpoint.folder.text).parent.parent), Loader())
+    return plan, CheckpointWeights(checkpoint, plan)

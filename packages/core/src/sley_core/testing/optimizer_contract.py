@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,20 +25,23 @@ from torch import Tensor, nn
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo, Field
+from sley_core.export.checkpoint_weights import weights_of_checkpoint
 from sley_core.generators import generators_of_optimizer, seed_own, seeded
 from sley_core.model.seeds import derive
 from sley_core.optim.groups import parameter_groups
 from sley_core.optim.scope import scope_of
 from sley_core.optim.traits import in_training
 from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
 from sley_core.testing.contract_model import SQUARES, Samples, contract_plan
 from sley_core.testing.parity import assert_close_gradients
 from sley_core.testing.ranks import Ranks
 from sley_core.testing.runs import Tensors, weights
 from sley_core.updates import try_optimizer
+from sley_core.weight_files.read import WeightFiles
 
-NUM_STEPS = 4
-SAVED_AT = 2
+NUM_STEPS = 7
+SAVED_AT = 3
 WIDTH = 6
 EXACT = 1e-9
 """How far weights of fp64 may be from those of the plain loop, relative."""
@@ -97,19 +101,25 @@ def train(
         if load is not None:
             run.load_checkpoint(load)
         stepped = run.stepper.update.masters.stepped
+        run.parts.events.gradients_done.append(partial(_note, seen, run))  # the update may write into them
         seen.first = {one.name: one.parameter.detach().clone() for one in stepped}
         while run.num_steps_done < NUM_STEPS:
             if evaluates and run.num_steps_done == NUM_STEPS - 1:
                 seen.evaluated.append(run.evaluate())
             row = run.step()
             seen.rates.append(float(row["lr"]))
-            parts = zip(stepped, run.store.parts([one.entry for one in stepped]), strict=True)
-            seen.given.append({one.name: gradient.clone() for one, gradient in parts if gradient is not None})
             if save is not None and run.num_steps_done == SAVED_AT:
                 run.save_checkpoint(save)
         seen.stepped = {one.name: one.parameter.detach().clone() for one in stepped}
         seen.weights = weights(run)
     return seen
+
+
+def _note(seen: Seen, run: Run) -> None:
+    """Records the gradients of the step."""
+    stepped = run.stepper.update.masters.stepped
+    parts = zip(stepped, run.store.parts([one.entry for one in stepped]), strict=True)
+    seen.given.append({one.name: gradient.clone() for one, gradient in parts if gradient is not None})
 
 
 class _Copy(NamedTuple):
@@ -120,12 +130,15 @@ class _Copy(NamedTuple):
     decays: bool
 
 
-def by_hand(tables: dict[str, Any], seen: Seen) -> Tensors:
-    """Returns the parameters after a plain loop over the gradients that a run has recorded: each gradient in new memory."""
+def by_hand(tables: dict[str, Any], seen: Seen, *, evaluates: bool = False) -> Tensors:
+    """Returns the parameters after a plain loop over the gradients that a run has recorded: each gradient in new memory.
+
+    evaluates: whether `eval()` is called after the last step.
+    """
     plan = plan_from_dict(tables)
     config: Any = plan.optimizer.config
     copies = [_Copy(name, nn.Parameter(one.clone()), one.ndim > 1) for name, one in seen.first.items()]
-    optimizer = in_training(plan.optimizer.build(parameter_groups(copies, config), torch.device("cpu")))
+    optimizer: Any = in_training(plan.optimizer.build(parameter_groups(copies, config), torch.device("cpu")))
     generators = generators_of_optimizer(optimizer)
     for step, (gradients, rate) in enumerate(zip(seen.given, seen.rates, strict=True)):
         for copy in copies:
@@ -136,7 +149,34 @@ def by_hand(tables: dict[str, Any], seen: Seen) -> Tensors:
         with seeded(seed):
             seed_own(generators, seed)
             optimizer.step()
+    if evaluates:
+        optimizer.eval()
     return {copy.name: copy.parameter.detach() for copy in copies}
+
+
+class Evaluated:
+    """A run that evaluates, and saves in `folder`, after its last step. seen: as `train` returns it. saved: what `save_weights`
+    writes; exported: what an export takes from the checkpoint. loss: the held-out one; again: with `saved` loaded.
+    """
+
+    def __init__(self, tables: dict[str, Any], folder: Path) -> None:
+        self.seen = train(tables, save=folder / "saved")
+        with World.join("cpu") as world, assemble(plan_from_dict(tables), world) as run:
+            self.has_modes = run.stepper.update.traits.has_modes
+            run.load_checkpoint(folder / "saved")
+            while run.num_steps_done < NUM_STEPS:
+                run.step()
+            self.loss = run.evaluate()
+            run.save_weights(folder / "weights", precision="full")
+            run.save_checkpoint(folder / "last")
+        files = WeightFiles(folder / "weights")
+        self.saved = {name: files.tensor(name) for name in files.names}
+        found = weights_of_checkpoint(str(folder / "last"))
+        assert found is not None, "there is no checkpoint"
+        self.exported = {name: found[1].tensor(name) for name in found[1].names}
+        with World.join("cpu") as world, assemble(plan_from_dict(tables), world) as run:
+            run.load_weights(self.saved)
+            self.again = run.evaluate()
 
 
 class OptimizerContract:
@@ -204,11 +244,27 @@ class OptimizerContract:
         assert_close_gradients(whole.weights, train(one, load=tmp_path / "saved").weights, EXACT)
 
     def test_an_evaluation_changes_nothing(self) -> None:
-        """Not the bits of the steps after it; it is of the weights that `eval()` makes, if the optimizer has modes."""
+        """Not the bits of the steps after it."""
         tables = self._plan(evaluation={"every": 100, "steps": 2})
         seen, undisturbed = train(tables, evaluates=True), train(tables)
         for name, one in undisturbed.stepped.items():
             assert torch.equal(one, seen.stepped[name]), f"{name} has other bits after an evaluation"
+
+    @pytest.mark.parametrize("compute", ["fp64", "bf16"])
+    def test_what_is_evaluated_and_saved_is_after_eval(self, compute: str, tmp_path: Path) -> None:
+        """If it has modes, as schedule-free ones do: the weights of an evaluation, of files and of an export."""
+        tables = self._plan(evaluation={"every": 100, "steps": 2}, precision={"compute": compute})
+        found = Evaluated(tables, tmp_path)
+        if not found.has_modes:
+            pytest.skip("it has no modes")
+        wanted = by_hand(tables, found.seen, evaluates=True)
+        within = EXACT if compute == "fp64" else 1e-5
+        assert_close_gradients(wanted, found.saved, within)
+        assert_close_gradients(wanted, found.exported, within)
+        error = abs(found.loss - found.again) / abs(found.again)
+        assert error < (EXACT if compute == "fp64" else 2**-7), (
+            f"the held-out loss is {found.loss}, and {found.again} with the weights after `eval()`"
+        )
 
     def test_a_parameter_without_a_gradient_stays(self) -> None:
         """As one that a program freezes between two steps."""
