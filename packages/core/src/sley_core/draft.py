@@ -15,6 +15,7 @@ from sley_core.engine import layer_costs
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.stage import stage_of
 from sley_core.errors import PlanError
+from sley_core.model import modes
 from sley_core.model.build import build_on_meta
 from sley_core.optim.groups import frozen
 
@@ -51,11 +52,12 @@ def draft_of(plan: Plan, world: World) -> Draft:
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
         model = draft_model(plan, dataset.info)
     costs, notes = layer_costs_of(plan, world, model)
+    notes = [*notes, *modes.notes_of(model.layers)]
     return Draft(dataset, model, stage_of(plan, plan.topology(world.size), world.rank, model, costs), costs, notes)
 
 
 def draft_model(plan: Plan, info: DataInfo) -> Model:
-    """Builds the model on meta, with the parameters frozen that the plan freezes.
+    """Builds the model on meta, in training mode, with the parameters frozen that the plan freezes.
 
     Raises PlanError as `sliced_info`, `build_on_meta` and `frozen` do, and "sequence-positions" for a model that would count
     the positions of every slice from 0.
@@ -68,6 +70,7 @@ def draft_model(plan: Plan, info: DataInfo) -> Model:
     aliases = {alias: entry.name for entry in book for alias in entry.aliases}
     for name in frozen(book.names, optimizer, aliases):
         book[name].parameter.requires_grad_(False)
+    modes.train(model)
     return model
 
 

@@ -131,3 +131,16 @@ def test_a_programs_own_draws_go_on_as_if_nothing_had_run(alone, tables, what):
         first = torch.rand(2)
         getattr(run, what)()
         assert torch.equal(torch.cat([first, torch.rand(4)]), wanted)
+
+
+def test_a_model_in_evaluation_mode_drops_as_one_in_training_mode(alone, own, tables, small):
+    """As `from_pretrained` returns it; a program's own `eval()` holds, and an evaluation does not change it."""
+    wanted = record(tables(), 2, folder=own)
+    pretrained = small(model={"factory": "own_models:pretrained", "options": {"dropout": 0.5}}, batch__micro_size=2)
+    found = record(pretrained, 2, folder=own)
+    assert [row["loss"] for row in found.rows] == [row["loss"] for row in wanted.rows]
+    without = record(small(batch__micro_size=2), 2, folder=own)
+    with alone({**pretrained, "evaluation": {"every": 1, "steps": 1}}) as run:
+        for layer in run.layers:
+            layer.module.eval()
+        assert [run.step()["loss"] for _ in range(2)] == [row["loss"] for row in without.rows]

@@ -49,6 +49,11 @@ def plain(data: DataInfo, hidden: int = 8, num_blocks: int = 4, dropout: float =
     return _around([Block(hidden, dropout) for _ in range(num_blocks)], data, hidden)
 
 
+def pretrained(data: DataInfo, dropout: float) -> Named:
+    """In evaluation mode, as `from_pretrained` leaves it."""
+    return [(name, module.eval()) for name, module in plain(data, dropout=dropout)]
+
+
 def compiled(data: DataInfo) -> Named:
     """The same, each block wrapped by torch.compile, whose forward takes anything."""
     return _around([torch.compile(Block(8, 0.0), backend="eager") for _ in range(2)], data, 8)
