@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,13 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.data.config import FactoryDataConfig
+from sley_core.data.dataset import DataInfo, Field
+from sley_core.errors import UsageError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_core.testing.plans import Tables, changed, small_plan
+from train_cli.sampling import generate, text_ids
 
 PLAN = small_plan(
     optimizer={"use": "core.adamw", "lr": 1e-2},
@@ -150,6 +156,42 @@ def test_a_model_of_ones_own_is_sampled_if_it_gives_logits(
     monkeypatch.setattr("sampled.Mean.forward", lambda self, hidden: (hidden @ self.weight.T)[..., :width])
     result = cli("sample", run, "--prompt", "the", "--tokens", 3)
     assert (result.code, f"error[{said}]" in result.err) == ((2, True) if said else (0, False)), result.err
+
+
+@pytest.mark.parametrize(
+    ("reads", "fields", "said"),
+    [
+        ("tokens", {}, '[data.fields] of `plan.toml` in the run\'s folder, for example `tokens = {dtype = "int64", '),
+        (
+            "input_ids",
+            {"input_ids": Field("int64", 0, 1)},
+            "reads `input_ids`, and no field of the data is said to hold",
+        ),
+        ("image", {"tokens": Field("int64", 0, 1, ids="token")}, "reads the field `image`, which does not follow"),
+    ],
+)
+def test_a_field_that_no_prompt_has_is_refused_with_what_to_do(reads: str, fields: dict[str, Field], said: str) -> None:
+    layers = [SimpleNamespace(name="embed", fields=(reads,))]
+    run: Any = SimpleNamespace(layers=layers, dataset=SimpleNamespace(info=DataInfo(fields)))
+    with pytest.raises(UsageError, match=re.escape(said)):
+        next(generate(run, [1], 9, temperature=0.0, top_k=None, generator=torch.Generator()))
+
+
+@pytest.mark.parametrize(
+    ("beside", "end"), [({"eos_token": "<end>"}, 0), ({"eos_token": {"content": "<end>"}}, 0), ({}, None)]
+)
+def test_a_given_tokenizer_says_where_a_document_ends(tmp_path: Path, beside: dict[str, Any], end: int | None) -> None:
+    """Of data of one's own: text went on behind it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({"<end>": 0, "the": 1, "?": 2}, unk_token="?")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(beside), "utf-8")
+    own: Any = SimpleNamespace(data=SimpleNamespace(name="my:data", config=FactoryDataConfig()))
+    assert [text_ids(own, path).end for path in (tmp_path, tmp_path / "tokenizer.json")] == [end] * 2
+    tokens: Any = SimpleNamespace(data=SimpleNamespace(name="core.tokens", config=SimpleNamespace(end_of_document=2)))
+    assert text_ids(tokens, tmp_path).end == 2
+    with pytest.raises(UsageError, match="the data of this run, `my:data`, has no tokenizer"):
+        text_ids(own, None)
 
 
 def test_what_cannot_be_sampled_is_refused(cli: Any, trained: Trained, folder: Path) -> None:

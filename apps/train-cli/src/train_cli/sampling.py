@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -58,9 +59,10 @@ class Utf8(TextIds):
 class Tokenized(TextIds):
     """Takes the ids of a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, end: int | None = None) -> None:
+        """end: the id after which a document ends, if the tokenizer does not say it."""
         self._tokenizer = tokenizer
-        self.size, self.end = tokenizer.vocab_size, tokenizer.end_of_document
+        self.size, self.end = tokenizer.vocab_size, tokenizer.end_of_document if end is None else end
         self.num_before = 0
 
     def encode(self, text: str) -> list[int]:
@@ -82,14 +84,32 @@ class Tokenized(TextIds):
 
 
 def text_ids(plan: Plan, tokenizer: Path | None) -> TextIds:
-    """Returns the ids of the plan's text, or of `tokenizer`, if given. Raises UsageError "no-vocabulary" if it is not known."""
+    """Returns the ids of the plan's text, or of `tokenizer`, if given. Raises UsageError "no-vocabulary" if it is not known.
+
+    A document ends with the plan's `end_of_document`, or else with the `eos_token` of the `tokenizer_config.json` beside a
+    given tokenizer.
+    """
     config = plan.data.config
     if tokenizer is not None:
-        return Tokenized(Tokenizer(tokenizer, None))
+        end = getattr(config, "end_of_document", None) or _end_token(tokenizer)
+        return Tokenized(
+            Tokenizer(tokenizer, end if isinstance(end, str) else None), end if isinstance(end, int) else None
+        )
     if not isinstance(config, TextConfig):
-        hint = "give the tokenizer that made them: `--tokenizer PATH`"
-        raise UsageError("no-vocabulary", f"`{plan.data.name}` does not say what text its token ids are", hint=hint)
+        hint = "give the one that made its token ids: `--tokenizer PATH`"
+        raise UsageError("no-vocabulary", f"the data of this run, `{plan.data.name}`, has no tokenizer", hint=hint)
     return Utf8() if config.tokenizer is None else Tokenized(Tokenizer(config.tokenizer, config.end_of_document))
+
+
+def _end_token(tokenizer: Path) -> str | None:
+    """Returns the `eos_token` that transformers knows of a tokenizer, from the file beside it; None if there is none."""
+    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    try:
+        found = json.loads((folder / "tokenizer_config.json").read_text("utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return None
+    token = found.get("content") if isinstance(found, dict) else found
+    return token if isinstance(token, str) else None
 
 
 def generate(
@@ -133,11 +153,15 @@ def _fields(run: Run) -> dict[str, str]:
     roles = dict.fromkeys(ids[:1], "tokens") | {name: name for name in ("positions", "cu_seqlens")}
     for layer in run.layers:
         for name in layer.fields:
+            if name not in roles and not ids:
+                message = f"layer `{layer.name}` reads `{name}`, and no field of the data is said to hold token ids"
+                table = f'`{name} = {{dtype = "int64", sequence_dim = 1, ids = "token"}}`'
+                hint = f"add them to [data.fields] of `plan.toml` in the run's folder, for example {table}"
+                raise UsageError("sample-fields", message, hint=hint)
             if name not in roles:
-                message = f"layer `{layer.name}` reads the field `{name}`, which a prompt does not have"
-                raise UsageError(
-                    "sample-fields", message, hint="a program of your own can call the model: docs/how-to.md"
-                )
+                message = f"layer `{layer.name}` reads the field `{name}`, which does not follow from a prompt"
+                hint = "`run.predict(batch)` in a program of your own takes such a batch: docs/python-api.md"
+                raise UsageError("sample-fields", message, hint=hint)
     return {name: roles[name] for layer in run.layers for name in layer.fields}
 
 
