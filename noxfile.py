@@ -60,6 +60,9 @@ SIDE_BY_SIDE = ("-n", str((os.cpu_count() or 1) + 2), "--dist", "worksteal")
 @nox.session(default=False)
 def dev(session: nox.Session) -> None:
     """Make .nox/dev: every package editable, with what its tests need. Point an editor here."""
+    session.log(
+        "installs all packages and what their tests need: minutes at first, mostly for torch; `nox -R` skips it"
+    )
     editable = [argument for package in PACKAGES for argument in ("-e", package.folder)]
     tests = [requirement for package in PACKAGES for requirement in package.test_requirements()]
     session.install(*CONSTRAINTS, *editable, *tests, "pytest-xdist", "mypy")
@@ -76,6 +79,7 @@ def in_dev(session: nox.Session, *command: str, success_codes: tuple[int, ...] =
 @nox.session
 def quickstart(session: nox.Session) -> None:
     """Train examples/plans/quickstart.toml as a user would; an earlier run of it is overwritten."""
+    session.log("installs torch and two packages: minutes at first; `nox -R` skips it")
     session.install(*CONSTRAINTS, "-e", "packages/core", "-e", "apps/train-cli")
     session.run("train-cli", "run", "examples/plans/quickstart.toml", "--overwrite", *session.posargs)
 

@@ -61,7 +61,7 @@ def job_of(plan: Plan, nodes: int, per_node: int | None, arguments: Sequence[str
             raise UsageError(
                 "per-node",
                 f"the plan's {plan.world()} ranks do not spread evenly over {nodes} hosts",
-                hint="choose another `--nodes`, or another `dp`",
+                hint="choose another `--nodes` or `dp`, or `--set 'parallel.dp=\"auto\"'` and `--per-node N`",
             )
     if problems := check_plan(plan, nodes * per_node):
         raise PlanError.many(problems)

@@ -1,5 +1,7 @@
 """Gives a plugin's tables their types, and its checks the plan; imports no torch."""
 
+from sley_core.data.config import DataConfig
+from sley_core.optim.config import OptimizerConfig
 from sley_core.plan.plan import Plan
 from sley_core.plan.read import read_bounded
 from sley_core.plan.tables import ModelConfig, SequenceConfig
@@ -18,9 +20,11 @@ from sley_core.topology import Topology
 
 __all__ = [
     "Array",
+    "DataConfig",
     "ModelConfig",
     "NonNegative",
     "NonNegativeFloat",
+    "OptimizerConfig",
     "Plan",
     "PlanPath",
     "Positive",

@@ -83,7 +83,7 @@ class Component:
             raise
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A valid plan with every default written in. Equal plans run alike; the origin of values does not count.
 
@@ -119,6 +119,16 @@ class Plan:
     loader: Loader = field(compare=False, repr=False)
     plugins: Mapping[str, Plugin] = field(compare=False, repr=False)
     origins: Mapping[KeyPath, Origin] = field(compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        """Returns one line for a person; `to_toml` has all of it."""
+        sizes = ", ".join(
+            f"{axis} {size}"
+            for axis in ("dp", "pp", "sp", "wp")
+            if (size := getattr(self.parallel, axis)) != 1 or axis == "dp"
+        )
+        steps = f"{self.run.steps:,} steps of {self.batch.global_size:,} samples"
+        return f"Plan({self.run.name!r}: {self.model.name} on {self.data.name}, {steps}, {sizes})"
 
     def build_named(self, kind: RecordKind, name: str, *args: Any) -> Any:
         """Builds the record `name` with its defaults: for a field of a table that refers to a record.
