@@ -90,6 +90,8 @@ def _agree(plan: Plan, table: Sequence[GroupEntry], control: Group, model: Model
         "samples per epoch:": str(num_samples),
         "the model": _digest(model),
     }
+    if control.size > 1 and hasattr(dataset, "data_digest"):
+        facts["data with the digest"] = str(dataset.data_digest)
     facts |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
     agree(facts, control, {"the plan": partial(digested, plan)})
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from sley_core.errors import PlanError
+from sley_core.errors import SleyError
 from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.resumed import assert_goes_on, assert_same_stretch, saving_at, stretch
 
@@ -91,7 +91,7 @@ def loaded(tables: dict[str, Any], folders: list[Path], path: Path) -> str:
     """Returns why this rank refuses the checkpoint, with its data in the folder of its number; "" if it does not."""
     try:
         stretch(tables, 1, folder=folders[int(os.environ.get("RANK", "0"))], load=path)
-    except PlanError as error:
+    except SleyError as error:
         return error.diagnostics[0].code
     return ""
 
@@ -115,12 +115,13 @@ def test_other_data_than_those_of_the_checkpoint_are_refused(texts, tmp_path, ch
     assert loaded(tables, [now], tmp_path / "saved") in codes
 
 
-def test_all_ranks_refuse_what_has_changed_for_one_of_them(texts, tmp_path, ranks):
-    copytree(texts, tmp_path / "now")
-    put(tmp_path / "now/text/a.txt", lambda text: text[:-1] + b"!")
+def test_all_ranks_refuse_data_that_have_changed_or_that_differ_between_them(texts, tmp_path, ranks):
+    now = tmp_path / "now"
+    copytree(texts, now)
+    put(now / "text/a.txt", lambda text: text[:-1] + b"!")
     stretch(plan(), 1, folder=texts, save=tmp_path / "saved")
-    found = ranks(2, init=False)(loaded, plan(**DP), [texts, tmp_path / "now"], tmp_path / "saved")
-    assert found == ["data-changed"] * 2
+    assert ranks(2, init=False)(loaded, plan(**DP), [now, now], tmp_path / "saved") == ["data-changed"] * 2
+    assert ranks(2, init=False)(loaded, plan(**DP), [texts, now], tmp_path / "saved") == ["ranks-disagree"] * 2
 
 
 class Samples:

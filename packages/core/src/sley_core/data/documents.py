@@ -9,7 +9,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from stat import S_ISDIR, S_ISREG
 
 from sley_core.data.config import TOKEN_BYTES, TextConfig, TokensConfig
 from sley_core.data.dataset import Split
-from sley_core.data.formats import SUFFIXES, refused
+from sley_core.data.formats import SUFFIXES, Format, format_of
 from sley_core.data.token_bytes import wrong_ids
 from sley_core.errors import Diagnostic, KeyPath, PlanError
 from sley_core.records import Problem
@@ -29,11 +29,15 @@ WILDCARDS = frozenset("*?[")
 
 @dataclass(frozen=True)
 class File:
-    """Names a file, with its name within the corpus in forward slashes: `sub/one.txt` of `corpus/**/*.txt`."""
+    """Names a file, with its name within the corpus in forward slashes: `sub/one.txt` of `corpus/**/*.txt`.
+
+    num_bytes: as it is stored. is_compressed: whether it contains other bytes than that.
+    """
 
     name: str
     path: Path
     num_bytes: int
+    is_compressed: bool = False
 
 
 Found = tuple[list[File], list[Problem]]
@@ -190,8 +194,10 @@ def text_files(config: TextConfig, split: Split) -> Found:
         message = f"`{lines[0].path}` has JSON lines: braces, keys and escapes would be text too"
         hint = 'name the key of the text, as `field = "text"`; or `separator = "\\n"`, for lines as they stand'
         problems.append(Problem(("data", key), message, hint, "data-json"))
-    problems += _refused(files, key)
-    return files, problems
+    formats = [format_of(file.path) for file in files]
+    problems += _refused(files, formats, key)
+    marked = zip(files, formats, strict=True)
+    return [replace(file, is_compressed=True) if form.is_compressed else file for file, form in marked], problems
 
 
 def _suffix(path: Path) -> str:
@@ -200,18 +206,21 @@ def _suffix(path: Path) -> str:
     return path.with_suffix("").suffix.lower() if suffix in SUFFIXES else suffix
 
 
-def _refused(files: Iterable[File], key: str, *, reads_compressed: bool = True) -> Iterator[Problem]:
+def _refused(files: Sequence[File], formats: Sequence[Format], key: str) -> Iterator[Problem]:
     """Yields a problem for each file that has a format of its own."""
-    for file in files:
-        if found := refused(file.path, reads_compressed=reads_compressed):
-            yield Problem(("data", key), f"`{file.path}` is {found[0]}", found[1], "data-format")
+    for file, form in zip(files, formats, strict=True):
+        if form.refused is not None:
+            yield Problem(("data", key), f"`{file.path}` is {form.refused[0]}", form.refused[1], "data-format")
 
 
 def token_files(config: TokensConfig, split: Split) -> Found:
     """Returns the files of a split of a `core.tokens` table; what shows that they are no such ids is a problem."""
     key, patterns = ("files", config.files) if split == "train" else ("held_out_files", config.held_out_files)
     files, problems = find_files(patterns, ("data", key))
-    problems += _refused(files, key, reads_compressed=False)
+    formats = [format_of(file.path) for file in files]
+    packed = ("compressed", "unpack it: token files are mapped into memory")
+    formats = [replace(form, refused=packed) if form.is_compressed else form for form in formats]
+    problems += _refused(files, formats, key)
     for file in [] if problems else files:
         if file.num_bytes % TOKEN_BYTES[config.dtype]:
             message = f"`{file.path}` has {file.num_bytes} bytes, which is no whole number of {config.dtype} tokens"

@@ -9,6 +9,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import BufferedIOBase
 from pathlib import Path
 from typing import TypeVar
@@ -55,23 +56,37 @@ _MARKS = {
 """Formats that are refused, by their mark: which they are, and what to do."""
 
 
-def refused(path: Path, *, reads_compressed: bool = True) -> tuple[str, str] | None:
-    """Returns which format a file has if it can be no text and no raw ids, and what to do; None otherwise.
+_ANY = re.compile(b"|".join((*_OPENED, *_MARKS)), re.DOTALL)
 
-    reads_compressed: whether whoever asks reads the file by `opened`. A file that cannot be read has no format here.
+
+@dataclass(frozen=True)
+class Format:
+    """Describes a file by its first bytes. is_compressed: whether `opened` gives other bytes than it has. refused: which format
+    it has, and what to do, if it can be no text and no raw ids.
     """
+
+    is_compressed: bool = False
+    refused: tuple[str, str] | None = None
+
+
+PLAIN = Format()
+
+
+def format_of(path: Path) -> Format:
+    """Returns the format of a file; `PLAIN` for one that cannot be read: the code that reads it reports the error."""
     try:
-        if _opener(path) is not None and not reads_compressed:
-            return "compressed", "unpack it: token files are mapped into memory"
-        with opened(path) as file:
-            return _marked(file.read(_HEAD), _MARKS)
-    except (OSError, PlanError):
-        return None  # the code that reads it reports the error
-
-
-def is_compressed(path: Path) -> bool:
-    """Returns whether `opened` gives other bytes than the file has. Raises OSError."""
-    return _opener(path) is not None
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+        if not _ANY.match(head):
+            return PLAIN
+        if _marked(head, _OPENED) is None:
+            return Format(refused=_marked(head, _MARKS))
+        with opened(path) as inside:
+            return Format(is_compressed=True, refused=_marked(inside.read(_HEAD), _MARKS))
+    except OSError:
+        return PLAIN
+    except PlanError:
+        return Format(is_compressed=True)
 
 
 @contextmanager
@@ -80,22 +95,18 @@ def opened(path: Path) -> Iterator[BufferedIOBase]:
 
     Raises OSError; PlanError "data-format" for compressed content that is damaged or incomplete.
     """
-    opener = _opener(path)
-    if opener is None:
-        with path.open("rb") as file:
+    with path.open("rb") as file:
+        opener = _marked(file.read(_HEAD), _OPENED)
+        if opener is None:
+            file.seek(0)
             yield file
-        return
+            return
     try:
         with opener(path) as file:
             yield file
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         message = f"`{path}` is compressed, and damaged or incomplete: {error}"
         raise PlanError("data-format", message, path=("data", "files")) from None
-
-
-def _opener(path: Path) -> Opener | None:
-    with path.open("rb") as file:
-        return _marked(file.read(_HEAD), _OPENED)
 
 
 def _marked(head: bytes, marks: dict[bytes, T]) -> T | None:

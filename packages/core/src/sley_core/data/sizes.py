@@ -10,7 +10,6 @@ from sley_core.data.config import TOKEN_BYTES, DataConfig, TextConfig, TokensCon
 from sley_core.data.counts import num_chunks, num_windows
 from sley_core.data.dataset import Split
 from sley_core.data.documents import File, text_files, token_files
-from sley_core.data.formats import is_compressed
 from sley_core.data.reading import documents_inside, of_split, read_documents
 from sley_core.data.tokenizer import Tokenizer
 
@@ -48,7 +47,7 @@ def _total(config: TokensConfig, files: Sequence[File]) -> list[int] | None:
 def _lengths(config: TextConfig, split: Split, files: Sequence[File]) -> list[int] | None:
     """Returns the tokens of each document, or None if a large corpus would have to be read."""
     is_as_read = documents_inside(config) is None and config.tokenizer is None
-    if is_as_read and not any(is_compressed(file.path) for file in files):
+    if is_as_read and not any(file.is_compressed for file in files):
         return [file.num_bytes for file in of_split(files, config, split)]
     if sum(file.num_bytes for file in files) > ALWAYS_READ:
         return None

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from mmap import ACCESS_READ, mmap
 
 from sley_core.data.documents import File
-from sley_core.data.formats import is_compressed, opened
+from sley_core.data.formats import opened
 from sley_core.records import Problem
 
 _PIECE = 1 << 10
@@ -42,7 +42,7 @@ def content_of(text: bytes) -> Content:
 
 def content_of_file(file: File) -> Content:
     """Returns the content of a file; one that is compressed is read for it. Raises OSError, and PlanError as `opened` does."""
-    if is_compressed(file.path):
+    if file.is_compressed:
         with opened(file.path) as whole:
             return content_of(whole.read())
     return Content(file.num_bytes, lambda: _key_of_file(file))
