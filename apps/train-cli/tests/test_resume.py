@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,7 @@ def test_auto_goes_on_with_the_numbers_of_a_run_in_one_go(cli: Cli, plan: Path, 
     assert again.code == 0, again.err
     assert f"going on after step 5 of 6, from {folder / 'runs/small/checkpoints/step-00000005'}" in again.err
     assert "the plan has changed since: run.steps: 5 -> 6" in again.err
+    assert "the learning rate is 0.001 in step 5, 0.001 in step 6, 0.001 in step 6" in again.err
     assert rows(folder) == in_one_go
     summary = json.loads((folder / "runs/small/summary.json").read_text("utf-8"))
     assert (summary["steps"], summary["samples"]) == (6, 24)
@@ -189,7 +191,7 @@ def test_a_start_that_is_refused_is_no_failure_of_the_run(start: Start, cli: Cli
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 138), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_run_that_is_asked_to_stop_saves_itself_and_goes_on(
     start: Start, plan: Path, folder: Path, number: int, code: int
 ) -> None:
@@ -226,3 +228,116 @@ def test_a_run_whose_steps_are_all_taken_is_left_as_it_is(cli: Cli, plan: Path, 
     assert again.code == 0, again.err
     assert "nothing is left to do: all " in again.err
     assert {name: (made / name).read_bytes() for name in before} == before
+
+
+# -- whose checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def kept_in(folder: Path, name: str, keep: int = 2) -> str:
+    return f"checkpoint={{every_steps=2, mode='sync', keep={keep}, folder='{folder / name}'}}"
+
+
+def test_a_run_that_was_begun_anew_does_not_resume_from_the_one_before(cli: Cli, plan: Path, folder: Path) -> None:
+    """Its rows would stand beside the other attempt's weights. A scheduler starts it again, or its user does."""
+    changes = [*ALONE, kept_in(folder, "ck")]
+    assert cli("run", plan, changes=changes).code == 0
+    begun = cli(
+        "run", plan, "--overwrite", changes=[*changes, "checkpoint.every_steps=99", "run.steps=3", "optimizer.lr=1e-4"]
+    )
+    assert begun.code == 0, begun.err
+    shutil.rmtree(folder / "ck" / "step-00000003-1")
+    again = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=8", "optimizer.lr=1e-4"])
+    assert again.code == 2, again.err
+    assert "never-anew" in again.err
+    assert "only those of other attempts: step-00000006, step-00000004; the newest was of step 3" in again.err
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3]
+    assert sorted(path.name for path in (folder / "ck").iterdir()) == ["step-00000004", "step-00000006"]
+
+
+def test_two_runs_in_one_folder_of_checkpoints_keep_to_their_own(cli: Cli, plan: Path, folder: Path) -> None:
+    changes = [*ALONE, kept_in(folder, "ck")]
+    one, other = ["run.folder='one'"], ["run.folder='other'", "optimizer.lr=1e-5"]
+    assert cli("run", plan, changes=[*changes, *one]).code == 0
+    assert cli("run", plan, changes=[*changes, *other, "run.steps=4"]).code == 0
+    again = cli("run", plan, "--resume", "auto", changes=[*changes, *one, "run.steps=8"])
+    assert again.code == 0, again.err
+    assert f"going on after step 6 of 8, from {folder / 'ck' / 'step-00000006'}" in again.err
+    assert "not used, since other attempts wrote them: step-00000004-1, step-00000002-1" in again.err
+    names = sorted(path.name for path in (folder / "ck").iterdir())
+    assert names == ["step-00000002-1", "step-00000004-1", "step-00000006", "step-00000008-1"]
+
+
+def test_work_is_not_begun_again_where_its_checkpoints_are_gone(cli: Cli, plan: Path, folder: Path) -> None:
+    changes = [*ALONE, kept_in(folder, "ck")]
+    assert cli("run", plan, changes=changes).code == 0
+    (folder / "ck").rename(folder / "elsewhere")
+    longer = [*changes, "run.steps=8"]
+    gone = cli("run", plan, "--resume", "auto", changes=longer)
+    assert gone.code == 2, gone.err
+    assert (
+        f"rows up to step 6 and final weights, but {folder / 'ck'} has no checkpoint of it; the newest was of step 6"
+        in gone.err
+    )
+    shutil.rmtree(folder / "runs/small")
+    unknown = cli("run", plan, "--resume", "auto", changes=[*ALONE, kept_in(folder, "elsewhere")])
+    assert unknown.code == 2, unknown.err
+    assert "does not say that this run wrote them" in unknown.err
+
+
+@pytest.mark.parametrize("kind", ["elsewhere", "a link", "a URL"])
+def test_a_run_goes_back_wherever_its_checkpoints_are(cli: Cli, plan: Path, folder: Path, kind: str) -> None:
+    changes = [*ALONE, kept_in(folder, "ck", keep=9)]
+    path = str(folder / "ck" / "step-00000002")
+    if kind == "a link":
+        changes = [*ALONE, EVERY_KEPT]
+        path = "runs/small/checkpoints/step-00000002"
+    if kind == "a URL":
+        pytest.importorskip("fsspec")
+        changes = [*ALONE, f"checkpoint={{every_steps=2, mode='sync', keep=9, folder='file://{folder}/ck'}}"]
+        path = f"file://{folder}/ck/step-00000002"
+    assert cli("run", plan, changes=changes).code == 0
+    if kind == "a link":
+        (folder / "runs/small/checkpoints").rename(folder / "ck")
+        (folder / "runs/small/checkpoints").symlink_to(folder / "ck")
+    back = cli("run", plan, "--resume", path, changes=[*changes, "run.steps=4"])
+    assert back.code == 0, back.err
+    assert "going on after step 2 of 4" in back.err
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4]
+    assert (folder / "ck" / "step-00000004-1").is_dir()
+
+
+@pytest.mark.parametrize("checkpoint", ["", EVERY], ids=["without", "with checkpoints"])
+def test_a_requeued_job_leaves_a_finished_run_as_it_is(
+    cli: Cli, plan: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str
+) -> None:
+    """The first of several runs of a job: with another exit code the job ended there, each time."""
+    changes = [*ALONE, *filter(None, [checkpoint])]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert cli("run", plan, changes=changes).code == 0
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    for options in ([], ["--overwrite"]):
+        again = cli("run", plan, *options, changes=changes)
+        assert again.code == 0, again.err
+        assert "nothing is left to do: all 6 steps are taken" in again.err
+    other = cli("run", plan, "--resume", "auto", changes=[*changes, "run.seed=5"])
+    assert "resume-differs" in other.err
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert "exists already" in cli("run", plan, changes=changes).err, "another job's run is not this one's"
+    assert cli("run", plan, "--overwrite", changes=[*changes, "run.seed=5"]).code == 0
+
+
+def test_export_and_sample_take_the_newest_weights_and_say_which(cli: Cli, plan: Path, folder: Path) -> None:
+    changes = [*ALONE, "checkpoint={every_steps=2, mode='sync', keep=9}"]
+    assert cli("run", plan, changes=[*changes, "run.steps=4"]).code == 0
+    assert "the weights of step 4 in runs/small/weights" in cli("export", "runs/small", "--out", "one").err
+    more = [*changes, "run.steps=8", "run.final_weights='none'"]
+    assert cli("run", plan, "--resume", "auto", changes=more).code == 0
+    assert "after step 8 of 8" in cli("export", "runs/small", "--out", "two").err
+    (folder / "runs").rename(folder / "moved")
+    (folder / "corpus.txt").unlink()
+    sampled = cli("sample", "moved/small", "--prompt", "the", "--tokens", "2")
+    assert sampled.code == 0, sampled.err
+    assert f"the checkpoint of step 8 in {folder / 'moved/small/checkpoints'}" in sampled.err
+    back = cli("run", plan, "--resume", "moved/small/checkpoints/step-00000002", changes=[*more, "run.folder='moved'"])
+    assert back.code != 0, "its corpus is gone"
+    assert "the checkpoint of step 8" in cli("sample", "moved/small", "--prompt", "the", "--tokens", "2").err

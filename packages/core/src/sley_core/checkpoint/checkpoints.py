@@ -100,7 +100,8 @@ class Checkpoints:
         """
         if self.plan.checkpoint is None or self.folder is None or self._is_probed:
             return
-        probe(self.folder, self._control, partial(self._preparation.problem, self.folder, self.attempt))
+        timeout_s = self.plan.limits.collective_timeout_s
+        probe(self.folder, self._control, timeout_s, partial(self._preparation.problem, self.folder, self.attempt))
         self._is_probed = True
 
     def begin(self, step: int) -> None:

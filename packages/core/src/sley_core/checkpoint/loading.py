@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from sley_core.checkpoint.attempt import Lineage
 from sley_core.checkpoint.choosing import SHOWN, PassedOver, Wanted, choose
-from sley_core.checkpoint.index import BUFFERS, WEIGHTS
+from sley_core.checkpoint.index import BUFFERS, INDEX, WEIGHTS
 from sley_core.checkpoint.restore import Restoring, mismatches
 from sley_core.checkpoint.run_tensors import RunTensors, restore_generators
 from sley_core.checkpoint.timed import TimedReads
@@ -16,11 +18,16 @@ from sley_core.comm.collectives import gather_objects
 from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.plan.changes import changes, refuse_changes
 from sley_core.plan.factory import cause
+from sley_core.plan.load import plan_from_text
 
 if TYPE_CHECKING:
     from sley_core.checkpoint.reader import Checkpoint
     from sley_core.data.feed import Feed
     from sley_core.plan.plan import Plan
+
+
+RATES = (("run", "steps"), ("optimizer", "lr"))
+"""Keys besides `[learning_rate]` on which the learning rate of a step depends."""
 
 
 class Restored(NamedTuple):
@@ -78,10 +85,25 @@ class CheckpointLoader:
         restoring = Restoring(self.tensors, found, is_same_layout=found.index.layout == layout)
         restoring.notes += notes
         restoring.notes += (f"the plan has changed since: {one}" for one in different)
+        if any(change.path[0] == "learning_rate" or change.path in RATES for change in different):
+            with suppress(
+                SleyError
+            ):  # a plan that cannot be loaded any more, as of weights that are gone, says nothing
+                restoring.notes.append(self._rates(found))
         self._check(restoring)
         self._alike(restoring.restore, "load the checkpoint")
         self._restore_state(found, restoring.notes)
         return Restored(path, found.step, passed_over, restoring.notes, found.index.lineage)
+
+    def _rates(self, found: Checkpoint) -> str:
+        """Returns a note on what a changed plan makes of the learning rate."""
+        before, step = plan_from_text(found.index.plan, f"{found.folder.text}/{INDEX}", Path()), found.step
+        then, now, last = (
+            plan.learning_rate.build(plan.run.steps)(at) * float(cast("Any", plan.optimizer.config).lr)
+            for plan, at in ((before, max(0, step - 1)), (self.plan, step), (self.plan, self.plan.run.steps - 1))
+        )
+        rates = f"{then:.3g} in step {step}, {now:.3g} in step {step + 1}, {last:.3g} in step {self.plan.run.steps}"
+        return f"with the changed plan the learning rate is {rates}"
 
     def _restore_state(self, found: Checkpoint, notes: list[str]) -> None:
         """Restores the rest of a run's state: loss scale, skips, position in the data, generators. Appends to `notes` what it

@@ -21,24 +21,31 @@ PATIENCE_S = 10.0
 _POLL_S = 0.05
 
 
-def probe(path: str, control: Group, problem: Callable[[], str] = lambda: "", *, writes: bool = True) -> None:
+def probe(
+    path: str, control: Group, timeout_s: float, problem: Callable[[], str] = lambda: "", *, writes: bool = True
+) -> None:
     """Raises RunError "checkpoint-folder" on all ranks alike unless each rank can write in the folder at `path`, a URL or a
     path, and all see the same one. All ranks of `control` call it; nothing stays there.
 
-    problem: returns why rank 0 refuses the folder. writes: whether this rank will write there; rank 0 always does.
+    timeout_s: of an exchange between ranks. problem: returns why rank 0 refuses the folder. writes: whether this rank will
+    write there; rank 0 always does.
     """
+    # Half, so that a rank says what it does not see before the others stop waiting for it.
+    patience_s = min(PATIENCE_S, timeout_s / 2)
     is_first = control.coord == 0
     token = secrets.token_hex(8) if is_first else ""
     failed = _attempt(lambda: problem() or _write(path, token, 0)) if is_first else ""
     # All ranks, three times, whatever failed: rank 0 has written; the others have, where they see that; rank 0 sees them.
     token, failed = gather_objects([token, failed], control, what="where checkpoints are written")[0]
-    mine = "" if is_first or failed or not writes else _attempt(lambda: _beside(path, token, control.coord))
+    mine = "" if is_first or failed or not writes else _attempt(lambda: _beside(path, token, control.coord, patience_s))
     everyone = gather_objects([mine, writes], control, what="who can write checkpoints")
     reasons = [(0, failed)] + [(rank, why) for rank, (why, _) in zip(control.ranks, everyone, strict=True)]
     if is_first:
         if not any(why for _, why in reasons):
             writers = [coord for coord, (_, is_writer) in enumerate(everyone) if is_writer]
-            failed = _attempt(lambda: _seen(_scratch(path, token), map(_name, writers), "what the other ranks write"))
+            failed = _attempt(
+                lambda: _seen(_scratch(path, token), map(_name, writers), "what the other ranks write", patience_s)
+            )
         _attempt(lambda: _remove(path, token))
     failed = gather_objects(failed, control, what="what rank 0 sees of the checkpoints' folder")[0]
     for rank, why in [(0, failed), *reasons[1:]]:
@@ -68,14 +75,14 @@ def _write(path: str, token: str, coord: int) -> str:
     return ""
 
 
-def _beside(path: str, token: str, coord: int) -> str:
+def _beside(path: str, token: str, coord: int, patience_s: float) -> str:
     """Writes beside the file of rank 0, once that is seen; returns why not."""
-    return _seen(_scratch(path, token), [_name(0)], "what rank 0 writes") or _write(path, token, coord)
+    return _seen(_scratch(path, token), [_name(0)], "what rank 0 writes", patience_s) or _write(path, token, coord)
 
 
-def _seen(folder: Folder, names: Iterable[str], what: str) -> str:
+def _seen(folder: Folder, names: Iterable[str], what: str, patience_s: float) -> str:
     """Waits until `folder` has `names`; returns a text if it has not in time."""
-    wanted, deadline = set(names), time.monotonic() + PATIENCE_S
+    wanted, deadline = set(names), time.monotonic() + patience_s
     while not wanted <= set(folder.names()):
         if time.monotonic() > deadline:
             return f"it does not see {what} there"

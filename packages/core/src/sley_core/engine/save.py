@@ -79,7 +79,7 @@ class WeightSaver:
             failed = error.diagnostics[0].message
         self._shared([], failed if self._parts.world.rank == 0 else "", folder, {})
         if self._parts.topology.pp > 1:
-            probe(str(folder.parent), self._control, writes=self._writes)
+            probe(str(folder.parent), self._control, self._parts.limits.collective_timeout_s, writes=self._writes)
 
     def __call__(
         self,
