@@ -67,6 +67,15 @@ LAYOUTS: dict[str, tuple[int, Tables]] = {
             "model__tie_embeddings": True,
         },
     ),
+    "sp2 pp2, a loss of whole sequences": (
+        4,
+        {
+            "parallel": {"sp": 2, "pp": 2},
+            "pipeline": {"use": "pp.zero_bubble_h1"},
+            "loss": {"factory": "whole_losses:Smooth", "sequence": "whole"},
+            **SLICES,
+        },
+    ),
     "recomputed": (1, {"activations": {"use": "core.recompute", "fraction": 1.0}}),
     "directly": (1, {"precision__accumulation": "direct"}),
     "states away": (1, {"offload": [{"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.01}]}),
@@ -140,10 +149,11 @@ def at_once(tables: Tables, folder: Path) -> Recorded:
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_they_equal_one_step_of_all(ranks: Any, texts: Path, layout: str):
+def test_they_equal_one_step_of_all(ranks: Any, texts: Path, layout: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent / "own")
     size, changes = LAYOUTS[layout]
     disturbs = list(LAYOUTS).index(layout) % 2 == 1
-    model = {key: value for key, value in changes.items() if key.startswith("model")}
+    model = {key: value for key, value in changes.items() if key.startswith(("model", "loss"))}
     wanted = at_once(changed(PLAN, **model), texts)
     tables = changed(PLAN, **changes)
     found = (

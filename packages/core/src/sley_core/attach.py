@@ -16,6 +16,7 @@ from sley_core.engine.execute import Executor
 from sley_core.engine.positions import OverPositions
 from sley_core.engine.stand_in import close_stand_ins
 from sley_core.engine.stepper import Stepper
+from sley_core.engine.whole_sequences import WholeSequences, is_of_whole_sequences
 from sley_core.engine.written import WriteWatch
 from sley_core.losses.parameters import check_no_parameters
 from sley_core.records import GradientHandlerRecord, LossRecord
@@ -80,7 +81,8 @@ def stepper_of(
     is_additive = (
         isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits
     )  # core's own: a sum over positions
-    asks = topology.sp > 1 and not is_additive and not parts.world.is_fake
+    is_whole = topology.sp > 1 and is_of_whole_sequences(plan)
+    asks = topology.sp > 1 and not is_additive and not is_whole and not parts.world.is_fake
     over_positions = OverPositions(loss, fields) if asks else None
     is_canonical = parts.store.canonical is not None
     executor = Executor(
@@ -94,6 +96,7 @@ def stepper_of(
         parts.queue,
         communicator,
         over_positions,
+        WholeSequences(fields, parts.groups["sp"]) if is_whole else None,
         keeps_apart=is_canonical,
     )
     compare = None if parts.world.is_fake else Copies(parts, model.per_rank_buffers)

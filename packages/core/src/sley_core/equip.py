@@ -37,14 +37,16 @@ if TYPE_CHECKING:
 def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper) -> Samples:
     """Returns the training samples, their meter and the evaluation; in a fake world nothing is read."""
     executor, topology, groups = stepper.executor, parts.topology, parts.groups
-    loss = executor.loss if executor.has_loss else None
+    whole = executor.whole
+    loss = executor.loss if executor.has_loss and whole is None else None
     slices = Slices(dataset.info.fields, topology.sp, groups["sp"].coord, loss)
     splitter = BatchSplitter(
         dataset.info,
         plan.batch.micro_size,
         slices,
         executor.loss,
-        weighs=executor.has_loss,
+        weighs=executor.has_loss and (whole is None or whole.counts),
+        weighs_whole=whole is not None,
         weighs_micros=parts.store.canonical is not None,
     )
     modules = [layer.module for layer in parts.layers]

@@ -60,9 +60,11 @@ class LossRecord(Record):
     """`build(config) -> Loss` (see `protocols.Loss`).
 
     split_logits: whether its `loss` also accepts `protocols.SplitLogits`, for ranks that share the classes.
+    sequence: "whole" for a loss that needs whole sequences where ranks have slices of them; they are gathered for it.
     """
 
     split_logits: bool = False
+    sequence: Literal["slices", "whole"] = "slices"
 
 
 @dataclass(frozen=True, kw_only=True)

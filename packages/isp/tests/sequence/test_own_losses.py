@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
 from sley_core.errors import RunError
+from sley_core.plan.load import plan_from_dict
 from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.runs import assert_parity, record, same_on_all
 
@@ -80,6 +84,51 @@ def test_a_loss_that_looks_at_other_positions_is_refused(ranks, own, name, compu
         assert "positions" in message
 
 
-@pytest.mark.parametrize("name", ["Smooth", "Shifted", "Pooled"])
-def test_it_is_right_where_sequences_are_whole(own, name):
-    assert record(tables(name, 1), 1, folder=own).rows[0]["loss"] > 0
+WHOLE = {
+    "loss__sequence": "whole",
+    "batch__micro_size": 2,
+    "evaluation": {"every": 2, "steps": 1},
+    "data__held_out": 0.1,
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("wp", [1, 2])
+@pytest.mark.parametrize("name", ["Contrastive", "Smooth", "Shifted", "Pooled"])
+def test_whole_sequences_have_the_numbers_of_one_process(ranks, own, name, wp):
+    """Trained and evaluated; the loss and its weight count once, however many ranks compute them."""
+    shards = {"weights": {"use": "isp.communicator"}} if wp > 1 else {}
+    layout = changed(tables(name, 2, **WHOLE), parallel__wp=wp, **shards)
+    found = ranks(2, 60)(record, layout, 3, folder=own)
+    assert_parity(record(tables(name, 1, **WHOLE), 3, folder=own), found, "fp64")
+    same_on_all(found)
+
+
+def test_what_a_loss_of_whole_sequences_draws_is_the_same_on_all_ranks(ranks, own):
+    """Else each rank would take its slice of the gradient of another loss."""
+    plan = tables("Contrastive", 2, loss__options={"draws": 1.0}, **WHOLE)
+    first, second = ranks(2, 60)(heads_of_whole, plan, own)
+    assert torch.equal(first, second)
+    assert first.abs().max() > 0
+
+
+def heads_of_whole(plan, folder):
+    """The gradient of whole outputs, of which each rank keeps its slice."""
+    seen = []
+    with World.join("cpu") as world, assemble(plan_from_dict(plan, folder), world) as run:
+        give = run.stepper.executor.whole
+
+        def watched(*args):
+            output, fields = give(*args)
+            output.register_hook(seen.append)
+            return output, fields
+
+        watched.counts = give.counts
+        run.stepper.executor.whole = watched
+        run.step()
+    return torch.cat(seen)
+
+
+def test_an_output_without_positions_is_refused(ranks, own):
+    plan = tables("Sum", 2, model={"factory": "attentive:paired"}, **WHOLE)
+    assert [code for code, _ in ranks(2, 60)(said, plan, own)] == ["outputs-apart"] * 2

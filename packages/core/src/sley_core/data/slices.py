@@ -103,7 +103,10 @@ class Slices:
         if not adds_up(parts, whole):
             weights = " + ".join(f"{part:g}" for part in parts)
             message = f"the loss weight of a batch is {whole:g}, but its slices weigh {weights} = {sum(parts):g}"
-            hint = "a loss under `sp` sums over positions: the fields that it reads need a `sequence_dim`"
+            hint = (
+                "a loss under `sp` sums over positions, and the fields that it reads need a `sequence_dim`; one that needs "
+                'whole sequences has sequence = "whole" in [loss]'
+            )
             raise RunError("loss-not-additive", message, path=("parallel", "sp"), hint=hint)
 
 

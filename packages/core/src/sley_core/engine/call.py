@@ -81,6 +81,10 @@ class LayerCaller:
             follow(layer.name, output)
         return output
 
+    def seed_loss(self, micro: MicroStep) -> None:
+        """Seeds torch's generators for a loss of whole sequences, alike on all ranks that have slices of them."""
+        self.device.seed((derive(self.seed, "loss", micro.step) + micro.global_micro * GOLDEN) % (1 << 63))
+
     def _under_policy(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         """Calls the layer through the activation policy; a second run of it, the recomputation, is reported to the scheduler
         hooks.

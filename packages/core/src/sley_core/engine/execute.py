@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from sley_core.engine.loss_weight import BatchWeight
     from sley_core.engine.positions import OverPositions
     from sley_core.engine.store import GradientStore
+    from sley_core.engine.whole_sequences import WholeSequences
     from sley_core.model.layers import Layer
     from sley_core.protocols import Loss, SchedulerHook, WeightCommunicator
 
@@ -41,9 +42,9 @@ class Executor:
     """Executes lists of actions over `chunks`, this rank's layers per model chunk.
 
     crossing: moves values into chunks and out of them. fields: what the dataset declares of each batch field. over_positions:
-    checks the loss if ranks have slices of sequences. keeps_apart: whether losses are returned one per micro-batch,
-    [micro-batches], in place of their sum. left_in_flight: whether a list is running or has failed, so that its messages and
-    gathers may still be in flight until the next list begins.
+    checks the loss if ranks have slices of sequences. whole: gives it whole ones if it needs them. keeps_apart: whether losses
+    are returned one per micro-batch, [micro-batches], in place of their sum. left_in_flight: whether a list is running or has
+    failed, so that its messages and gathers may still be in flight until the next list begins.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Executor:
         queue: WeightQueue | None = None,
         weights: WeightCommunicator | None = None,
         over_positions: OverPositions | None = None,
+        whole: WholeSequences | None = None,
         *,
         keeps_apart: bool = False,
     ) -> None:
@@ -70,6 +72,7 @@ class Executor:
         self.hooks = hooks
         self.queue = queue or WeightQueue()
         self.over_positions = over_positions
+        self.whole = whole
         self.weights = weights
         self.left_in_flight = False
         self._clock: ActionClock | None = None
@@ -249,9 +252,10 @@ class Executor:
                 self._outputs[micro.micro] = self._copied(output, self.chunks[micro.chunk][-1].name)
             if self._is_predicting:
                 return
-            held.loss = self._loss(micro, output, fields)
-            place = total[micro.micro] if self.keeps_apart else total
-            place += held.loss.detach()
+            held.loss = self._loss(micro, output, fields, batch[micro.micro])
+            if self.whole is None or self.whole.counts:
+                place = total[micro.micro] if self.keeps_apart else total
+                place += held.loss.detach()
         else:
             description, tensors = describe(output, self.chunks[micro.chunk][-1].name)
             held.edges = edges_of(description, tensors)
@@ -271,9 +275,15 @@ class Executor:
                 [one.detach() if self._is_predicting else one.detach().clone() for one in tensors], structure
             )
 
-    def _loss(self, micro: MicroStep, output: Any, fields: Mapping[str, Tensor]) -> Tensor:
-        """Returns the loss of one micro-batch; calls the hooks `before_loss` and `after_loss`."""
+    def _loss(self, micro: MicroStep, output: Any, fields: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """Returns the loss of one micro-batch, or of its whole sequences; calls the hooks `before_loss` and `after_loss`.
+
+        batch: all fields of the micro-batch, on the host.
+        """
         tell_hooks(self.hooks, "before_loss", micro, output)
+        if self.whole is not None:
+            output, fields = self.whole(output, fields, batch)
+            self.caller.seed_loss(micro)
         try:
             loss = self.loss.loss(output, fields)
         except Exception as error:

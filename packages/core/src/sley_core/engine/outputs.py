@@ -48,21 +48,37 @@ class Collected:
         found = [self.outputs[number] for number in range(len(self.micros))]
         is_one = given is None or isinstance(given, Mapping)
         if is_one and len(found) > 1:
-            found = [_in_one(found, _spot(self.micros[0], fields, "batch_dim"))]
+            found = [_in_one(found, spot_of(self.micros[0], fields, "batch_dim"))]
         if join and sp.size > 1:
-            lengths = [_spot(micro, fields, "sequence_dim") for micro in self.micros]
-            found = [_whole(output, spot, sp) for output, spot in zip(found, lengths, strict=False)]
+            lengths = [spot_of(micro, fields, "sequence_dim") for micro in self.micros]
+            found = [whole(output, spot, sp) for output, spot in zip(found, lengths, strict=False)]
         return found[0] if is_one else found
 
 
 def gathered(tensor: Tensor, dim: int, group: Group, what: str) -> Tensor:
-    """Returns the tensors of all ranks of `group`, of one shape, joined along `dim` in the order of the group; blocks."""
-    every = tensor.new_empty((group.size, *tensor.shape))
-    all_gather(every.flatten(), tensor.contiguous().flatten(), group, what=what).wait()
-    return torch.cat(every.unbind(), dim)
+    """Returns the tensors of all ranks of `group`, of one shape, joined along `dim` in the order of the group; blocks. In a
+    backward each rank gets its own part of the gradient that it made, which must be the same on all: nothing is summed.
+    """
+    found: Tensor = _Gathered.apply(tensor, dim, group, what)  # type: ignore[no-untyped-call]  # torch's
+    return found
 
 
-def _spot(micro: Batch, fields: Mapping[str, Field], which: str) -> Spot:
+class _Gathered(torch.autograd.Function):
+    """Makes `gathered` differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: Group, what: str) -> Tensor:
+        ctx.dim, ctx.first, ctx.length = dim, group.coord * tensor.shape[dim], tensor.shape[dim]
+        every = tensor.new_empty((group.size, *tensor.shape))
+        all_gather(every.flatten(), tensor.contiguous().flatten(), group, what=what).wait()
+        return torch.cat(every.unbind(), dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradient.narrow(ctx.dim, ctx.first, ctx.length), None, None, None
+
+
+def spot_of(micro: Batch, fields: Mapping[str, Field], which: str) -> Spot:
     """Returns the dim of samples or of positions, and its length, by the first field of the batch that has one."""
     dims = ((name, getattr(field, which)) for name, field in fields.items() if name in micro)
     name, dim = next((name, dim) for name, dim in dims if dim is not None)
@@ -84,14 +100,14 @@ def _in_one(outputs: Sequence[Any], samples: Spot) -> Any:
     return unflatten([torch.cat(every, samples[0]) for every in parts], taken[0][1])
 
 
-def _whole(output: Any, positions: Spot, sp: Group) -> Any:
+def whole(output: Any, positions: Spot, sp: Group) -> Any:
     """Returns the output of whole sequences; a collective of `sp` for each tensor, in the order of the output."""
     tensors, structure = flatten(output)
     for tensor in tensors:
         if not _has(tensor, positions):
             dim, length = positions
             message = f"an output of shape {list(tensor.shape)} does not have the {length} positions of a slice along dim {dim}"
-            hint = "leave `join` out: each rank gets the output of its slice"
+            hint = 'only outputs of every position can be joined: leave `join`, or [loss] sequence = "whole", out'
             raise RunError("outputs-apart", message, hint=hint)
     return unflatten([gathered(one, positions[0], sp, "the outputs of slices") for one in tensors], structure)
 

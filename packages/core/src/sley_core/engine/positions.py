@@ -84,8 +84,8 @@ class OverPositions:
             f"the loss of {size} positions is {whole:g}, but that of its halves is {left:g} + {right:g} = {left + right:g}: "
             "it looks from one position to another, and the ranks of `sp` have slices",
             path=("parallel", "sp"),
-            hint="let a loss be a sum over positions: labels are shifted by the data, and what compares or averages positions "
-            "needs whole sequences (`sp = 1`)",
+            hint="let a loss be a sum over positions, of labels that the data shifts; for one that compares or averages "
+            'positions write sequence = "whole" in [loss]',
         )
 
     def _window(

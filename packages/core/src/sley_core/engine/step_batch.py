@@ -23,7 +23,7 @@ from sley_core.engine.loss_weight import Additive
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
-    from sley_core.data.dataset import Batch, DataInfo
+    from sley_core.data.dataset import Batch, DataInfo, Field
     from sley_core.protocols import Loss
 
 GivenBatch: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
@@ -60,7 +60,8 @@ class BatchSplitter:
 
     info: what the data declares of whole samples. slices: takes this rank's part of each sequence. loss: None if only outputs
     are asked for. weighs: whether this rank has the model's last chunk, so that it calls the loss's `weight`. weighs_micros:
-    whether for each micro-batch separately.
+    whether for each micro-batch separately. weighs_whole: whether a weight is that of whole sequences, and not of this rank's
+    slice.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class BatchSplitter:
         *,
         weighs: bool = False,
         weighs_micros: bool = False,
+        weighs_whole: bool = False,
     ) -> None:
         self.info = info
         self.micro_size = micro_size
@@ -79,8 +81,9 @@ class BatchSplitter:
         self.loss = loss
         self.weighs = weighs and loss is not None
         self.weighs_micros = weighs_micros
+        self.weighs_whole = weighs_whole
         self._fields = sliced_info(info, slices.num_slices).fields
-        self._additive = None if loss is None else Additive(loss, self._fields)
+        self._additive = None if loss is None else Additive(loss, info.fields if weighs_whole else self._fields)
 
     def given(self, batch: GivenBatch) -> StepBatch:
         """Checks and cuts the samples that a program gives a step.
@@ -122,16 +125,23 @@ class BatchSplitter:
         piece of `whole`.
         """
         own = [self.slices(piece) for piece in whole]
+        weighed = whole if self.weighs_whole else own
         if self._additive is not None:
-            for piece, count in zip(own, counts, strict=True):
+            for piece, count in zip(weighed, counts, strict=True):
                 self._additive.check(piece, count)
-        micros = [
-            cut(piece, self._fields, index, count)
-            for piece, count in zip(own, counts, strict=True)
-            for index in range(count)
-        ]
-        weighed = (micros if self.weighs_micros else own) if self.weighs else ()
+        micros = _cut(own, self._fields, counts)
+        if not self.weighs:
+            weighed = ()
+        elif self.weighs_micros:
+            weighed = _cut(whole, self.info.fields, counts) if self.weighs_whole else micros
         return StepBatch(micros, whole, [self.loss.weight(piece) for piece in weighed] if self.loss else [])
+
+
+def _cut(pieces: Sequence[Mapping[str, Tensor]], fields: Mapping[str, Field], counts: Sequence[int]) -> list[Batch]:
+    """Returns the micro-batches of all `pieces`. counts: how many each has."""
+    return [
+        cut(piece, fields, index, count) for piece, count in zip(pieces, counts, strict=True) for index in range(count)
+    ]
 
 
 def _listed(batch: object) -> Sequence[Mapping[str, Tensor]]:

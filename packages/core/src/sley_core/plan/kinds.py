@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -64,6 +64,12 @@ class DataFactory(FactoryDataConfig, Factory):
 
 class LossFactory(Factory):
     """A loss of your own: a function or class that gives an object with `weight` and `loss`."""
+
+    sequence: Literal["slices", "whole"] = "slices"
+    """What the loss is given if ranks split each sequence (`parallel.sp`): this rank's slice, of which it is a sum over
+    positions; or whole sequences, for a loss that compares or averages positions: the output is gathered on every rank, which
+    needs the memory.
+    """
 
 
 @dataclass(frozen=True)

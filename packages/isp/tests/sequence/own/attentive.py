@@ -134,3 +134,17 @@ def layers(data: DataInfo, wrapped: bool = False, places: bool = True, heads: in
     embed = Embed(data, hidden) if places else Unplaced(data, hidden)
     assert data.vocab_size is not None
     return [("embed", embed), *blocks, ("head", Head(hidden, data.vocab_size))]
+
+
+class Paired(Head):
+    """Gives out a number for each sample, too."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(hidden), hidden.new_zeros(len(hidden))
+
+
+def paired(data: DataInfo) -> Named:
+    """Its last layer gives out more than the scores of each position."""
+    *named, (name, head) = layers(data, wrapped=True)
+    assert isinstance(head, nn.Linear)
+    return [*named, (name, Paired(head.in_features, head.out_features))]

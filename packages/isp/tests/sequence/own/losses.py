@@ -80,3 +80,21 @@ class Drawn(Sum):
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         return super().loss(output + torch.randn_like(output), batch)
+
+
+class Contrastive:
+    """Tells each sample of a micro-batch from the others by the mean of its sequence; weighs a sample once, however long it is.
+    draws: how much noise it adds, which it draws itself.
+    """
+
+    def __init__(self, draws: float = 0.0) -> None:
+        self.draws = draws
+
+    def weight(self, batch: Batch) -> float:
+        return float(len(batch["labels"]))
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        drawn = torch.randn(output.shape[-1], dtype=output.dtype) * self.draws
+        pooled = F.normalize(output.mean(1) + drawn, dim=-1)
+        first = F.normalize(output[:, 0], dim=-1)
+        return F.cross_entropy(pooled @ first.T * 5, torch.arange(len(output)), reduction="sum")
