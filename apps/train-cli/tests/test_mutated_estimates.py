@@ -78,7 +78,7 @@ def without_transients(patch: pytest.MonkeyPatch) -> None:
     peak = Ledger.peak
 
     def of_what_stays(ledger: Ledger) -> tuple[int, int]:
-        ledger.pieces = [piece for piece in ledger.pieces if steps._kind(piece) != "at work" or piece.owner]
+        ledger.pieces = [piece for piece in ledger.pieces if steps._kind(piece) != "temporary buffers" or piece.owner]
         return peak(ledger)
 
     patch.setattr(Ledger, "peak", of_what_stays)

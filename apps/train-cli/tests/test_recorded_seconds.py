@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sley_core.actions.action import Action, Kind
+from sley_core.actions.draw import draw_text
 from sley_core.comm.device import Device
 from sley_core.estimate.bytes.each_rank import first_draft
 from sley_core.estimate.bytes.stages import stage_bytes
@@ -28,6 +29,7 @@ from sley_core.search.layouts import AXES, Layouts
 from sley_core.search.quick import Quick
 from sley_core.testing.plans import small_plan
 from sley_core.testing.short_calibration import shortly
+from train_cli.seconds import seconds_lines
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)
@@ -74,6 +76,21 @@ def test_lists_and_recorded_steps_say_the_same(changes: dict[str, Any]) -> None:
     assert recorded.updating_s == pytest.approx(listed.updating_s, rel=0.05)
     assert {"all", *recorded.exposed_s(0)} == {"all", *listed.exposed_s(0)}, "a wait has one name"
     assert recorded.seconds == pytest.approx(listed.seconds, rel=0.05)
+
+
+def test_waits_are_told_with_what_is_waited_for_and_from_whom() -> None:
+    plan, on = plan_of(**STAGES | TIES), machine(SLOW)
+    found = estimate_seconds(plan, 2, on)
+    _, first, last, sources, *_ = seconds_lines(found, on)
+    assert "ms waiting for gradients from stage 1" in first
+    assert "ms waiting for sums of gradients" in first
+    assert "ms waiting for activations from stage 0" in last
+    assert f"all {len(found.layers)} layers were computed from their operators (even)" in sources
+    drawn = "\n".join(draw_text(found.step.timeline, 100).splitlines()[:2])
+    for stage, line in enumerate((first, last)):
+        share = found.step.idle(stage)
+        assert f"idle {share:.1%}" in line
+        assert f"{share:4.0%} idle" in drawn, "the drawing left out what comes behind the list"
 
 
 def test_attention_that_a_policy_keeps_is_not_priced_twice() -> None:

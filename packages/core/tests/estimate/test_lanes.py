@@ -80,6 +80,7 @@ def test_a_reduction_hides_under_what_is_left_of_the_backward():
     exposed = step(1, 2, layers=3, gradients={0: [GradientExchange(Cost(0.5, 4.5), "ready", ((0, 2),))]})
     assert exposed.seconds == pytest.approx(2 * 9 + 1)
     assert exposed.exposed_s(0) == {"reduce": pytest.approx(1.0)}
+    assert exposed.timeline.idle(0) == exposed.idle(0) == pytest.approx(1 / 19), "behind the list too, as it is drawn"
 
 
 def test_sums_that_start_at_the_end_are_exposed_whole_and_one_after_another():
