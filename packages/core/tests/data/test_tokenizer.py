@@ -13,6 +13,7 @@ from sley_core.data.config import TextConfig
 from sley_core.data.dataset import IGNORED, DataContext
 from sley_core.data.text import TextDataset
 from sley_core.data.tokenizer import Tokenizer as OurTokenizer
+from sley_core.data.tokenizer import without_settings
 from sley_core.errors import PlanError, PluginError
 
 WORDS = ["<end>", "the", "shuttle", "carries", "weft", "é"]
@@ -138,6 +139,11 @@ def test_settings_that_drop_add_or_draw_tokens_do_not_count(tmp_path: Path, make
     wanted = OurTokenizer(tmp_path / "plain.json", None).encode(texts)
     for _ in range(2):
         assert OurTokenizer(tmp_path / "set.json", None).encode(texts) == wanted
+    exported = Tokenizer.from_str(without_settings((tmp_path / "set.json").read_text()))
+    assert [one.ids for one in exported.encode_batch([text.decode() for _, text in texts])] == [
+        one.ids for one in make().encode_batch([text.decode() for _, text in texts])
+    ]
+    assert without_settings((tmp_path / "plain.json").read_text()) == (tmp_path / "plain.json").read_text()
 
 
 TEMPLATES = {

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sley_core.data.config import TextConfig, TokensConfig
+from sley_core.data.tokenizer import without_settings
 from sley_core.errors import RunError, UsageError
 from sley_core.export.run_weights import TOKENIZER
 from sley_core.export.write import write_tensors
@@ -85,10 +86,14 @@ def _token_id(path: Path, token: str) -> int | None:
 
 
 def _write_more(plan: Plan, content: dict[str, Any], folder: Path) -> None:
-    """Writes `config.json`, and copies the tokenizer."""
+    """Writes `config.json`, and copies the tokenizer, which then makes the tokens that training had."""
     write_text(folder / CONFIG, json.dumps(content, indent=2))
     for file, name in _tokenizer_files(plan):
         shutil.copyfile(file, folder / name)
+    if (file := folder / TOKENIZER[0]).is_file():
+        text = file.read_text("utf-8")
+        if (changed := without_settings(text)) != text:
+            write_text(file, changed)
 
 
 def _tokenizer_files(plan: Plan) -> Iterator[tuple[Path, str]]:

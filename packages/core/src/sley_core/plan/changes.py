@@ -20,6 +20,7 @@ _NAMES = (("use",), ("factory",))
 """Keys of a table that name the record or factory to which its other keys belong."""
 
 _ABSENT = "nothing"
+_SAMPLES = ("data", "samples_per_epoch")
 
 
 class Change(NamedTuple):
@@ -49,15 +50,17 @@ def refuse_changes(found: list[Change]) -> None:
     # Another record has other keys: if a table's record changed, only that is reported.
     others = {one.path[0] for one in refused if one.path[1:] in _NAMES}
     if told := [one for one in refused if one.path[0] not in others or one.path[1:] in _NAMES]:
-        raise PlanError.many(
-            Diagnostic(
-                "resume-differs",
-                f"the checkpoint's run had {_had(path, before)}, the plan has {now}",
-                path=path,
-                hint="put it back, or begin a run of another name; `run.load_weights` takes weights alone",
-            )
-            for path, before, now in told
-        )
+        raise PlanError.many(map(_refused, told))
+
+
+def _refused(change: Change) -> Diagnostic:
+    path, before, now = change
+    hint = "put it back, or begin a run of another name; `run.load_weights` takes weights alone"
+    if path == _SAMPLES and _ABSENT not in (before, now):  # the run writes this key, not its user
+        message = f"the data have changed: they give {now} samples per epoch, and gave the checkpoint's run {before}"
+        return Diagnostic("data-changed", message, path=path[:1], hint=hint.replace("it", "them", 1))
+    message = f"the checkpoint's run had {_had(path, before)}, the plan has {now}"
+    return Diagnostic("resume-differs", message, path=path, hint=hint)
 
 
 def _had(path: KeyPath, before: str) -> str:
