@@ -339,6 +339,7 @@ class Run(AbstractContextManager["Run"]):
         counts = counts_of(self.plan, self.stepper, self.parts.pool, self.memory)
         return counts | ({} if self.plan.checkpoint is None else {"checkpoint": dict(self._checkpoints.counts)})
 
+    @on_stream
     def close(self) -> None:
         """Ends threads, files and hooks, even if some of them fail to end. Leaves the world open. A second call does nothing.
 

@@ -1,0 +1,75 @@
+"""A program's calls between steps, drawn: steps, moves, saves, loads, writes, freezes, evaluations, kills, in any order.
+
+They equal a plain loop, or are refused by name while memory is away; none ends a process. A failure prints its case, and
+`drawn(NUMBER)` makes it again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drawn_calls import Case, drawn, judge, made, plain_loop
+
+for plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
+    pytest.importorskip(plugin)
+
+SAMPLE = (10, 14, 18, 25, 63)
+CAMPAIGN = 10
+"""Parts of 20 cases, of numbers of their own in each run."""
+
+
+def check(ranks: Any, numbers: Iterable[int], texts: Path, folder: Path) -> int:
+    """Draws, makes and judges these cases; returns how many calls were refused."""
+    cases = [drawn(number) for number in numbers]
+    num_refused = 0
+    for world in sorted({case.world for case in cases}):
+        same = [case for case in cases if case.world == world]
+        loops = [plain_loop(case, texts) for case in same]
+        shapes = {name: tuple(one.shape) for name, one in loops[0].masters.items()}
+        every = ranks(world, 60 + 20 * len(same))(made, same, folder, texts, shapes)
+        for at, (case, loop) in enumerate(zip(same, loops, strict=True)):
+            try:
+                num_refused += judge(case, loop, [rank[at] for rank in every])
+            except AssertionError as error:
+                raise AssertionError(f"{case}\n{error}") from error
+    return num_refused
+
+
+def test_a_fixed_sample_equals_a_plain_loop(ranks: Any, texts: Path, tmp_path: Path) -> None:
+    num_refused = check(ranks, SAMPLE, texts, tmp_path)
+    assert num_refused > 3, "there are calls while memory is away"
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("part", range(CAMPAIGN))
+def test_two_hundred_sequences_equal_a_plain_loop(ranks: Any, texts: Path, tmp_path: Path, part: int) -> None:
+    first = random.SystemRandom().randrange(10**6) * 1000
+    print(f"numbers {first} to {first + 19}")
+    num_refused = check(ranks, range(first, first + 20), texts, tmp_path)
+    print(f"{num_refused} calls were refused")
+
+
+def test_a_number_stands_for_one_case_and_every_call_is_drawn() -> None:
+    cases = [drawn(number) for number in range(300)]
+    assert list(map(str, cases)) == [str(drawn(number)) for number in range(300)]
+    kinds = {call[0] for case in cases for call in case.calls}
+    assert kinds >= {"step", "offload", "onload", "save", "load", "kill", "evaluate", "predict", "host", "set", "write"}
+    assert {"freeze", "thaw"} <= kinds
+
+
+def test_a_wrong_number_is_seen(texts: Path, tmp_path: Path) -> None:
+    """A loop that writes another value does not pass."""
+    torch.manual_seed(0)
+    case = next(one for one in map(drawn, range(1000)) if one.world == 1 and one.compute == "fp64")
+    case = Case(0, 1, "alone", "everything", "fp64", case.optimizer, None, [("step", 0), ("write", 0.3, "copy")])
+    loop = plain_loop(case, texts)
+    found = made([case], tmp_path, texts, {name: tuple(one.shape) for name, one in loop.masters.items()})
+    judge(case, loop, found)
+    found[0]["log"][1] = ("done", None)
+    with pytest.raises(AssertionError, match="at the end: off by"):
+        judge(case, plain_loop(case, texts), found)
