@@ -41,7 +41,7 @@ def test_auto_goes_on_with_the_numbers_of_a_run_in_one_go(cli: Cli, plan: Path, 
     changes = [*ALONE, EVERY]
     first = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=5", "learning_rate.use='core.constant'"])
     assert first.code == 0, first.err
-    assert "no checkpoint yet: it begins at the first step" in first.err
+    assert "there is no checkpoint yet: the run begins at step 1" in first.err
     assert len(rows(folder)) == 5
     again = cli("run", plan, "--resume", "auto", changes=[*changes, "learning_rate.use='core.constant'"])
     assert again.code == 0, again.err

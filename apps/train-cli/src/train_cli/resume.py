@@ -90,7 +90,7 @@ def load(run: Run, folder: Path, resume: str | None) -> list[str]:
         if gather_objects(is_begun, run.groups["control"], what="where the run has begun")[0]:
             resume = AUTO
     found = run.load_checkpoint(resume, anew=run.world.rank == 0 and _is_started_again(folder))
-    return ["no checkpoint yet: it begins at the first step"] if found is None else list(_lines(run, found))
+    return ["there is no checkpoint yet: the run begins at step 1"] if found is None else list(_lines(run, found))
 
 
 def _is_started_again(folder: Path) -> bool:
