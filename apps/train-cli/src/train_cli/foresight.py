@@ -68,7 +68,9 @@ def _lines(found: Foresight, summary: Mapping[str, Any]) -> list[str]:
             f"                 {shown(int(peak))} at most; {shown(found.peak)} were estimated{_off(found.peak, peak)}"
         )
     else:
-        lines.append(f"                 {shown(found.peak)} at most, as estimated; on a CPU the peak of tensors is not measured")
+        lines.append(
+            f"                 {shown(found.peak)} at most, as estimated; a CPU does not measure the peak of tensors"
+        )
     if found.seconds is not None:
         step = summary["seconds"] / summary["steps"]
         lines.append(f"  a step         {step:.4g} s; {found.seconds:.4g} s were estimated{_off(found.seconds, step)}")
