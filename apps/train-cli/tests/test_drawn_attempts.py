@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from sley_core.attempt import read_attempt
 from sley_core.checkpoint import read
-from sley_core.checkpoint.attempt import read_attempt
 from sley_core.checkpoint.choosing import index_or_none
 from sley_core.checkpoint.folders import LocalFolder, open_folder
 from sley_core.checkpoint.verify import ready

@@ -36,7 +36,20 @@ def test_help_begins_with_two_examples_and_ends_with_the_exit_codes(cli: Cli) ->
     assert all(line.startswith("train-cli ") for line in lines[2:4])
     assert "Results go to runs/NAME where the command is given; NAME is the plan's run.name." in " ".join(lines)
     codes = lines[lines.index("Exit codes:") + 1 :]
-    assert [line.split()[0] for line in codes] == ["0", "1", "2", "3", "4", "129", "130", "131", "143"]
+    assert [line.split()[0] for line in codes] == [
+        "0",
+        "1",
+        "2",
+        "3",
+        "4",
+        "129",
+        "130",
+        "131",
+        "138",
+        "140",
+        "143",
+        "152",
+    ]
 
 
 def test_every_command_has_help_and_the_common_options(cli: Cli) -> None:

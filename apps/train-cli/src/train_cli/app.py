@@ -66,8 +66,10 @@ Exit codes:
   129  hung up (SIGHUP, as of a terminal that was closed)
   130  interrupted (Ctrl-C)
   131  quit (SIGQUIT), with ranks on this machine
-  138  warned by the batch system (SIGUSR1); 140: SIGUSR2; 152: SIGXCPU
+  138  warned by the batch system (SIGUSR1)
+  140  warned by the batch system (SIGUSR2)
   143  terminated (SIGTERM)
+  152  warned by the batch system (SIGXCPU)
 """
 
 

@@ -11,7 +11,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from sley_core.checkpoint.attempt import torchrun
+from sley_core.attempt import torchrun
 
 NAME = ".lock"
 

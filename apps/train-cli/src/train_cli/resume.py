@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sley_core.comm.collectives import gather_objects
+from sley_core.attempt import job, read_attempt, torchrun
 from sley_core.export.run_weights import PLAN, WEIGHTS
 from sley_core.metrics.jsonl import rows
 from sley_core.metrics.summary import RunTotals
@@ -46,8 +46,6 @@ def goes_on(plan: Plan, given: str | None) -> bool:
     if given == AUTO:
         return True
     if is_again():
-        from sley_core.checkpoint.attempt import job, read_attempt
-
         attempt = read_attempt(folder)
         return given is not None or attempt is None or attempt.job == job()
     if given is None:
@@ -65,6 +63,8 @@ def is_finished(run: Run, folder: Path) -> bool:
 
     Raises PlanError "resume-differs" if it is the folder of a run with other numbers.
     """
+    from sley_core.comm.collectives import gather_objects
+
     said = ""
     steps = finished_steps(folder) if run.world.rank == 0 else None
     if steps is not None and steps >= run.plan.run.steps and (folder / PLAN).is_file():
@@ -85,6 +85,8 @@ def load(run: Run, folder: Path, resume: str | None) -> list[str]:
     if resume is None:
         return []
     if resume != AUTO and is_again():
+        from sley_core.comm.collectives import gather_objects
+
         is_begun = run.world.rank == 0 and _has_begun_at(folder, resume)
         # All ranks: they have the same command and environment.
         if gather_objects(is_begun, run.groups["control"], what="where the run has begun")[0]:
@@ -97,16 +99,12 @@ def _is_started_again(folder: Path) -> bool:
     """Returns whether the torchrun that has started this process began the attempt in `folder`: it was told to start the run
     again, even if that is at the first step.
     """
-    from sley_core.checkpoint.attempt import read_attempt, torchrun
-
     attempt = read_attempt(folder)
     return is_again() and attempt is not None and attempt.torchrun == torchrun() != ""
 
 
 def _has_begun_at(folder: Path, given: str) -> bool:
     """Returns whether the attempt in `folder` began at the checkpoint that the user has named so."""
-    from sley_core.checkpoint.attempt import read_attempt
-
     attempt = read_attempt(folder)
     return attempt is not None and attempt.given == given
 

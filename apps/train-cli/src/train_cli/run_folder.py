@@ -15,7 +15,7 @@ from pathlib import Path
 
 import tomli
 
-from sley_core.checkpoint.attempt import NAME as ATTEMPT
+from sley_core.attempt import NAME as ATTEMPT
 from sley_core.errors import PlanError, SleyError
 from sley_core.export.run_weights import PLAN
 from sley_core.metrics.json_text import write_whole

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sley_core.checkpoint.attempt import read_attempt
+from sley_core.attempt import read_attempt
 from sley_core.errors import UsageError
 from sley_core.export.run_weights import CHECKPOINTS
 from sley_core.metrics.summary import NAME as SUMMARY

@@ -14,6 +14,7 @@ from typing import Any
 
 import tomli_w
 
+from sley_core.attempt import read_attempt
 from sley_core.checkpoint import newest, read
 from sley_core.testing.forked import ForkedProgram
 from sley_core.testing.plans import Tables
@@ -61,9 +62,12 @@ def start(folder: Path, tables: Tables, world: int, number: int) -> Ranks:
         "SLEY_STORE": (folder / f"store-{number}").as_uri(),
     }
     life = Ranks()
+    attempt = read_attempt(folder / "runs" / NAME)
+    # What has saved nothing is begun anew by whoever starts it, and not by `auto`.
+    how = ["--overwrite"] if attempt is not None and attempt.saved < 0 else ["--resume", "auto"]
     for rank in range(world):
         env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        arguments = ["run", str(plan), "--resume", "auto", "--no-progress"]
+        arguments = ["run", str(plan), *how, "--no-progress"]
         life.programs.append(ForkedProgram("train_cli", arguments, cwd=folder, env=env))
     return life
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sley_core.checkpoint.attempt import (
+from sley_core.attempt import (
     Attempt,
     going_on,
     new_attempt,

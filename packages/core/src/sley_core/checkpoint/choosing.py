@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sley_core.checkpoint.attempt import Attempt, read_attempt
+from sley_core.attempt import Attempt, read_attempt
 from sley_core.checkpoint.folders import ReadableFolder, open_folder
 from sley_core.checkpoint.index import INDEX, CheckpointIndex, read_index
 from sley_core.checkpoint.reader import Checkpoint

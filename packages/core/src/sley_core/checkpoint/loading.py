@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from sley_core.checkpoint.attempt import Lineage
+from sley_core.attempt import Lineage
 from sley_core.checkpoint.choosing import SHOWN, PassedOver, Wanted, choose
 from sley_core.checkpoint.index import BUFFERS, INDEX, WEIGHTS
 from sley_core.checkpoint.restore import Restoring, mismatches

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sley_core.checkpoint.attempt import ID_LENGTH, Attempt, Lineage
+from sley_core.attempt import ID_LENGTH, Attempt, Lineage
 from sley_core.checkpoint.choosing import index_or_none
 from sley_core.checkpoint.folders import GONE, STAGING, Folder, open_folder
 from sley_core.checkpoint.index import INDEX, CheckpointIndex

@@ -89,7 +89,7 @@ def newest_weights(folder: Path, plan: Plan) -> tuple[Path | str, int | None]:
     Weights and checkpoints of steps that the run has not taken (it went back, or was begun anew) do not count. Raises
     UsageError "no-weights" if there are neither.
     """
-    from sley_core.checkpoint.attempt import read_attempt
+    from sley_core.attempt import read_attempt
     from sley_core.weight_files.read import step_of
 
     attempt = read_attempt(folder)
@@ -111,7 +111,7 @@ def newest_weights(folder: Path, plan: Plan) -> tuple[Path | str, int | None]:
 
 def _checkpoints(own: str, folder: Path) -> Iterator[tuple[str, int]]:
     """Yields path and step of the whole checkpoints in `own` that led to the steps of the run in `folder`, the newest first."""
-    from sley_core.checkpoint.attempt import read_attempt
+    from sley_core.attempt import read_attempt
     from sley_core.checkpoint.choosing import index_or_none
     from sley_core.checkpoint.folders import open_folder
     from sley_core.checkpoint.verify import damages, ready

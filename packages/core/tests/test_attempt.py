@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from sley_core.checkpoint.attempt import (
+from sley_core.attempt import (
     Attempt,
-    Start,
+    AttemptStart,
     going_on,
     new_attempt,
     read_attempt,
@@ -17,7 +17,7 @@ from sley_core.checkpoint.attempt import (
 )
 from sley_core.errors import RunError
 
-A, B, C = Start("a", 0), Start("b", 10), Start("c", 4)
+A, B, C = AttemptStart("a", 0), AttemptStart("b", 10), AttemptStart("c", 4)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ A, B, C = Start("a", 0), Start("b", 10), Start("c", 4)
         ((A, C), (A, B), 4),
         ((A, C), (A, C, B), 10),
         ((A,), (B,), 0),
-        ((Start("a", 3),), (A,), 0),
+        ((AttemptStart("a", 3),), (A,), 0),
     ],
 )
 def test_the_steps_that_two_lineages_share(one, other, common):
@@ -44,7 +44,7 @@ def test_what_an_attempt_has_taken_is_what_a_list_of_its_steps_says(seed):
     drawn = random.Random(seed)
     attempt = new_attempt()
     taken: list[str] = []
-    saved: list[tuple[tuple[Start, ...], list[str]]] = []
+    saved: list[tuple[tuple[AttemptStart, ...], list[str]]] = []
     for _ in range(30):
         taken += [attempt.id] * drawn.randrange(4)
         saved.append((attempt.lineage, list(taken)))

@@ -27,20 +27,20 @@ ID_LENGTH = 12
 _WITHOUT_END = 2**63
 
 
-class Start(NamedTuple):
+class AttemptStart(NamedTuple):
     """Names an attempt, and the number of steps that were done when it began."""
 
     id: str
     step: int
 
 
-Lineage = tuple[Start, ...]
+Lineage = tuple[AttemptStart, ...]
 """The attempts that took the steps of a run, the latest last: each took the steps from its own start to that of the next."""
 
 
 def lineage_of(pairs: Iterable[Sequence[Any]]) -> Lineage:
     """Returns the lineage that JSON has as pairs. Raises ValueError, TypeError."""
-    return tuple(Start(str(name), int(step)) for name, step in pairs)
+    return tuple(AttemptStart(str(name), int(step)) for name, step in pairs)
 
 
 def steps_in_common(one: Lineage, other: Lineage) -> int:
@@ -94,7 +94,7 @@ class Attempt:
 
 def new_attempt(step: int = 0) -> Attempt:
     """Returns an attempt that nobody has begun before."""
-    return Attempt((Start(secrets.token_hex(ID_LENGTH // 2), step),), job=job(), torchrun=torchrun())
+    return Attempt((AttemptStart(secrets.token_hex(ID_LENGTH // 2), step),), job=job(), torchrun=torchrun())
 
 
 def going_on(before: Attempt | None, lineage: Lineage, step: int, given: str, path: str) -> Attempt:
