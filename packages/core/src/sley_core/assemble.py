@@ -19,6 +19,7 @@ from sley_core.engine.book import ParameterBook
 from sley_core.engine.canonical.cost import cost_note
 from sley_core.engine.canonical.model_check import check_model
 from sley_core.engine.canonical.order import CanonicalOrder
+from sley_core.engine.extra_state import check_extra_states
 from sley_core.engine.foretold import Foretold, foretold
 from sley_core.engine.gradient_hooks import check_hooks
 from sley_core.engine.layout import by_reduce_group, loose
@@ -113,6 +114,7 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
     if parts.store.canonical is not None:
         notes.append(cost_note(parts, plan.num_micros(topology)))
     if not world.is_fake:
+        check_extra_states(stage.layers)
         refuse_left_over(model, stage.layers)  # last, since the code above still uses other ranks' layers
     return Run(
         plan,

@@ -12,6 +12,7 @@ from sley_core.checkpoint.regions import Region, region_of
 from sley_core.checkpoint.run_tensors import OPTIONS, SHARED, RunTensors, state_name
 from sley_core.checkpoint.trees import StateLeaf, joined
 from sley_core.checkpoint.values import from_json
+from sley_core.engine.extra_state import set_extra_state, with_extra_state
 from sley_core.errors import RunError
 from sley_core.optim.shared import attributes_of, copied, load, shared_values
 from sley_core.weight_files.dtypes import BY_NAME
@@ -45,6 +46,7 @@ class Restoring:
         self._buffers()
         self._optimizer()
         self._kept()
+        self._extra()
 
     def _weights(self) -> None:
         """Sets weights and masters from the checkpoint; notes if it has other dtypes."""
@@ -85,6 +87,19 @@ class Restoring:
             if not self.is_same_layout and any(f"/{place}/" in name for name in self.found):
                 self.notes.append(f"{place} begins anew: what it kept belongs to another layout")
 
+    def _extra(self) -> None:
+        """Sets the extra states of modules: this rank's own, if the layout is the same, else those of the first rank that has
+        them, with a note.
+        """
+        first = extra_states(self.found)
+        if first and not self.is_same_layout:
+            self.notes.append("extra states of modules are those of one rank: the others' belong to another layout")
+        for name, module in with_extra_state(self.tensors.parts.layers):
+            own = self.tensors.own_name(f"extra/{name}")
+            if name not in first:
+                raise RunError("checkpoint-mismatch", f"{name!r} is not in the checkpoint")
+            set_extra_state(module, self.found[own if self.is_same_layout else first[name]])
+
     def _state(self, stepped: Stepped) -> Any:
         found = self._states.get(stepped.name, [])
         return joined(StateLeaf(path, self._leaf(stepped, name)) for name, path in found)
@@ -120,6 +135,16 @@ class Restoring:
         for rectangle, view in region.cut(own):
             self.found.read_into(name, rectangle, view)
         return own
+
+
+def extra_states(found: Checkpoint) -> dict[str, str]:
+    """Returns, by the name of each extra state, where the first rank that has it keeps it in the checkpoint."""
+    places: dict[str, str] = {}
+    for place in found:
+        head, kind, name = place.partition("/extra/")
+        if kind and head.startswith("ranks/"):
+            places.setdefault(name, place)
+    return places
 
 
 def load_one(optimizer: torch.optim.Optimizer, found: Checkpoint, name: str) -> None:

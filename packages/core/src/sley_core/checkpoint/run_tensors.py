@@ -4,6 +4,7 @@ weights/<parameter>              what is stepped: the master if there is one, el
 optimizer/<parameter>/<state>    under the optimizer's own key
 buffers/<name>                   of modules: persistent ones, and those that may differ from rank to rank
 ranks/<rank>/<name>              what one rank keeps for itself
+ranks/<rank>/extra/<name>        extra states of its modules
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from sley_core.checkpoint.regions import Region, region_of
 from sley_core.checkpoint.tensor_file import TensorPiece
 from sley_core.checkpoint.trees import leaves
 from sley_core.checkpoint.values import from_json, to_json
+from sley_core.engine.extra_state import extra_state, with_extra_state
 from sley_core.errors import RunError
 from sley_core.generators import host_state, set_host_state
 from sley_core.optim.shared import options_to_save, shared_to_save
@@ -140,8 +142,10 @@ class RunTensors:
                 yield from self._cut(self.own_name(BUFFERS + name), Region(tuple(buffer.shape)), buffer)
 
     def _kept(self) -> Iterator[TensorPiece]:
-        for place, keeper in self.keepers.items():
-            for name, tensor in keeper.kept().items():
+        kept = {place: keeper.kept() for place, keeper in self.keepers.items()}
+        kept["extra"] = {name: extra_state(name, module) for name, module in with_extra_state(self.parts.layers)}
+        for place, tensors in kept.items():
+            for name, tensor in tensors.items():
                 yield from self._cut(self.own_name(f"{place}/{name}"), Region(tuple(tensor.shape)), tensor)
 
     def own_name(self, name: str) -> str:

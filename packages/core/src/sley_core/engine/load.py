@@ -18,6 +18,7 @@ from torch import Tensor
 from sley_core.comm.collectives import gather_objects
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.book import ParameterBook
+from sley_core.engine.extra_state import set_extra_state, with_extra_state
 from sley_core.errors import RunError
 from sley_core.plan.factory import cause
 
@@ -50,7 +51,7 @@ class _Report:
 
 class Names(NamedTuple):
     """Holds the names of a whole model. first: the book's name for each name of a parameter. buffers: those that a state may
-    have.
+    have, of buffers and of extra states.
     """
 
     first: Mapping[str, str]
@@ -60,7 +61,8 @@ class Names(NamedTuple):
 def names_of(layers: Sequence[Layer]) -> Names:
     """Returns the names of the model with these `layers`, all of them, on meta."""
     first = {name: entry.name for entry in ParameterBook([layers]) for name in (entry.name, *entry.aliases)}
-    return Names(first, {name for layer in layers for name, _ in layer.module.named_buffers(layer.name, True, False)})
+    buffers = {name for layer in layers for name, _ in layer.module.named_buffers(layer.name, True, False)}
+    return Names(first, buffers | {name for name, _ in with_extra_state(layers)})
 
 
 class WeightLoader:
@@ -102,6 +104,7 @@ class _Loading:
             for layer in parts.layers
             for name, buffer in layer.module.named_buffers(layer.name, True, False)
         }
+        self.extra = dict(with_extra_state(parts.layers))
         self.report = _Report()
         self.given: set[str] = set()
 
@@ -128,6 +131,8 @@ class _Loading:
             self.masters.set(entry, own)
         elif buffer is not None:
             buffer.copy_(value)
+        elif name in self.extra:
+            set_extra_state(self.extra[name], value)
 
     def agreed(self, strict: bool) -> LoadedWeights:
         """Exchanges reports over all ranks, a blocking collective, and returns what is missing or unknown. If any rank found a

@@ -19,6 +19,7 @@ from torch import Tensor
 from sley_core.checkpoint.probe import probe
 from sley_core.comm.collectives import all_reduce, gather_objects
 from sley_core.engine.agreement import Agreement
+from sley_core.engine.extra_state import extra_state, with_extra_state
 from sley_core.engine.shards import AXIS, REDUCE_GROUP, wholes
 from sley_core.errors import RunError, SleyError
 from sley_core.weight_files.write import (
@@ -216,11 +217,12 @@ class WeightSaver:
 
 
 def _kept_buffers(layer: Layer) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and value of the persistent buffers of `layer`."""
+    """Yields name and value of the persistent buffers of `layer`, and of its modules' extra states."""
     for prefix, module in layer.module.named_modules(prefix=layer.name):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}", buffer
+    yield from ((name, extra_state(name, module)) for name, module in with_extra_state([layer]))
 
 
 def _complete(folder: Path, files: dict[str, list[Spec]]) -> str:

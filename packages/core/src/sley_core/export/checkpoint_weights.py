@@ -11,7 +11,7 @@ from torch import nn
 from sley_core.checkpoint.folders import open_folder
 from sley_core.checkpoint.index import BUFFERS, INDEX, WEIGHTS
 from sley_core.checkpoint.reader import Checkpoint, read
-from sley_core.checkpoint.restore import load_one
+from sley_core.checkpoint.restore import extra_states, load_one
 from sley_core.checkpoint.verify import newest, ready, verify
 from sley_core.errors import RunError
 from sley_core.export.run_weights import with_kept
@@ -35,7 +35,7 @@ class CheckpointWeights:
     def __init__(self, found: Checkpoint, plan: Plan) -> None:
         self.found = found
         self._plan = plan
-        self._origin = {
+        self._origin = extra_states(found) | {
             name.removeprefix(kind): name for kind in (WEIGHTS, BUFFERS) for name in found if name.startswith(kind)
         }
 

@@ -1,0 +1,103 @@
+"""What `get_extra_state` of modules returns is in checkpoints, files of weights and exports, or refused before the first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import RunError
+from sley_core.export.checkpoint_weights import weights_of_checkpoint
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.contract_model import SQUARES, contract_plan
+from sley_core.testing.optimizer_contract import WIDTH
+from sley_core.weight_files.read import WeightFiles
+
+
+class Scaled(nn.Linear):
+    """Divides by the largest input so far, which is no buffer."""
+
+    def __init__(self, width: int, extra: Any = None) -> None:
+        super().__init__(width, width)
+        self.largest: Any = 0.1
+        self.extra = extra
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest = max(self.largest, float(x.detach().abs().max()))
+        return super().forward(x / self.largest)
+
+    def get_extra_state(self) -> Any:
+        return {"largest": self.largest, "history": (torch.tensor([self.largest]), b"x"), "extra": self.extra}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.largest, (history, _) = state["largest"], state["history"]
+        assert float(history[0]) == pytest.approx(self.largest)
+
+
+def layers(refused: bool = False) -> list[nn.Module]:
+    return [Scaled(WIDTH), Scaled(WIDTH, extra=nn.Identity() if refused else None)]
+
+
+def tables(**more: Any) -> dict[str, Any]:
+    return contract_plan(
+        "sley_core.testing.optimizer_contract",
+        loss=SQUARES,
+        batch={"global_size": 4, "micro_size": 2},
+        optimizer={"use": "core.sgd", "lr": 0.1},
+        **{"model": {"factory": f"{__name__}:layers"}, **more},
+    )
+
+
+def begun(plan: dict[str, Any], folder: Path) -> tuple[float, list[float]]:
+    """Takes a step and saves checkpoint and weights; returns the loss of the next step, and the states at the save."""
+    with World.join("cpu") as world, assemble(plan_from_dict(plan), world) as run:
+        run.step()
+        for number, layer in enumerate(run.layers):
+            layer.module.largest = 10.0 + number + world.rank
+        states = [layer.module.largest for layer in run.layers]
+        run.save_checkpoint(folder / "checkpoint")
+        run.save_weights(folder / "weights", precision="full")
+        return float(run.step()["loss"]), states
+
+
+def states_of(run: Any) -> list[float]:
+    return [layer.module.largest for layer in run.layers]
+
+
+def resumed(plan: dict[str, Any], folder: Path) -> tuple[float, list[float]]:
+    with World.join("cpu") as world, assemble(plan_from_dict(plan), world) as run:
+        run.load_checkpoint(folder / "checkpoint")
+        states = states_of(run)
+        return float(run.step()["loss"]), states
+
+
+def test_a_run_goes_on_with_them(tmp_path: Path) -> None:
+    assert begun(tables(), tmp_path) == resumed(tables(), tmp_path)
+
+
+def test_each_replica_goes_on_with_its_own_and_another_layout_with_those_of_one(tmp_path: Path, ranks: Any) -> None:
+    two = tables(parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}])
+    before = ranks(2)(begun, two, tmp_path)
+    assert before == ranks(2)(resumed, two, tmp_path)
+    assert resumed(tables(), tmp_path)[1] == before[0][1]
+
+
+def test_files_of_weights_and_exports_have_them(tmp_path: Path) -> None:
+    _, states = begun(tables(), tmp_path)
+    found = weights_of_checkpoint(str(tmp_path / "checkpoint"))
+    assert found is not None
+    for source in (WeightFiles(tmp_path / "weights"), found[1]):
+        with World.join("cpu") as world, assemble(plan_from_dict(tables()), world) as run:
+            run.load_weights({name: source.tensor(name) for name in source.names})
+            assert states_of(run) == states
+
+
+def test_one_that_is_no_plain_data_is_refused_before_the_first_step() -> None:
+    plan = plan_from_dict(tables(model={"factory": f"{__name__}:layers", "options": {"refused": True}}))
+    with World.join("cpu") as world, pytest.raises(RunError, match=r"extra-state.*Scaled.*Identity"):
+        assemble(plan, world)
