@@ -16,6 +16,7 @@ from sley_core.testing.runs import assert_parity, gradients, record, same_on_all
 SHARDED = {"use": "dp.sharded", "bucket_mb": 0.001}
 ADAMW = {"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1}
 MOMENTUM = {"use": "core.sgd", "lr": 0.05, "momentum": 0.9, "nesterov": True}
+UNUSUAL = {"factory": "dp_parts:Unusual", "lr": 0.1, "scope": "elementwise"}
 FP16 = {"compute": "fp16", "loss_scale": {"init_scale": 64.0}}
 SOCKETS = {"cross_memory_attach": False}
 
@@ -36,6 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "recomputed": {"optimizer": ADAMW, "activations": {"use": "core.recompute"}},
     "unused": {"optimizer": ADAMW, "model__factory": "dp_parts:sometimes"},
     "start": {"optimizer": ADAMW, "handler": {"start": "broadcast"}},
+    "an unusual optimizer": {"optimizer": UNUSUAL, "model__factory": "dp_parts:odd"},
+    "an unusual optimizer in bf16": {"optimizer": UNUSUAL, "precision": {"compute": "bf16"}},
 }
 IN_FP64 = {"compute": "fp64"}
 FEW = tuple(name for name in CASES if name not in ("adamw", "one bucket", "the 1-norm"))

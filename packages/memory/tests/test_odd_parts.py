@@ -211,3 +211,17 @@ def test_frozen_weights_are_copied_once(compute, texts):
         cycle(run)
         cycle(run)
         assert run.memory.report["weights"].copied_out == copied
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_an_unusual_optimizer_steps_in_buckets_as_in_one(compute):
+    """What it counts is counted once per step, and the gradients that it keeps are its own: states go, gradients stay."""
+    optimizer = {"factory": "odd_optimizer:Unusual", "lr": 0.01, "scope": "elementwise"}
+    tables = {**PLAN, "optimizer": optimizer, "precision": {"compute": compute}}
+    found = []
+    for offload in ([], BETWEEN, [{"use": "memory.host_optimizer", "bucket_mb": 0.0001}]):
+        with running({**tables, "offload": offload}) as run:
+            for _ in range(4):
+                run.step()
+            found.append(sha(run))
+    assert found[0] == found[1] == found[2]

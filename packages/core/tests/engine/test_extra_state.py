@@ -1,4 +1,4 @@
-"""What `get_extra_state` of modules returns is in checkpoints, files of weights and exports, or refused before the first step."""
+"""What `get_extra_state` returns is in checkpoints, files of weights and exports, or refused before the first step."""
 
 from __future__ import annotations
 

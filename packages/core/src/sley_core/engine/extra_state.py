@@ -46,7 +46,7 @@ def extra_state(name: str, module: nn.Module) -> Tensor:
 
 
 def check_extra_states(layers: Iterable[Layer]) -> None:
-    """Raises RunError `extra-state` for a module whose extra state cannot be saved; of one that has none yet nothing is known."""
+    """Raises RunError `extra-state` for a module whose extra state cannot be saved. Some have none before their first use."""
     for name, module in with_extra_state(layers):
         with suppress(AttributeError):
             extra_state(name, module)
