@@ -69,7 +69,10 @@ def write_late() -> Diagnostic:
     """Writes the report of a rank that was asked to end and cannot, and returns it: it names where the main thread is now."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     steps = steps_of(frame)
-    waits = any(step.f_globals.get("__name__", "").startswith("sley_core.comm.") for step in steps)
+    ours = [name for step in steps if (name := step.f_globals.get("__name__", "")).startswith("sley_core.")]
+    waits = bool(ours) and ours[-1].startswith(
+        "sley_core.comm."
+    )  # the innermost: a run's methods are called by a device's
     place, line = place_of(steps)
     where = f"it was at {place.file}:{place.line}" if place else "it was busy"
     trace = "".join(traceback.format_stack(frame)) if frame else ""
