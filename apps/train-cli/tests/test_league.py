@@ -135,7 +135,7 @@ def test_a_row_that_one_process_cannot_take_is_named(played: Played) -> None:
     assert (found.holds, found.failed.partition(": ")[0]) == (False, "as one process"), found
 
 
-@pytest.mark.parametrize("what", ["_own_weights", "_unclipped"])
+@pytest.mark.parametrize("what", ["own_weights", "_unclipped"])
 def test_what_no_rank_compares_does_not_hold(ranks: Any, tmp_path: Path, what: str) -> None:
     def without_norms(rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> Fault:
         whole = getattr(measure, what)
@@ -147,11 +147,11 @@ def test_what_no_rank_compares_does_not_hold(ranks: Any, tmp_path: Path, what: s
             return forked(ranks, None, rows, num_ranks, folder)
 
     (found,) = play([row("accumulation")], tmp_path, without_norms)
-    kind = "first value" if what == "_own_weights" else "gradient"
+    kind = "first value" if what == "own_weights" else "gradient"
     assert found.failed == f"no rank has the {kind} of `blocks.0.attention_norm.weight` (of 5 such parameters)"
 
 
-@pytest.mark.parametrize("what", ["_own_weights", "_unclipped"])
+@pytest.mark.parametrize("what", ["own_weights", "_unclipped"])
 def test_what_no_rank_compares_in_a_later_layout_does_not_hold(ranks: Any, tmp_path: Path, what: str) -> None:
     """Only the first step, and so the first layout, was looked at."""
 
@@ -167,7 +167,7 @@ def test_what_no_rank_compares_in_a_later_layout_does_not_hold(ranks: Any, tmp_p
 
     one = replace(row("accumulation"), layouts=({}, {}))
     (found,) = play([one], tmp_path, without_norms_later)
-    kind, step = "weight" if what == "_own_weights" else "gradient", one.steps + 1
+    kind, step = "weight" if what == "own_weights" else "gradient", one.steps + 1
     assert (
         found.failed
         == f"no rank has the {kind} of step {step} of `blocks.0.attention_norm.weight` (of 5 such parameters)"

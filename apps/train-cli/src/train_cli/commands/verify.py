@@ -1,4 +1,5 @@
-"""`train-cli verify`: trains the plan's layout and one process of the same plan for a few steps, and compares them.
+"""`train-cli verify`: trains the plan's layout and one process of the same plan for a few steps, and compares them; with
+`--plain` a plain loop takes the steps of the one process.
 
 this process     one process of the plan ──> numbers, gradients, weights of each step, in a temporary folder
 its ranks        the plan's layout       ──> each compares what it holds ──> findings
@@ -29,7 +30,17 @@ from train_cli.console import Settings
 from train_cli.one_process import has_layout, in_layout, in_one_process
 from train_cli.options import FormatOption, OutputFormat, SetOption, WorldOption
 from train_cli.stopping import terminated_s
-from train_cli.verify.findings import Limits, RankFindings, as_json, differences, in_words, no_step_taken, read
+from train_cli.verify.findings import (
+    Habit,
+    Limits,
+    RankFindings,
+    as_json,
+    differences,
+    habits_in_words,
+    in_words,
+    no_step_taken,
+    read,
+)
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -59,6 +70,13 @@ def verify(
         ),
     ] = None,
     world: WorldOption = None,
+    plain: Annotated[
+        bool,
+        typer.Option(
+            "--plain",
+            help="Compare with a plain PyTorch loop over the same layers, and name the model's habits that need care.",
+        ),
+    ] = False,
     league: Annotated[
         bool, typer.Option("--league", help="In place of a plan: the field's silent errors, a small plan each.")
     ] = False,
@@ -74,6 +92,7 @@ def verify(
     if not is_rank and (against is not None or "RANK" in os.environ):
         raise UsageError("verify-ranks", "`verify` starts its ranks itself", hint="call it without a launcher")
     of_plan = {"a plan": plan, "--set": overrides, "--steps": steps, "--tolerance": tolerance, "--world": world}
+    of_plan["--plain"] = plain or None
     _check_what(league, [name for name, value in of_plan.items() if value is not None], rows)
     if plan is None:
         from train_cli.league.command import chosen, play_as_rank, play_here
@@ -85,8 +104,11 @@ def verify(
         raise typer.Exit(_as_rank(plan, changes, steps, against, settings))
     loaded = load_plan(plan, changes)
     size = check(loaded, world or loaded.world(num_devices(loaded)))
-    if size == 1 and not has_layout(loaded):
-        hint = "give a layout, such as `--set parallel.dp=2`, or `--world 2` where the plan leaves it open"
+    if size == 1 and not has_layout(loaded) and not plain:
+        hint = (
+            "give `--plain` to compare with a plain loop, or a layout, such as `--set parallel.dp=2`, or `--world 2` where the "
+            "plan leaves it open"
+        )
         raise UsageError("nothing-to-verify", "the plan trains one process, so there is nothing to compare", hint=hint)
     if steps > loaded.run.steps:
         hint = "give fewer `--steps`, or `--set run.steps=...`"
@@ -97,8 +119,14 @@ def verify(
     with TemporaryDirectory(prefix="sley-verify-", ignore_cleanup_errors=True) as name:
         from train_cli.verify.measure import limits
 
-        found = _compared(plan, changes, loaded, size, steps, Path(name), settings)
-        raise typer.Exit(_told(found, limits(loaded, tolerance), steps, form))
+        habits: list[Habit] | None = [] if plain else None
+        try:
+            found = _compared(plan, changes, loaded, size, steps, Path(name), settings, habits)
+        finally:  # a run that is refused, too, may be refused for one of them
+            if form is OutputFormat.text:
+                for line in habits_in_words(habits or ()):
+                    typer.echo(line)
+        raise typer.Exit(_told(found, limits(loaded, tolerance, is_plain=plain), steps, form, habits))
 
 
 def _check_what(league: bool, of_plan: list[str], rows: str | None) -> None:
@@ -115,9 +143,19 @@ def _check_what(league: bool, of_plan: list[str], rows: str | None) -> None:
 
 
 def _compared(
-    path: Path, changes: list[str], plan: Plan, size: int, steps: int, folder: Path, settings: Settings
+    path: Path,
+    changes: list[str],
+    plan: Plan,
+    size: int,
+    steps: int,
+    folder: Path,
+    settings: Settings,
+    habits: list[Habit] | None,
 ) -> list[RankFindings]:
-    """Trains both and returns the findings of all ranks. Raises typer.Exit where one of the two was not trained to its end."""
+    """Trains both and returns the findings of all ranks. Raises typer.Exit where one of the two was not trained to its end.
+
+    habits: None to compare with one process; else a plain loop's are added, with which ranks are compared.
+    """
     from train_cli.local_launch import launch
     from train_cli.rank import on_rank
     from train_cli.verify.measure import check_complete, keep
@@ -126,9 +164,17 @@ def _compared(
         if plan.parallel.sp > 1:
             refuse_dropout(run)
         stopping.working(run.stop)
-        keep(run, steps, folder)
+        if habits is None:
+            keep(run, steps, folder)
+        else:
+            keep_plain(run, steps, folder, plan, habits)
 
-    code = on_rank(in_one_process(plan), folder, work)
+    single = in_one_process(plan)
+    if habits is not None:
+        from train_cli.verify.plain import keep_plain, refuse_unlike
+
+        refuse_unlike(single)
+    code = on_rank(single, folder, work)
     if code != EXIT_OK:
         raise typer.Exit(code)
     _free_devices()
@@ -143,12 +189,17 @@ def _compared(
     return ranks
 
 
-def _told(ranks: list[RankFindings], allowed: Limits, steps: int, form: OutputFormat) -> int:
-    """Prints the findings, and returns the exit code."""
+def _told(
+    ranks: list[RankFindings], allowed: Limits, steps: int, form: OutputFormat, habits: list[Habit] | None
+) -> int:
+    """Prints the findings, and returns the exit code. habits: the model's, if ranks were compared with a plain loop."""
     if form is OutputFormat.json:
-        typer.echo(json.dumps(as_json(ranks, allowed, steps), indent=2))
+        told = as_json(ranks, allowed, steps)
+        if habits is not None:
+            told["habits"] = [{"where": one.where, "what": one.what} for one in habits]
+        typer.echo(json.dumps(told, indent=2))
     else:
-        for line in in_words(ranks, allowed, steps):
+        for line in in_words(ranks, allowed, steps, is_plain=habits is not None):
             typer.echo(line)
     if no_step_taken(ranks, steps):
         console.say("no step was taken, so that no weight was compared: give more `--steps`")

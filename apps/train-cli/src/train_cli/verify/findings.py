@@ -1,4 +1,4 @@
-"""Holds and explains what ranks found in comparison with one process, step by step. Imports no torch.
+"""Holds and explains what ranks found in comparison with one process or a plain loop, step by step. Imports no torch.
 
 Differences are told in the order in which one causes the next: first values, then of each step the loss, gradients, their
 norm, the held-out loss, weights.
@@ -11,11 +11,18 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["first value", "loss", "gradient", "gradient norm", "held-out loss", "weight"]
 KINDS: tuple[Kind, ...] = ("first value", "loss", "gradient", "gradient norm", "held-out loss", "weight")
 _TOLD = 5
+
+
+class Habit(NamedTuple):
+    """What the module `where` does, in words, that is right in a plain loop and needs care elsewhere."""
+
+    where: str
+    what: str
 
 
 @dataclass(frozen=True)
@@ -124,15 +131,16 @@ def differences(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[Ran
     return [(found[-2], found[-1]) for found in sorted(wrong, key=lambda found: found[:5])]
 
 
-def in_words(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) -> Iterator[str]:
-    """Yields the report's lines: what agrees, or which parameter differs first and since when, then a line for each kind."""
+def in_words(ranks: Sequence[RankFindings], limits: Limits, num_steps: int, *, is_plain: bool = False) -> Iterator[str]:
+    """Yields the report's lines: what agrees, or which parameter differs first and since when, then a line for each kind.
+    is_plain: whether ranks are compared with a plain loop, and not with one process of the plan.
+    """
     wrong = differences(ranks, limits)
     if wrong:
-        yield from _cause(wrong, limits)
+        yield from _cause(wrong, "a plain loop" if is_plain else "one process")
     else:
-        what = (
-            f"{len(ranks)} ranks and one process" if len(ranks) > 1 else "the plan and one process without its layout"
-        )
+        what = "the plan" if len(ranks) == 1 else f"{len(ranks)} ranks"
+        what += " and a plain loop" if is_plain else f" and one process{' without its layout' * (len(ranks) == 1)}"
         yield f"{what} agree over {_steps(num_steps)}"
     yield ""
     yield f"{'':<16}{'largest error':>14}{'allowed':>12}  where"
@@ -146,6 +154,14 @@ def in_words(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) -> I
         yield f"not compared where the gradient is zero but for rounding: {', '.join(lost[:_TOLD])}{more}"
     if skipped := _skipped(ranks):
         yield f"not taken, for gradients that are not finite in this precision: step {', '.join(map(str, skipped))}"
+
+
+def habits_in_words(habits: Sequence[Habit]) -> Iterator[str]:
+    """Yields a line for each habit."""
+    for one in habits:
+        yield f"{one.where} {one.what}"
+    if habits:
+        yield ""
 
 
 def no_step_taken(ranks: Sequence[RankFindings], num_steps: int) -> bool:
@@ -189,16 +205,16 @@ def _json(one: Worst | Compared) -> dict[str, Any]:
     return {key: as_number(value) if isinstance(value, float) else value for key, value in asdict(one).items()}
 
 
-def _cause(wrong: Sequence[tuple[RankFindings, Compared]], limits: Limits) -> Iterator[str]:
-    """Yields what differs first, and how many others differ in the same way."""
+def _cause(wrong: Sequence[tuple[RankFindings, Compared]], reference: str) -> Iterator[str]:
+    """Yields what differs first from `reference`, and how many others differ in the same way."""
     rank, first = wrong[0]
     since = "before the first step" if first.step == 0 else f"since step {first.step}"
     yield f"differs: {_subject(first)}, {since}, on stage {rank.stage} (rank {rank.rank})"
     if first.times is not None:
-        yield f"  it is {first.times:.6g} times that of one process"
+        yield f"  it is {first.times:.6g} times that of {reference}"
     else:
         sizes = "its norm is" if first.name else "it is"
-        yield f"  off by {first.error:.3g} of its size: {sizes} {first.found:.6g}, that of one process {first.expected:.6g}"
+        yield f"  off by {first.error:.3g} of its size: {sizes} {first.found:.6g}, that of {reference} {first.expected:.6g}"
     alike = [(one.rank, other) for one, other in wrong if (other.step, other.kind) == (first.step, first.kind)]
     names = list(dict.fromkeys(other.name for _, other in alike))
     if len(names) > 1:

@@ -37,13 +37,13 @@ is a part of a larger weight, as of queries, keys and values in one, the whole a
 _NUMBERS: dict[str, Kind] = {"loss": "loss", "grad_norm": "gradient norm", "held_out_loss": "held-out loss"}
 
 
-def limits(plan: Plan, tolerance: float | None = None) -> Limits:
+def limits(plan: Plan, tolerance: float | None = None, *, is_plain: bool = False) -> Limits:
     """Returns the errors that are allowed: `tolerance` if given, 0 for canonical sums, else by precision and handlers'
     records.
     """
     if tolerance is not None:
         return Limits(tolerance, tolerance)
-    if plan.parallel.reduction == "canonical":
+    if plan.parallel.reduction == "canonical" and not is_plain:
         return Limits(0.0, 0.0)
     handlers: list[tuple[GradientHandlerRecord, Any]] = [
         (one.record, one.config)  # type: ignore[misc]  # a list of handlers has no factories
@@ -61,11 +61,11 @@ def _precision(plan: Plan) -> str:
 
 def keep(run: Run, num_steps: int, folder: Path) -> None:
     """Takes steps of the one-process `run` and saves their results in `folder`. Ends early if the run is asked to stop."""
-    save_file(_own_weights(run), file_of(folder, 0, "weights"))
+    save_file(own_weights(run), file_of(folder, 0, "weights"))
     for step, row in _steps(run, num_steps):
         (folder / f"row-{step}.json").write_text(json.dumps(row), "utf-8")
         save_file(_unclipped(run, row), file_of(folder, step, "gradients"))
-        save_file(_own_weights(run), file_of(folder, step, "weights"))
+        save_file(own_weights(run), file_of(folder, step, "weights"))
 
 
 def compare(run: Run, num_steps: int, folder: Path) -> None:
@@ -92,7 +92,7 @@ class Beside:
         """Notes this rank's stage, and compares first values if the run has not taken a step yet."""
         self.found.stage = run.groups["pp"].coord
         if run.num_steps_done == 0:
-            self.found.compared += self._tensors("first value", 0, _own_weights(run), "weights")
+            self.found.compared += self._tensors("first value", 0, own_weights(run), "weights")
 
     def step(self, run: Run, step: int, row: Mapping[str, float]) -> None:
         """Compares the results of step `step`, counted from 1. All ranks call it, since sharded tensors are gathered."""
@@ -105,7 +105,7 @@ class Beside:
             found = _unclipped(run, row)
             self._look(step, found)
             self.found.compared += self._tensors("gradient", step, found, "gradients")
-        self.found.compared += self._tensors("weight", step, _own_weights(run), "weights")
+        self.found.compared += self._tensors("weight", step, own_weights(run), "weights")
 
     def _tensors(self, kind: Kind, step: int, own: Mapping[str, Tensor], what: str) -> list[Compared]:
         """Compares each of this rank's tensors, in the order of the book."""
@@ -213,7 +213,7 @@ def _times(expected: Tensor, found: Tensor, error: float) -> float | None:
     return factor if factor and left <= 1e-3 * abs(factor) * math.sqrt(size) else None
 
 
-def _own_weights(run: Run) -> dict[str, Tensor]:
+def own_weights(run: Run) -> dict[str, Tensor]:
     """Returns the whole parameters of the model that this rank holds, in the order of the book; buffers are left out."""
     every = weights(run)
     return _contiguous({name: every[name] for name in run.book.names})

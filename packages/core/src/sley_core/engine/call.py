@@ -108,15 +108,11 @@ class LayerCaller:
         """
         self.standing.calls(layer.name)
         self.waits.wait_for(layer.name)
-        seed = self._seed(layer.name, micro)
         is_new = layer.name not in self._own
-        if is_new:
-            self._own[layer.name] = own_generators(layer.module, layer.name)
         before = None if self.writes is None or micro.phase is Phase.EVALUATE else self.writes.before(layer, micro)
         self._take_turn(layer)
         try:
-            self.device.seed(seed)
-            seed_own(self._own[layer.name], seed)
+            self.seed_for(layer, micro)
             output = layer.module(*args, **fields)
         except Exception as error:
             note_origin(error, _words(layer, args, fields, micro), layer.module)
@@ -128,6 +124,14 @@ class LayerCaller:
         if is_new:
             self._check_own(layer)
         return output
+
+    def seed_for(self, layer: Layer, micro: MicroStep) -> None:
+        """Seeds all generators from which a call of `layer` may draw."""
+        seed = self._seed(layer.name, micro)
+        self.device.seed(seed)
+        if layer.name not in self._own:
+            self._own[layer.name] = own_generators(layer.module, layer.name)
+        seed_own(self._own[layer.name], seed)
 
     def _take_turn(self, layer: Layer) -> None:
         """Waits while a data set that draws from the same generators reads a sample. Raises RunError "data-timeout"."""

@@ -140,7 +140,7 @@ class Update:
             take = partial(step_if, self.optimizer, totals.allow_a_step)
         if self.traits.keeps_gradients:
             take = with_own_gradients(self.optimizer, take)
-        with self._seeded(step):
+        with self.seeded(step):
             if self.events.step_in_buckets is None:
                 take()
             else:
@@ -177,7 +177,7 @@ class Update:
         self.masters.weights.settle()
 
     @contextmanager
-    def _seeded(self, step: int) -> Iterator[None]:
+    def seeded(self, step: int) -> Iterator[None]:
         """Returns a context manager within which an optimizer that draws gets the same numbers on every rank, from the run's
         seed and the step. One may draw in few steps only, so all get it but torch's own.
         """

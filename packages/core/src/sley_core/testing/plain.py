@@ -60,7 +60,8 @@ class PlainLoop:
     layers: what a model factory returns, with real parameters, each tied one registered wherever it is held. loss: as a
         plan's, `weight(batch)` and the sum `loss(output, batch)`. optimizer: makes torch's, from (name, parameter) of all
         parameters; `decay_groups` may help. clip_norm, clip_kind: as torch.nn.utils.clip_grad_norm_ takes them.
-    A trained parameter that no micro-batch uses has a gradient of zeros, as in a run: momentum and decay go on.
+    A trained parameter that no micro-batch uses has a gradient of zeros, as in a run: momentum and decay go on. For a trained
+    parameter of a narrow dtype (bf16) the optimizer steps a copy in fp32, in which its gradients are summed, too.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class PlainLoop:
         self.layers = [(layer.name, layer.module) for layer in as_model(layers)]
         self.loss = loss
         self.parameters = dict(named_parameters(self.layers))
-        self.optimizer = optimizer(list(self.parameters.items()))
+        self.stepped = {name: _stepped(parameter) for name, parameter in self.parameters.items()}
+        self.optimizer = optimizer(list(self.stepped.items()))
         self.clip_norm = math.inf if clip_norm is None else clip_norm
         self.clip_kind = clip_kind
 
@@ -84,6 +86,7 @@ class PlainLoop:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(values[name])
+                self.stepped[name].copy_(values[name])
 
     @property
     def weights(self) -> Tensors:
@@ -102,15 +105,19 @@ class PlainLoop:
             loss = self.loss.loss(self.forward(micro), micro)
             if not loss.requires_grad:
                 raise NothingToTrainError
-            (loss / total if total > 0 else loss * 0.0).backward()  # type: ignore[no-untyped-call]  # torch's
+            self.backward(loss / total if total > 0 else loss * 0.0)
             sum_of_losses += loss.item()
-        trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+        trained = {name: parameter for name, parameter in self.stepped.items() if parameter.requires_grad}
         for parameter in trained.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         norm = nn.utils.clip_grad_norm_(list(trained.values()), self.clip_norm, self.clip_kind)
         gradients = {name: parameter.grad.clone() for name, parameter in trained.items() if parameter.grad is not None}
-        self.optimizer.step()
+        self.update()
+        with torch.no_grad():
+            for name, master in trained.items():
+                if master is not self.parameters[name]:
+                    self.parameters[name].copy_(master)
         return PlainStep(sum_of_losses / total if total > 0 else 0.0, norm.item(), gradients, self.weights)
 
     @torch.no_grad()
@@ -123,9 +130,36 @@ class PlainLoop:
     def forward(self, micro: Batch) -> Any:
         """Returns the last layer's output."""
         args: tuple[Any, ...] = ()
-        for _, module in self.layers:
-            args = (module(*args, **_fields(module, micro, len(args))),)
+        for name, module in self.layers:
+            args = (self.call(name, module, args, _fields(module, micro, len(args))),)
         return args[0]
+
+    def call(self, name: str, module: nn.Module, args: tuple[Any, ...], fields: Mapping[str, Tensor]) -> Any:
+        """Returns the output of one layer. name: the layer's."""
+        del name
+        return module(*args, **fields)
+
+    def update(self) -> None:
+        """Lets the optimizer step."""
+        self.optimizer.step()
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of one micro-batch."""
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        for name, parameter in self.parameters.items():
+            master = self.stepped[name]
+            if master is not parameter and parameter.grad is not None:
+                wide = parameter.grad.to(master.dtype)
+                master.grad = wide if master.grad is None else master.grad + wide
+                parameter.grad = None
+
+
+def _stepped(parameter: nn.Parameter) -> nn.Parameter:
+    """Returns what the optimizer steps: the parameter, or a copy in fp32 of a trained one in a narrower dtype."""
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    if wide == parameter.dtype or not parameter.requires_grad:
+        return parameter
+    return nn.Parameter(parameter.detach().to(wide))
 
 
 def named_parameters(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,0 +1,259 @@
+"""Names what a model does that is right in a plain loop and that other ranks, or a second run of a layer, do not see.
+
+The first step of the loop looks closely: before and after each layer at its arguments, weights, buffers and generators, at the
+operations within it and in the backward, and at what a second call gives.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sley_core.engine.activations import tensors_in
+from sley_core.engine.fingerprint import fingerprint
+from sley_core.generators import comparable_state, own_generators
+from sley_core.optim.traits import has_modes
+from sley_core.testing.plain import PlainLoop
+from train_cli.verify.findings import Habit
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
+
+TORCH = str(Path(torch.__file__).parent)
+UNSAFE = ("unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
+NARROW_BYTES = 2
+
+
+class HabitLoop(PlainLoop):
+    """Is a plain loop that seeds each layer as a run does, and collects `habits`."""
+
+    def prepare(
+        self,
+        seeded: Callable[[str, int, int], AbstractContextManager[None]],
+        updating: Callable[[int], AbstractContextManager[None]],
+        plan: Plan,
+        evaluated: set[str],
+        habits: list[Habit],
+    ) -> None:
+        """Gets ready for the first step, and looks at what needs no step.
+
+        seeded: seeds generators for a layer, a step and a micro-batch; updating: for the update of a step. evaluated: modules
+        that the factory left in evaluation mode. habits: gets what is found.
+        """
+        self._seeded, self._updating = seeded, updating
+        self._step, self._micro = 0, 0
+        self.place = "its start"
+        self.habits = habits
+        outer = sorted(name for name in evaluated if name.rpartition(".")[0] not in evaluated)
+        for name in outer:
+            self._note(name, "was in evaluation mode when the factory returned it: a run calls `train()` first")
+        for name, module in self.layers:
+            self._look_at_module(name, module, plan)
+        if has_modes(self.optimizer):
+            self._note("the optimizer", "has `train()` and `eval()`: a run evaluates and saves between them")
+
+    @contextmanager
+    def steps(self, step: int) -> Iterator[None]:
+        """Returns a context manager for step number `step`, from 1."""
+        self._step, self._micro = step, -1
+        yield
+
+    def forward(self, micro: Mapping[str, Tensor]) -> Any:
+        self._micro += 1
+        before = {name: (value._version, fingerprint(value)) for name, value in micro.items()} if self._is_close else {}
+        output = super().forward(micro)
+        for name, (version, was) in before.items():
+            if micro[name]._version != version or bool(fingerprint(micro[name]) != was):
+                self._note(name, "is a field of the batch on which a layer writes: each stage has a copy of its own")
+        return output
+
+    def call(self, name: str, module: nn.Module, args: tuple[Any, ...], fields: Mapping[str, Tensor]) -> Any:
+        self.place = f"layer `{name}` ({type(module).__name__})"
+        with self._seeded(name, self._step, self._micro):
+            if not self._is_close:
+                return module(*args, **fields)
+            return self._call_closely(name, module, args, fields)
+
+    def update(self) -> None:
+        self.place = "the optimizer"
+        with self._updating(self._step - 1):
+            super().update()
+
+    def backward(self, loss: Tensor) -> None:
+        self.place = "the backward"
+        if not self._is_close:
+            super().backward(loss)
+            return
+        summed: set[int] = set()
+        with ExitStack() as stack:
+            for parameter in self.parameters.values():
+                if parameter.requires_grad:
+                    handle = parameter.register_post_accumulate_grad_hook(lambda one: summed.add(id(one)))  # type: ignore[no-untyped-call]  # torch's
+                    stack.callback(handle.remove)
+            before = {name: parameter.grad for name, parameter in self.parameters.items()}
+            masters = {name: one.grad for name, one in self.stepped.items()}
+            stack.enter_context(_InPlace(self._note))
+            super().backward(loss)
+        for name, parameter in self.parameters.items():
+            has_changed = parameter.grad is not before[name] or self.stepped[name].grad is not masters[name]
+            if has_changed and id(parameter) not in summed:
+                self._note(name, "gets its gradient by an assignment in a backward, which no hook of autograd sees")
+
+    @property
+    def _is_close(self) -> bool:
+        return self._step == 1 and self._micro == 0
+
+    def _note(self, where: str, what: str) -> None:
+        if (habit := Habit(where, what)) not in self.habits:
+            self.habits.append(habit)
+
+    def _call_closely(self, name: str, module: nn.Module, args: tuple[Any, ...], fields: Mapping[str, Tensor]) -> Any:
+        """Calls a layer and notes what it does beside returning its output."""
+        given, versions, state = _contents(args), _versions(args), comparable_state()
+        held, kept = _prints(module), _state(module)
+        twin = _copied(module)
+        with _Ops() as ops:
+            output = module(*args, **fields)
+        drew = comparable_state()
+        written = [f"{name}.{key}" for key, was in _prints(module).items() if key not in held or bool(held[key] != was)]
+        if given != _contents(args):
+            self._note(
+                name, "puts something else into the dict or object that it was given, from which it may run again"
+            )
+        elif versions != _versions(args):
+            self._note(name, "writes on its input in place, from which it may run again")
+        for key in written:
+            self._note(key, "is written by the forward: replicas write what their own samples make of it")
+        if unsafe := ops.names & set(UNSAFE):
+            self._note(name, f"calls `{min(unsafe)}`: the parts share memory, and no version counter")
+        if any(one.is_inference() for one in tensors_in([output])):
+            self._note(name, "runs under `inference_mode`: its output has no version counter")
+        kinds = [
+            kind for kind, was, now in zip(("", "random", "numpy"), state, drew, strict=True) if kind and was != now
+        ]
+        own = own_generators(module, name)
+        kinds += sorted({f"{type(one).__module__.split('.')[0]}'s {type(one).__name__} of its own" for one in own})
+        if kinds:
+            self._note(name, f"draws from {', '.join(kinds)}: a run seeds that for each layer and micro-batch")
+        for key, value in _state(module).items():
+            if kept.get(key) != value:
+                self._note(
+                    f"{name}.{key}", "is a state that the forward changes: replicas and second runs have another"
+                )
+        if twin is not None and given == _contents(args) and versions == _versions(args) and not written:
+            self._call_again(name, twin, args, fields, output)
+        return output
+
+    def _call_again(
+        self, name: str, twin: nn.Module, args: tuple[Any, ...], fields: Mapping[str, Tensor], output: Any
+    ) -> None:
+        """Notes if a copy of the layer as it was gives another output from the same seeds."""
+        with self._seeded(name, self._step, self._micro), torch.no_grad():
+            again = twin(*args, **fields)
+        pairs = zip(tensors_in([output]), tensors_in([again]), strict=False)
+        if not all(one.shape == two.shape and torch.allclose(one, two, equal_nan=True) for one, two in pairs):
+            self._note(name, "gives another output when it runs again: it draws from what no seed reaches")
+
+    def _look_at_module(self, name: str, module: nn.Module, plan: Plan) -> None:
+        """Notes what can be seen of a layer without a call."""
+        every = [one.dtype for one in self.parameters.values()]
+        usual = max(set(every), key=every.count) if every else torch.float32
+        for path, part in module.named_modules(prefix=name):
+            if type(part).get_extra_state is not nn.Module.get_extra_state:
+                self._note(path, "has `get_extra_state`: a state beside parameters and buffers")
+            for key, buffer in part.named_buffers(recurse=False):
+                if buffer.dtype.itemsize <= NARROW_BYTES and buffer.is_floating_point() and buffer.dtype != usual:
+                    self._note(f"{path}.{key}", f"is a buffer in {str(buffer.dtype).removeprefix('torch.')}")
+            if plan.parallel.sp > 1 and _mixes_positions(part):
+                self._note(path, f"is a {type(part).__name__}, which mixes positions that `sp` puts on several ranks")
+
+
+def _mixes_positions(module: nn.Module) -> bool:
+    """Returns whether torch's class of `module` reads across dim 1 or 2 of [samples, positions, ...]."""
+    kinds = (nn.BatchNorm1d, nn.GroupNorm, nn.InstanceNorm1d, nn.Conv1d, nn.RNNBase)
+    pools = (nn.AvgPool1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d, nn.LPPool1d)
+    return isinstance(module, (*kinds, *pools))
+
+
+def _contents(values: Any) -> Any:
+    """Returns the identities of what containers and objects hold, to compare."""
+    if isinstance(values, list | tuple):
+        return [_contents(value) for value in values]
+    if isinstance(values, Mapping):
+        return {key: _contents(value) for key, value in values.items()}
+    if isinstance(values, Tensor) or not hasattr(values, "__dict__"):
+        return id(values)
+    return {key: id(value) for key, value in vars(values).items()}
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    """Returns the numbers and texts that a layer and its submodules have as attributes, by name."""
+    return {
+        f"{path}.{key}" if path else key: value
+        for path, part in module.named_modules()
+        for key, value in vars(part).items()
+        if isinstance(value, bool | int | float | str)
+    }
+
+
+def _copied(module: nn.Module) -> nn.Module | None:
+    """Returns a copy of a layer, with the states of its generators; None if it cannot be copied."""
+    try:
+        return deepcopy(module)
+    except Exception:  # what a module of one's own holds may refuse to be copied in any way
+        return None
+
+
+def _versions(args: tuple[Any, ...]) -> list[int]:
+    return [0 if one.is_inference() else one._version for one in tensors_in(args)]
+
+
+def _prints(module: nn.Module) -> dict[str, Tensor]:
+    """Returns hashes of a layer's parameters and buffers."""
+    with torch.no_grad():
+        every = (*module.named_parameters(), *module.named_buffers())
+        return {name: fingerprint(one.detach()) for name, one in every}
+
+
+class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Collects the names of the operations within it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class _InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Notes operations of a backward that Python code does in place: hooks, and backwards of one's own."""
+
+    def __init__(self, note: Callable[[str, str], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name.endswith("_") and not name.endswith("__") and (line := _own_line()):
+            self._note(line, f"writes on a gradient in place in the backward (`{name}`)")
+        return func(*args, **(kwargs or {}))
+
+
+def _own_line() -> str | None:
+    """Returns file and line of the code that called an operation, if that is neither torch nor this loop."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+        frame = frame.f_back  # type: ignore[assignment]  # None at the bottom
+    if frame is None or "sley_core" in frame.f_code.co_filename or frame.f_code.co_filename == __file__:
+        return None
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

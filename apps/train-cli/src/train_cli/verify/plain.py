@@ -1,0 +1,151 @@
+"""Takes the steps of `train-cli verify --plain` by a loop of torch's own over the layers of the plan, and saves their results.
+
+The loop has the first values, samples, learning rates and seeds of a run of one process, which takes no step itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+
+from sley_core.engine.call import LayerCaller
+from sley_core.engine.step_state import MicroStep, Phase
+from sley_core.engine.update import CLIP_EPSILON
+from sley_core.errors import RunError, UsageError
+from sley_core.model import modes
+from sley_core.model.layers import Layer, Model, as_model
+from sley_core.optim.groups import scale_learning_rate
+from sley_core.testing.plain import NothingToTrainError
+from sley_core.testing.runs import weights
+from train_cli.verify.habits import HabitLoop
+from train_cli.verify.measure import file_of, own_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor, nn
+
+    from sley_core.plan.plan import Plan
+    from sley_core.run import Run
+    from train_cli.verify.findings import Habit
+
+
+class _Grouped(NamedTuple):
+    """A parameter as the plan's groups of parameters see it."""
+
+    name: str
+    parameter: nn.Parameter
+    decays: bool
+
+
+def refuse_unlike(plan: Plan) -> None:
+    """Raises UsageError for a plan of which a plain loop would compute something else. plan: of one process."""
+    if plan.precision.compute == "fp16":
+        message = "a plain loop has no loss scale, which fp16 needs"
+        raise UsageError("verify-plain", message, hint='give `--set precision.compute="fp32"`, or leave `--plain` out')
+    if plan.gradient_handlers:
+        message = f"a plain loop does not have `{plan.gradient_handlers[0].name}`, which changes gradients"
+        raise UsageError("verify-plain", message, hint="leave `--plain` out")
+
+
+def keep_plain(run: Run, num_steps: int, folder: Path, plan: Plan, habits: list[Habit]) -> None:
+    """Takes `num_steps` of the loop, saves their results in `folder` as `measure.keep` does, and adds to the model's `habits`.
+
+    run: of one process, which has taken no step. plan: in its layout. Raises RunError "plain-loop" if the loop fails.
+    """
+    loop = _loop_of(run, plan, habits)
+    save_file(own_weights(run), file_of(folder, 0, "weights"))
+    limit = run.plan.optimizer.config.clip_norm
+    for number in range(1, num_steps + 1):
+        try:
+            with loop.steps(number):
+                scale_learning_rate(loop.optimizer, run.stepper.update.factor(number - 1))
+                made = loop.step(_micros(run))
+        except NothingToTrainError:
+            raise RunError("plain-loop", "the loss of a micro-batch depends on no parameter that is trained") from None
+        except Exception as error:
+            message = f"{loop.place} fails in step {number} of a plain loop, too: {type(error).__name__}: {error}"
+            raise RunError("plain-loop", message) from error
+        factor = 1.0 if limit is None else min(1.0, limit / (made.grad_norm + CLIP_EPSILON))
+        row = {"loss": made.loss, "grad_norm": made.grad_norm}
+        (folder / f"row-{number}.json").write_text(json.dumps(row), "utf-8")
+        save_file(
+            _on_host({name: one / factor for name, one in made.gradients.items()}), file_of(folder, number, "gradients")
+        )
+        save_file(_on_host(made.weights), file_of(folder, number, "weights"))
+
+
+def _loop_of(run: Run, layout: Plan, habits: list[Habit]) -> HabitLoop:
+    """Returns the loop over new layers of the plan's factory, with the values, precision and optimizer of `run`."""
+    plan, update = run.plan, run.stepper.update
+    with run.world.device.random_state_kept():
+        model = as_model(plan.model.build(run.loop.samples.dataset.info))
+    for layer in model.layers:
+        layer.module.to(run.world.device.torch_device)
+    _take_values(run, model)
+    evaluated = {name for layer in model.layers for name, part in _named(layer) if not part.training}
+    modes.train(model)
+    config: Any = plan.optimizer.config
+
+    def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        grouped = [_Grouped(name, one, run.book[name].decays) for name, one in named if one.requires_grad]
+        built: torch.optim.Optimizer = plan.optimizer.build(
+            update.parameter_groups(grouped),  # type: ignore[arg-type]  # what has a name, a parameter and `decays`
+            run.world.device.torch_device,
+        )
+        return built
+
+    caller = run.stepper.executor.caller
+    seeds = LayerCaller(run.world.device, plan.run.seed, caller.policy)
+    layers = {layer.name: layer for layer in model.layers}
+
+    @contextmanager
+    def seeded(name: str, step: int, micro: int) -> Iterator[None]:
+        seeds.seed_for(layers[name], MicroStep(0, micro, Phase.TRAIN, step - 1, micro))
+        yield
+
+    loop = HabitLoop(
+        model,
+        run.stepper.executor.loss,
+        optimizer=optimizer,
+        clip_norm=config.clip_norm,
+        clip_kind=math.inf if config.clip_kind == "inf" else config.clip_kind,
+    )
+    loop.prepare(seeded, update.seeded, layout, evaluated, habits)
+    masters = {one.entry.name: one.parameter.detach() for one in update.masters.stepped}
+    loop.load(weights(run) | masters)
+    return loop
+
+
+def _take_values(run: Run, model: Model) -> None:
+    """Gives parameters the dtype of the run's and freezes those that it has frozen; gives buffers the run's values."""
+    found = weights(run)
+    for layer in model.layers:
+        for path, parameter in layer.module.named_parameters(layer.name):
+            entry = next(entry for entry in run.book if path == entry.name or path in entry.aliases)
+            parameter.data = parameter.data.to(entry.parameter.dtype)
+            parameter.requires_grad_(entry.trainable)
+        for path, buffer in layer.module.named_buffers(layer.name):
+            buffer.copy_(found[path])
+
+
+def _named(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
+    yield from layer.module.named_modules(prefix=layer.name)
+
+
+def _micros(run: Run) -> list[dict[str, Tensor]]:
+    """Returns the micro-batches of the run's next samples, on its device."""
+    samples = run.loop.samples
+    assert samples.feed is not None, "a run of one process reads its samples"
+    batch = samples.splitter.fed(samples.feed.next())
+    return [{name: run.world.device.move(value) for name, value in micro.items()} for micro in batch.micros]
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
