@@ -18,6 +18,7 @@ from sley_core.engine.call import LayerCaller
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.engine.update import CLIP_EPSILON
 from sley_core.errors import RunError, UsageError
+from sley_core.generators import IN_USE
 from sley_core.model import modes
 from sley_core.model.layers import Layer, Model, as_model
 from sley_core.optim.groups import scale_learning_rate
@@ -107,8 +108,9 @@ def _loop_of(run: Run, layout: Plan, habits: list[Habit]) -> HabitLoop:
 
     @contextmanager
     def seeded(name: str, step: int, micro: int) -> Iterator[None]:
-        seeds.seed_for(layers[name], MicroStep(0, micro, Phase.TRAIN, step - 1, micro))
-        yield
+        with IN_USE:
+            seeds.seed_for(layers[name], MicroStep(0, micro, Phase.TRAIN, step - 1, micro))
+            yield
 
     loop = HabitLoop(
         model,

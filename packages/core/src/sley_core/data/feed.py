@@ -28,9 +28,6 @@ from sley_core.plan.factory import cause
 CLOSE_TIMEOUT_S = 30.0
 """The most seconds that `close` waits: a run that ends must not wait as long as one that continues."""
 
-LOOKS, LOOK_EVERY = 64, 1000
-"""In how many first samples, and in which of the later ones, the feed looks whether reading them draws."""
-
 T = TypeVar("T")
 
 
@@ -84,7 +81,8 @@ class Feed:
         self._timeout_s = timeout_s
         self._check = check
         self._will_save = will_save
-        self._reading, self._collating = _Draws(seed), _Draws(seed)
+        self._reading = _Draws(seed, batch_size if is_stream(dataset) else len(rows))
+        self._collating = _Draws(seed, 1)
         self._prefetch: PrefetchThread[_Item] | None = None
         self._state: dict[str, Any] = {"samples": 0}
         self._reader = StreamReader(cast(Stream, dataset), self._reading.read) if is_stream(dataset) else None
@@ -147,7 +145,8 @@ class Feed:
         if self.is_digest_exact:
             return str(cast(Any, self._dataset).data_digest)
         set_epoch(self._dataset, 0)
-        dataset, draws = cast(Dataset, self._dataset), _Draws(self._seed)
+        dataset = cast(Dataset, self._dataset)
+        draws = _Draws(self._seed, len(dataset))
         return probe(len(dataset), lambda index: draws.read(index, partial(_read, dataset, index)))
 
     def close(self) -> None:
@@ -252,19 +251,20 @@ def _read(dataset: Dataset, index: int) -> Sample:
 class _Draws:
     """Reads samples, and seeds the host's generators by the sample's number for a data set that draws from them.
 
-    A forward uses them at the same time, in another thread: the two take turns then. Whether the data set draws is looked at
-    in its first samples, and in every `LOOK_EVERY`-th.
+    A forward uses them at the same time, in another thread: the two take turns then. Whether the data set draws is looked at in
+    the first reads, while the program waits for a first batch: of others, nothing else may notice.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, looks: int) -> None:
+        """looks: how many reads are looked at."""
         self._seed = seed
-        self._num_read = 0
+        self._looks_left = looks
         self.has_drawn = False
 
     def read(self, number: int, take: Callable[[], T]) -> T:
         """Returns what `take` returns. number: of the sample, over all epochs."""
-        self._num_read += 1
-        if not self.has_drawn and self._num_read > LOOKS and self._num_read % LOOK_EVERY:
+        self._looks_left -= 1
+        if not self.has_drawn and self._looks_left < 0:
             return take()
         with seeded(derive(self._seed, "sample", number)):
             before = None if self.has_drawn else comparable_state()

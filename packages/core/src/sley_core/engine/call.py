@@ -110,7 +110,7 @@ class LayerCaller:
         self.waits.wait_for(layer.name)
         is_new = layer.name not in self._own
         before = None if self.writes is None or micro.phase is Phase.EVALUATE else self.writes.before(layer, micro)
-        self._take_turn(layer)
+        self.take_turn(layer.name)
         try:
             self.seed_for(layer, micro)
             output = layer.module(*args, **fields)
@@ -133,12 +133,14 @@ class LayerCaller:
             self._own[layer.name] = own_generators(layer.module, layer.name)
         seed_own(self._own[layer.name], seed)
 
-    def _take_turn(self, layer: Layer) -> None:
-        """Waits while a data set that draws from the same generators reads a sample. Raises RunError "data-timeout"."""
+    def take_turn(self, what: str) -> None:
+        """Acquires `IN_USE` for `what`, a layer or the loss: waits while a data set that draws from the same generators reads
+        a sample. Raises RunError "data-timeout".
+        """
         if not IN_USE.acquire(timeout=self.data_timeout_s):
             raise RunError(
                 "data-timeout",
-                f"the layer {layer.name!r} waited {self.data_timeout_s:g} s for the data set, which draws from the generators "
+                f"`{what}` waited {self.data_timeout_s:g} s for the data set, which draws from the generators "
                 "of the forward while it reads a sample",
                 hint="let the data set draw from a generator of its own, or raise [limits] data_timeout_s",
             )

@@ -23,6 +23,7 @@ from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.engine.weight_queue import WeightQueue
 from sley_core.engine.written import check_fields, versions
 from sley_core.errors import note_origin
+from sley_core.generators import IN_USE
 from sley_core.protocols import SplitLogits
 
 if TYPE_CHECKING:
@@ -283,12 +284,16 @@ class Executor:
         tell_hooks(self.hooks, "before_loss", micro, output)
         if self.whole is not None:
             output, fields = self.whole(output, fields, batch)
-            self.caller.seed_loss(micro)
+        self.caller.take_turn("the loss")
         try:
+            if self.whole is not None:
+                self.caller.seed_loss(micro)
             loss = self.loss.loss(output, fields)
         except Exception as error:
             note_origin(error, f"the loss of micro-batch {micro.micro}", self.loss)
             raise
+        finally:
+            IN_USE.release()
         if self.over_positions is not None:
             self.over_positions.check(output, fields)
         tell_hooks(self.hooks, "after_loss", micro, loss)
