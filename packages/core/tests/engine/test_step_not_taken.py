@@ -127,8 +127,8 @@ def test_a_batch_of_which_nothing_counts_is_no_loss_of_zero(alone, small):
             run.step(batch)
         assert_same_bits(before, weights(run))
         assert run.step(own_data.batch(0, 4))["step"] == 2
-        run.evaluation.executor.loss.weight = lambda batch: 0.0
-        with pytest.raises(RunError, match=r"nothing-counts\]: the held-out samples have a loss weight of 0"):
+        run.evaluation.forward.executor.loss.weight = lambda batch: 0.0
+        with pytest.raises(RunError, match=r"nothing-counts\]: the evaluated samples have a loss weight of 0"):
             run.evaluate()
 
 
@@ -142,7 +142,7 @@ def test_a_held_out_loss_that_is_no_number_is_noticed(own, small):
     rows = []
     with World.join("cpu") as world, assemble(plan_from_dict(tables, own), world) as run:
         run.loop.outputs = replace(run.outputs, writers=[SimpleNamespace(write=rows.append, close=lambda: None)])
-        with pytest.raises(RunError, match=r"not-finite\]: the held-out loss is nan"):
+        with pytest.raises(RunError, match=r"not-finite\]: the loss of the evaluated samples is nan"):
             run.step()
     assert [row["step"] for row in rows] == [1], "the step was taken, and is told"
 
