@@ -18,7 +18,9 @@ from drawn_calls import Case, drawn, judge, made, plain_loop
 for plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
     pytest.importorskip(plugin)
 
-SAMPLE = (10, 14, 18, 25, 63)
+SAMPLE = (14, 18, 25, 63)
+"""Cases with calls while memory is away."""
+
 CAMPAIGN = 10
 """Parts of 20 cases, of numbers of their own in each run."""
 
@@ -40,9 +42,9 @@ def check(ranks: Any, numbers: Iterable[int], texts: Path, folder: Path) -> int:
     return num_refused
 
 
-def test_a_fixed_sample_equals_a_plain_loop(ranks: Any, texts: Path, tmp_path: Path) -> None:
-    num_refused = check(ranks, SAMPLE, texts, tmp_path)
-    assert num_refused > 3, "there are calls while memory is away"
+@pytest.mark.parametrize("number", SAMPLE)
+def test_a_fixed_sample_equals_a_plain_loop(ranks: Any, texts: Path, tmp_path: Path, number: int) -> None:
+    assert check(ranks, [number], texts, tmp_path) > 0, "nothing is refused"
 
 
 @pytest.mark.campaign
