@@ -92,7 +92,7 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
     announced = None
     if world.is_fake and world.device.is_real and topology.pp > 1:
         announced = foretold(plan, stage, dataset, dtypes(plan)[0])
-    _attach_attention(plan, groups, model, undo)
+    apart = _attach_attention(plan, groups, model, undo)
     communicator: WeightCommunicator | None = plan.weights.build() if plan.weights else None
     if communicator is not None:
         communicator.prepare(model.layers)
@@ -108,7 +108,7 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
         _materialize(plan, world, model, stage, shards)
         parts = make_parts(plan, world, topology, groups, stage.layers, book, announced)
         numbers = move_numbers(plan, parts)
-        stepper = stepper_of(plan, parts, model, stage, dataset.info, communicator, undo)
+        stepper = stepper_of(plan, parts, model, stage, dataset.info, communicator, undo, apart)
         samples = samples_of(plan, parts, model, dataset, stepper)
         memory = memory_of(plan, parts, stepper, numbers, undo)
     if parts.store.canonical is not None:
@@ -129,13 +129,16 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
     )
 
 
-def _attach_attention(plan: Plan, groups: Groups, model: Model, undo: ExitStack) -> None:
-    """Attaches the plan's sequence attention to the model, if sequences are split; `undo` detaches it."""
+def _attach_attention(plan: Plan, groups: Groups, model: Model, undo: ExitStack) -> Sequence[str] | None:
+    """Attaches the plan's sequence attention to the model, if sequences are split, and returns its `apart`; `undo` detaches
+    it.
+    """
     if plan.sequence is None or groups["sp"].size == 1:
-        return
+        return None
     attention: SequenceCommunicator = plan.sequence.build(groups["sp"])
     attention.attach(model.layers)
     undo.callback(attention.detach)
+    return attention.apart
 
 
 def _materialize(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> None:

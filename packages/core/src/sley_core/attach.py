@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from sley_core.engine.crossing import Crossing
 from sley_core.engine.direct import accumulate_directly, accumulates_directly
 from sley_core.engine.direct_embedding import add_rows_directly
 from sley_core.engine.execute import Executor
+from sley_core.engine.position_probe import PositionProbe
 from sley_core.engine.positions import OverPositions
 from sley_core.engine.stand_in import close_stand_ins
 from sley_core.engine.stepper import Stepper
@@ -39,8 +41,12 @@ def stepper_of(
     info: DataInfo,
     communicator: WeightCommunicator | None,
     undo: ExitStack,
+    apart: Sequence[str] | None = None,
 ) -> Stepper:
-    """Attaches all plugins' objects to `parts`, and returns the stepper of this rank; `undo` detaches them."""
+    """Attaches all plugins' objects to `parts`, and returns the stepper of this rank; `undo` detaches them.
+
+    apart: patterns of names of layers that are not asked whether they mix positions; None if none is.
+    """
     topology, device = parts.topology, parts.world.device
     hooks: list[SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
     if plan.model.config.compile:
@@ -66,6 +72,8 @@ def stepper_of(
     undo.callback(policy.detach)
     parts.numbers.agree()
     standing = parts.groups.progress.standing = parts.store.state.standing
+    fields = sliced_info(info, topology.sp).fields
+    is_asked = apart is not None and topology.sp > 1 and not parts.world.is_fake
     caller = LayerCaller(
         device,
         plan.run.seed,
@@ -76,8 +84,8 @@ def stepper_of(
         standing,
         plan.limits.data_timeout_s,
         None if parts.world.is_fake else WriteWatch(parts, model.per_rank_buffers),
+        PositionProbe(fields, (info.sequence or 0) // topology.sp, apart or ()) if is_asked else None,
     )
-    fields = sliced_info(info, topology.sp).fields
     is_additive = (
         isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits
     )  # core's own: a sum over positions

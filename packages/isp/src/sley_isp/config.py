@@ -72,7 +72,9 @@ class AllToAllConfig(SequenceConfig):
     """More attention modules, by patterns of their names (`"*.attend"`): called with `q, k, v`, they return the context."""
 
     apart: Array[str] = ()
-    """Convolutions and recurrent modules, by patterns of their names, that nevertheless see one position at a time."""
+    """Convolutions, norms, pooling and recurrent modules, by patterns of their names, that nevertheless see one position at a
+    time; and layers that are not asked in the first step whether they mix positions.
+    """
 
 
 class SlotsConfig(Table):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.errors import PlanError, RunError
+from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.runs import assert_parity, record, same_on_all
@@ -115,20 +115,64 @@ def beside(kind):
     return changed(PLAN, model={"factory": "attentive:beside", "options": {"kind": kind}})
 
 
-@pytest.mark.parametrize(("kind", "name"), [("conv", "Conv1d"), ("lstm", "LSTM")])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("conv", "Conv1d"),
+        ("transposed", "ConvTranspose1d"),
+        ("lstm", "LSTM"),
+        ("batch", "BatchNorm1d"),
+        ("group", "GroupNorm"),
+        ("instance", "InstanceNorm1d"),
+        ("pool", "AvgPool1d"),
+        ("most", "AdaptiveMaxPool1d"),
+    ],
+)
 def test_what_looks_along_a_sequence_beside_attention(own, kind, name):
     """Each rank would begin it anew with its slice. With whole sequences it is a model like any other."""
     problem = refused(split(beside(kind)), own)
     assert problem.code == "sequence-mixing"
     assert problem.message == f"`mixer.inner` is a {name}, which looks along the sequence and would see one slice alone"
     assert "`[sequence] apart`" in problem.hint
-    assert record(split(beside(kind), sp=1), 1, folder=own).rows[0]["loss"] > 0
+    if kind in ("conv", "group"):
+        assert record(split(beside(kind), sp=1), 1, folder=own).rows[0]["loss"] > 0
 
 
 def test_a_pattern_of_what_is_apart_that_matches_nothing(own):
     problem = refused(split(beside("patch"), apart=["mixer.*"]), own)
     assert problem.code == "sequence-mixing"
-    assert "`mixer.*`, which matches no module" in problem.message
+    assert "`mixer.*`, which matches no layer and no module" in problem.message
+
+
+def of_all(every, folder):
+    """Runs each plan for two steps; returns the code of its error, or None."""
+    found = []
+    for tables in every:
+        try:
+            record(tables, 2, folder=folder)
+            found.append(None)
+        except SleyError as error:
+            found.append(error.diagnostics[0].code)
+    return found
+
+
+def asked(kind, within, **options):
+    tables = changed(PLAN, model={"factory": "attentive:asked", "options": {"kind": kind, "within": within}})
+    return split(tables, **options)
+
+
+def test_layers_are_asked_whether_they_mix_positions(ranks, own):
+    """By themselves and before attention, under each policy; what sees one position at a time passes."""
+    from attentive import APART, MIXED
+
+    kinds = [(kind, within) for kind in (*MIXED, *APART) for within in (False, True)]
+    every = [asked(*one) for one in kinds]
+    every += [changed(asked("shifted", True), activations={"use": use}) for use in ("core.recompute", "core.keep")]
+    every.append(asked("shifted", True, apart=["beside"]))
+    wanted = [None if kind in APART else "sequence-mixing" for kind, _ in kinds]
+    wanted += ["sequence-mixing"] * 2 + [None]
+    for found in ranks(2)(of_all, every, own):
+        assert dict(zip([*kinds, 0, 1, 2], found, strict=True)) == dict(zip([*kinds, 0, 1, 2], wanted, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from sley_core.data.dataset import DataInfo
 from sley_core.engine.activations import Recompute, aside, is_aside, tensors_in
+from sley_core.engine.position_probe import as_it_was, attended
 from sley_core.losses.cross_entropy import chunks, wide
 from sley_core.model.attention import Attention
 from sley_core.model.layers import Layer, Model
@@ -15,7 +16,9 @@ __all__ = [
     "Layer",
     "Model",
     "Recompute",
+    "as_it_was",
     "aside",
+    "attended",
     "chunks",
     "derive",
     "is_aside",

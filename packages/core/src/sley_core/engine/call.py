@@ -24,6 +24,7 @@ from sley_core.model.seeds import derive
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
     from sley_core.engine.written import WriteWatch
+    from sley_core.engine.position_probe import PositionProbe
     from sley_core.model.layers import Layer
     from sley_core.protocols import ActivationPolicy, SchedulerHook
 
@@ -39,7 +40,7 @@ class LayerCaller:
 
     slice_index: which slice of its sequences this rank has; slices of one sample draw different random numbers. standing: is
     told which layer was called last. data_timeout_s: how long a layer waits for a data set that draws from the same generators.
-    writes: watches what layers write.
+    writes: watches what layers write. probe: asks whether layers mix positions.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class LayerCaller:
         standing: Standing | None = None,
         data_timeout_s: float = 600.0,
         writes: WriteWatch | None = None,
+        probe: PositionProbe | None = None,
     ) -> None:
         self.writes = writes
+        self.probe = probe
         self.data_timeout_s = data_timeout_s
         self.device = device
         self.seed = seed
@@ -73,10 +76,17 @@ class LayerCaller:
         """Returns `layer(*args, **fields)`, called under the activation policy. args: the previous layer's output, or
         () for the first layer.
         """
-        if self._keeps_all or micro.phase is Phase.EVALUATE:
-            output = self._run(layer, args, fields, micro)
+        calls = self._run if self._keeps_all or micro.phase is Phase.EVALUATE else self._under_policy
+        if self.probe is not None and self.probe.wants(layer, micro):
+            output = self.probe.call(
+                layer,
+                args,
+                fields,
+                lambda args, fields: calls(layer, args, fields, micro),
+                lambda args, fields: self._run(layer, args, fields, micro),
+            )
         else:
-            output = self._under_policy(layer, args, fields, micro)
+            output = calls(layer, args, fields, micro)
         if (follow := self.standing.follow_output) is not None:
             follow(layer.name, output)
         return output

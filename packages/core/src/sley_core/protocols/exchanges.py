@@ -116,6 +116,11 @@ class SequenceCommunicator(Protocol):
     `sley_core.testing.attention_contract` says what it must support.
     """
 
+    apart: Sequence[str] | None = None
+    """Patterns of names of layers that are not asked whether they mix positions in another way; None: none is asked. Only an
+    attention that calls each attention through `sley_core.api.model.attended` may have any.
+    """
+
     def attach(self, layers: Sequence[Layer]) -> None:
         """Changes every attention in `layers`, the model's layers; called on meta, before the parameter book is made.
 

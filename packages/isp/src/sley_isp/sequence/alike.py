@@ -98,7 +98,7 @@ _DROPPING = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 @contextmanager
 def _without_dropout(attention: Callable[..., Tensor]) -> Iterator[None]:
     """Sets the attention's modules to evaluation and turns off dropout; restores both, and the random state, at the end."""
-    training = [module for module in _modules(attention) if module.training]
+    training = [module for module in modules_of(attention) if module.training]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices), _NoDropout():
         for module in training:
@@ -110,31 +110,7 @@ def _without_dropout(attention: Callable[..., Tensor]) -> Iterator[None]:
                 module.training = True
 
 
-@contextmanager
-def as_it_was(attention: Callable[..., Tensor]) -> Iterator[None]:
-    """Restores attributes and buffers of the modules of `attention` after the block, such as counters and running averages."""
-    kept = [
-        (
-            module,
-            dict(vars(module)),
-            dict(module._buffers),
-            [(one, one.clone()) for one in module.buffers(recurse=False)],
-        )
-        for module in _modules(attention)
-    ]
-    try:
-        yield
-    finally:
-        for module, attributes, buffers, values in kept:
-            vars(module).clear()
-            vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            for buffer, value in values:
-                buffer.copy_(value)
-
-
-def _modules(attention: Callable[..., Tensor]) -> list[nn.Module]:
+def modules_of(attention: Callable[..., Tensor]) -> list[nn.Module]:
     """Returns all modules of the module that `attention` is, or whose method it is; empty for other functions."""
     owner = getattr(attention, "__self__", attention)
     return list(owner.modules()) if isinstance(owner, nn.Module) else []

@@ -22,7 +22,7 @@ class AllToAllAttention(SequenceCommunicator):
 
     def __init__(self, config: AllToAllConfig, group: Group) -> None:
         self.patterns = config.modules
-        self.apart = config.apart
+        self.apart: Sequence[str] = config.apart
         self.group = group
         self._undo = ExitStack()
 

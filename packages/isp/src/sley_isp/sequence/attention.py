@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.api.comm import Group, checksum
+from sley_core.api.model import attended
 from sley_core.errors import RunError
 from sley_isp.sequence.call import AttentionCall
 from sley_isp.sequence.exchange import heads_of_all, slice_of_all
@@ -74,6 +75,8 @@ def attend(
     the ranks' functions, options or shapes differ, and "sequence-layout" in the first call of an attention that
     mistakes heads for positions.
     """
+    if group.size == 1:
+        return attention(*args, **more)
     context: Tensor = _attend(attention, group, args, more, proof)
     return context
 
@@ -83,11 +86,20 @@ def _attend(
     attention: Callable[..., Tensor], group: Group, args: Sequence[Any], more: dict[str, Any], proof: Proof
 ) -> Tensor:
     """Does the work of `attend`, outside of any compiled graph."""
-    if group.size == 1:
-        return attention(*args, **more)
     given = _leading(args)
     _check(given, group.size)
-    rest = args[len(given) :]
+    return attended(given, lambda: _over_group(attention, group, given, args[len(given) :], more, proof))
+
+
+def _over_group(
+    attention: Callable[..., Tensor],
+    group: Group,
+    given: Sequence[Tensor],
+    rest: Sequence[Any],
+    more: dict[str, Any],
+    proof: Proof,
+) -> Tensor:
+    """Exchanges `given`, the leading tensors, attends with `rest`, the other arguments, and exchanges the context back."""
     contents = _kind(attention, rest, more)
     if len({tensor.dtype for tensor in given}) == 1:
         whole = heads_of_all(group, *given, contents=contents)

@@ -1,6 +1,7 @@
 """Finds torch modules, other than attention, that look along a sequence: on each rank they would see only one slice.
 
-They are recognised by their class. A forward that uses `roll`, `cumsum` or a mean over positions is not found.
+They are recognised by their class. A forward that uses `roll`, `cumsum` or a mean over positions is found in the first step,
+when layers are asked (`sley_core.engine.position_probe`).
 """
 
 from __future__ import annotations
@@ -21,20 +22,31 @@ def check_apart(layers: Sequence[Layer], apart: Sequence[str], inside: Collectio
     """
     found = [(name, module) for name, module in _mixing(layers) if id(module) not in inside]
     wrong = [_mixes(name, module) for name, module in found if not any(fnmatchcase(name, one) for one in apart)]
-    wrong += [_unused(one) for one in apart if not any(fnmatchcase(name, one) for name, _ in found)]
+    names = [*(name for name, _ in found), *(layer.name for layer in layers)]
+    wrong += [_unused(one) for one in apart if not any(fnmatchcase(name, one) for name in names)]
     if wrong:
         raise PlanError.many(wrong)
 
 
 def _mixing(layers: Sequence[Layer]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields name and module of each recurrent layer and each convolution with overlapping windows."""
+    """Yields name and module of each recurrent layer, each norm and pooling over positions, and each convolution with
+    overlapping windows.
+    """
     for layer in layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
-            if isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and _overlaps(module)):
+            if isinstance(module, _MIXING) or (
+                isinstance(module, nn.Conv1d | nn.ConvTranspose1d) and _overlaps(module)
+            ):
                 yield name, module
 
 
-def _overlaps(module: nn.Conv1d) -> bool:
+_MIXING = (
+    *(nn.RNNBase, nn.BatchNorm1d, nn.SyncBatchNorm, nn.GroupNorm, nn.InstanceNorm1d),
+    *(nn.AvgPool1d, nn.MaxPool1d, nn.LPPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
+)
+
+
+def _overlaps(module: nn.Conv1d | nn.ConvTranspose1d) -> bool:
     """Returns whether the windows of `module` overlap; if not, none reaches from a slice into the next."""
     reach = module.dilation[0] * (module.kernel_size[0] - 1) + 1
     return reach > module.stride[0]
@@ -52,5 +64,5 @@ def _mixes(name: str, module: nn.Module) -> Diagnostic:
 
 
 def _unused(pattern: str) -> Diagnostic:
-    message = f"`apart` has the pattern `{pattern}`, which matches no module that would be refused"
+    message = f"`apart` has the pattern `{pattern}`, which matches no layer and no module that would be refused"
     return Diagnostic("sequence-mixing", message, ("sequence", "apart"), hint="leave it out, or see `train-cli show`")

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sley_core.api.model import aside
+from sley_core.api.model import as_it_was, aside
 from sley_core.errors import RunError
-from sley_isp.sequence.alike import as_it_was, ask_alike
+from sley_isp.sequence.alike import ask_alike, modules_of
 
 if TYPE_CHECKING:
     from sley_isp.sequence.call import AttentionCall
@@ -35,7 +35,7 @@ class Proof:
         length, heads = _values(call.tensors[-1]).shape[1:3]
         if self.is_given or (length == 1 and heads == 1):
             return
-        with aside(), as_it_was(call.attention):
+        with aside(), as_it_was(modules_of(call.attention)):
             self.is_given = self._ask(call)
 
     def _ask(self, call: AttentionCall) -> bool:

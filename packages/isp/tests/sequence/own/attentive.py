@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -109,6 +110,12 @@ class Mixer(nn.Module):
             "patch": nn.Conv1d(hidden, hidden, 1),
             "lstm": nn.LSTM(hidden, hidden, batch_first=True),
             "features": nn.Conv1d(1, 1, 3, padding=1),
+            "transposed": nn.ConvTranspose1d(hidden, hidden, 3, padding=1),
+            "batch": nn.BatchNorm1d(hidden, track_running_stats=False),
+            "group": nn.GroupNorm(2, hidden),
+            "instance": nn.InstanceNorm1d(hidden),
+            "pool": nn.AvgPool1d(3, 1, 1),
+            "most": nn.AdaptiveMaxPool1d(1),
         }[kind]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -119,6 +126,46 @@ class Mixer(nn.Module):
         else:
             found = self.inner(hidden.transpose(1, 2)).transpose(1, 2)
         return hidden + found
+
+
+MIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "shifted": lambda h: h + F.pad(h, (0, 0, 1, -1)),
+    "shifted back": lambda h: h + F.pad(h, (0, 0, -1, 1)),
+    "rolled": lambda h: h + h.roll(1, 1),
+    "summed": lambda h: h + h.cumsum(1) / 8,
+    "meant": lambda h: h - h.mean(1, keepdim=True),
+    "soft": lambda h: h * h.softmax(1),
+    "sorted": lambda h: h + h.sort(1).values,
+    "of the batch": lambda h: h / h.std((0, 1), keepdim=True),
+    "in place": lambda h: h.add_(h.flip(1)) * 1.0,
+}
+APART: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropped": lambda h: F.dropout(h, 0.3),
+    "normed": lambda h: F.layer_norm(h, h.shape[-1:]),
+    "chosen": lambda h: torch.where(h.argmax(-1, keepdim=True) % 2 == 0, h, -h),
+    "written": lambda h: h.mul_(2.0) * 1.0,
+}
+
+
+class Beside(nn.Module):
+    """A layer that mixes positions in a way of its own, or that does not; within: before attention, in the same layer."""
+
+    def __init__(self, kind: str, within: bool) -> None:
+        super().__init__()
+        self.kind = kind
+        self.block = Block(8, SequenceAttention(Attend()), HEADS) if within else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        mixed = (MIXED | APART)[self.kind](hidden.clone())
+        if self.block is None:
+            return mixed
+        made: Tensor = hidden + self.block(mixed)
+        return made
+
+
+def asked(data: DataInfo, kind: str, within: bool) -> Named:
+    *blocks, head = layers(data, wrapped=True)
+    return [*blocks, ("beside", Beside(kind, within)), head]
 
 
 def beside(data: DataInfo, kind: str) -> Named:
