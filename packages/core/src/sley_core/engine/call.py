@@ -23,8 +23,8 @@ from sley_core.model.seeds import derive
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
-    from sley_core.engine.written import WriteWatch
     from sley_core.engine.position_probe import PositionProbe
+    from sley_core.engine.written import WriteWatch
     from sley_core.model.layers import Layer
     from sley_core.protocols import ActivationPolicy, SchedulerHook
 
