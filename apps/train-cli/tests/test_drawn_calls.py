@@ -7,13 +7,13 @@ They equal a plain loop, or are refused by name while memory is away; none ends 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from drawn_calls import Case, drawn, judge, made, plain_loop
+from drawn_calls import LAYOUTS, OPTIMIZERS, Case, drawn, judge, made, plain_loop
 
 for plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
     pytest.importorskip(plugin)
@@ -27,7 +27,11 @@ CAMPAIGN = 10
 
 def check(ranks: Any, numbers: Iterable[int], texts: Path, folder: Path) -> int:
     """Draws, makes and judges these cases; returns how many calls were refused."""
-    cases = [drawn(number) for number in numbers]
+    return check_cases(ranks, [drawn(number) for number in numbers], texts, folder)
+
+
+def check_cases(ranks: Any, cases: Sequence[Case], texts: Path, folder: Path) -> int:
+    """Makes and judges these cases; returns how many calls were refused."""
     num_refused = 0
     for world in sorted({case.world for case in cases}):
         same = [case for case in cases if case.world == world]
@@ -45,6 +49,56 @@ def check(ranks: Any, numbers: Iterable[int], texts: Path, folder: Path) -> int:
 @pytest.mark.parametrize("number", SAMPLE)
 def test_a_fixed_sample_equals_a_plain_loop(ranks: Any, texts: Path, tmp_path: Path, number: int) -> None:
     assert check(ranks, [number], texts, tmp_path) > 0, "nothing is refused"
+
+
+AWAY = ("offload", True)
+BACK = ("onload", False, "weights", "buffers", "masters", "optimizer_states", "handlers")
+HARD: dict[str, tuple[str, str, str, int | None, list[Any]]] = {
+    "saved while weights are away and masters at home": (
+        "alone",
+        "on the host",
+        "bf16",
+        None,
+        [AWAY, ("save",), ("kill",)],
+    ),
+    "saved while weights come": (
+        "alone",
+        "on the host",
+        "bf16",
+        1,
+        [("offload", False), ("onload", False), ("save",), ("kill",)],
+    ),
+    "loaded while gradients are away": (
+        "dp bucketed",
+        "everything",
+        "fp64",
+        None,
+        [("step", 1), ("save",), AWAY, BACK, ("load", 0)],
+    ),
+    "pointed elsewhere before it left": (
+        "alone",
+        "everything",
+        "bf16",
+        None,
+        [("write", 0.3, "data"), AWAY, ("save",), ("kill",)],
+    ),
+    "written, and read as masters": (
+        "alone",
+        "on the host",
+        "fp64",
+        None,
+        [("write", 0.3, "copy"), ("host", "masters")],
+    ),
+}
+"""Sequences that ended a process, or had wrong numbers: layout, what moves, precision, order of copies, calls."""
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_a_hard_sequence_equals_a_plain_loop(ranks: Any, texts: Path, tmp_path: Path, name: str) -> None:
+    layout, offload, compute, order, calls = HARD[name]
+    end: list[Any] = [("onload", False), ("step", 100)]
+    case = Case(0, LAYOUTS[layout][0], layout, offload, compute, OPTIMIZERS[0], order, [("step", 0), *calls, *end])
+    check_cases(ranks, [case], texts, tmp_path)
 
 
 @pytest.mark.campaign
