@@ -57,7 +57,7 @@ def check_layers(plan: Plan, model: Model, dataset: AnyDataset, dtype: torch.dty
         if lacking:
             return f"layers were called up to {_words(layer)}: the shape of `{lacking[0]}` is known to the data alone"
         try:
-            state = meta_state(layer, dtype)
+            state = meta_state(layer, dtype, plan.precision.keep)
             args = (meta_output(layer, args, fields, state),)
             written += [
                 (name, module)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sley_core.attach import stepper_of
 from sley_core.comm.groups import Groups
 from sley_core.comm.malloc import keep_freed_memory
-from sley_core.draft import DTYPES, Draft, draft_of, dtypes
+from sley_core.draft import DTYPES, Draft, draft_of, dtypes, formats_of
 from sley_core.engine import layer_costs
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.canonical.cost import cost_note
@@ -99,6 +99,7 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
     shards = shards_of(model.layers, communicator.cuts, groups[AXIS]) if communicator else {}
     check_hooks(stage.stages, shards, topology.sp)
     notes += left_whole(model.layers, shards)
+    notes += formats_of(plan, model, shards)
     if plan.parallel.reduction == "canonical":
         check_model(stage.stages, model.per_rank_buffers)
     book = ParameterBook(stage.chunks, stage.stages, shards)
@@ -188,7 +189,7 @@ def make_parts(
         layers,
         book,
         GradientStore(book, DTYPES[plan.precision.gradients], device, state, planner, canonical),
-        WeightStore(dtypes(plan)[0]),
+        WeightStore(dtypes(plan)[0], plan.precision.keep),
         Waits(),
         WeightQueue(),
         StepNumbers(groups),

@@ -17,11 +17,14 @@ from sley_core.engine.stage import stage_of
 from sley_core.errors import PlanError
 from sley_core.model import modes
 from sley_core.model.build import build_on_meta
+from sley_core.model.formats import is_kept
 from sley_core.optim.groups import frozen
+from sley_core.records import steps_on_host
 
 if TYPE_CHECKING:
     from sley_core.comm.world import World
     from sley_core.data.dataset import AnyDataset, DataInfo
+    from sley_core.engine.shards import Shards
     from sley_core.engine.stage import Stage
     from sley_core.model.layers import Model
     from sley_core.plan.plan import Plan
@@ -103,3 +106,42 @@ def dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
     """Returns the dtype of the working weights, and that of the weights that the optimizer steps: at least fp32."""
     working = DTYPES[plan.precision.compute]
     return working, torch.promote_types(working, torch.float32)
+
+
+def formats_of(plan: Plan, model: Model, shards: Shards) -> list[str]:
+    """Returns a note on the formats of parameters and buffers, if the plan computes in a narrow one.
+
+    Raises PlanError "precision-keep" for a pattern of `[precision] keep` that matches no parameter, and for what needs all
+    weights in one format: sharded weights, parts of weights, masters on the host.
+    """
+    working, stepped = dtypes(plan)
+    keep = plan.precision.keep
+    named = {name: parameter for layer in model.layers for name, parameter in layer.module.named_parameters(layer.name)}
+    kept = [name for name in named if is_kept(name, keep)]
+    wrong = [f"`{one}` matches no parameter" for one in keep if not any(is_kept(name, [one]) for name in named)]
+    if kept and working != stepped:
+        if sharded := [name for name in kept if id(named[name]) in shards]:
+            wrong.append(f"`{sharded[0]}` is sharded by `{plan.weights.name if plan.weights else ''}`, in one format")
+        of_parts = [one.name for one in plan.gradient_handlers if getattr(one.record, "result", "") == "shard"]
+        of_host = [one.name for one in plan.offload if steps_on_host(one.record)]
+        wrong += [f"`{name}` lays all weights side by side in one format" for name in (*of_parts, *of_host)]
+    if wrong:
+        hint = "name parameters as `train-cli show` does, or take a layout that leaves them whole"
+        raise PlanError.many([plan.diagnostic("precision-keep", one, ("precision", "keep"), hint) for one in wrong])
+    if working == stepped:
+        return []
+    buffers = {name: buffer for layer in model.layers for name, buffer in layer.module.named_buffers(layer.name)}
+    others = [
+        f"`{name}` ({_short(one.dtype)})"
+        for name, one in buffers.items()
+        if one.is_floating_point() and one.dtype != working
+    ]
+    note = f"{len(named) - len(kept)} parameters compute in {_short(working)} and are stepped in {_short(stepped)}"
+    note += f", {len(kept)} stay in {_short(stepped)}" if kept else ""
+    if others:
+        note += f"; buffers keep their format: {', '.join(others[:5])}{', ...' if len(others) > 5 else ''}"
+    return [note]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -45,7 +45,9 @@ def check_boundaries(
             if lacking := [name for name in layer.fields if name not in fields]:
                 why = f"the shape of `{lacking[0]}` is known to the data alone"
                 break
-            value = meta_output(layer, (value,) if number else (), fields, meta_state(layer, dtype))
+            value = meta_output(
+                layer, (value,) if number else (), fields, meta_state(layer, dtype, plan.precision.keep)
+            )
             if layer.name in ends:
                 value = unflatten(*flatten(value, layer.name))
     except SleyError as error:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+    from torch import Tensor
 
     from sley_core.actions.placement import Placement
     from sley_core.data.dataset import AnyDataset
@@ -48,7 +49,7 @@ def foretold(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) 
     args: tuple[Any, ...] = ()
     for _, layers in stage.stages[:-1]:
         for layer in layers:
-            args = (_output_of_kind(layer, args, fields, dtype, known),)
+            args = (_output_of_kind(layer, args, fields, meta_state(layer, dtype, plan.precision.keep), known),)
         description, tensors = describe(args[0], layers[-1].name)
         outputs.append(description)
         pairs = zip(description.leaves, tensors, strict=True)
@@ -57,20 +58,23 @@ def foretold(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) 
     return Foretold(stage.lists.placement, outputs)
 
 
-def _output_of_kind(layer: Layer, args: tuple[Any, ...], fields: Any, dtype: torch.dtype, known: dict[str, Any]) -> Any:
+def _output_of_kind(
+    layer: Layer, args: tuple[Any, ...], fields: Any, state: dict[str, Tensor], known: dict[str, Any]
+) -> Any:
     """Returns the layer's output for `args`. known: outputs by kind of layer and arguments; each kind is called once."""
     description, tensors = describe(args[0], layer.name) if args else (None, [])
     given = [(tensor.shape, tensor.stride(), tensor.requires_grad) for tensor in tensors]
-    kind = repr((kind_of(layer.module, layer.name), layer.fields, description, given))
+    formats = [one.dtype for one in state.values()]
+    kind = repr((kind_of(layer.module, layer.name), layer.fields, description, given, formats))
     if kind not in known:
-        known[kind] = _output(layer, args, fields, dtype)
+        known[kind] = _output(layer, args, fields, state)
     return known[kind]
 
 
-def _output(layer: Layer, args: tuple[Any, ...], fields: Any, dtype: torch.dtype) -> Any:
+def _output(layer: Layer, args: tuple[Any, ...], fields: Any, state: dict[str, Tensor]) -> Any:
     """Returns the layer's output on meta; raises RunError `estimate-layer` if its forward raises."""
     try:
-        return meta_output(layer, args, fields, meta_state(layer, dtype))
+        return meta_output(layer, args, fields, state)
     except Exception as error:  # the user's forward may not work on meta
         first = str(error).strip().partition("\n")[0]
         raise RunError(

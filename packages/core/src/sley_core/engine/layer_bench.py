@@ -129,6 +129,7 @@ class LayerBench:
             dtype=self.dtype,
             device=self.device.torch_device,
             owned={layer.name},
+            keep=self.plan.precision.keep,
         )
         calls, queue, outputs = self._calls, WeightQueue(), list[Any]()
         with self._accumulating(layer):

@@ -110,7 +110,8 @@ class Masters:
 
         Leaves out entries of which this rank steps no element.
         """
-        masters = self._wide_copies(entries) if self.wide != self.dtype or self.home is not None else {}
+        narrow = [entry for entry in entries if self.weights.dtype_of(entry) != self.wide or self.home is not None]
+        masters = self._wide_copies(narrow)
         added = []
         for entry in entries:
             self.weights.adopt(entry)
@@ -213,7 +214,7 @@ class Masters:
         """
         for entry, original in self._originals:
             now = entry.parameter
-            if now is not original or now.dtype != self.dtype:
+            if now is not original or now.dtype != self.weights.dtype_of(entry):
                 raise RunError(
                     "weight-replaced",
                     f"the parameter {entry.name!r} is another object, or of another type, than what the optimizer steps",

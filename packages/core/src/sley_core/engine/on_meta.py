@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from sley_core.data.collate import collate_of
 from sley_core.data.dataset import is_stream
 from sley_core.data.packing import BOUNDARIES
 from sley_core.data.slices import Slices
+from sley_core.model.formats import buffer_format, parameter_format
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import AnyDataset
@@ -31,15 +32,18 @@ def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
     return {name: value.to("meta") for name, value in Slices(declared, plan.parallel.sp, 0)(whole).items()}
 
 
-def meta_state(layer: Layer, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns the layer's parameters and buffers on meta, by name. dtype: of the parameters, and of buffers that are narrower,
-    as in a run.
+def meta_state(layer: Layer, dtype: torch.dtype, keep: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Returns the layer's parameters and buffers on meta, by name, in the formats of a run. dtype: of the parameters that no
+    pattern of `keep` names.
     """
-    state: dict[str, Tensor] = {}
-    for name, buffer in layer.module.named_buffers():
-        is_wider = buffer.is_floating_point() and torch.finfo(dtype).bits > torch.finfo(buffer.dtype).bits
-        state[name] = torch.empty_like(buffer, device="meta", dtype=dtype if is_wider else buffer.dtype)
-    return state | {name: parameter.to(dtype) for name, parameter in layer.module.named_parameters()}
+    state = {
+        name: torch.empty_like(buffer, device="meta", dtype=buffer_format(buffer, dtype))
+        for name, buffer in layer.module.named_buffers()
+    }
+    return state | {
+        name: parameter.to(parameter_format(f"{layer.name}.{name}", dtype, keep))
+        for name, parameter in layer.module.named_parameters()
+    }
 
 
 def meta_output(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Tensor], state: dict[str, Tensor]) -> Any:

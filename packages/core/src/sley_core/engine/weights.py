@@ -22,6 +22,7 @@ from sley_core.engine.book import Entry
 from sley_core.engine.cuts import ALIGNMENT
 from sley_core.engine.flat import FlatBuffer
 from sley_core.errors import RunError
+from sley_core.model.formats import is_kept, parameter_format
 
 
 class WeightBuffer(FlatBuffer):
@@ -66,13 +67,14 @@ class Completion(Protocol):
 
 
 class WeightStore:
-    """Holds the places of working weights, all of dtype `dtype`.
+    """Holds the places of working weights, of dtype `dtype` but for those that a pattern of `keep` names, in fp32.
 
     is_eager: whether `updated` also waits; else weights arrive while the next step runs, each before its layer is called.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, keep: Sequence[str] = ()) -> None:
         self.dtype = dtype
+        self.keep = keep
         self.buffers: list[WeightBuffer] = []
         self.is_eager = False
         self._places: dict[Entry, tuple[WeightBuffer, Tensor]] = {}
@@ -89,6 +91,7 @@ class WeightStore:
         assert not self._is_laid_out, "weights are laid out before masters are made"
         made = [WeightBuffer(entries, self.dtype, num_parts) for entries, num_parts in lists]
         for buffer in made:
+            assert not any(is_kept(entry.name, self.keep) for entry in buffer.entries), "buffers have one dtype"
             twice = [entry.name for entry in buffer.entries if entry in self._places]
             assert not twice, f"{twice} have a place already"
             self._places |= {entry: (buffer, view) for entry, view in zip(buffer.entries, buffer.views, strict=True)}
@@ -99,8 +102,12 @@ class WeightStore:
         """Whether the entry's working weight lies in one of the buffers."""
         return entry in self._places
 
+    def dtype_of(self, entry: Entry) -> torch.dtype:
+        """Returns the dtype of the entry's working weight."""
+        return parameter_format(entry.name, self.dtype, self.keep)
+
     def adopt(self, entry: Entry) -> None:
-        """Moves the entry's value, rounded to `dtype`, to its place; without a place it is rounded where it is.
+        """Moves the entry's value, rounded to its dtype, to its place; without a place it is rounded where it is.
 
         The weight is contiguous afterwards: fused optimizers read weight, gradient and states in the order of memory, whatever
         their strides, and buffers of gradients are contiguous.
@@ -108,8 +115,9 @@ class WeightStore:
         self._is_laid_out = True
         parameter = entry.parameter
         if entry not in self._places:
-            if parameter.dtype != self.dtype or not parameter.is_contiguous():
-                parameter.data = parameter.detach().to(self.dtype).contiguous()
+            dtype = self.dtype_of(entry)
+            if parameter.dtype != dtype or not parameter.is_contiguous():
+                parameter.data = parameter.detach().to(dtype).contiguous()
             return
         buffer, place = self._places[entry]
         buffer.build()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from sley_core.model.formats import buffer_format
 from sley_core.model.layers import like
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ def imagine(layers: Iterable[Layer], *, dtype: torch.dtype, device: torch.device
                 setattr(module, name, parameters[id(parameter)][1])
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 if id(buffer) not in buffers:
-                    wider = torch.promote_types(buffer.dtype, dtype) if buffer.is_floating_point() else buffer.dtype
-                    buffers[id(buffer)] = buffer, torch.empty_like(buffer, dtype=wider, device=device)
+                    new = torch.empty_like(buffer, dtype=buffer_format(buffer, dtype), device=device)
+                    buffers[id(buffer)] = buffer, new
                 setattr(module, name, buffers[id(buffer)][1])
         for held in layer.held:
             if held.ref is not None and held.tensor.is_meta:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from sley_core.errors import PlanError
 from sley_core.generators import seed_host, seeded
+from sley_core.model.formats import buffer_format, parameter_format
 from sley_core.model.layers import MODEL, InitWeights, Layer, like
 from sley_core.model.seeds import derive
 from sley_core.model.steps import ChangedError, is_blank, replay
@@ -54,6 +55,7 @@ def materialize(
     device: torch.device,
     owned: Collection[str] | None = None,
     cut: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
+    keep: Sequence[str] = (),
 ) -> None:
     """Makes every parameter of the owned layers real: `dtype`, on `device`, initialised, cut, and tied as it was built.
 
@@ -62,7 +64,7 @@ def materialize(
     its full value on the host to the shard that this rank keeps.
 
     Replaces parameters in the modules in place and frees what was recorded for all layers; does not communicate. Buffers of
-    owned layers are moved to `device`; a floating-point buffer is widened to `dtype` but never narrowed. A rank that does not
+    owned layers are moved to `device` and keep their formats. keep: patterns of parameters in fp32. A rank that does not
     own the first holder of a tied parameter initialises that layer too, temporarily. Raises PlanError "model-init" with the
     name of a parameter that nothing initialises.
     """
@@ -87,7 +89,9 @@ def materialize(
                 value = values.pop(id(slot.meta))
                 if cut and id(slot.meta) in cut:
                     value = cut[id(slot.meta)](value)
-                final[id(slot.meta)] = like(slot.meta, value.to(device=device, dtype=dtype))
+                final[id(slot.meta)] = like(
+                    slot.meta, value.to(device=device, dtype=parameter_format(slot.name, dtype, keep))
+                )
             setattr(slot.module, slot.attribute, final[id(slot.meta)])
         if layer.name in owned:
             _fill_held(layer)
@@ -285,13 +289,12 @@ def _check_written(slot: _Slot, value: Tensor, *, is_blank: bool) -> None:
 
 
 def _move_buffers(layer: nn.Module, dtype: torch.dtype, device: torch.device, moved: dict[int, _Moved]) -> None:
-    """Moves the layer's buffers to `device`, floating-point ones widened to `dtype`; shared buffers stay shared.
+    """Moves the layer's buffers to `device`, in their formats beside parameters of `dtype`; shared buffers stay shared.
 
     moved: (old, new) buffer by id of the old one, across layers; the old one is kept so that its id is not reused.
     """
     for module in layer.modules():
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if id(buffer) not in moved:
-                wider = buffer.is_floating_point() and torch.finfo(dtype).bits > torch.finfo(buffer.dtype).bits
-                moved[id(buffer)] = buffer, buffer.to(device=device, dtype=dtype if wider else buffer.dtype)
+                moved[id(buffer)] = buffer, buffer.to(device=device, dtype=buffer_format(buffer, dtype))
             setattr(module, name, moved[id(buffer)][1])

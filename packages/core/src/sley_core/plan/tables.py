@@ -131,6 +131,11 @@ class PrecisionTable(Table):
     accumulation: Literal["auto", "autograd", "direct"] = "auto"
     """How weight gradients of linears are accumulated: by autograd and a copy, or multiplied straight into the sums."""
 
+    keep: Array[str] = ()
+    """Parameters that stay in fp32 where `compute` is narrower, by patterns of their names (`"*.router.*"`); buffers keep the
+    format that the factory gave them in any case, but fp32 ones become fp64 if `compute` is.
+    """
+
     loss_scale: LossScaleTable | None = Field(default_factory=_loss_scale)
     """How the loss is scaled if `compute` is fp16; only allowed then."""
 

@@ -1,0 +1,26 @@
+"""Which number formats a model's tensors have in a run, whatever its factory gave them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+
+def is_kept(name: str, keep: Sequence[str]) -> bool:
+    """Returns whether the parameter `name` keeps fp32. keep: `[precision] keep`, patterns of names."""
+    return any(fnmatchcase(name, pattern) for pattern in keep)
+
+
+def parameter_format(name: str, dtype: torch.dtype, keep: Sequence[str]) -> torch.dtype:
+    """Returns the dtype of a parameter where those that are not kept have `dtype`."""
+    return torch.promote_types(dtype, torch.float32) if is_kept(name, keep) else dtype
+
+
+def buffer_format(buffer: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of a buffer: its own, whatever `dtype` the parameters have; but fp64 beside parameters in fp64, where
+    the factory gave it fp32.
+    """
+    return dtype if dtype is torch.float64 and buffer.dtype is torch.float32 else buffer.dtype
