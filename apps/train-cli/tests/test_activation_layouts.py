@@ -44,10 +44,10 @@ def all_of(plans: list[Tables], folder: Path) -> list[tuple[Recorded, dict[str, 
             if name == "memory.host":
                 send = policy._send
 
-                def sent(tensor: Any) -> Any:
+                def sent(moved: Any) -> Any:
                     spans = [(held.data_ptr(), held.data_ptr() + held.nbytes) for _, held in run.parts.pool.held()]
-                    leased[0] |= any(first <= tensor.data_ptr() < last for first, last in spans)
-                    return send(tensor)
+                    leased[0] |= any(first <= moved._source.data_ptr() < last for first, last in spans)
+                    return send(moved)
 
                 policy._send = sent
             run.listeners.append(lambda row: counts.update(run.counts.get(name, {})))
@@ -62,7 +62,8 @@ def compare(ranks: Any, texts: Path, plan: Tables) -> None:
     for (kept, _, _), (host, moved, is_leased), (selective, counts, _) in ranks(2, 120)(all_of, every, texts):
         assert_same_run(kept, host)
         assert_same_run(kept, selective)
-        assert moved["moved_bytes"] == moved["fetched_bytes"] > 0
+        # A backward that follows its forward at once finds some of it still here.
+        assert moved["moved_bytes"] >= moved["fetched_bytes"] > 0.9 * moved["moved_bytes"]
         assert moved["host_allocations"] < moved["moved_storages"] / 4
         assert not is_leased, "memory of a pool left"
         assert counts["kept_attentions"] > 0

@@ -14,7 +14,7 @@ from sley_core.errors import RunError, UsageError
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.plans import Tables, small_plan
 from train_cli.one_process import in_layout, in_one_process
-from train_cli.verify.findings import Habit, differences, in_words, read
+from train_cli.verify.findings import SeenHabit, differences, in_words, read
 from train_cli.verify.measure import check_complete, compare, limits
 from train_cli.verify.plain import keep_plain, refuse_unlike
 
@@ -47,9 +47,9 @@ def tables(habit: str, **changes: Any) -> Tables:
     return small_plan(**{"precision__compute": "fp32", "parallel": {"dp": 1}, "model": model, **changes})
 
 
-def looked(given: Tables, texts: Path, folder: Path, steps: int = 1) -> list[Habit]:
+def looked(given: Tables, texts: Path, folder: Path, steps: int = 1) -> list[SeenHabit]:
     plan = plan_from_dict(given, texts)
-    habits: list[Habit] = []
+    habits: list[SeenHabit] = []
     with assemble(in_one_process(plan), World.alone("cpu")) as run:
         keep_plain(run, steps, folder, plan, habits)
     return habits

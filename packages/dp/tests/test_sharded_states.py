@@ -24,6 +24,7 @@ def held(tables, folder):
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()
         states = [(one.name, one.span, one.state, one.tensor.shape) for one in states_of(run.stepper.update)]
+        shapes = {entry.name: entry.shape for entry in run.book}
         padded = [(buffer.data.numel(), buffer.num_shards) for buffer in run.store.buffers]
         spans = {entry.name: run.store.span(entry) for entry in run.store.entries}
         sizes = {entry.name: entry.numel for entry in run.book}
@@ -31,7 +32,7 @@ def held(tables, folder):
         same = run.book["a.same.weight"] is run.book["a.down.weight"]
         tied = run.layers[1].module.same.weight is run.layers[1].module.down.weight
         held = dict(run.memory.bytes) | {"masters": run.stepper.update.masters.num_bytes}  # parts of padding alone, too
-        return held, states, padded, spans, sizes, len(homes), same and tied
+        return held, states, padded, spans, sizes, len(homes), same and tied, shapes
 
 
 @pytest.mark.sample(2)
@@ -40,10 +41,12 @@ def test_masters_and_states_are_this_ranks_part_and_no_more(ranks, small, own, s
     """Masters take ceil(n / shards) of every padded bucket, states as many elements as the rank's spans have."""
     tables = small(SHARDED | {"shards": shards}, model__factory="dp_parts:odd", optimizer=ADAMW, precision=BF16)
     by_rank = ranks(size)(held, tables, own)
-    for memory, states, padded, spans, _, num_homes, is_tied in by_rank:
+    for memory, states, padded, spans, _, num_homes, is_tied, shapes in by_rank:
         assert memory["masters"] == sum(-(-numel // count) for numel, count in padded) * 4
         assert all(numel % (count * 128) == 0 and count == shards for numel, count in padded)
-        elements = sum(span.numel for span in spans.values())
+        elements = sum(
+            span.numel for name, span in spans.items() if shapes[name]
+        )  # a scalar's moments are scalars, as counts
         stepped = [name for name, span in spans.items() if span.numel]
         assert memory["optimizer_states"] == elements * 2 * 4, "two moments; counts are a few bytes"
         assert num_homes == len(padded), "the weights of a bucket lie in one piece"
@@ -52,7 +55,7 @@ def test_masters_and_states_are_this_ranks_part_and_no_more(ranks, small, own, s
         assert names == {(name, state) for name in stepped for state in ("master", "exp_avg", "exp_avg_sq", "step")}
         for name, span, state, shape in states:
             assert span == spans[name]
-            assert shape == (() if state == "step" else (span.numel,))
+            assert shape == (() if state == "step" else span.shape_in(shapes[name]))
     for name in by_rank[0][3]:
         parts = sorted({rank[3][name] for rank in by_rank if rank[3][name].numel})
         assert [part.first for part in parts] == [0, *(part.last for part in parts[:-1])][: len(parts)]

@@ -84,8 +84,8 @@ def divide_by_the_micro_batches_too(run):
     """The scale of a loss that is a mean already."""
     inverse = type(run.stepper)._weight
 
-    def weight(batch):
-        found = inverse(run.stepper, batch)
+    def weight(*given):
+        found = inverse(run.stepper, *given)
         if found is not None:
             found.scale = 1 / run.store.state.num_micros
         return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sley_core.data.slices import sliced_info
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.compiled import compile_layers
-from sley_core.engine.copies_alike import Copies
+from sley_core.engine.copies_alike import CopyComparison
 from sley_core.engine.crossing import Crossing
 from sley_core.engine.direct import accumulate_directly, accumulates_directly
 from sley_core.engine.direct_embedding import add_rows_directly
@@ -107,7 +107,7 @@ def stepper_of(
         WholeSequences(fields, parts.groups["sp"]) if is_whole else None,
         keeps_apart=is_canonical,
     )
-    compare = None if parts.world.is_fake else Copies(parts, model.per_rank_buffers)
+    compare = None if parts.world.is_fake else CopyComparison(parts, model.per_rank_buffers)
     stepper = Stepper(
         executor, stage.lists, parts.store, handlers, update, parts.groups, device, undo, compare, parts.events
     )

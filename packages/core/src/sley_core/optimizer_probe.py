@@ -54,7 +54,7 @@ FALLING = tuple(0.5**number for number in range(1, NUM_STEPS + 1))
 """Factors on the learning rate, for a trial that is compared with one at the full rate."""
 
 
-class Fault(NamedTuple):
+class Unfit(NamedTuple):
     """Says what a run cannot do right with an optimizer, and what to do about it. key: of [optimizer], that is at fault."""
 
     message: str
@@ -62,7 +62,7 @@ class Fault(NamedTuple):
     key: str = "factory"
 
 
-class Given(NamedTuple):
+class ToyParameters(NamedTuple):
     """The parameters and gradients of a trial. options: of the groups, one for each parameter. ndims: of both parameters."""
 
     options: Sequence[dict[str, Any]]
@@ -74,7 +74,7 @@ class Given(NamedTuple):
 class Trial:
     """An optimizer over two small parameters, or over the parts into which `cut` cuts them. more: makes them larger."""
 
-    def __init__(self, build: Build, given: Given, cut: Cut | None = None, more: int = 0) -> None:
+    def __init__(self, build: Build, given: ToyParameters, cut: Cut | None = None, more: int = 0) -> None:
         self._generator = torch.Generator().manual_seed(5)
         self._given = given
         self._shapes = [tuple(3 + more + at for at in range(ndim)) for ndim in given.ndims]
@@ -131,8 +131,8 @@ class _Stepped(NamedTuple):
 
 
 def examine(
-    build: Build, given: Given, scope: Scope | str = "unknown", *, lr_changes: bool = True
-) -> tuple[Traits, list[Fault]]:
+    build: Build, given: ToyParameters, scope: Scope | str = "unknown", *, lr_changes: bool = True
+) -> tuple[Traits, list[Unfit]]:
     """Returns the traits of the optimizer that `build` makes, and what a run cannot do right with it; nothing if all is well.
 
     scope: as it is declared, or "unknown". lr_changes: whether the plan has more than one learning rate. Leaves all generators
@@ -150,7 +150,7 @@ def examine(
             for number in range(NUM_STEPS):
                 larger.step(number)
         except Exception as error:
-            fault = Fault(
+            fault = Unfit(
                 f"cannot step two small parameters of {given.ndims[0]} and {given.ndims[1]} dims: {cause(error)}", ""
             )
             return Traits(), [fault]
@@ -160,7 +160,7 @@ def examine(
             faults += compare.resumed()
         if lr_changes and compare.has_moved and compare.is_same(compare.after(factors=FALLING)):
             faults.append(
-                Fault("takes no notice of the learning rate in its groups", 'read `group["lr"]` in each step')
+                Unfit("takes no notice of the learning rate in its groups", 'read `group["lr"]` in each step')
             )
         if not traits.draws:
             faults += compare.scope(scope)
@@ -170,7 +170,7 @@ def examine(
 class _Compare:
     """Compares other trials with a first one, whose values were `start` and are `end` after all steps."""
 
-    def __init__(self, build: Build, given: Given, start: list[Tensor], end: list[Tensor]) -> None:
+    def __init__(self, build: Build, given: ToyParameters, start: list[Tensor], end: list[Tensor]) -> None:
         self._build = build
         self._given = given
         self._start = start
@@ -200,18 +200,18 @@ class _Compare:
                 return False
         return True
 
-    def resumed(self) -> Iterator[Fault]:
+    def resumed(self) -> Iterator[Unfit]:
         """Yields a fault if an optimizer that goes on from a checkpoint takes other steps."""
         try:
             is_same = self.is_same(_resumed(self._build, self._given))
         except Exception as error:
             why = error.diagnostics[0].message if isinstance(error, RunError) else cause(error)
-            yield Fault(f"cannot go on from a checkpoint: {why}", HINT)
+            yield Unfit(f"cannot go on from a checkpoint: {why}", HINT)
             return
         if not is_same:
-            yield Fault("takes other steps once it goes on from a checkpoint", HINT)
+            yield Unfit("takes other steps once it goes on from a checkpoint", HINT)
 
-    def scope(self, scope: str) -> Iterator[Fault]:
+    def scope(self, scope: str) -> Iterator[Unfit]:
         """Yields a fault if an update depends on more than the declared scope says."""
         if scope not in ("elementwise", "per_matrix"):
             return
@@ -219,12 +219,12 @@ class _Compare:
             is_apart = self.is_same(self.after(one_by_one=True))
         except Exception as error:
             why = "" if isinstance(error, RunError) else f": {cause(error)}"
-            yield Fault(f"cannot step its parameters one by one{why}", 'say `scope = "global"`', "scope")
+            yield Unfit(f"cannot step its parameters one by one{why}", 'say `scope = "global"`', "scope")
             return
         if not is_apart:
-            yield Fault("updates a parameter by more than its own gradients", 'say `scope = "global"`', "scope")
+            yield Unfit("updates a parameter by more than its own gradients", 'say `scope = "global"`', "scope")
         elif scope == "elementwise" and not all(self.is_same(self.after(cut)) for cut in (_rows, _flat)):
-            yield Fault(
+            yield Unfit(
                 "updates an element by more than its own gradients and the number of dims of its parameter",
                 'say `scope = "matrix"`',
                 "scope",
@@ -250,11 +250,11 @@ def _storages(trial: Trial) -> set[int]:
     return {one.untyped_storage()._cdata for one in tree_leaves(kept) if isinstance(one, Tensor)}
 
 
-def _out_of_reach(trial: Trial, larger: Trial) -> Iterator[Fault]:
+def _out_of_reach(trial: Trial, larger: Trial) -> Iterator[Unfit]:
     """Yields a fault for each thing that neither a checkpoint nor a move of memory reaches."""
     optimizer = trial.optimizer
     for name, inner in inner_optimizers(optimizer):
-        yield Fault(
+        yield Unfit(
             f"has another optimizer in `{name}`, whose groups and states are its own: no learning rate and no checkpoint "
             f"reaches them",
             f"give {type(inner).__name__} the outer's: `{name}.param_groups = self.param_groups`, "
@@ -262,11 +262,11 @@ def _out_of_reach(trial: Trial, larger: Trial) -> Iterator[Fault]:
         )
     known = {id(one) for one in trial.every}
     if any(isinstance(key, Tensor) and id(key) not in known for key in optimizer.state):
-        yield Fault("has states of tensors that are no parameters of it", HINT)
+        yield Unfit("has states of tensors that are no parameters of it", HINT)
     places, others = _tensors(trial), _tensors(larger)
     for place, shapes in places.items():
         if shapes != others.get(place, shapes):
-            yield Fault(f"keeps tensors that grow with the parameters in {place}, where no checkpoint finds them", HINT)
+            yield Unfit(f"keeps tensors that grow with the parameters in {place}, where no checkpoint finds them", HINT)
 
 
 def _tensors(trial: Trial) -> dict[str, list[torch.Size]]:
@@ -281,7 +281,7 @@ def _tensors(trial: Trial) -> dict[str, list[torch.Size]]:
     return found
 
 
-def _resumed(build: Build, given: Given) -> list[Tensor]:
+def _resumed(build: Build, given: ToyParameters) -> list[Tensor]:
     """Returns the values after all steps; a second optimizer, which has what a checkpoint has of the first, takes the last."""
     first, second = Trial(build, given), Trial(build, given)
     for number in range(RESUMED_AT):

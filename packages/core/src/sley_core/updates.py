@@ -15,7 +15,7 @@ from sley_core.errors import PlanError
 from sley_core.optim.groups import EVERYWHERE_ALIKE, parameter_groups
 from sley_core.optim.scope import scope_of
 from sley_core.optim.traits import PLAIN, Traits
-from sley_core.optimizer_probe import Fault, Given, examine
+from sley_core.optimizer_probe import ToyParameters, Unfit, examine
 from sley_core.records import OffloadManagerRecord, steps_on_host
 
 if TYPE_CHECKING:
@@ -78,12 +78,12 @@ def _traits(
     traits, faults = try_optimizer(plan, every, dtype, place, lr_changes=changes)
     if traits.draws and plan.parallel.reduction == "canonical" and _is_cut(plan):
         message = "draws random numbers for the parameters that a rank steps, so layouts that cut the model differ"
-        faults.append(Fault(message, 'leave `reduction = "canonical"` out, or `pp`, `wp` and shards'))
+        faults.append(Unfit(message, 'leave `reduction = "canonical"` out, or `pp`, `wp` and shards'))
     if traits.has_modes and any(_steps_apart(component) for component in plan.offload):
         message = (
             "switches weights between training and evaluation, which needs all of its states on the device at once"
         )
-        faults.append(Fault(message, 'use `when = "idle"`, or `memory.host_optimizer`'))
+        faults.append(Unfit(message, 'use `when = "idle"`, or `memory.host_optimizer`'))
     if faults:
         raise PlanError.many(
             plan.diagnostic(
@@ -96,14 +96,14 @@ def _traits(
 
 def try_optimizer(
     plan: Plan, ndims: Collection[int], dtype: torch.dtype, place: torch.device, *, lr_changes: bool = True
-) -> tuple[Traits, list[Fault]]:
+) -> tuple[Traits, list[Unfit]]:
     """Tries the plan's optimizer on two small parameters of `dtype`, of the most and of the fewest dims of a model's; returns
     its traits, and what a run cannot do right with it. lr_changes: whether it must follow a learning rate that changes.
     """
     config: Any = plan.optimizer.config
     rates = {"lr": config.lr, "initial_lr": config.lr}
     options = [{**rates, "weight_decay": config.weight_decay}, {**rates, "weight_decay": 0.0}]
-    given = Given(options, (max(ndims, default=1), min(ndims, default=1)), dtype, place)
+    given = ToyParameters(options, (max(ndims, default=1), min(ndims, default=1)), dtype, place)
     build = partial(_built, plan.optimizer, place)
     return examine(build, given, scope_of(plan.optimizer), lr_changes=lr_changes)
 

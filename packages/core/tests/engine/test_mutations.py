@@ -58,7 +58,15 @@ def divide_by_micro_batches_too(run):
 
 def weigh_each_rank_for_itself(run):
     """A mean of means: ranks whose labels count less weigh as much as the others."""
-    run.stepper._weight = lambda batch: BatchWeight(lambda: run.world.size * batch.weight)
+    stepper, begun = run.stepper, run.stepper._run
+    own = [0.0]
+
+    def noted(step, batch, *given, **named):
+        own[0] = batch.weight
+        return begun(step, batch, *given, **named)
+
+    stepper._run = noted
+    stepper._weight = lambda *_: BatchWeight(lambda: run.world.size * own[0])
 
 
 def forget_the_first_micro_batch(run):

@@ -174,7 +174,7 @@ def test_an_evaluation_is_told_apart_from_what_comes_between_steps(texts: Path, 
     plan = small_plan(run__steps=4, data__held_out=0.5, evaluation={"every": 1})
     with one_step_windows(), assemble(plan_from_dict(plan, texts), World.alone("cpu"), folder=tmp_path) as run:
         assert run.evaluation is not None
-        run.evaluation.modules[0].register_forward_pre_hook(
+        run.evaluation.forward.modules[0].register_forward_pre_hook(
             lambda module, _: None if module.training else time.sleep(SLOW_S)
         )
         with recorded_work(run.parts, run.feed, tmp_path, run.notes):

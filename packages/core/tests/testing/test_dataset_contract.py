@@ -23,8 +23,8 @@ WRONG = [
     ("Odd", "samples_are_what_it_declares", "token-out-of-range"),
     ("Leaks", "held_out_samples_are_others", "the held-out sample 0 is trained on too"),
     ("Shrinks", "a_number_names_one_sample", "the length changes when samples are read"),
-    ("Restarts", "a_restart_goes_on_where_it_was", "a run that goes on after batch 1 has another batch 1"),
-    ("Ahead", "a_restart_goes_on_where_it_was", "a run that goes on after batch 1 has another batch 1"),
+    ("Restarts", "a_restart_goes_on_where_it_was", "a run that goes on after batch 4 has another batch 4"),
+    ("Ahead", "a_restart_goes_on_where_it_was", "a run that goes on after batch 4 has another batch 4"),
 ]
 
 

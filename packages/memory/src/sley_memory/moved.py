@@ -41,7 +41,7 @@ class MovedStorage:
         self._stream = stream
         self._source: torch.UntypedStorage | None = storage
         self._back: torch.UntypedStorage | None = None
-        self._places: dict[Place, int] = {}
+        self._places: dict[Geometry, int] = {}
         self._handles: list[weakref.ref[Handle]] = []
         self.is_sent = False
 
@@ -132,7 +132,7 @@ class MovedStorage:
         return self._back
 
 
-class Place(NamedTuple):
+class Geometry(NamedTuple):
     """Where a tensor lies in its storage. span: its first byte, and the byte after its last. is_dense: whether all between are
     its own.
     """
@@ -144,9 +144,9 @@ class Place(NamedTuple):
     is_dense: bool
 
 
-def _place(tensor: Tensor) -> Place:
+def _place(tensor: Tensor) -> Geometry:
     span = _span(tensor)
-    return Place(tensor.dtype, tensor.shape, tensor.stride(), span, span[1] - span[0] == tensor.nbytes)
+    return Geometry(tensor.dtype, tensor.shape, tensor.stride(), span, span[1] - span[0] == tensor.nbytes)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -31,9 +31,9 @@ from train_cli.one_process import has_layout, in_layout, in_one_process
 from train_cli.options import FormatOption, OutputFormat, SetOption, WorldOption
 from train_cli.stopping import terminated_s
 from train_cli.verify.findings import (
-    Habit,
     Limits,
     RankFindings,
+    SeenHabit,
     as_json,
     differences,
     habits_in_words,
@@ -119,7 +119,7 @@ def verify(
     with TemporaryDirectory(prefix="sley-verify-", ignore_cleanup_errors=True) as name:
         from train_cli.verify.measure import limits
 
-        habits: list[Habit] | None = [] if plain else None
+        habits: list[SeenHabit] | None = [] if plain else None
         try:
             found = _compared(plan, changes, loaded, size, steps, Path(name), settings, habits)
         finally:  # a run that is refused, too, may be refused for one of them
@@ -150,7 +150,7 @@ def _compared(
     steps: int,
     folder: Path,
     settings: Settings,
-    habits: list[Habit] | None,
+    habits: list[SeenHabit] | None,
 ) -> list[RankFindings]:
     """Trains both and returns the findings of all ranks. Raises typer.Exit where one of the two was not trained to its end.
 
@@ -190,7 +190,7 @@ def _compared(
 
 
 def _told(
-    ranks: list[RankFindings], allowed: Limits, steps: int, form: OutputFormat, habits: list[Habit] | None
+    ranks: list[RankFindings], allowed: Limits, steps: int, form: OutputFormat, habits: list[SeenHabit] | None
 ) -> int:
     """Prints the findings, and returns the exit code. habits: the model's, if ranks were compared with a plain loop."""
     if form is OutputFormat.json:

@@ -18,7 +18,7 @@ KINDS: tuple[Kind, ...] = ("first value", "loss", "gradient", "gradient norm", "
 _TOLD = 5
 
 
-class Habit(NamedTuple):
+class SeenHabit(NamedTuple):
     """What the module `where` does, in words, that is right in a plain loop and needs care elsewhere."""
 
     where: str
@@ -156,7 +156,7 @@ def in_words(ranks: Sequence[RankFindings], limits: Limits, num_steps: int, *, i
         yield f"not taken, for gradients that are not finite in this precision: step {', '.join(map(str, skipped))}"
 
 
-def habits_in_words(habits: Sequence[Habit]) -> Iterator[str]:
+def habits_in_words(habits: Sequence[SeenHabit]) -> Iterator[str]:
     """Yields a line for each habit."""
     for one in habits:
         yield f"{one.where} {one.what}"

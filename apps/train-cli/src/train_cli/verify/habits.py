@@ -22,7 +22,7 @@ from sley_core.engine.fingerprint import fingerprint
 from sley_core.generators import comparable_state, own_generators
 from sley_core.optim.traits import has_modes
 from sley_core.testing.plain import PlainLoop
-from train_cli.verify.findings import Habit
+from train_cli.verify.findings import SeenHabit
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -41,7 +41,7 @@ class HabitLoop(PlainLoop):
         updating: Callable[[int], AbstractContextManager[None]],
         plan: Plan,
         evaluated: set[str],
-        habits: list[Habit],
+        habits: list[SeenHabit],
     ) -> None:
         """Gets ready for the first step, and looks at what needs no step.
 
@@ -112,7 +112,7 @@ class HabitLoop(PlainLoop):
         return self._step == 1 and self._micro == 0
 
     def _note(self, where: str, what: str) -> None:
-        if (habit := Habit(where, what)) not in self.habits:
+        if (habit := SeenHabit(where, what)) not in self.habits:
             self.habits.append(habit)
 
     def _call_closely(self, name: str, module: nn.Module, args: tuple[Any, ...], fields: Mapping[str, Tensor]) -> Any:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
-    from train_cli.verify.findings import Habit
+    from train_cli.verify.findings import SeenHabit
 
 
 class _Grouped(NamedTuple):
@@ -55,7 +55,7 @@ def refuse_unlike(plan: Plan) -> None:
         raise UsageError("verify-plain", message, hint="leave `--plain` out")
 
 
-def keep_plain(run: Run, num_steps: int, folder: Path, plan: Plan, habits: list[Habit]) -> None:
+def keep_plain(run: Run, num_steps: int, folder: Path, plan: Plan, habits: list[SeenHabit]) -> None:
     """Takes `num_steps` of the loop, saves their results in `folder` as `measure.keep` does, and adds to the model's `habits`.
 
     run: of one process, which has taken no step. plan: in its layout. Raises RunError "plain-loop" if the loop fails.
@@ -82,7 +82,7 @@ def keep_plain(run: Run, num_steps: int, folder: Path, plan: Plan, habits: list[
         save_file(_on_host(made.weights), file_of(folder, number, "weights"))
 
 
-def _loop_of(run: Run, layout: Plan, habits: list[Habit]) -> HabitLoop:
+def _loop_of(run: Run, layout: Plan, habits: list[SeenHabit]) -> HabitLoop:
     """Returns the loop over new layers of the plan's factory, with the values, precision and optimizer of `run`."""
     plan, update = run.plan, run.stepper.update
     with run.world.device.random_state_kept():

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SHOWN = 3
 
 
-class Copies:
+class CopyComparison:
     """Compares the weights and buffers of which several ranks have copies, each time it is called.
 
     per_rank_buffers: patterns of the buffers that may differ between ranks.

@@ -130,7 +130,9 @@ class DatasetContract:
         undisturbed = list(islice(self._fed(folder, range(BATCH)), NUM_BATCHES))
         for done in (1, NUM_BATCHES - 2):
             state = from_json(json.loads(json.dumps(to_json(undisturbed[done - 1].state))))
-            again = list(islice(self._fed(folder, range(BATCH), state), NUM_BATCHES - done))
+            notes: list[str] = []
+            again = list(islice(self._fed(folder, range(BATCH), state, notes), NUM_BATCHES - done))
+            assert not notes, f"a run that goes on after batch {done} has another batch {done}: {notes[0]}"
             for number, (wanted, found) in enumerate(zip(undisturbed[done:], again, strict=True), start=done):
                 assert _same(found.batch, wanted.batch), (
                     f"a run that goes on after batch {done} has another batch {number}"
@@ -148,13 +150,19 @@ class DatasetContract:
         """Returns the data set as a run opens it, anew."""
         return open_dataset(plan_from_dict(small_plan(data=self.data), folder).data, DataContext(SEED, split))
 
-    def _fed(self, folder: Path, rows: range, state: Mapping[str, Any] | None = None) -> Iterator[_Fed]:
-        """Yields what a rank with these rows of each batch is fed, from `state` on."""
+    def _fed(
+        self, folder: Path, rows: range, state: Mapping[str, Any] | None = None, notes: list[str] | None = None
+    ) -> Iterator[_Fed]:
+        """Yields what a rank with these rows of each batch is fed, from `state` on. notes: gets the feed's, such as that the
+        data set's own state does not lead back, so that it was read from its beginning.
+        """
         with Feed(self._open(folder), seed=SEED, batch_size=BATCH, rows=rows, timeout_s=60) as feed:
             if state is not None:
                 feed.restore(state)
             while True:
                 batch = feed.next()
+                if notes is not None:
+                    notes[:] = feed.notes
                 yield _Fed(batch, feed.samples, feed.state())
 
     def _indices(self, dataset: Dataset) -> list[int]:
