@@ -17,6 +17,7 @@ from sley_core.engine.on_meta import meta_micro_batch, meta_output, meta_state
 from sley_core.errors import PlanError, SleyError
 from sley_core.losses.config import CrossEntropyConfig
 from sley_core.model.buffers import is_per_rank, normalisers_written, refuse_written
+from sley_core.model.formats import formats_hint
 from sley_core.model.layers import MODEL
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def check_layers(plan: Plan, model: Model, dataset: AnyDataset, dtype: torch.dty
             hint = (
                 "its first argument is what the layer before returns; `train-cli run --traceback` shows the way there"
             )
-            raise PlanError("layer-fails", message, path=MODEL, hint=hint) from error
+            raise PlanError("layer-fails", message, path=MODEL, hint=formats_hint(error) or hint) from error
     refuse_written(written)
     _check_classes(plan, dataset.info, model.layers[-1], args[0])
     return _check_loss(plan, args[0], fields)

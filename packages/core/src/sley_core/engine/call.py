@@ -9,7 +9,6 @@ on code that runs after the layer, since recomputation stops as soon as it has w
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.engine.waits import Waits
 from sley_core.errors import PlanError, RunError, note_origin
 from sley_core.generators import IN_USE, own_generators, seed_own
+from sley_core.model.formats import formats_hint
 from sley_core.model.seeds import derive
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ class LayerCaller:
             output = layer.module(*args, **fields)
         except Exception as error:
             note_origin(error, _words(layer, args, fields, micro), layer.module)
-            if isinstance(error, RuntimeError) and re.search(r"dtype|scalar type", str(error)):
-                error.add_note(_FORMATS)
+            if hint := formats_hint(error):
+                error.add_note(hint)
             raise
         finally:
             IN_USE.release()
@@ -195,12 +195,6 @@ def tell_hooks(hooks: Sequence[SchedulerHook], event: str, *arguments: Any) -> N
         except Exception as error:
             note_origin(error, f"`{event}` of the scheduler hook {type(hook).__name__}", hook)
             raise
-
-
-_FORMATS = (
-    'under [precision] compute = "bf16" or "fp16" parameters become narrow and buffers keep their format: let the forward cast '
-    "what a buffer gives (`self.table.to(h.dtype)`), or name parameters that stay in fp32 in `[precision] keep`"
-)
 
 
 def _words(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> str:

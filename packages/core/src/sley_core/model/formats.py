@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
@@ -24,3 +25,13 @@ def buffer_format(buffer: Tensor, dtype: torch.dtype) -> torch.dtype:
     the factory gave it fp32.
     """
     return dtype if dtype is torch.float64 and buffer.dtype is torch.float32 else buffer.dtype
+
+
+def formats_hint(error: BaseException) -> str:
+    """Returns what to do about an error of torch's that formats do not meet; "" for any other error."""
+    if not isinstance(error, RuntimeError) or not re.search(r"dtype|scalar type", str(error)):
+        return ""
+    return (
+        'under [precision] compute = "bf16" or "fp16" parameters become narrow and buffers keep their format: let the forward '
+        "cast what a buffer gives (`self.table.to(h.dtype)`), or name parameters that stay in fp32 in `[precision] keep`"
+    )
