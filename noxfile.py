@@ -5,6 +5,7 @@
     nox -s readme           what README tells a newcomer to type, in its order
     nox -s thirdparty       the example plugins from wheels, as an outsider has them
     nox -s floor            the quickstart and all tests, with the oldest torch that the packages allow
+    nox -s release          build and check what is not released yet; `nox -s compat` mixes versions
     nox -s gpu              what needs a CUDA device: its tests, and memory's benchmarks; one table of all figures at the end
     nox -l                  everything else
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -29,8 +31,9 @@ import nox
 
 sys.path.insert(0, str(Path(__file__).parent / ".ci"))
 import pages
+import releases
 from imports import import_rules
-from packages import PACKAGES, alone_program, assert_licensed, torch_floor
+from packages import PACKAGES, Package, alone_program, assert_licensed, torch_floor, with_needs
 from thirdparty import Outside, check
 
 nox.options.default_venv_backend = "virtualenv"
@@ -80,7 +83,7 @@ def in_dev(session: nox.Session, *command: str, success_codes: tuple[int, ...] =
 def quickstart(session: nox.Session) -> None:
     """Train examples/plans/quickstart.toml as a user would; an earlier run of it is overwritten."""
     session.log("installs torch and two packages: minutes at first; `nox -R` skips it")
-    session.install(*CONSTRAINTS, "-e", "packages/core", "-e", "apps/train-cli")
+    session.install(*CONSTRAINTS, "-e", "packages/core", "-e", "packages/models", "-e", "apps/train-cli")
     session.run("train-cli", "run", "examples/plans/quickstart.toml", "--overwrite", *session.posargs)
 
 
@@ -116,7 +119,8 @@ def typecheck(session: nox.Session) -> None:
 
 @nox.session
 def isolated(session: nox.Session) -> None:
-    """Each package passes its tests with nothing of Sley but core beside it, from wheels that its sdist makes.
+    """Each package passes its tests with nothing of Sley beside it but what it and its tests name, from wheels that its sdist
+    makes.
 
     A few tests of each file, the first case of each: what a wheel lacks, it lacks for all. With arguments, what these say.
     The example plugins are those of `thirdparty`.
@@ -132,10 +136,18 @@ def isolated(session: nox.Session) -> None:
             (wheels[package.module],) = made.glob("*.whl")
             assert_licensed(package, made)
         for package in (one for one in PACKAGES if not one.is_example):
-            session.log(f"{package.distribution}, alone with core")
+            session.log(f"{package.distribution}, alone with what it needs")
             session.run("pip", "uninstall", "-q", "-y", *(other.distribution for other in PACKAGES), silent=True)
-            both = sorted({str(wheels["sley_core"]), str(wheels[package.module])})
-            install = ("python", "-m", "pip", "install", "-q", *CONSTRAINTS, *both)  # a wheel swaps under `nox -R` too
+            needed = sorted(str(wheels[one.module]) for one in with_needs(package))
+            install = (
+                "python",
+                "-m",
+                "pip",
+                "install",
+                "-q",
+                *CONSTRAINTS,
+                *needed,
+            )  # a wheel swaps under `nox -R` too
             session.run(*install)
             program = Path(folder, f"{package.module}_is_alone.py")
             program.write_text(alone_program(package), "utf-8")
@@ -144,6 +156,97 @@ def isolated(session: nox.Session) -> None:
             chosen = session.posargs or ["-p", "first_cases", package.tests]
             env = FOR_TESTS | {"PYTHONPATH": str(ROOT / ".ci" / "plugins")}
             session.run("python", "-P", "-m", "pytest", *SIDE_BY_SIDE, *chosen, env=env)
+
+
+@nox.session(default=False)
+def release(session: nox.Session) -> None:
+    """Build the packages whose version is not released yet into dist/, check them, and note them in releases.toml.
+
+    Every archive passes `twine check`, and each package its contract tests, alone with what it needs. Uploads nothing: prints
+    the tags to set and the files to upload (docs/releasing.md). Commit releases.toml afterwards.
+    """
+    dirty = str(session.run("git", "status", "--porcelain", external=True, silent=True)).strip()
+    if dirty:
+        session.error(f"commit first: a release is a commit, and these files are not in it\n{dirty}")
+    commit = str(session.run("git", "rev-parse", "HEAD", external=True, silent=True)).strip()
+    packages = releases.due(ROOT)
+    if not packages:
+        session.log("nothing to release: raise a version in its pyproject.toml first")
+        return
+    backends = sorted({need for package in PACKAGES for need in package.build_requirements()})
+    session.install(*CONSTRAINTS, "torch", "build", "twine", *backends)
+    with tempfile.TemporaryDirectory() as folder:
+        made = releases.wheels(session, ROOT, Path(folder))
+        dist = ROOT / "dist"
+        for package in packages:
+            out = dist / f"{package.distribution}-{package.version}"
+            shutil.rmtree(out, ignore_errors=True)
+            files = releases.build(session, ROOT / package.folder, out, sdist=True)
+            session.run("twine", "check", "--strict", *map(str, files))
+            assert_licensed(package, out)
+            (made[package.distribution],) = (file for file in files if file.suffix == ".whl")
+        for package in packages:
+            releases.installed_alone(session, made, package)
+            program = Path(folder, f"{package.module}_is_alone.py")
+            program.write_text(alone_program(package), "utf-8")
+            session.run("python", "-P", str(program))
+            check_contracts(session, package)
+    for package in packages:
+        releases.add(ROOT, package, commit)
+    session.log("released; commit releases.toml, then set these tags and upload these files:")
+    for package in packages:
+        session.log(f"  git tag {package.distribution}-{package.version} {commit}")
+    for package in packages:
+        session.log(f"  dist/{package.distribution}-{package.version}/*")
+
+
+def check_contracts(session: nox.Session, package: Package) -> None:
+    """Runs the contracts of what a package offers to plans, where it offers anything and the test kit is installed."""
+    if "sley.plugins" not in package.manifest["project"].get("entry-points", {}) or package.is_core:
+        return
+    session.run("python", "-m", "sley_testing.certify", package.distribution, env=FOR_TESTS)
+
+
+@nox.session(default=False)
+def compat(session: nox.Session) -> None:
+    """Both ways in which versions meet: each plugin as it is here on the last released core, and core as it is here under the
+    last released plugins and the example plugins. Each passes its contracts.
+
+    Old ones are built from their commits; one whose commit this clone lacks is skipped. Before the first release the baseline
+    of releases.toml stands for it.
+    """
+    backends = sorted({need for package in PACKAGES for need in package.build_requirements()})
+    session.install(*CONSTRAINTS, "torch", "build", *backends)
+    plugins = [package for package in PACKAGES if package.is_plugin and package.distribution != "sley-cma"]
+    with tempfile.TemporaryDirectory() as folder:
+        here = releases.wheels(session, ROOT, Path(folder, "here"))
+        for package in plugins:
+            # Core's commit has the tools that are pinned to it.
+            old = {} if package.is_example else old_wheels(session, "sley-core", Path(folder))
+            if old:
+                session.log(f"{package.distribution} as it is here, on the last released core")
+                releases.installed_alone(
+                    session, {**here, **old, package.distribution: here[package.distribution]}, package
+                )
+                check_contracts(session, package)
+            own = here if package.is_example else old_wheels(session, package.distribution, Path(folder))
+            if package.distribution in own:
+                session.log(f"core as it is here, under the last released {package.distribution}")
+                releases.installed_alone(session, {**here, package.distribution: own[package.distribution]}, package)
+                check_contracts(session, package)
+
+
+def old_wheels(session: nox.Session, distribution: str, folder: Path) -> dict[str, Path]:
+    """The wheels of the commit of a distribution's last release; none where this clone lacks it."""
+    commit = releases.last_commit(ROOT, distribution)
+    out = folder / commit
+    if not out.exists():
+        if not releases.has(session, commit):
+            session.warn(f"skipped: this clone does not have {commit[:12]}, the last release of {distribution}")
+            return {}
+        with releases.worktree(session, commit, folder / f"tree-{commit}") as tree:
+            releases.wheels(session, tree, out)
+    return {file.parent.name: file for file in out.glob("*/*.whl")}
 
 
 @nox.session(venv_backend="none", default=False)
@@ -240,7 +343,7 @@ def gpu(session: nox.Session) -> None:
             in_dev(session, "python", "-m", "pytest", *chosen, success_codes=(0, 1, 5), **env)
         memory = ("--device", "cuda", "--rounds", "10", "--part", "between", "park")
         in_dev(session, "python", str(ROOT / "benchmarks" / "memory.py"), *memory, success_codes=(0, 1), **env)
-        told = ("-m", "sley_core.testing.figures", str(figures), "--tests", *reports)
+        told = ("-m", "sley_testing.figures", str(figures), "--tests", *reports)
         in_dev(
             session,
             "python",

@@ -12,6 +12,7 @@ def import_rules() -> Iterator[str]:
     """The configuration of import-linter: which package may import which, and what must stay free of torch."""
     modules = [package.module for package in PACKAGES]
     plugins = [package.module for package in PACKAGES if package.is_plugin]
+    tools = [package.module for package in PACKAGES if package.is_tool]
     apps = [package.module for package in PACKAGES if package.folder.startswith("apps/")]
     yield "[tool.importlinter]"
     yield f"root_packages = {modules}"
@@ -22,23 +23,36 @@ def import_rules() -> Iterator[str]:
         yield from ("[[tool.importlinter.contracts]]", f'name = "{name}"', f'type = "{kind}"')
         yield from (f"{key} = {json.dumps(value)}" for key, value in options.items())
 
-    if len(plugins) > 1:
-        yield from contract("no plugin imports a sibling", "independence", modules=plugins)
+    yield from contract("no plugin imports a sibling", "independence", modules=plugins)
     yield from contract(
-        "core imports no plugin and no app", "forbidden", source_modules=["sley_core"], forbidden_modules=modules[1:]
+        "core imports no other package", "forbidden", source_modules=["sley_core"], forbidden_modules=modules[1:]
     )
-    if plugins:
-        yield from contract(
-            "an app meets plugins through core only", "forbidden", source_modules=apps, forbidden_modules=plugins
-        )
-        yield from contract("a plugin imports no app", "forbidden", source_modules=plugins, forbidden_modules=apps)
-        yield from contract(
-            "a plugin imports what core makes public",
-            "forbidden",
-            source_modules=plugins,
-            forbidden_modules=sorted(internal_modules()),
-            allow_indirect_imports=True,
-        )
+    yield from contract("a plugin imports no tool", "forbidden", source_modules=plugins, forbidden_modules=tools)
+    yield from contract("a tool imports no plugin", "forbidden", source_modules=tools, forbidden_modules=plugins)
+    others = [module for module in tools if module not in apps]
+    yield from contract(
+        "the app imports no other tool",  # but for `verify`, which says what to install where the test kit is missing
+        "forbidden",
+        source_modules=apps,
+        forbidden_modules=others,
+        ignore_imports=["train_cli.verify.* -> sley_testing.*", "train_cli.league.* -> sley_testing.*"],
+    )
+    yield from contract(
+        "the test kit imports no other tool",
+        "forbidden",
+        source_modules=["sley_testing"],
+        forbidden_modules=[module for module in tools if module != "sley_testing"],
+    )
+    yield from contract(
+        "estimate and doctor do without each other", "independence", modules=["sley_estimate", "sley_doctor"]
+    )
+    yield from contract(
+        "a plugin imports what core makes public",
+        "forbidden",
+        source_modules=plugins,
+        forbidden_modules=sorted(internal_modules()),
+        allow_indirect_imports=True,
+    )
     yield from contract(
         "plans and plugins are known without torch",
         "forbidden",
@@ -47,7 +61,7 @@ def import_rules() -> Iterator[str]:
     )
 
 
-PUBLIC = {"api", "errors", "hookspecs", "protocols", "records", "testing"}
+PUBLIC = {"api", "errors", "hookspecs", "protocols", "records"}
 """Of core, what a plugin may import: docs/api.md."""
 
 
@@ -60,12 +74,12 @@ def internal_modules() -> Iterator[str]:
 
 def torch_free_modules() -> Iterator[str]:
     """What `train-cli check` and `train-cli plugins` may import: a second and a half is too long for a help page."""
-    of_core = {"errors", "table", "topology", "records", "hookspecs", "protocols", "loader", "plan", "actions"}
+    of_core = {"errors", "table", "topology", "records", "hookspecs", "protocols", "plan", "actions"}
     for package in PACKAGES:
         for path in (ROOT / package.source).rglob("*.py"):
             name = path.relative_to(ROOT / package.source).with_suffix("").as_posix().replace("/", ".")
             first, *rest = name.removesuffix(".__init__").split(".")
-            is_table_or_hooks = rest[-1:] in (["config"], ["plugin"]) and "testing" not in rest
+            is_table_or_hooks = rest[-1:] in (["config"], ["plugin"]) and first != "sley_testing"
             if is_table_or_hooks or name in ("sley_core.api.plan", "sley_core.api.actions"):
                 yield name
             elif first == "sley_core" and len(rest) == 1 and rest[0] in of_core:

@@ -13,8 +13,15 @@ import nox
 ROOT = Path(__file__).parent.parent
 
 
+CORE = "sley-core"
+
+
 class Package:
-    """A folder with a pyproject.toml: `folder` relative to the root, `module` its import name."""
+    """A folder with a pyproject.toml: `folder` relative to the root, `module` its import name.
+
+    is_tool: whether it may import all of core, which it says by pinning core to its own version. is_plugin: whether it imports
+    only what core makes public.
+    """
 
     def __init__(self, pyproject: Path) -> None:
         self.folder = pyproject.parent.relative_to(ROOT).as_posix()
@@ -22,9 +29,14 @@ class Package:
         self.tests = f"{self.folder}/tests"
         self.manifest = tomllib.loads(pyproject.read_text("utf-8"))
         self.distribution: str = self.manifest["project"]["name"]
+        self.version: str = self.manifest["project"]["version"]
         self.module = next(path.parent.name for path in pyproject.parent.glob("src/*/py.typed"))
         self.is_example = self.folder.startswith("examples/")
-        self.is_plugin = self.folder.startswith(("packages/", "examples/")) and self.module != "sley_core"
+        self.is_core = self.module == "sley_core"
+        self.is_tool = f"{CORE}=={self.manifest['project']['version']}" in self.manifest["project"].get(
+            "dependencies", ()
+        )
+        self.is_plugin = not self.is_core and not self.is_tool
 
     def build_requirements(self) -> list[str]:
         """What makes its archives; `build` refuses to where one is missing."""
@@ -35,6 +47,11 @@ class Package:
         extras = self.manifest["project"].get("optional-dependencies", {})
         return [*extras.get("test", ()), *nox.project.dependency_groups(self.manifest, "tests")]
 
+    def sley_requirements(self, *, tests: bool) -> set[str]:
+        """Which of the distributions of this repository the package needs, directly; and its tests, if they are asked for."""
+        needs = [*self.manifest["project"].get("dependencies", ()), *(self.test_requirements() if tests else ())]
+        return {match[0] for need in needs if (match := re.match(r"sley-[a-z0-9-]*[a-z0-9]", need))}
+
 
 def find_packages() -> list[Package]:
     """All packages, core first: the others need it."""
@@ -44,6 +61,20 @@ def find_packages() -> list[Package]:
 
 
 PACKAGES = find_packages()
+
+
+def with_needs(package: Package) -> list[Package]:
+    """The package and all of this repository that it and its tests need, directly or not."""
+    by_name = {one.distribution: one for one in PACKAGES}
+    found = {package.distribution}
+    left = sorted(package.sley_requirements(tests=True))
+    while left:
+        if (name := left.pop()) not in found:
+            found.add(name)
+            left += by_name[name].sley_requirements(tests=False)
+    return [one for one in PACKAGES if one.distribution in found]
+
+
 LOWEST_TORCH = re.compile(r"torch>=([0-9.]+)$")
 
 
@@ -70,7 +101,8 @@ def alone_program(package: Package) -> str:
 
     So what it imports is in its requirements; a module may lack what an extra of the package brings, `test` included.
     """
-    absent = [other.module for other in PACKAGES if other.module not in (package.module, "sley_core")]
+    beside = {one.distribution for one in with_needs(package)}
+    absent = [other.module for other in PACKAGES if other.distribution not in beside]
     extras = package.manifest["project"].get("optional-dependencies", {}).values()
     optional = sorted({re.split(r"\W", requirement)[0] for extra in extras for requirement in extra})
     return f"""

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from sley_core.plan.load import load_plan
-from sley_core.testing.ranks import Ranks
+from sley_testing.ranks import Ranks
 from train_cli.main import main
 
 

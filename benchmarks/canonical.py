@@ -14,7 +14,7 @@ import torch.distributed as dist
 from contestants import Sley, plan
 from peaks import peak_live_mb
 from protocol import compare, interleave, noise_of, parser, report, slowest
-from sley_core.testing.ranks import Ranks
+from sley_testing.ranks import Ranks
 
 RANKS = 2
 SHAPE = {"layers": 8, "hidden": 384, "heads": 6, "sequence": 64}

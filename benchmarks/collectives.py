@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from protocol import arguments, compare, interleave, noise_of, report
 from sley_core.comm.groups import Group, make_groups
-from sley_core.testing.ranks import Ranks
 from sley_core.topology import GATHER, REDUCE, Topology
+from sley_testing.ranks import Ranks
 
 WORLDS = (2, 4)
 MEBIBYTES = (1, 8, 64)

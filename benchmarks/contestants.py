@@ -43,7 +43,7 @@ def plan(shape: Mapping[str, int], micros: int, handlers: list[dict[str, Any]] |
     found: dict[str, Any] = {
         "run": {"name": "benchmark", "steps": 1_000_000, "device": tables.pop("device", "cpu")},
         "model": {
-            "use": "core.llama",
+            "use": "models.llama",
             "num_layers": shape["layers"],
             "hidden": shape["hidden"],
             "heads": shape["heads"],

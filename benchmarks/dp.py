@@ -18,7 +18,7 @@ import latency
 from contestants import Cleared, Sley, Torch, plan
 from peaks import peak_live_mb, peak_resident_mb
 from protocol import compare, interleave, noise_of, parser, report
-from sley_core.testing.ranks import Ranks
+from sley_testing.ranks import Ranks
 
 RANKS = 2
 SHAPE = {"layers": 8, "hidden": 384, "heads": 6}

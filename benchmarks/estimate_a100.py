@@ -28,16 +28,16 @@ from torch import Tensor, nn
 from sley_core.actions.lower import lower
 from sley_core.actions.placement import loop
 from sley_core.engine.activations import Recompute
-from sley_core.estimate.layers.operators import LayerWork
-from sley_core.estimate.layers.trace import trace
-from sley_core.estimate.machine.read import machine_from_dict
-from sley_core.estimate.machine.tables import MachineFile
-from sley_core.estimate.seconds.layer_seconds import LayerSeconds
-from sley_core.estimate.seconds.links import collective, message
-from sley_core.estimate.seconds.result import simulate_step
-from sley_core.estimate.seconds.step import GradientExchange, StepWork
 from sley_core.model.layers import Layer
 from sley_core.protocols import Loss
+from sley_estimate.layers.operators import LayerWork
+from sley_estimate.layers.trace import trace
+from sley_estimate.machine.read import machine_from_dict
+from sley_estimate.machine.tables import MachineFile
+from sley_estimate.seconds.layer_seconds import LayerSeconds
+from sley_estimate.seconds.links import collective, message
+from sley_estimate.seconds.result import simulate_step
+from sley_estimate.seconds.step import GradientExchange, StepWork
 from sley_pp.schedules.one_f_one_b import one_f_one_b
 
 VOCABULARY = 51_200

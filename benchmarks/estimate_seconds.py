@@ -22,11 +22,11 @@ from contestants import plan
 from protocol import parser
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.estimate.calibrate.machine import measure
-from sley_core.estimate.machine.tables import MachineFile
-from sley_core.estimate.seconds_of_plan import estimate_seconds
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.ranks import Ranks
+from sley_estimate.calibrate.machine import measure
+from sley_estimate.machine.tables import MachineFile
+from sley_estimate.seconds_of_plan import estimate_seconds
+from sley_testing.ranks import Ranks
 
 RANKS = 2
 SHAPE = {"layers": 4, "hidden": 256, "heads": 4, "sequence": 128}

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 
-from sley_core.estimate.bytes.rank import rank_bytes
-from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
-from sley_core.search.choices import choices_of
-from sley_core.search.layouts import Candidate, Layouts, Sizes
-from sley_core.search.quick import Quick
-from sley_core.testing.machines import small_machine
-from sley_core.testing.plans import small_plan
+from sley_estimate.bytes.rank import rank_bytes
+from sley_estimate.machine.read import machine_from_dict
+from sley_estimate.search.choices import choices_of
+from sley_estimate.search.layouts import Candidate, Layouts, Sizes
+from sley_estimate.search.quick import Quick
+from sley_estimate.testing.machines import small_machine
+from sley_testing.plans import small_plan
 
 WORLD = 8
-MODEL = {"use": "core.llama", "num_layers": 8, "hidden": 1024, "heads": 16, "vocab_size": 32_000}
+MODEL = {"use": "models.llama", "num_layers": 8, "hidden": 1024, "heads": 16, "vocab_size": 32_000}
 DATA = {"use": "core.text", "source": "python-stdlib", "sequence": 1024}
 LAYOUTS = [  # pp, sp, wp, micro_size, and what the layout names
     ((1, 1, 1, 2), ("core.keep", "dp.bucketed")),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from contestants import Cleared, Sley, Torch, plan
 from peaks import peak_live_mb
 from protocol import Ratio, compare, interleave, noise_of, parser, report, slowest
-from sley_core.testing.ranks import Ranks
+from sley_testing.ranks import Ranks
 
 SHAPE = {"layers": 6, "hidden": 384, "heads": 6}
 TOKENS = (128, 512, 2048)

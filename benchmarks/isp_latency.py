@@ -19,7 +19,7 @@ from contestants import Sley, plan
 from latency import FORMS, Seconds, hidden, time_forms
 from protocol import parser, report, slowest
 from sley_core.comm.transport.protocol import Published, Transport, Work
-from sley_core.testing.ranks import Ranks
+from sley_testing.ranks import Ranks
 
 SHAPE = {"layers": 8, "hidden": 384, "heads": 6, "sequence": 512}
 LATENCY_S = 0.020

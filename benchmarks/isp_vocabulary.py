@@ -14,7 +14,7 @@ import torch.distributed as dist
 from contestants import Sley, plan
 from peaks import peak_live_mb
 from protocol import compare, interleave, noise_of, parser, report, slowest
-from sley_core.testing.ranks import Ranks
+from sley_testing.ranks import Ranks
 
 SHAPE = {"layers": 2, "hidden": 384, "heads": 6, "sequence": 512}
 VOCABULARY = 32768

@@ -23,8 +23,8 @@ from contestants import Sley, Torch, plan
 from protocol import Ratio, compare, interleave, noise_of, parser, report
 from sley_core.comm.copies import HostMemory
 from sley_core.run import Run
-from sley_core.testing.figures import Figure, note
-from sley_core.testing.ranks import Ranks
+from sley_testing.figures import Figure, note
+from sley_testing.ranks import Ranks
 
 SHAPE = {"layers": 8, "hidden": 384, "heads": 6, "sequence": 64}
 LARGE = {"layers": 12, "hidden": 2048, "heads": 16, "sequence": 512}

@@ -33,7 +33,7 @@ def plan(size: dict[str, Any], device: str, micros: int) -> dict[str, object]:
     return {
         "run": {"name": "overhead", "steps": 1_000_000, "device": device},
         "model": {
-            "use": "core.llama",
+            "use": "models.llama",
             "num_layers": size["layers"],
             "hidden": size["hidden"],
             "heads": size["heads"],

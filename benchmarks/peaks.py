@@ -11,7 +11,7 @@ import torch
 
 from protocol import Step
 from sley_core.metrics.memory import resident_mb
-from sley_core.testing.live_bytes import memory_profile, peak_bytes
+from sley_testing.live_bytes import memory_profile, peak_bytes
 
 
 def peak_live_mb(work: Step) -> float:

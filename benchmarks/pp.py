@@ -27,7 +27,7 @@ from sley_core.actions.simulate import simulate
 from sley_core.actions.timeline import TimedAction, Timeline
 from sley_core.engine.clock import ActionClock
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.ranks import Ranks
+from sley_testing.ranks import Ranks
 
 STAGES = (2, 4)
 SHAPE = {"layers": 8, "hidden": 256, "heads": 4, "sequence": 64}

@@ -33,7 +33,7 @@ from sley_core.actions.schedule import Schedule
 from sley_core.actions.simulate import simulate
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.ranks import Ranks
+from sley_testing.ranks import Ranks
 
 STAGES = (4, 8)
 MICROS = 16

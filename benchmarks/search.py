@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.plan.load import plan_from_dict
-from sley_core.search.choices import choices_of
-from sley_core.search.find import find
-from sley_core.search.layouts import Layouts
-from sley_core.search.quick import Quick
+from sley_estimate.machine.read import machine_from_dict
+from sley_estimate.search.choices import choices_of
+from sley_estimate.search.find import find
+from sley_estimate.search.layouts import Layouts
+from sley_estimate.search.quick import Quick
 
 GIB = 1 << 30
 TARGET_S = 10.0
@@ -86,7 +86,7 @@ def plan_of(model: dict[str, Any], folder: Path) -> Any:
     np.zeros(1 << 16, dtype=np.uint32).tofile(folder / "tokens.bin")
     tables = {
         "run": {"name": "search", "steps": 1, "device": "cuda"},
-        "model": {"use": "core.llama", **model},
+        "model": {"use": "models.llama", **model},
         "data": {
             "use": "core.tokens",
             "files": ["tokens.bin"],

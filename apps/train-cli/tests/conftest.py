@@ -12,7 +12,7 @@ from textwrap import dedent
 
 import pytest
 
-from sley_core.testing.ranks import Ranks
+from sley_testing.ranks import Ranks
 from train_cli.main import main
 
 sys.path.insert(0, str(Path(__file__).parent / "own"))
@@ -23,7 +23,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, programs that tests
 
 MODEL = """\
 [model]
-use = "core.llama"
+use = "models.llama"
 num_layers = 1
 hidden = 16
 heads = 2

@@ -14,9 +14,9 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.plans import Tables, changed, small_plan
-from sley_core.testing.runs import Recorded, assert_parity_of_parts, gradients, weights
+from sley_testing.parity import assert_same_bits
+from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.runs import Recorded, assert_parity_of_parts, gradients, weights
 
 for plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
     pytest.importorskip(plugin)

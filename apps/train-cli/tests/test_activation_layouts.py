@@ -10,8 +10,8 @@ import pytest
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import Tables, changed, small_plan
-from sley_core.testing.runs import Recorded, assert_same_run, record
+from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.runs import Recorded, assert_same_run, record
 
 for plugin in ("sley_isp", "sley_memory", "sley_pp"):
     pytest.importorskip(plugin)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import tomli_w
 
-from sley_core.estimate.machine.read import load_machine
 from sley_core.plan.load import load_plan, with_values
-from sley_core.testing.machines import small_machine, timed_layers
-from sley_core.testing.short_calibration import shortly
+from sley_estimate.machine.read import load_machine
+from sley_estimate.testing.machines import small_machine, timed_layers
+from sley_estimate.testing.short_calibration import shortly
 from train_cli.main import main
 
 pytestmark = pytest.mark.timeout(180)

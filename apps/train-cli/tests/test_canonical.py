@@ -16,8 +16,8 @@ from sley_core.engine.canonical.partial_sums import PartialSums
 from sley_core.engine.canonical.tree import Node
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.bits import Bits, differing, digest, trained
-from sley_core.testing.plans import Tables, changed, small_plan
+from sley_testing.bits import Bits, differing, digest, trained
+from sley_testing.plans import Tables, changed, small_plan
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)

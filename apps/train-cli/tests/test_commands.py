@@ -21,7 +21,7 @@ def test_plugins_lists_records(cli: Cli) -> None:
     result = cli("plugins")
     assert result.code == 0
     assert result.out.startswith("core  (sley-core ")
-    assert "core.llama" in result.out
+    assert "models.llama" in result.out
     listed = [line for line in result.out.splitlines() if line.startswith("  ")]
     columns = {len(kind) + len(gap) for kind, gap in (re.match(r"(  .*?:)( +)", line).groups() for line in listed)}
     assert len(columns) == 1, "records stand one below the other"
@@ -94,13 +94,14 @@ def test_tasks_of_srun_that_know_of_no_ranks_are_refused(cli: Cli, plan: Path, m
 
 
 def test_needs_names_what_is_missing(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sley_core.loader.installed", dict)
+    monkeypatch.setattr("sley_core.plan.loader.installed", dict)
     handler = '[[gradient_handlers]]\nuse = "dp.bucketed"\n[weights]\nuse = "isp.communicator"\npool = "pp.classes"\n'
     plan.write_text(plan.read_text("utf-8") + handler, "utf-8")
     result = cli("needs", plan)
     assert result.code == 0
     assert "in a clone" in result.err, "no index has them, so the lines alone lead nowhere"
-    folders = ["packages/core", "apps/train-cli", "packages/dp", "packages/isp", "packages/pp"]
+    names = ("models", "dp", "isp", "pp")
+    folders = ["packages/core", "apps/train-cli", *(f"packages/{name}" for name in names)]
     assert result.out.splitlines() == [f"-e {folder}" for folder in folders]
     if (CLONE / "noxfile.py").exists():  # not in an sdist
         assert all((CLONE / folder / "pyproject.toml").exists() for folder in folders)
@@ -108,7 +109,7 @@ def test_needs_names_what_is_missing(cli: Cli, plan: Path, monkeypatch: pytest.M
 
 def test_needs_says_the_same_where_all_is_installed(cli: Cli, plan: Path) -> None:
     """As they are on no index, a version would lead nowhere."""
-    assert cli("needs", plan).out.splitlines() == ["-e packages/core", "-e apps/train-cli"]
+    assert cli("needs", plan).out.splitlines() == ["-e packages/core", "-e apps/train-cli", "-e packages/models"]
 
 
 def test_needs_pins_what_is_installed(cli: Cli, plan: Path, install: Callable[..., None]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import small_plan
+from sley_testing.plans import small_plan
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -15,8 +15,8 @@ import pytest
 from acting_model import doing
 
 from sley_core.metrics.jsonl import rows
-from sley_core.reports.fault_report import FOLDER, FaultReport, LaunchReport, write, write_launch
-from sley_core.reports.work_record import FOLDER as WORK
+from sley_doctor.reports.fault_report import FaultReport, LaunchReport, write, write_launch
+from train_cli.recorder import FAULTS, WORK
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -114,7 +114,7 @@ def test_one_process_reports_too(own_model: Own, cli: Cli) -> None:
 def test_a_slow_rank_is_no_fault(start: Start, own_model: Own, cli: Cli, folder: Path) -> None:
     result = start("run", own_model(doing_once("time.sleep(3)")), *LIMIT).finish(60)
     assert result.code == 0, result.err
-    assert not (folder / "runs" / "small" / FOLDER).exists()
+    assert not (folder / "runs" / "small" / FAULTS).exists()
     said = cli("doctor", "runs/small").out
     assert said.startswith(
         "no rank has reported a failure in `runs/small`: the run has ended: finished; all ranks finished step 4"
@@ -199,7 +199,7 @@ def test_reports_are_of_the_last_run_and_do_not_keep_the_next_from_its_folder(
     write(made, FaultReport(0, 2, "error", 1.0, "collective-failed", "it failed"))
     (made / "plan.toml").write_text('source_folder = "."', "utf-8")
     assert start("run", path).finish(60).code == 0
-    assert not (made / FOLDER).exists()
+    assert not (made / FAULTS).exists()
     assert cli("run", path).code == 3, "now it has results"
 
 
@@ -209,7 +209,7 @@ def test_attempts_damage_and_folders_that_are_none(cli: Cli, folder: Path, monke
     write_launch(made, LaunchReport(2, {1: -9}, {}, 1))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     write(made, FaultReport(0, 2, "error", 1.0, "own-code", "ValueError: no"))
-    (made / FOLDER / "1" / "rank-1.json").write_text("{", "utf-8")
+    (made / FAULTS / "1" / "rank-1.json").write_text("{", "utf-8")
     said = cli("doctor", made)
     assert said.code == 0
     first, second, slow = said.out.split("\n\n")

@@ -24,15 +24,15 @@ import pytest
 from sley_core.attempt import read_attempt
 from sley_core.checkpoint import read
 from sley_core.checkpoint.choosing import index_or_none
-from sley_core.checkpoint.folders import LocalFolder, open_folder
 from sley_core.checkpoint.verify import ready
 from sley_core.errors import SleyError
-from sley_core.export.run_weights import newest_weights, plan_of_run
+from sley_core.files.folders import LocalFolder, open_folder
 from sley_core.metrics.jsonl import JsonlWriter, rows
 from sley_core.run import Run
-from sley_core.testing.ranks import RankError, Ranks
 from sley_core.weight_files.read import WeightFiles
+from sley_testing.ranks import RankError, Ranks
 from train_cli.main import main
+from train_cli.run_files import newest_weights, plan_of_run
 
 pytestmark = pytest.mark.timeout(1200)
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sley_core.reports.fault_report import read
-from train_cli.doctor.verdict import Verdict, evidence, verdict
+from sley_doctor.reports.fault_report import read
+from sley_doctor.verdict.verdict import Verdict, evidence, verdict
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)

@@ -10,8 +10,8 @@ import pytest
 
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import Tables, changed, small_plan
-from sley_core.testing.runs import assert_parity_of_parts, record
+from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.runs import assert_parity_of_parts, record
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)

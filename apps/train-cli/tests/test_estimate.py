@@ -13,8 +13,8 @@ import pytest
 import tomli_w
 
 from sley_core.errors import UsageError
-from sley_core.testing.machines import small_machine
-from train_cli.commands.estimate import num_bytes, shown
+from sley_estimate.commands.estimate import num_bytes, shown
+from sley_estimate.testing.machines import small_machine
 
 Cli = Callable[..., Any]
 

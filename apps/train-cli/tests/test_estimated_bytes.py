@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from sley_core.errors import SleyError
-from sley_core.estimate.bytes.rank import rank_bytes
-from sley_core.estimate.bytes.recipes import Recipes
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import Tables, changed, small_plan
-from sley_core.testing.real_bytes import RealBytes, real_bytes
+from sley_estimate.bytes.rank import rank_bytes
+from sley_estimate.bytes.recipes import Recipes
+from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.real_bytes import RealBytes, real_bytes
 
 for plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
     pytest.importorskip(plugin)
@@ -28,7 +28,7 @@ TIMED = "interleaved"
 """The example whose layers are timed before it is cut into stages."""
 
 PLAN = small_plan(
-    model={"use": "core.llama", "num_layers": 6, "hidden": 128, "heads": 4},
+    model={"use": "models.llama", "num_layers": 6, "hidden": 128, "heads": 4},
     data__sequence=64,
     precision={"compute": "fp32"},
 )

@@ -21,17 +21,17 @@ from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext, DataInfo, Field
 from sley_core.data.factory import open_dataset
 from sley_core.draft import draft_model
-from sley_core.engine import layer_bench, lead
 from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.engine.weight_queue import WeightQueue
-from sley_core.estimate.calibrate import links
-from sley_core.estimate.calibrate.machine import measure
-from sley_core.estimate.layers.distinct import layer_keys
-from sley_core.estimate.machine.read import machine_from_dict
-from sley_core.estimate.machine.tables import MachineFile
-from sley_core.estimate.seconds_of_plan import estimate_seconds
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
+from sley_estimate.bench import layer_bench, lead
+from sley_estimate.calibrate import links
+from sley_estimate.calibrate.machine import measure
+from sley_estimate.layers.distinct import layer_keys
+from sley_estimate.machine.read import machine_from_dict
+from sley_estimate.machine.tables import MachineFile
+from sley_estimate.seconds_of_plan import estimate_seconds
 
 pytest.importorskip("sley_dp")
 pytest.importorskip("sley_pp")

@@ -13,16 +13,16 @@ import pytest
 from sley_core.comm.world import World
 from sley_core.draft import draft_of
 from sley_core.errors import RunError
-from sley_core.estimate.bytes import each_rank
-from sley_core.estimate.bytes.each_rank import first_draft
-from sley_core.estimate.bytes.forks import can_fork, forked
-from sley_core.estimate.bytes.rank import RankBytes, rank_bytes
-from sley_core.estimate.bytes.stage_kinds import stage_kinds
-from sley_core.estimate.bytes.stages import stage_bytes
-from sley_core.estimate.recorded.of_plan import records_of
-from sley_core.estimate.recorded.record import RankRecord
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import Tables, changed, small_plan
+from sley_estimate.bytes import each_rank
+from sley_estimate.bytes.each_rank import first_draft
+from sley_estimate.bytes.forks import can_fork, forked
+from sley_estimate.bytes.rank import RankBytes, rank_bytes
+from sley_estimate.bytes.stage_kinds import stage_kinds
+from sley_estimate.bytes.stages import stage_bytes
+from sley_estimate.recorded.of_plan import records_of
+from sley_estimate.recorded.record import RankRecord
+from sley_testing.plans import Tables, changed, small_plan
 
 for plugin in ("sley_dp", "sley_memory", "sley_pp"):
     pytest.importorskip(plugin)

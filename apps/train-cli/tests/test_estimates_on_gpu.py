@@ -10,9 +10,9 @@ import pytest
 from sley_core.comm.world import World
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.estimates import Compared, compare, machine_for, measured_tables
-from sley_core.testing.figures import Figure, note
-from sley_core.testing.short_calibration import shortly
+from sley_estimate.testing.estimates import Compared, compare, machine_for, measured_tables
+from sley_estimate.testing.short_calibration import shortly
+from sley_testing.figures import Figure, note
 
 for plugin in ("sley_dp", "sley_memory"):
     pytest.importorskip(plugin)

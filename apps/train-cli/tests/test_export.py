@@ -18,8 +18,8 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import UsageError
 from sley_core.plan.load import load_plan, plan_from_dict
-from sley_core.testing.plans import Tables, changed, small_plan
 from sley_core.weight_files.read import INDEX, WeightFiles
+from sley_testing.plans import Tables, changed, small_plan
 
 transformers = pytest.importorskip("transformers")
 PLAN = small_plan(
@@ -118,7 +118,7 @@ def test_a_run_goes_on_from_what_a_run_exported_bit_for_bit(
     run, _ = trained(changed(PLAN, model__qk_norm=True, model__tie_embeddings=True))
     first = {name: WeightFiles(run / "weights").tensor(name) for name in WeightFiles(run / "weights").names}
     assert cli("export", run, "--format", "huggingface", "--out", folder / "hf").code == 0
-    start = changed(PLAN, model={"use": "core.llama", "weights": str(folder / "hf")})
+    start = changed(PLAN, model={"use": "models.llama", "weights": str(folder / "hf")})
     with assemble(plan_from_dict(start, texts), World.alone("cpu")) as again:
         assert sorted(again.book.names) == sorted(first)
         assert all(torch.equal(entry.parameter, first[entry.name]) for entry in again.book)

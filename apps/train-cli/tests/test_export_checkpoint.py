@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import changed, small_plan
 from sley_core.weight_files.read import WeightFiles
+from sley_testing.plans import changed, small_plan
 
 transformers = pytest.importorskip("transformers")
 PLAN = small_plan(data__sequence=16, model__ffn_hidden=6000, precision__compute="bf16", run__steps=2)
@@ -47,7 +47,7 @@ def test_a_checkpoint_is_exported_as_the_run_of_its_step(
         assert len(list(out.glob("*.safetensors"))) == 3
         state = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto").state_dict()
         assert all(torch.equal(state[name], value) for name, value in found.items())
-        again = changed(PLAN, model={"use": "core.llama", "weights": str(out)}, precision__compute="fp32")
+        again = changed(PLAN, model={"use": "models.llama", "weights": str(out)}, precision__compute="fp32")
         with assemble(plan_from_dict(again, texts), World.alone("cpu")) as run:
             assert all(torch.equal(entry.parameter, wanted.tensor(entry.name)) for entry in run.book)
     else:

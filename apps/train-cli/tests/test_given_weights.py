@@ -11,8 +11,8 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.runs import weights
+from sley_testing.plans import changed, small_plan
+from sley_testing.runs import weights
 
 transformers = pytest.importorskip("transformers")
 for plugin in ("sley_pp", "sley_isp"):

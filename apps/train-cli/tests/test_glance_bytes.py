@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from sley_core.estimate.bytes.rank import rank_bytes
-from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.plan.load import plan_from_dict
-from sley_core.search.choices import choices_of
-from sley_core.search.layouts import Candidate, Layouts, Sizes
-from sley_core.search.quick import Quick
-from sley_core.testing.machines import small_machine
-from sley_core.testing.plans import small_plan
+from sley_estimate.bytes.rank import rank_bytes
+from sley_estimate.machine.read import machine_from_dict
+from sley_estimate.search.choices import choices_of
+from sley_estimate.search.layouts import Candidate, Layouts, Sizes
+from sley_estimate.search.quick import Quick
+from sley_estimate.testing.machines import small_machine
+from sley_testing.plans import small_plan
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp", "sley_memory"):
     pytest.importorskip(plugin)
 
-SHAPE = {"use": "core.llama", "num_layers": 8, "hidden": 128, "heads": 8, "kv_heads": 4, "ffn_hidden": 320}
+SHAPE = {"use": "models.llama", "num_layers": 8, "hidden": 128, "heads": 8, "kv_heads": 4, "ffn_hidden": 320}
 DATA = {"use": "core.text", "source": "python-stdlib", "sequence": 256}
 WORLD = 4
 

@@ -8,16 +8,16 @@ from unittest.mock import patch
 
 import pytest
 
-from sley_core.estimate.machine.read import machine_from_dict
-from sley_core.estimate.seconds_of_plan import estimate_seconds
 from sley_core.plan.load import plan_from_dict
-from sley_core.search import quick_step
-from sley_core.search.best_first import InOrder
-from sley_core.search.choices import choices_of
-from sley_core.search.layouts import AXES, Candidate, Layouts
-from sley_core.search.quick import Quick
-from sley_core.testing.machines import small_machine, timed_layers
-from sley_core.testing.plans import small_plan
+from sley_estimate.machine.read import machine_from_dict
+from sley_estimate.search import quick_step
+from sley_estimate.search.best_first import InOrder
+from sley_estimate.search.choices import choices_of
+from sley_estimate.search.layouts import AXES, Candidate, Layouts
+from sley_estimate.search.quick import Quick
+from sley_estimate.seconds_of_plan import estimate_seconds
+from sley_estimate.testing.machines import small_machine, timed_layers
+from sley_testing.plans import small_plan
 
 for plugin in ("sley_dp", "sley_pp"):
     pytest.importorskip(plugin)
@@ -32,7 +32,7 @@ def plan_of(schedule: str, micros: int, stages: int = WORLD, **options: Any) -> 
     return plan_from_dict(
         small_plan(
             data={"use": "core.text", "source": "python-stdlib", "sequence": 64},
-            model={"use": "core.llama", "num_layers": 14, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 48},
+            model={"use": "models.llama", "num_layers": 14, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 48},
             batch={"global_size": micros, "micro_size": 1},
             precision={"compute": "fp32"},
             parallel={"pp": stages},

@@ -18,7 +18,7 @@ from parity_page import league, write_league
 
 from sley_core.comm.world import World
 from sley_core.errors import RunError
-from sley_core.testing.plans import changed
+from sley_testing.plans import changed
 from train_cli.faults import Fault
 from train_cli.league.measure import play, take
 from train_cli.league.result import Result

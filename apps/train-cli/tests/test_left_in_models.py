@@ -11,14 +11,14 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.model.layers import Model
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.traces import Traces, assert_untouched, drafts_kept
+from sley_testing.traces import Traces, assert_untouched, drafts_kept
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)
 
 BASE: dict[str, Any] = {
     "run": {"name": "left", "steps": 2, "device": "cpu", "seed": 7},
-    "model": {"use": "core.llama", "num_layers": 2, "hidden": 16, "heads": 2, "ffn_hidden": 27, "vocab_size": 257},
+    "model": {"use": "models.llama", "num_layers": 2, "hidden": 16, "heads": 2, "ffn_hidden": 27, "vocab_size": 257},
     "data": {"use": "core.text", "files": ["text/*.txt"], "sequence": 16, "separator": "\n\n", "held_out": 0.1},
     "batch": {"global_size": 4, "micro_size": 1},
     "optimizer": {"use": "core.adamw", "lr": 3e-3},

@@ -12,8 +12,8 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.book import ParameterBook
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.runs import weights
+from sley_testing.plans import changed, small_plan
+from sley_testing.runs import weights
 
 for plugin in ("sley_dp", "sley_pp", "sley_isp"):
     pytest.importorskip(plugin)

@@ -11,7 +11,7 @@ import pytest
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import Tables, changed
+from sley_testing.plans import Tables, changed
 
 for plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
     pytest.importorskip(plugin)
@@ -49,7 +49,7 @@ def test_every_buffer_is_in_a_part(ranks: Any, texts: Path, name: str) -> None:
     tables = example(name)
     parallel = tables.get("parallel", {})
     replicas = parallel.get("dp", 1) * parallel.get("sp", 1)
-    for leaks, num_bytes in ranks(parallel.get("pp", 1) * replicas)(uncounted, tables, texts):
+    for leaks, num_bytes in ranks(parallel.get("pp", 1) * replicas, fresh=True)(uncounted, tables, texts):
         assert not leaks
         assert num_bytes["weights"] > SMALL
         assert bool(num_bytes["messages"]) == ("reduction" in str(tables.get("gradient_handlers")))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from sley_core.estimate.bytes import rank as steps
-from sley_core.estimate.bytes.rank import rank_bytes
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import small_plan
+from sley_estimate.bytes import rank as steps
+from sley_estimate.bytes.rank import rank_bytes
+from sley_testing.plans import small_plan
 
 pytest.importorskip("sley_pp")
 

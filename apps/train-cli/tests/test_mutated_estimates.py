@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 
 from sley_core.engine.shards import Shard
-from sley_core.estimate.bytes import rank as steps
-from sley_core.estimate.bytes.ledger import Ledger
-from sley_core.estimate.bytes.rank import rank_bytes
-from sley_core.model import llama
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import Tables, changed, small_plan
-from sley_core.testing.real_bytes import RealBytes, real_bytes
+from sley_estimate.bytes import rank as steps
+from sley_estimate.bytes.ledger import Ledger
+from sley_estimate.bytes.rank import rank_bytes
+from sley_models import llama
+from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.real_bytes import RealBytes, real_bytes
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)
 
 OFF = 0.01
 PLAN = small_plan(
-    model={"use": "core.llama", "num_layers": 1, "hidden": 128, "heads": 4, "vocab_size": 259},
+    model={"use": "models.llama", "num_layers": 1, "hidden": 128, "heads": 4, "vocab_size": 259},
     data__sequence=64,
     data__documents="cut",
     precision={"compute": "bf16"},

@@ -14,8 +14,8 @@ import pytest
 import torch
 from parity_page import matrix, write_matrix
 
-from sley_core.testing.parity import relative_errors
-from sley_core.testing.runs import Recorded, record
+from sley_testing.parity import relative_errors
+from sley_testing.runs import Recorded, record
 
 pytest.importorskip("sley_dp")
 pytest.importorskip("sley_pp")

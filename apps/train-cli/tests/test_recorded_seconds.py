@@ -11,25 +11,25 @@ import torch
 from sley_core.actions.action import Action, Kind
 from sley_core.actions.draw import draw_text
 from sley_core.comm.device import Device
-from sley_core.estimate.bytes.each_rank import first_draft
-from sley_core.estimate.bytes.stages import stage_bytes
-from sley_core.estimate.calibrate.layers import measure_layers
-from sley_core.estimate.layers.operators import Operator
-from sley_core.estimate.machine.read import machine_from_dict
-from sley_core.estimate.machine.tables import MachineFile
-from sley_core.estimate.recorded.expand import expanded
-from sley_core.estimate.recorded.record import record
-from sley_core.estimate.recorded.words import Awaited, Began, RecordedStep, Worked
-from sley_core.estimate.seconds.result import StepSeconds
-from sley_core.estimate.seconds_of_plan import _recorded, estimate_both, estimate_seconds
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
-from sley_core.search.choices import choices_of
-from sley_core.search.layouts import AXES, Layouts
-from sley_core.search.quick import Quick
-from sley_core.testing.plans import small_plan
-from sley_core.testing.short_calibration import shortly
-from train_cli.seconds import seconds_lines
+from sley_estimate.bytes.each_rank import first_draft
+from sley_estimate.bytes.stages import stage_bytes
+from sley_estimate.calibrate.layers import measure_layers
+from sley_estimate.commands.seconds import seconds_lines
+from sley_estimate.layers.operators import Operator
+from sley_estimate.machine.read import machine_from_dict
+from sley_estimate.machine.tables import MachineFile
+from sley_estimate.recorded.expand import expanded
+from sley_estimate.recorded.record import record
+from sley_estimate.recorded.words import Awaited, Began, RecordedStep, Worked
+from sley_estimate.search.choices import choices_of
+from sley_estimate.search.layouts import AXES, Layouts
+from sley_estimate.search.quick import Quick
+from sley_estimate.seconds.result import StepSeconds
+from sley_estimate.seconds_of_plan import _recorded, estimate_both, estimate_seconds
+from sley_estimate.testing.short_calibration import shortly
+from sley_testing.plans import small_plan
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)

@@ -20,11 +20,11 @@ from sley_core.actions.placement import Placement
 from sley_core.actions.timeline import TimedAction, Timeline
 from sley_core.errors import UsageError
 from sley_core.metrics.jsonl import rows
-from sley_core.reports.fault_report import LaunchReport, write_launch
-from train_cli.run_report.charts import thinned
-from train_cli.run_report.drawn_step import ends, placement_of, read_trace, times_of_stages
-from train_cli.run_report.page import MAX_BYTES, page
-from train_cli.run_report.recorded import RecordedRun
+from sley_doctor.reports.fault_report import LaunchReport, write_launch
+from sley_doctor.run_report.charts import thinned
+from sley_doctor.run_report.drawn_step import ends, placement_of, read_trace, times_of_stages
+from sley_doctor.run_report.page import MAX_BYTES, page
+from sley_doctor.run_report.recorded import RecordedRun
 
 Cli = Callable[..., Result]
 
@@ -98,11 +98,11 @@ def test_runs_lie_over_each_other(cli: Cli, plan: Path, run: Path) -> None:
 def test_a_report_without_its_libraries_says_what_to_install(
     cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train_cli.commands.report.find_spec", lambda name: None)
+    monkeypatch.setattr("sley_doctor.commands.report.find_spec", lambda name: None)
     told = cli("report", run)
     assert told.code == 4
     assert "report-missing" in told.err
-    assert 'pip install -e "apps/train-cli[report]"' in told.err
+    assert 'pip install -e "packages/doctor[report]"' in told.err
 
 
 def test_a_folder_that_is_no_run(cli: Cli, folder: Path) -> None:

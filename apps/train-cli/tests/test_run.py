@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sley_core.plan.load import load_plan
-from sley_core.testing.processes import listening_sockets
+from sley_testing.processes import listening_sockets
 from train_cli.run_folder import check_run_folder
 
 pytestmark = pytest.mark.timeout(180)

@@ -16,9 +16,9 @@ import pytest
 from written_records import record, window
 
 from sley_core.metrics.summary import write_summary
-from sley_core.reports.work_record import FOLDER as WORK
-from sley_core.reports.work_record import line
+from sley_doctor.reports.work_record import line
 from train_cli.folder_lock import FolderLock
+from train_cli.recorder import WORK
 
 Cli = Callable[..., Any]
 

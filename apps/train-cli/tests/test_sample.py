@@ -20,7 +20,7 @@ from sley_core.data.dataset import DataInfo, Field
 from sley_core.errors import UsageError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_core.testing.plans import Tables, changed, small_plan
+from sley_testing.plans import Tables, changed, small_plan
 from train_cli.sampling import generate, text_ids
 
 PLAN = small_plan(

@@ -15,11 +15,11 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.parity import assert_close_gradients
-from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.runs import weights
 from sley_core.weight_files import write
 from sley_core.weight_files.read import INDEX, WeightFiles
+from sley_testing.parity import assert_close_gradients
+from sley_testing.plans import changed, small_plan
+from sley_testing.runs import weights
 
 for plugin in ("sley_dp", "sley_pp", "sley_isp"):
     pytest.importorskip(plugin)
@@ -224,7 +224,7 @@ def grown(tables: dict[str, Any], texts: Path, to: Path) -> tuple[int, int]:
 def test_no_rank_gathers_more_than_a_weight(ranks: Any, texts: Path, tmp_path: Path) -> None:
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the system does not say how much memory a process had at most")
-    model = {"use": "core.llama", "num_layers": 8, "hidden": 512, "heads": 8, "ffn_hidden": 2048}
+    model = {"use": "models.llama", "num_layers": 8, "hidden": 512, "heads": 8, "ffn_hidden": 2048}
     tables = changed(PLAN, model=model, precision__compute="fp32", run__keep_freed_memory=False)
     tables = changed(tables, parallel={"wp": 2}, weights={"use": "isp.communicator"})
     for peak, total in ranks(2, timeout_s=100, fresh=True)(grown, tables, texts, tmp_path):

@@ -12,9 +12,9 @@ import pytest
 import tomli_w
 
 from sley_core.plan.load import load_plan
-from sley_core.testing.machines import small_machine
-from sley_core.testing.plans import small_plan
-from train_cli.commands.estimate import shown
+from sley_estimate.commands.estimate import shown
+from sley_estimate.testing.machines import small_machine
+from sley_testing.plans import small_plan
 
 pytest.importorskip("sley_pp")
 

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from sley_core.errors import SleyError
-from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.plan.load import plan_from_dict
-from sley_core.search.choices import choices_of
-from sley_core.search.layouts import Layouts
-from sley_core.search.quick import Quick
-from sley_core.testing.machines import small_machine
-from sley_core.testing.plans import changed, small_plan
+from sley_estimate.machine.read import machine_from_dict
+from sley_estimate.search.choices import choices_of
+from sley_estimate.search.layouts import Layouts
+from sley_estimate.search.quick import Quick
+from sley_estimate.testing.machines import small_machine
+from sley_testing.plans import changed, small_plan
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)
 
 WORLD = 16
-MODEL = {"use": "core.llama", "num_layers": 14, "hidden": 64, "heads": 8, "kv_heads": 2, "ffn_hidden": 128}
+MODEL = {"use": "models.llama", "num_layers": 14, "hidden": 64, "heads": 8, "kv_heads": 2, "ffn_hidden": 128}
 PLAN = small_plan(
     data={"use": "core.text", "source": "python-stdlib", "sequence": 64},
     model=MODEL,

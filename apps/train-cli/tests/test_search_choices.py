@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from sley_core.estimate.bytes.rank import rank_bytes
-from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.plan.load import plan_from_dict
-from sley_core.search.choices import choices_of
-from sley_core.search.layouts import Candidate, Layouts
-from sley_core.search.quick import Quick
-from sley_core.testing.machines import small_machine
-from sley_core.testing.plans import changed, small_plan
+from sley_estimate.bytes.rank import rank_bytes
+from sley_estimate.machine.read import machine_from_dict
+from sley_estimate.search.choices import choices_of
+from sley_estimate.search.layouts import Candidate, Layouts
+from sley_estimate.search.quick import Quick
+from sley_estimate.testing.machines import small_machine
+from sley_testing.plans import changed, small_plan
 
 for plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
     pytest.importorskip(plugin)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.plans import Tables, changed, small_plan
-from sley_core.testing.runs import alone, assert_parity_of_parts, record
+from sley_testing.parity import assert_same_bits
+from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.runs import alone, assert_parity_of_parts, record
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)

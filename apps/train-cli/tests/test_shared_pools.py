@@ -10,9 +10,9 @@ import pytest
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.plans import Tables, changed, small_plan
-from sley_core.testing.runs import record
+from sley_testing.parity import assert_same_bits
+from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.runs import record
 
 for plugin in ("sley_isp", "sley_memory", "sley_pp"):
     pytest.importorskip(plugin)

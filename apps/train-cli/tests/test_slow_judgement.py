@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from written_records import BLOCK, USUAL, record, replicas, spread, stages, window
 
-from sley_core.reports.work_record import DATA, DEVICE, UPDATE, Queue, Spread, Usage, Window, WorkRecord
-from train_cli.slow.judge import Cause, judge
-from train_cli.slow.words import cause_in_words, nobody, remedy, work_in_words
+from sley_doctor.reports.work_record import DATA, DEVICE, UPDATE, Queue, Spread, Usage, Window, WorkRecord
+from sley_doctor.slow.judge import Cause, judge
+from sley_doctor.slow.words import cause_in_words, nobody, remedy, work_in_words
 
 
 def only(causes: tuple[Cause, ...]) -> Cause:

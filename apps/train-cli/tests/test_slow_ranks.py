@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sley_core.reports.work_record import read
-from train_cli.slow.judge import Cause, Judgement, judge
-from train_cli.slow.words import cause_in_words, work_in_words
+from sley_doctor.reports.work_record import read
+from sley_doctor.slow.judge import Cause, Judgement, judge
+from sley_doctor.slow.words import cause_in_words, work_in_words
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)

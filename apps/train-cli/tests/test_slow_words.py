@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from written_records import USUAL, record, replicas, stages, window
 
-from sley_core.reports.work_record import FOLDER, MOST_DETAILED, Queue, line, read
-from train_cli.run_report.waiting import waiting
-from train_cli.slow.blocks import MOST_BLOCKS, blocks_of
-from train_cli.slow.judge import judge
-from train_cli.slow.words import waits_of, work_in_words
+from sley_doctor.reports.work_record import MOST_DETAILED, Queue, line, read
+from sley_doctor.run_report.waiting import waiting
+from sley_doctor.slow.blocks import MOST_BLOCKS, blocks_of
+from sley_doctor.slow.judge import judge
+from sley_doctor.slow.words import waits_of, work_in_words
+from train_cli.recorder import WORK
 
 
 def test_whom_a_rank_waits_for_is_who_waits_least() -> None:
@@ -53,7 +54,7 @@ def test_each_rank_has_a_line_with_figures() -> None:
 
 def test_a_record_is_read_as_it_was_written_and_damage_is_left_out(tmp_path: Path) -> None:
     (written,) = replicas(USUAL, num_windows=2)
-    folder = tmp_path / FOLDER
+    folder = tmp_path / WORK
     folder.mkdir()
     lines = [line(written.start), *map(line, written.windows), '{"first": 21, "la', "\n", "[1]\n"]
     (folder / "rank-0.jsonl").write_text("".join(lines), "utf-8")
@@ -71,7 +72,7 @@ def test_a_record_is_read_as_it_was_written_and_damage_is_left_out(tmp_path: Pat
 
 def test_records_of_ranks_that_a_later_start_does_not_have_are_left_out(tmp_path: Path) -> None:
     """A run of four ranks is resumed with two, and then with three."""
-    folder = tmp_path / FOLDER
+    folder = tmp_path / WORK
     folder.mkdir()
 
     def begin(number: int, world: int) -> None:
@@ -100,10 +101,10 @@ def test_of_a_long_run_the_details_of_some_windows_are_enough(
         replace(one, last=two.last, taken={name: [*some, *two.taken[name]] for name, some in one.taken.items()})
         for one, two in zip(others[::2], others[1::2], strict=False)
     ]
-    (tmp_path / FOLDER).mkdir()
+    (tmp_path / WORK).mkdir()
     for one in [ranks[0], replace(ranks[1], windows=[*ranks[1].windows[:501], *joined])]:
         text = line(one.start) + "".join(map(line, one.windows))
-        (tmp_path / FOLDER / f"rank-{one.start.rank}.jsonl").write_text(text, "utf-8")
+        (tmp_path / WORK / f"rank-{one.start.rank}.jsonl").write_text(text, "utf-8")
     found = read(tmp_path)
     assert [len(one.windows) for one in found] == [1000, 501 + len(joined)]
     for one in found:

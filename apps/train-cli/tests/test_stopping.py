@@ -12,7 +12,7 @@ from textwrap import dedent
 
 import pytest
 
-from sley_core.testing.processes import assert_none_left, descendants
+from sley_testing.processes import assert_none_left, descendants
 from train_cli.stopping import Stopping
 
 BEGIN = """

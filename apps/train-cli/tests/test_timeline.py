@@ -11,11 +11,11 @@ from sley_core.actions.action import Action, Kind
 from sley_core.actions.schedule import Schedule
 from sley_core.errors import PlanError
 from sley_core.hookspecs import hookimpl
-from sley_core.loader import Loader
 from sley_core.plan.load import plan_from_dict
+from sley_core.plan.loader import Loader
 from sley_core.records import PartitionerRecord, ScheduleRecord, StageLinkRecord
 from sley_core.table import Table
-from sley_core.testing.plans import small_plan
+from sley_testing.plans import loader_of, small_plan
 from train_cli.timeline import timeline
 
 
@@ -51,7 +51,7 @@ def loader(monkeypatch: pytest.MonkeyPatch) -> Loader:
     hooks = SimpleNamespace(
         sley_schedules=sley_schedules, sley_partitioners=sley_partitioners, sley_stage_links=sley_stage_links
     )
-    return Loader(plugins={"waves": hooks})
+    return loader_of({"waves": hooks})
 
 
 def tables(**pipeline: object) -> dict[str, object]:

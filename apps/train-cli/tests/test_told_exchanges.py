@@ -17,16 +17,16 @@ from sley_core.draft import draft_model
 from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.engine.stage import stage_of
 from sley_core.errors import PlanError
-from sley_core.estimate.bytes.stages import stage_bytes
-from sley_core.estimate.layers.of_plan import priced_layers
-from sley_core.estimate.machine.read import machine_from_dict
-from sley_core.estimate.seconds_of_plan import estimate_both, estimate_seconds
-from sley_core.estimate.stage_facts import stage_facts
 from sley_core.model.layers import Model
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
-from sley_core.testing.machines import small_machine
-from sley_core.testing.plans import changed, small_plan
+from sley_estimate.bytes.stages import stage_bytes
+from sley_estimate.layers.of_plan import priced_layers
+from sley_estimate.machine.read import machine_from_dict
+from sley_estimate.seconds_of_plan import estimate_both, estimate_seconds
+from sley_estimate.stage_facts import stage_facts
+from sley_estimate.testing.machines import small_machine
+from sley_testing.plans import changed, small_plan
 
 pytest.importorskip("sley_dp")
 pytest.importorskip("sley_pp")

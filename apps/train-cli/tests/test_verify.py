@@ -15,7 +15,7 @@ from sley_core.comm.world import World
 from sley_core.errors import UsageError
 from sley_core.plan.load import load_plan, plan_from_dict
 from sley_core.plan.plan import Plan
-from sley_core.testing.plans import Tables, changed, small_plan
+from sley_testing.plans import Tables, changed, small_plan
 from train_cli.commands.verify import refuse_dropout
 from train_cli.faults import Fault
 from train_cli.one_process import in_layout, in_one_process

@@ -12,7 +12,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import RunError, UsageError
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import Tables, small_plan
+from sley_testing.plans import Tables, small_plan
 from train_cli.one_process import in_layout, in_one_process
 from train_cli.verify.findings import SeenHabit, differences, in_words, read
 from train_cli.verify.measure import check_complete, compare, limits

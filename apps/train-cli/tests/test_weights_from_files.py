@@ -14,7 +14,7 @@ from first_losses import starts
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import changed, small_plan
+from sley_testing.plans import changed, small_plan
 
 transformers = pytest.importorskip("transformers")
 for plugin in ("sley_dp", "sley_pp", "sley_isp"):
@@ -71,7 +71,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def tables(folder: Path, **changes: Any) -> dict[str, Any]:
-    return changed(PLAN, model={"use": "core.llama", "weights": str(folder)}, **changes)
+    return changed(PLAN, model={"use": "models.llama", "weights": str(folder)}, **changes)
 
 
 def their_loss(folder: Path, texts: Path) -> float:
@@ -105,7 +105,7 @@ def test_a_run_starts_at_transformers_loss_in_every_layout(
 
 def test_check_and_show_read_the_sizes_without_torch(saved: dict[str, Path], folder: Path) -> None:
     plan = folder / "plan.toml"
-    text = '[run]\nname = "w"\nsteps = 1\n[model]\nuse = "core.llama"\nweights = "base"\n'
+    text = '[run]\nname = "w"\nsteps = 1\n[model]\nuse = "models.llama"\nweights = "base"\n'
     text += '[data]\nuse = "core.text"\nfiles = ["corpus.txt"]\nsequence = 16\n'
     plan.write_text(text + '[batch]\nglobal_size = 1\nmicro_size = 1\n[optimizer]\nuse = "core.adamw"\nlr = 1e-3\n')
     (folder / "base").symlink_to(saved["qwen3"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sley_core.testing.processes import descendants
+from sley_testing.processes import descendants
 
 pytestmark = pytest.mark.timeout(180)
 

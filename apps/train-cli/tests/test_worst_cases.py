@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from acting_model import FIRST_LINE, doing
 
-from sley_core.testing.processes import assert_none_left, processes_with
+from sley_testing.processes import assert_none_left, processes_with
 from train_cli import rank
 from train_cli.local_launch import _Signals
 from train_cli.stopping import codes

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sley_core.loader import Loader
 from sley_core.plan.load import load_plan
+from sley_testing.plans import loader_of
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -39,7 +39,7 @@ def shown_files(page: str) -> dict[str, str]:
     ("page", "files"),
     [
         ("write-a-plugin.md", ["pyproject.toml", "src/sley_narrow/plugin.py", "src/sley_narrow/handler.py"]),
-        ("testing-plugins.md", ["tests/test_runs.py", "packages/core/tests/outsider/test_schedules.py"]),
+        ("testing-plugins.md", ["tests/test_runs.py", "packages/testing/tests/outsider/test_schedules.py"]),
     ],
 )
 def test_what_a_page_shows_of_a_file_is_there(page: str, files: list[str]) -> None:
@@ -111,7 +111,7 @@ def test_nobody_is_told_to_install_our_packages_from_an_index() -> None:
         if FROM_AN_INDEX.search(line)
     ]
     assert not told, "\n".join(told)
-    assert FROM_AN_INDEX.search('pip install --upgrade "sley-core[test]"')
+    assert FROM_AN_INDEX.search('pip install --upgrade "sley-testing"')
 
 
 @pytest.mark.parametrize("page", ["design.md", "glossary.md"])
@@ -120,7 +120,12 @@ def test_the_modules_that_a_page_names_are_there(page: str) -> None:
     text = (ROOT / "docs" / page).read_text("utf-8")
     named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)+(?:\.py)?)`", text))
     named |= set(re.findall(r"`([a-z_]+\.py)`", text)) - {"config.py"}  # every package has one
-    roots = [ROOT, ROOT / "packages/core/src/sley_core", *sorted(ROOT.glob("packages/*/src"))]
+    roots = [
+        ROOT,
+        ROOT / "packages/core/src/sley_core",
+        *sorted(ROOT.glob("packages/*/src")),
+        ROOT / "apps/train-cli/src",
+    ]
     assert named
     assert not [path for path in sorted(named) if not any((root / path).exists() for root in roots)]
 
@@ -137,7 +142,9 @@ def test_the_example_of_set_in_the_reference_changes_a_plan_that_names_another_r
     said = re.findall(r"`--set '?(.*?)'?`", (ROOT / "docs" / "plan.md").read_text("utf-8"))
     assert len(said) == 2
     plan = load_plan(
-        ROOT / "examples" / "plans" / "quickstart.toml", ['gradient_handlers.0.use="odd.one"', *said], loader=Loader({})
+        ROOT / "examples" / "plans" / "quickstart.toml",
+        ['gradient_handlers.0.use="odd.one"', *said],
+        loader=loader_of({}),
     )
     assert [handler.name for handler in plan.gradient_handlers] == ["core.each"]
     assert plan.batch.micro_size == 4

@@ -11,19 +11,19 @@ from typing import Any, get_args
 
 import pytest
 
-from sley_core import hook_reference, hookspecs, records
+from sley_core import hookspecs, records
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PluginError
 from sley_core.hookspecs import hookimpl
-from sley_core.loader import Loader
 from sley_core.metrics.config import JsonlConfig
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.run import Run
 from sley_core.table import RecordKind
-from sley_core.testing.plans import small_plan
 from sley_core.topology import Topology
+from sley_testing import hook_reference
+from sley_testing.plans import loader_of, small_plan
 
 PAGE = Path(__file__).parents[3] / "docs" / "hooks.md"
 HOOKS = [name for name in vars(hookspecs) if name.startswith("sley_")]
@@ -123,7 +123,7 @@ def test_every_hook_is_called_with_what_it_promises(texts: Path) -> None:
     """A hook that nothing calls, or calls with something else, promises in vain."""
     tables = small_plan(run__steps=1, metrics=[{"use": "all.writer"}])
     told = Everything()
-    plan = plan_from_dict(tables, texts, loader=Loader(plugins={"all": everything(told)}))
+    plan = plan_from_dict(tables, texts, loader=loader_of({"all": everything(told)}))
     with assemble(plan, World.alone("cpu")) as run:
         assert run.train() == "finished"
     assert set(HOOKS) - set(told.called) == set()
@@ -133,7 +133,7 @@ def test_every_hook_is_called_with_what_it_promises(texts: Path) -> None:
 
 def refused(plugin: SimpleNamespace) -> tuple[str, str | None]:
     with pytest.raises(PluginError) as caught:
-        Loader(plugins={"all": plugin}).load("all")
+        loader_of({"all": plugin}).load("all")
     (found,) = caught.value.diagnostics
     assert found.code == "plugin-hook"
     return found.message, found.hint
@@ -177,4 +177,6 @@ def test_a_docstring_out_of_form_is_named(docstring: str | None, complaint: str)
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of the sdist")
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text("utf-8") == hook_reference.page(), "run `python -m sley_core.hook_reference > docs/hooks.md`"
+    assert PAGE.read_text("utf-8") == hook_reference.page(), (
+        "run `python -m sley_testing.hook_reference > docs/hooks.md`"
+    )

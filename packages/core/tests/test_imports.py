@@ -19,17 +19,22 @@ def modules() -> dict[str, ast.Module]:
     }
 
 
-def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """All statements within `node`, without a look at what they compute: no import is in there."""
+def statements(node: ast.AST, *, annotations: bool) -> Iterator[ast.AST]:
+    """All statements within `node`, without a look at what they compute: no import is in there.
+
+    annotations: whether those under `if TYPE_CHECKING` are among them.
+    """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            if not annotations and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
             yield child
-            yield from statements(child)
+            yield from statements(child, annotations=annotations)
 
 
-def named(tree: ast.Module) -> Iterator[str]:
+def named(tree: ast.Module, *, annotations: bool) -> Iterator[str]:
     """The modules, or things in them, that imports of `tree` name."""
-    for node in statements(tree):
+    for node in statements(tree, annotations=annotations):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -38,12 +43,14 @@ def named(tree: ast.Module) -> Iterator[str]:
 
 
 @cache
-def graph() -> dict[str, set[str]]:
-    """By module, the modules that it imports, those for annotations too."""
+def graph(*, annotations: bool = True) -> dict[str, set[str]]:
+    """By module, the modules that it imports; unless told otherwise, those for annotations too."""
     trees = modules()
     found: dict[str, set[str]] = {}
     for name, tree in trees.items():
-        targets = {target if target in trees else target.rpartition(".")[0] for target in named(tree)}
+        targets = {
+            target if target in trees else target.rpartition(".")[0] for target in named(tree, annotations=annotations)
+        }
         found[name] = {target for target in targets if target in trees and target != name}
     return found
 
@@ -67,7 +74,22 @@ def test_no_circle_of_imports_has_more_than_six_modules():
     assert max(map(len, circles)) <= 6, sorted(map(sorted, circles), key=len)[-1]
 
 
-ABOVE = ("sley_core.testing", "sley_core.assemble", "sley_core.estimate")
+def test_folders_are_layers():
+    """A folder, or a module beside them, imports only what is below it; names in annotations do not count."""
+
+    def place(module: str) -> str:
+        parts = module.split(".")
+        return parts[1] if len(parts) > 1 else ""
+
+    folders: dict[str, set[str]] = {}
+    for name, targets in graph(annotations=False).items():
+        folders.setdefault(place(name), set()).update(place(target) for target in targets)
+    edges = {name: targets - {name, ""} for name, targets in folders.items()}
+    circles = {name: sorted(reached(name, edges)) for name in edges if name in reached(name, edges)}
+    assert not circles, circles
+
+
+ABOVE = ("sley_core.assemble",)
 
 
 def test_nothing_below_the_run_names_it():

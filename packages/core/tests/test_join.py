@@ -19,8 +19,8 @@ from sley_core.join import plugin_groups
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.records import ProcessGroupRecord
-from sley_core.testing.plans import small_plan
 from sley_core.topology import Topology
+from sley_testing.plans import small_plan
 
 PLAN = small_plan(batch={"global_size": 3, "micro_size": 1}, parallel={"dp": 3})
 

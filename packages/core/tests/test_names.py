@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-MODELS = ("testing", "llama.py")
+MODELS = ("testing", "sley_testing", "llama.py")
 """Models have a `Block` and a `Head` each, as they have everywhere."""
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import small_plan, write_texts
+from sley_testing.plans import small_plan, write_texts
 
 write_texts(Path())
 with World.alone("cpu") as world, assemble(plan_from_dict(small_plan()), world) as run:

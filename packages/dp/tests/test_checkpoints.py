@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sley_core.testing.plans import changed
-from sley_core.testing.resumed import assert_goes_on, assert_same_stretch, stretch
+from sley_testing.plans import changed
+from sley_testing.resumed import assert_goes_on, assert_same_stretch, stretch
 
 POWERSGD = {"use": "dp.powersgd", "rank": 1, "start_step": 2, "bucket_mb": 0.001}
 

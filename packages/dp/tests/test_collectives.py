@@ -13,11 +13,11 @@ from sley_core.comm.groups import Groups, make_groups
 from sley_core.comm.world import World
 from sley_core.engine.layout import by_reduce_group
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.parity import assert_close_gradients
-from sley_core.testing.recorder import collectives
-from sley_core.testing.runs import record
-from sley_core.testing.sequence import assert_same_sequence
 from sley_core.topology import GroupEntry
+from sley_testing.parity import assert_close_gradients
+from sley_testing.recorder import collectives
+from sley_testing.runs import record
+from sley_testing.sequence import assert_same_sequence
 
 PER_STEP = ["all_reduce of 6 float64", "all_reduce of 6 float64"]
 """What the engine itself sums in a step: what ranks agree on, with the batch's weight; loss, norm and votes at the end."""

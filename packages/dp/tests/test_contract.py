@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from sley_core.testing.contract import GradientHandlerContract
+from sley_testing.contract import GradientHandlerContract
 
 
 class TestOneBucket(GradientHandlerContract):

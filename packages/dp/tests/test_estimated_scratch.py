@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from sley_core.estimate.bytes.rank import rank_bytes
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import changed, small_plan
+from sley_estimate.bytes.rank import rank_bytes
+from sley_testing.plans import changed, small_plan
 
 PLAN = small_plan(
-    model={"use": "core.llama", "num_layers": 2, "hidden": 64, "heads": 4},
+    model={"use": "models.llama", "num_layers": 2, "hidden": 64, "heads": 4},
     batch={"global_size": 8, "micro_size": 1},
     precision={"compute": "fp32"},
     gradient_handlers=[{"use": "dp.sharded"}],

@@ -16,11 +16,11 @@ from sley_core.engine.book import Entry
 from sley_core.engine.flat import FlatBuffer
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.parity import assert_close_gradients, assert_same_bits
-from sley_core.testing.runs import record
 from sley_dp.narrow import Narrow
 from sley_dp.powersgd import LowRankSums
 from sley_dp.sums import Exact
+from sley_testing.parity import assert_close_gradients, assert_same_bits
+from sley_testing.runs import record
 
 
 class Late:

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from sley_core.estimate.machine.read import machine_from_dict
-from sley_core.estimate.seconds_of_plan import estimate_seconds
 from sley_core.plan.load import plan_from_dict
-from sley_core.search.choices import choices_of
-from sley_core.search.layouts import Layouts
-from sley_core.search.quick import Quick
-from sley_core.testing.machines import small_machine
-from sley_core.testing.plans import small_plan
+from sley_estimate.machine.read import machine_from_dict
+from sley_estimate.search.choices import choices_of
+from sley_estimate.search.layouts import Layouts
+from sley_estimate.search.quick import Quick
+from sley_estimate.seconds_of_plan import estimate_seconds
+from sley_estimate.testing.machines import small_machine
+from sley_testing.plans import small_plan
 
-SHAPE = {"use": "core.llama", "num_layers": 6, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn_hidden": 128}
+SHAPE = {"use": "models.llama", "num_layers": 6, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn_hidden": 128}
 
 
 @pytest.mark.sample(3)

@@ -16,9 +16,9 @@ from sley_core.comm.world import World
 from sley_core.engine.flat import ALIGNMENT_BYTES
 from sley_core.engine.gradient_buffers import GradientBuffer
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.parity import assert_close_gradients
-from sley_core.testing.runs import record, same_on_all
 from sley_dp.buckets import fill
+from sley_testing.parity import assert_close_gradients
+from sley_testing.runs import record, same_on_all
 
 
 @given(st.lists(st.integers(0, 50)), st.floats(0.5, 200))

@@ -8,8 +8,8 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.parity import assert_close_gradients
-from sley_core.testing.runs import assert_parity, record, same_on_all
+from sley_testing.parity import assert_close_gradients
+from sley_testing.runs import assert_parity, record, same_on_all
 
 EVEN, ODD = (0, 2, 4, 6), (1, 3, 5, 7)
 """Samples without and with the flag."""

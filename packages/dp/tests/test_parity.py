@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from sley_core.comm.transport.direct import Direct
-from sley_core.testing.parity import assert_close_gradients, assert_same_bits
-from sley_core.testing.peers import can_read_peers
-from sley_core.testing.plans import small_plan
-from sley_core.testing.runs import alone, assert_parity, record, same_on_all
+from sley_testing.parity import assert_close_gradients, assert_same_bits
+from sley_testing.peers import can_read_peers
+from sley_testing.plans import small_plan
+from sley_testing.runs import alone, assert_parity, record, same_on_all
 
 LLAMA = small_plan(run=None, precision=None, loss={"use": "core.cross_entropy"}, batch__micro_size=1)
 """The tables of a model and its data, of unequal weight per sample, for the run of `small`."""

@@ -26,7 +26,7 @@ def test_records_are_listed_without_torch():
     """Core and this package are enough, and a plan is checked without what a run needs."""
     code = (
         "import sys\n"
-        "from sley_core.loader import Loader\n"
+        "from sley_core.plan.loader import Loader\n"
         "from sley_core.plan.load import plan_from_dict\n"
         "print([*Loader().load('dp').records['gradient_handlers']])\n"
         "print([name for name in sys.modules if name.startswith(('torch', 'sley_dp.bucketed', 'sley_pp', 'sley_isp'))])\n"
@@ -101,7 +101,7 @@ def test_every_rank_of_a_large_world_assembles_without_memory(handler):
     """Nothing is reduced or broadcast there, and the buckets are the same on all ranks."""
     tables = {
         "run": {"name": "fake", "steps": 1},
-        "model": {"use": "core.llama", "num_layers": 2, "hidden": 512, "heads": 8},
+        "model": {"use": "models.llama", "num_layers": 2, "hidden": 512, "heads": 8},
         "data": {"use": "core.text", "source": "python-stdlib", "sequence": 64},
         "batch": {"global_size": 64, "micro_size": 1},
         "optimizer": {"use": "core.adamw", "lr": 1e-3},

@@ -16,13 +16,13 @@ from sley_core.comm.world import World
 from sley_core.engine.book import Entry
 from sley_core.engine.flat import FlatBuffer
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.contract import ALONE, EACH, observe
-from sley_core.testing.parity import assert_close_gradients, assert_same_bits, relative_errors
-from sley_core.testing.runs import assert_parity, record, same_on_all
 from sley_core.topology import Topology
 from sley_dp.low_rank import as_matrix
 from sley_dp.plugin import sley_gradient_handlers
 from sley_dp.powersgd import LowRankSums
+from sley_testing.contract import ALONE, EACH, observe
+from sley_testing.parity import assert_close_gradients, assert_same_bits, relative_errors
+from sley_testing.runs import assert_parity, record, same_on_all
 
 SHAPES = ((24, 40), (36,), (50, 4, 6), (3, 5))
 """A matrix, a vector, a tensor that counts as [50, 24], and one too small to be worth it."""

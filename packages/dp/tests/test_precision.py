@@ -11,11 +11,11 @@ from sley_core.comm.groups import make_groups
 from sley_core.comm.sent_bytes import SentBytes
 from sley_core.engine.book import Entry
 from sley_core.engine.flat import FlatBuffer
-from sley_core.testing.parity import assert_close_gradients, assert_same_bits
-from sley_core.testing.runs import assert_parity, record, same_on_all
 from sley_core.topology import Topology
 from sley_dp.config import BF16_TOLERANCE
 from sley_dp.narrow import Narrow
+from sley_testing.parity import assert_close_gradients, assert_same_bits
+from sley_testing.runs import assert_parity, record, same_on_all
 
 BF16 = {"precision": {"compute": "bf16"}}
 

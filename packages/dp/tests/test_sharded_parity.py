@@ -10,8 +10,8 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plain import PlainLoop, assert_step, decay_groups
-from sley_core.testing.runs import assert_parity, gradients, record, same_on_all, weights
+from sley_testing.plain import PlainLoop, assert_step, decay_groups
+from sley_testing.runs import assert_parity, gradients, record, same_on_all, weights
 
 SHARDED = {"use": "dp.sharded", "bucket_mb": 0.001}
 ADAMW = {"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1}

@@ -9,8 +9,8 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.parity import assert_close_gradients, assert_same_bits
-from sley_core.testing.runs import WEIGHTS, weights
+from sley_testing.parity import assert_close_gradients, assert_same_bits
+from sley_testing.runs import WEIGHTS, weights
 
 SHARDED = {"use": "dp.sharded", "bucket_mb": 0.001}
 ADAMW = {"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1}

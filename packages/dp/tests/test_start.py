@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sley_core.errors import RunError
-from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.runs import record, same_on_all
+from sley_testing.parity import assert_same_bits
+from sley_testing.runs import record, same_on_all
 
 
 def test_other_values_on_every_rank_become_those_of_the_first(ranks, small, own):

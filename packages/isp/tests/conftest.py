@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.plans import Tables, changed, small_plan
-from sley_core.testing.runs import Recorded, alone, assert_parity, record, same_on_all
+from sley_testing.parity import assert_same_bits
+from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.runs import Recorded, alone, assert_parity, record, same_on_all
 
 OWN = Path(__file__).parent / "own"
 
@@ -24,6 +25,10 @@ PLAN = small_plan(
     optimizer__weight_decay=0.1,
     evaluation={"every": 9, "steps": 1},
 )
+
+collect_ignore = [] if find_spec("sley_estimate") else ["test_glance.py"]
+collect_ignore += [] if find_spec("sley_cma") else ["test_many_under_way.py", "test_waits.py"]
+"""Tests that compare with estimates, or look at what ranks offer to one another."""
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from sley_core.engine.shards import wholes
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.runs import weights
+from sley_testing.parity import assert_same_bits
+from sley_testing.runs import weights
 
 FOREIGN = {
     "model": {"factory": "isp_parts:mixed"},

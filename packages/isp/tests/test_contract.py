@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from sley_core.testing.ranks import Ranks
-from sley_core.testing.weight_contract import WeightCommunicatorContract
+from sley_testing.ranks import Ranks
+from sley_testing.weight_contract import WeightCommunicatorContract
 
 
 class TestByLayer(WeightCommunicatorContract):

@@ -9,7 +9,7 @@ from typing import Any
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.live_bytes import allocations, memory_profile
+from sley_testing.live_bytes import allocations, memory_profile
 
 FOREIGN = {"data": {"factory": "isp_parts:Points"}, "loss": {"factory": "isp_parts:Squares"}}
 SHORT = {"batch": {"global_size": 4, "micro_size": 1}, "evaluation": {"every": 9, "steps": 1}, "run__steps": 9}

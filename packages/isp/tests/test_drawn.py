@@ -12,7 +12,7 @@ import pytest
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.runs import assert_parity, record, same_on_all
+from sley_testing.runs import assert_parity, record, same_on_all
 
 FOREIGN = {"data": {"factory": "isp_parts:Points"}, "loss": {"factory": "isp_parts:Squares"}}
 SHORT = {"batch": {"global_size": 4, "micro_size": 2}, "evaluation": {"every": 9, "steps": 1}, "run__steps": 9}

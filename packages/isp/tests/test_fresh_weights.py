@@ -12,8 +12,8 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.shards import wholes
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.parity import assert_close_gradients, assert_same_bits
-from sley_core.testing.runs import weights
+from sley_testing.parity import assert_close_gradients, assert_same_bits
+from sley_testing.runs import weights
 
 
 def failing(tables: dict[str, Any], folder: Any, fails: bool) -> Any:

@@ -10,19 +10,19 @@ from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.draft import draft_model
 from sley_core.engine.on_meta import meta_micro_batch
-from sley_core.estimate.layers.distinct import layer_keys
-from sley_core.estimate.machine.read import machine_from_dict
-from sley_core.estimate.machine.tables import MachineFile
-from sley_core.estimate.seconds_of_plan import estimate_seconds
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
-from sley_core.search.choices import choices_of
-from sley_core.search.layouts import Candidate, Layouts
-from sley_core.search.quick import Quick
-from sley_core.testing.machines import small_machine
-from sley_core.testing.plans import small_plan
+from sley_estimate.layers.distinct import layer_keys
+from sley_estimate.machine.read import machine_from_dict
+from sley_estimate.machine.tables import MachineFile
+from sley_estimate.search.choices import choices_of
+from sley_estimate.search.layouts import Candidate, Layouts
+from sley_estimate.search.quick import Quick
+from sley_estimate.seconds_of_plan import estimate_seconds
+from sley_estimate.testing.machines import small_machine
+from sley_testing.plans import small_plan
 
-SHAPE = {"use": "core.llama", "num_layers": 6, "hidden": 256, "heads": 8, "kv_heads": 4, "ffn_hidden": 512}
+SHAPE = {"use": "models.llama", "num_layers": 6, "hidden": 256, "heads": 8, "kv_heads": 4, "ffn_hidden": 512}
 PARTS = {"wp": {"weights": {"use": "isp.communicator"}}, "sp": {"sequence": {"use": "isp.all_to_all"}}}
 SUMS = {"latency_s": 0.0, "bandwidth": 1e15}
 """What replicas sum is another matter: here it costs nothing."""

@@ -10,8 +10,8 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.runs import assert_parity, record, same_on_all
+from sley_testing.plans import changed, small_plan
+from sley_testing.runs import assert_parity, record, same_on_all
 
 TEXT = {"use": "core.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"}
 PLAN = small_plan(run__device="cuda", model__hidden=64, model__ffn_hidden=None, data=TEXT)

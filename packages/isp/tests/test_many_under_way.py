@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from sley_cma import offers
 from sley_core.assemble import assemble
-from sley_core.comm.transport.cma import offers
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.peers import can_read_peers
-from sley_core.testing.runs import weights
+from sley_testing.parity import assert_same_bits
+from sley_testing.peers import can_read_peers
+from sley_testing.runs import weights
 
 pytestmark = pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
 

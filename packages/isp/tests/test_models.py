@@ -8,7 +8,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.shards import REDUCE_GROUP
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.runs import record
+from sley_testing.runs import record
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.runs import assert_parity, record
+from sley_testing.runs import assert_parity, record
 
 NAMED = {
     "model": {"factory": "isp_named:layers"},

@@ -11,9 +11,9 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.by_hand import assert_by_hand
-from sley_core.testing.habits import layers
-from sley_core.testing.runs import record, same_on_all
+from sley_testing.by_hand import assert_by_hand
+from sley_testing.habits import layers
+from sley_testing.runs import record, same_on_all
 
 NAMES = ["NAdam", "Adagrad", "ASGD"]
 MORE_NAMES = ["Adam", "AdamW", "RMSprop"]
@@ -31,7 +31,7 @@ def recorded(every, folder, batches):
 def by_factory(sharded, wp, name):
     return sharded(
         wp,
-        model={"factory": "sley_core.testing.habits:model", "options": {"habit": "Adaptive"}},
+        model={"factory": "sley_testing.habits:model", "options": {"habit": "Adaptive"}},
         optimizer={"factory": f"torch.optim:{name}", "lr": 1e-2},
         data__documents="cut",
     )

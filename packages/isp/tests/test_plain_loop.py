@@ -17,10 +17,10 @@ from torch import Tensor
 
 from sley_core.data.dataset import DataContext
 from sley_core.errors import SleyError
-from sley_core.testing.habits import HABITS, OF_WHOLE_GRADIENTS
-from sley_core.testing.habits import layers as habit_layers
-from sley_core.testing.plain import PlainLoop, assert_step, decay_groups
-from sley_core.testing.runs import Recorded, record
+from sley_testing.habits import HABITS, OF_WHOLE_GRADIENTS
+from sley_testing.habits import layers as habit_layers
+from sley_testing.plain import PlainLoop, assert_step, decay_groups
+from sley_testing.runs import Recorded, record
 
 STEPS, GLOBAL = 3, 8
 
@@ -194,9 +194,7 @@ def test_habits_around_a_sharded_linear(ranks, own, unit):
     plans = []
     habits = HABITS | OF_WHOLE_GRADIENTS
     for habit in habits:
-        tables = drawn_plan(1, 2) | {
-            "model": {"factory": "sley_core.testing.habits:model", "options": {"habit": habit}}
-        }
+        tables = drawn_plan(1, 2) | {"model": {"factory": "sley_testing.habits:model", "options": {"habit": habit}}}
         tables["batch"] = {"global_size": GLOBAL, "micro_size": 4}
         del tables["evaluation"]  # for which some habits have no forward
         plans.append(

@@ -10,7 +10,7 @@ def test_records_are_listed_without_torch():
     """Core and this package are enough: no sibling is imported."""
     code = (
         "import sys\n"
-        "from sley_core.loader import Loader\n"
+        "from sley_core.plan.loader import Loader\n"
         "found = Loader().load('isp').records\n"
         "print([*found['weight_communicators'], *found['memory_pools']])\n"
         "print([name for name in sys.modules if name.startswith(('torch', 'sley_isp.pools', 'sley_pp', 'sley_dp'))])\n"

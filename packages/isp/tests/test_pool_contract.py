@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from sley_core.testing.pool_contract import MemoryPoolContract
+from sley_testing.pool_contract import MemoryPoolContract
 
 
 class TestSlots(MemoryPoolContract):

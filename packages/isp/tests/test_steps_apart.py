@@ -17,8 +17,8 @@ from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_core.testing.parity import assert_close_gradients, assert_same_bits
-from sley_core.testing.runs import GRADIENTS, assert_parity, record, same_on_all, weights
+from sley_testing.parity import assert_close_gradients, assert_same_bits
+from sley_testing.runs import GRADIENTS, assert_parity, record, same_on_all, weights
 
 FOREIGN = {"data": {"factory": "isp_parts:Points"}, "loss": {"factory": "isp_parts:Squares"}}
 

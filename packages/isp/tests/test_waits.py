@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from sley_cma.offers import Offers
 from sley_core.assemble import assemble
-from sley_core.comm.transport.cma.offers import Offers
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.peers import can_read_peers
-from sley_core.testing.runs import weights
+from sley_testing.parity import assert_same_bits
+from sley_testing.peers import can_read_peers
+from sley_testing.runs import weights
 
 pytestmark = pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
 

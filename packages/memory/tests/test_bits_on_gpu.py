@@ -11,8 +11,8 @@ import torch
 from layouts import ALONE, LAYOUTS, assert_same
 from parking import three_ways
 
-from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.runs import WEIGHTS, alone, record
+from sley_testing.plans import changed, small_plan
+from sley_testing.runs import WEIGHTS, alone, record
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 

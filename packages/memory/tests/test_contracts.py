@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from sley_core.testing.offload_contract import OffloadManagerContract
-from sley_core.testing.pool_contract import MemoryPoolContract
+from sley_testing.offload_contract import OffloadManagerContract
+from sley_testing.pool_contract import MemoryPoolContract
 
 
 class TestSizeClasses(MemoryPoolContract):

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from sley_core.errors import PlanError
-from sley_core.estimate.bytes.each_rank import first_draft
-from sley_core.estimate.bytes.rank import rank_bytes
-from sley_core.estimate.machine.read import machine_from_dict
-from sley_core.estimate.machine.tables import MachineFile
-from sley_core.estimate.recorded.of_plan import Records, records_of, seconds_of_records
-from sley_core.estimate.recorded.words import HOST, Began
-from sley_core.estimate.seconds_of_plan import estimate_seconds
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.machines import small_machine
-from sley_core.testing.plans import Tables, changed, small_plan
-from sley_core.testing.runs import record
+from sley_estimate.bytes.each_rank import first_draft
+from sley_estimate.bytes.rank import rank_bytes
+from sley_estimate.machine.read import machine_from_dict
+from sley_estimate.machine.tables import MachineFile
+from sley_estimate.recorded.of_plan import Records, records_of, seconds_of_records
+from sley_estimate.recorded.words import HOST, Began
+from sley_estimate.seconds_of_plan import estimate_seconds
+from sley_estimate.testing.machines import small_machine
+from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.runs import record
 
 RATE = 1e9
 """Bytes per second."""

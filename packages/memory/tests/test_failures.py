@@ -10,9 +10,9 @@ from sley_core.comm.copies import HostStream
 from sley_core.comm.world import World
 from sley_core.errors import StateError
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.plans import small_plan
-from sley_core.testing.runs import weights
+from sley_testing.parity import assert_same_bits
+from sley_testing.plans import small_plan
+from sley_testing.runs import weights
 
 EVERYTHING = [{"use": "memory.everything", "bucket_mb": 0.004}]
 

@@ -11,8 +11,8 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.runs import assert_same_run, record
+from sley_testing.plans import changed, small_plan
+from sley_testing.runs import assert_same_run, record
 
 PLAN = small_plan(
     run__device="cuda",

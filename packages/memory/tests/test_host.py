@@ -13,9 +13,9 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.habits import HABITS
-from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.runs import assert_same_run, record
+from sley_testing.habits import HABITS
+from sley_testing.plans import changed, small_plan
+from sley_testing.runs import assert_same_run, record
 
 pytestmark = pytest.mark.timeout(120)
 SHARING = ("GRU", "LSTM", "RNN", "unsafe_split", "views of both", "data", "detach", "next layer")
@@ -47,7 +47,7 @@ def test_the_same_bits_and_something_moved(as_kept: Any, changes: dict[str, Any]
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # forward-mode derivatives
 def test_habits_of_models(as_kept: Any, habit: str) -> None:
     """Double backward, backward within a forward, checkpoints within a layer, weights made anew, torch.func."""
-    model = {"factory": "sley_core.testing.habits:model", "options": {"habit": habit}}
+    model = {"factory": "sley_testing.habits:model", "options": {"habit": habit}}
     counts = as_kept(HOST | {"layers": ["*"]}, model=model, data__sequence=16, evaluation=None)
     assert counts["moved_bytes"] > 0
 

@@ -12,9 +12,9 @@ from sley_core.errors import PlanError
 from sley_core.memory.state import Where
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.runs import alone, record, weights
+from sley_testing.parity import assert_same_bits
+from sley_testing.plans import changed, small_plan
+from sley_testing.runs import alone, record, weights
 
 STEPS = 10
 

@@ -11,7 +11,7 @@ from parking import EVERYTHING, running
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sley_core.comm.copies import is_host_memory
-from sley_core.testing.plans import small_plan
+from sley_testing.plans import small_plan
 
 CACHING = {**PLAN, "model": {"factory": "odd_parts:caching"}, "offload": EVERYTHING}
 KEPT: list[torch.Tensor] = []

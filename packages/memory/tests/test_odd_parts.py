@@ -7,8 +7,8 @@ import torch
 from odd_parts import PLAN
 from parking import BETWEEN, EVERYTHING, cycle, running, sha
 
-from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.plans import small_plan
+from sley_testing.parity import assert_same_bits
+from sley_testing.plans import small_plan
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,7 +12,7 @@ from parking import sha
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import small_plan
+from sley_testing.plans import small_plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 TEXT = {"use": "core.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"}
 LARGE = small_plan(
     run__device="cuda",
-    model={"use": "core.llama", "num_layers": 4, "hidden": 2048, "heads": 16},
+    model={"use": "models.llama", "num_layers": 4, "hidden": 2048, "heads": 16},
     data=TEXT,
     precision__compute="bf16",
     offload=[{"use": "memory.everything", "bucket_mb": 32}],

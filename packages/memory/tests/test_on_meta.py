@@ -12,7 +12,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.memory.state import PARTS, Where
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import changed, small_plan
+from sley_testing.plans import changed, small_plan
 
 MANAGERS: dict[str, dict[str, Any]] = {
     "memory.everything": {},

@@ -10,7 +10,7 @@ def test_records_are_listed_without_torch() -> None:
     """Core and this package are enough: no sibling is imported."""
     code = (
         "import sys\n"
-        "from sley_core.loader import Loader\n"
+        "from sley_core.plan.loader import Loader\n"
         "found = Loader().load('memory').records\n"
         "print([*found['memory_pools']])\n"
         "siblings = ('torch', 'sley_memory.size_classes', 'sley_isp', 'sley_pp', 'sley_dp')\n"

@@ -9,7 +9,7 @@ import pytest
 from layouts import ALONE, LAYOUTS, assert_same
 from parking import BETWEEN, EVERYTHING, steps, three_ways
 
-from sley_core.testing.plans import small_plan
+from sley_testing.plans import small_plan
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -15,14 +15,14 @@ from sley_core.comm.world import World
 from sley_core.engine.on_meta import micro_batch
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import PlanError, RunError
-from sley_core.estimate.bytes.cuda_kernels import as_on_cuda
-from sley_core.estimate.bytes.rank import fake_run, take_step
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.habits import HABITS
-from sley_core.testing.plans import small_plan
+from sley_estimate.bytes.cuda_kernels import as_on_cuda
+from sley_estimate.bytes.rank import fake_run, take_step
 from sley_memory.config import SelectiveConfig
 from sley_memory.selective import ATTENTION, SelectiveRecompute
+from sley_testing.habits import HABITS
+from sley_testing.plans import small_plan
 
 pytestmark = pytest.mark.timeout(120)
 SELECTIVE = {"use": "memory.selective"}
@@ -79,7 +79,7 @@ def test_attention_that_draws_runs_again(as_kept: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # forward-mode derivatives
 def test_habits_of_models(as_kept: Any, habit: str) -> None:
     """But those that `core.recompute` does not run either."""
-    model = {"factory": "sley_core.testing.habits:model", "options": {"habit": habit}}
+    model = {"factory": "sley_testing.habits:model", "options": {"habit": habit}}
     as_kept(SELECTIVE | {"layers": ["*"]}, model=model, data__sequence=16, evaluation=None)
 
 

@@ -15,9 +15,9 @@ from parking import cycle, running, sha, steps
 from sley_core.errors import RunError, StateError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing import ranks as testing_ranks
-from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.ranks import RankError
+from sley_testing import ranks as testing_ranks
+from sley_testing.plans import changed, small_plan
+from sley_testing.ranks import RankError
 
 pytestmark = pytest.mark.timeout(240)
 

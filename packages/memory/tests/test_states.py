@@ -9,7 +9,7 @@ from parking import EVERYTHING, cycle, running, sha
 
 from sley_core.errors import RunError, StateError, UsageError
 from sley_core.memory.state import COPIED, PARTS, Where
-from sley_core.testing.plans import small_plan
+from sley_testing.plans import small_plan
 
 AWAY = {**PLAN, "precision": {"compute": "bf16"}, "offload": EVERYTHING}
 BATCH = {name: torch.stack([Points()[at][name] for at in range(4)]) for name in ("x", "y")}

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from sley_core.run import Run
-from sley_core.testing.plans import Tables, changed, small_plan
-from sley_core.testing.ranks import Ranks
-from sley_core.testing.runs import Recorded, alone, assert_parity_of_parts, record
+from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.ranks import Ranks
+from sley_testing.runs import Recorded, alone, assert_parity_of_parts, record
 
 OWN = Path(__file__).parent / "own"
 PLAN = small_plan(

@@ -9,9 +9,9 @@ import torch
 
 import sley_pp.link
 from sley_core.errors import RunError
-from sley_core.testing.parity import assert_close_gradients
-from sley_core.testing.plans import small_plan
-from sley_core.testing.runs import record
+from sley_testing.parity import assert_close_gradients
+from sley_testing.plans import small_plan
+from sley_testing.runs import record
 
 MODULE = '''
 import torch

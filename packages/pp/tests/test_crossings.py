@@ -15,9 +15,9 @@ from sley_core.engine.agreement import _WEIGHT as WEIGHT
 from sley_core.engine.agreement import Agreement
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.parity import assert_close_gradients
-from sley_core.testing.plans import small_plan
-from sley_core.testing.runs import record, weights
+from sley_testing.parity import assert_close_gradients
+from sley_testing.plans import small_plan
+from sley_testing.runs import record, weights
 
 SCHEDULES = ["one_f_one_b", "gpipe", "zero_bubble_h1"]
 

@@ -14,8 +14,8 @@ import sley_pp.link
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import small_plan
 from sley_pp.lines import Lines
+from sley_testing.plans import small_plan
 
 BODY_BYTES = 2 * 24 * 16 * 8
 """Of a micro-batch's boundary: samples, tokens, channels of fp64."""

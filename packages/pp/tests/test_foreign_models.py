@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.runs import record
+from sley_testing.plans import changed, small_plan
+from sley_testing.runs import record
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 HF_LLAMA = small_plan(

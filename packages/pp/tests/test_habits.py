@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from sley_core.errors import SleyError
-from sley_core.testing.by_hand import assert_by_hand
-from sley_core.testing.habits import HABITS, OF_WHOLE_GRADIENTS
-from sley_core.testing.habits import layers as layers_of
-from sley_core.testing.runs import record
+from sley_testing.by_hand import assert_by_hand
+from sley_testing.habits import HABITS, OF_WHOLE_GRADIENTS
+from sley_testing.habits import layers as layers_of
+from sley_testing.runs import record
 
 
 def batch(step, sample):
@@ -49,7 +49,7 @@ def test_habits_under_split_backwards(ranks, own, small, schedule, dp, habit):
         schedule,
         pp=2,
         dp=dp,
-        model={"factory": "sley_core.testing.habits:model", "options": {"habit": habit}},
+        model={"factory": "sley_testing.habits:model", "options": {"habit": habit}},
         optimizer={"use": "core.sgd", "lr": 0.1},
     )
     layouts = ranks(2 * dp)(record, tables, len(batches), folder=own, batches=batches)

@@ -9,12 +9,12 @@ from functools import partial
 import pytest
 import torch
 
-from sley_core.testing.parity import assert_close_gradients, assert_same_bits
-from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.runs import GRADIENTS, WEIGHTS, record
+from sley_testing.parity import assert_close_gradients, assert_same_bits
+from sley_testing.plans import changed, small_plan
+from sley_testing.runs import GRADIENTS, WEIGHTS, record
 
 PLAN = small_plan(
-    model={"use": "core.llama", "num_layers": 4, "hidden": 16, "heads": 2, "ffn_hidden": 24, "tie_embeddings": True},
+    model={"use": "models.llama", "num_layers": 4, "hidden": 16, "heads": 2, "ffn_hidden": 24, "tie_embeddings": True},
     data={"use": "core.text", "source": "python-stdlib", "sequence": 12, "documents": "cut"},
     learning_rate={"use": "core.cosine", "warmup_steps": 2},
     precision__compute="fp16",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from sley_core.testing.link_contract import StageLinkContract
+from sley_testing.link_contract import StageLinkContract
 
 
 class TestLink(StageLinkContract):

@@ -13,9 +13,9 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.plans import changed
-from sley_core.testing.runs import record
+from sley_testing.parity import assert_same_bits
+from sley_testing.plans import changed
+from sley_testing.runs import record
 
 WIDTH = 8
 SLOW_S = 0.06
@@ -146,7 +146,7 @@ def test_timing_leaves_no_trace(ranks):
 
 
 def test_tied_layers_are_timed_too(ranks):
-    model = {"use": "core.llama", "num_layers": 2, "hidden": 16, "heads": 2, "tie_embeddings": True}
+    model = {"use": "models.llama", "num_layers": 2, "hidden": 16, "heads": 2, "tie_embeddings": True}
     data = {"use": "core.text", "source": "python-stdlib", "sequence": 16}
     plan = tables(model=model, data=data, loss={"use": "core.cross_entropy"})
     (first, costs, _), (second, _, _) = ranks(2)(look, plan)

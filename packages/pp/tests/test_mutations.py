@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from sley_core.testing.runs import record
+from sley_testing.runs import record
 
 TIE = "embed.weight"
 GAIN = "blocks.0.gain"

@@ -8,10 +8,10 @@ import pytest
 
 from sley_core.actions.placement import Placement
 from sley_core.comm import collectives
-from sley_core.testing.lists import any_lists
-from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.plans import changed, small_plan
 from sley_pp.schedules.csv import write_csv
+from sley_testing.lists import any_lists
+from sley_testing.parity import assert_same_bits
+from sley_testing.plans import changed, small_plan
 
 PLAN = small_plan(model__num_layers=4, run__steps=4, evaluation={"every": 2, "steps": 1})
 SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]

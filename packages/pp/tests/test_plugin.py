@@ -10,7 +10,7 @@ import pytest
 from sley_core.actions.action import Kind
 from sley_core.actions.lower import lower
 from sley_core.actions.schedule import Schedule
-from sley_core.loader import Loader
+from sley_core.plan.loader import Loader
 from sley_pp import plugin
 
 PP = Loader({"pp": plugin}).load("pp")

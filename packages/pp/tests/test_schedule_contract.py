@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from sley_core.testing.schedule_contract import ScheduleContract, TieContract
 from sley_pp.schedules.interleaved import round_sizes
+from sley_testing.schedule_contract import ScheduleContract, TieContract
 
 
 class TestGPipe(ScheduleContract):

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from train_cli.console import Settings
-from train_cli.lazy import LazyCommand, foreign, foreign_summary, load_foreign, own
+from train_cli.lazy import LazyCommand, foreign, foreign_summary, load_foreign, of_sley, own
 from train_cli.options import MessageFormat
 
 SECTIONS = {
@@ -40,7 +40,16 @@ SECTIONS = {
         "env": "Print versions and devices, for a report.",
     },
 }
-"""Our commands in the order in which one comes to use them, as in `--help`; each has its function in the module of its name."""
+"""Sley's commands in the order in which one comes to use them, as in `--help`."""
+
+PACKAGES = {
+    "estimate": "estimate",
+    "search": "estimate",
+    "calibrate": "estimate",
+    "doctor": "doctor",
+    "report": "doctor",
+}
+"""Those that a package `sley-<...>` of its own brings; the others have their function in our module of their name."""
 
 COMMANDS = {name: summary for section in SECTIONS.values() for name, summary in section.items()}
 
@@ -85,10 +94,17 @@ class Commands(TyperGroup):
         names = self.list_commands(ctx)
         width = max(map(len, names))
         others = {name: foreign_summary(name) for name in names if name not in self.commands}
-        for title, section in {**SECTIONS, "Of other packages": others}.items():
-            if section:
+        missing = {name: package for name, package in PACKAGES.items() if name not in foreign()}
+        absent = {name: f"{COMMANDS[name]} (sley-{package})" for name, package in missing.items()}
+        for title, section in {**SECTIONS, "Of other packages": others, "Not installed": absent}.items():
+            dim = title == "Not installed"
+            rows = {name: summary for name, summary in section.items() if dim or name not in missing}
+            if rows:
                 with formatter.section(title):
-                    formatter.write_dl([(name.ljust(width), summary) for name, summary in section.items()])
+                    cells = [(name.ljust(width), summary) for name, summary in rows.items()]
+                    formatter.write_dl(
+                        [tuple(typer.style(cell, dim=True) for cell in row) for row in cells] if dim else cells
+                    )
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Returns the command; one of another package as a LazyCommand."""
@@ -104,7 +120,8 @@ def command() -> Any:
     common = _common()
     group.params.extend(common)
     for name, summary in COMMANDS.items():
-        group.add_command(LazyCommand(name, summary, own(name), common))
+        load = of_sley(name, PACKAGES[name]) if name in PACKAGES else own(name)
+        group.add_command(LazyCommand(name, summary, load, common))
     return group
 
 

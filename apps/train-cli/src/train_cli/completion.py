@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from sley_core.errors import PluginError, SleyError, dotted
-from sley_core.loader import Loader
 from sley_core.plan.kinds import COMPONENTS
 from sley_core.plan.load import load_plan
+from sley_core.plan.loader import Loader
 from sley_core.plan.plan import Component, Plan
 from sley_core.plan.tables import OPTIONAL, TABLES
 from sley_core.table import RecordKind

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sley_core.errors import EXIT_RUN_FAILED, Diagnostic, Place
-from sley_core.metrics.json_text import write_whole
+from sley_core.json_text import write_whole
 from train_cli.faults import Fault, place_of, steps_of
 
 _FILE = "TORCHELASTIC_ERROR_FILE"

@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
+from sley_core.discovery import to_install
 from sley_core.errors import PluginError
 
 GROUP = "sley.commands"
@@ -61,6 +63,30 @@ def _advise(error: Any, command: Any) -> None:
     advice = remedy(error.option_name, [name for each in command.params for name in each.opts])
     error.possibilities = None
     error.message += f" ({advice})" if advice else ""
+
+
+def of_sley(name: str, package: str) -> Callable[[], Any]:
+    """Returns a loader of the command `name` of Sley's distribution `sley-<package>`, which the user may not have installed."""
+
+    def load() -> Any:
+        if name in foreign():
+            return load_foreign(name)
+        raise not_installed(package, f"`train-cli {name}`")
+
+    return load
+
+
+def not_installed(package: str, what: str) -> PluginError:
+    """Returns PluginError "command-missing": `what` is part of `sley-<package>`, which is not installed."""
+    message = f"{what} is part of sley-{package}, which is not installed"
+    return PluginError("command-missing", message, hint=to_install(package))
+
+
+def module_of(package: str, module: str, what: str) -> Any:
+    """Imports and returns `module` of `sley-<package>`; raises PluginError "command-missing" if that is not installed."""
+    if find_spec(module.partition(".")[0]) is None:
+        raise not_installed(package, what)
+    return import_module(module)
 
 
 def own(name: str) -> Callable[[], Any]:

@@ -26,12 +26,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from sley_core.comm.occasions import STORE
 from sley_core.errors import EXIT_OK, EXIT_PLAN_INVALID, EXIT_PLUGIN, EXIT_TERMINATED, EXIT_USAGE
-from sley_core.reports.fault_report import LaunchReport, write_launch
 from train_cli import surroundings
 from train_cli.agent import Agent, send
 from train_cli.blame import blame
 from train_cli.faults import Fault
 from train_cli.folder_lock import lock
+from train_cli.recorder import recorder
 from train_cli.rendezvous import FileRendezvous
 from train_cli.stopping import HEARD, REMIND_S, STILL, WARNINGS, codes
 
@@ -80,15 +80,15 @@ def launch(
         fault = blame(result.failures, num_ranks, agent.silent)
         if fault.exit_code not in _REFUSED:  # which is no failure of the run whose folder it is
             with suppress(OSError):  # the fault itself is worth more than its report
-                write_launch(run_folder, _seen(result.failures, num_ranks, agent))
+                _record(run_folder, result.failures, num_ranks, agent)
         return fault
 
 
-def _seen(failures: Mapping[int, ProcessFailure], num_ranks: int, agent: Agent) -> LaunchReport:
-    """Returns how the ranks ended, for `train-cli doctor`."""
+def _record(run_folder: Path, failures: Mapping[int, ProcessFailure], num_ranks: int, agent: Agent) -> None:
+    """Records how the ranks ended, for `train-cli doctor`."""
     codes = {rank: failure.exitcode for rank, failure in failures.items()}
     first = min(failures, key=lambda rank: (failures[rank].timestamp, rank), default=None)
-    return LaunchReport(num_ranks, codes, agent.silent, first)
+    recorder().launched(run_folder, num_ranks, codes, agent.silent, first)
 
 
 @contextmanager

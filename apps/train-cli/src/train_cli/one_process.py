@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from sley_core.data.config import NUM_BYTES, TextConfig, TokensConfig
 from sley_core.data.tokenizer import Tokenizer
-from sley_core.model.config import LlamaConfig
 from sley_core.plan.resolve import resolve
 from sley_core.records import GradientHandlerRecord
 
@@ -59,8 +58,7 @@ def of_trained(plan: Plan, *, evaluates: bool, batches: int | None = None) -> Pl
     """
     tables = in_one_process(plan).document.tables
     tables["run"]["device"] = "auto"
-    if isinstance(plan.model.config, LlamaConfig):
-        tables["model"].pop("weights", None)  # the resolved plan has the sizes that these files decided
+    tables["model"].pop("weights", None)  # the resolved plan has the sizes that these files decided
     given = tables.pop("evaluation", {"every": 1})
     if evaluates:
         tables["evaluation"] = given if batches is None else {**given, "steps": batches}

@@ -38,7 +38,7 @@ def _complete_set(context: typer.Context, incomplete: str) -> Iterator[str]:
 
 def remedy(option: str, known: Iterable[str]) -> str:
     """Returns advice for the unknown `option`, such as a similar one in `known` or a key of the plan; may be empty."""
-    from sley_core.plan.words import ELSEWHERE, HABITS
+    from sley_core.words import ELSEWHERE, HABITS
     from train_cli.completion import table_keys
 
     if close := get_close_matches(option, known, n=1, cutoff=0.75):

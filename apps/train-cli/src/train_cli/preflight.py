@@ -1,7 +1,7 @@
 """Checks a rank before it waits for others: that its launcher started it rightly, and that all ranks start the same run.
 
 the environment ──> refused: tasks that know of no ranks, worlds smaller than what the batch system started
-this rank's plan ──> meeting (`sley_core.comm.meeting`): all ranks have the same plan and versions, or none starts
+this rank's plan ──> meeting (`train_cli.start.meeting`): all ranks have the same plan and versions, or none starts
 a rank that cannot begin ──> tells the others, who end at once
 """
 
@@ -16,9 +16,9 @@ from train_cli import lifeline
 from train_cli.surroundings import num_cores
 
 if TYPE_CHECKING:
-    from sley_core.comm.meeting import Meeting
     from sley_core.plan.plan import Plan
     from train_cli.faults import Fault
+    from train_cli.start.meeting import Meeting
 
 PREFLIGHT = "preflight"
 """The code of a start that ranks have refused together, which all of them raise."""
@@ -78,8 +78,8 @@ def meet(plan: Plan) -> Meeting | None:
         return None
     import torch
 
-    from sley_core.comm.meeting import Meeting
     from sley_core.plan.write import digested
+    from train_cli.start.meeting import Meeting
 
     meeting = Meeting.at(os.environ, timeout_s=plan.limits.start_timeout_s)
     facts = {"the plan": plan.digest, "torch": torch.__version__}
@@ -96,7 +96,7 @@ def tell(fault: Fault) -> None:
     """
     if not is_met() or not fault.diagnostics:
         return
-    from sley_core.comm.meeting import Meeting
+    from train_cli.start.meeting import Meeting
 
     first = fault.diagnostics[0]
     where = f"{first.place}: " if first.place else ""

@@ -16,11 +16,9 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, SleyError
-from sley_core.export.run_weights import WEIGHTS, keep_files
 from sley_core.metrics.summary import NAME as SUMMARY
 from sley_core.metrics.summary import RunFacts, RunTotals, summary, write_summary
-from sley_core.reports.witness import report_error, report_stuck
-from sley_core.reports.work_recorder import recorded_work
+from sley_core.run_files import WEIGHTS
 from train_cli import failure_file, lifeline
 from train_cli.console import say
 from train_cli.engines.trainjob_status import refusal, status_server
@@ -28,8 +26,10 @@ from train_cli.faults import Fault
 from train_cli.opening import opening, repeats
 from train_cli.preflight import meet, thread_note
 from train_cli.progress import Reporter, closing
+from train_cli.recorder import recorder
 from train_cli.resume import AUTO, is_finished, load
 from train_cli.resume import totals as done
+from train_cli.run_files import keep_files
 from train_cli.run_folder import write_plan
 from train_cli.start_record import write_start
 from train_cli.stopping import Stopping, terminated_s
@@ -52,7 +52,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool, ve
             _tell_done(run, folder, folder / WEIGHTS if (folder / WEIGHTS).is_dir() else None)
             return
         run.notes.extend(load(run, folder, resume))
-        with recorded_work(run.parts, run.feed, folder, run.notes):
+        with recorder().working(run.parts, run.feed, folder, run.notes):
             _train(run, folder, stopping, resume=resume, line=line, verbose=verbose)
 
     return on_rank(plan, folder, work, writes=True)
@@ -91,7 +91,7 @@ def on_rank(plan: Plan, folder: Path, work: Callable[[Run, Stopping], None], *, 
             if (
                 joined and fault.exit_code == EXIT_RUN_FAILED
             ):  # a plan that is refused needs no report of what ranks did
-                report_error(folder, joined[0], fault.diagnostics[0], error)
+                recorder().failed(folder, joined[0], fault.diagnostics[0], error)
             raise
         code = stopping.exit_code
         if code is not None:
@@ -105,7 +105,7 @@ def _late(folder: Path, joined: list[World]) -> None:
     """
     found = failure_file.write_late()
     for world in joined:
-        report_stuck(folder, world, found)
+        recorder().stuck(folder, world, found)
 
 
 def _train(run: Run, folder: Path, stopping: Stopping, *, resume: str | None, line: bool, verbose: bool) -> None:

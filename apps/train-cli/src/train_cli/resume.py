@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sley_core.attempt import job, read_attempt, torchrun
-from sley_core.export.run_weights import PLAN, WEIGHTS
 from sley_core.metrics.jsonl import rows
 from sley_core.metrics.summary import RunTotals
 from sley_core.plan.changes import changes, refuse_changes
+from sley_core.run_files import PLAN, WEIGHTS
 from train_cli.run_folder import run_folder
 from train_cli.saved import finished_steps, wrote
 

@@ -17,15 +17,13 @@ import tomli
 
 from sley_core.attempt import NAME as ATTEMPT
 from sley_core.errors import PlanError, SleyError
-from sley_core.export.run_weights import PLAN
-from sley_core.metrics.json_text import write_whole
+from sley_core.json_text import write_whole
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.plan.plan import Plan
-from sley_core.reports.fault_report import FOLDER as FAULTS
-from sley_core.reports.fault_report import forget
-from sley_core.reports.work_record import FOLDER as WORK
+from sley_core.run_files import PLAN
 from train_cli.folder_lock import NAME as LOCK
 from train_cli.folder_lock import FolderLock, TakenError, check_free, is_restart
+from train_cli.recorder import FAULTS, WORK, recorder
 from train_cli.saved import can_go_on
 from train_cli.start_record import NAME as START
 
@@ -86,7 +84,7 @@ def held_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> Ite
         if not (resume and _is_ours(folder)):
             _fill(plan, folder, overwrite=overwrite)
         if not again:  # else what ranks said of torchrun's first attempt stays
-            forget(folder)
+            recorder().forget(folder)
         yield folder
     finally:
         drop_unused(folder)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from sley_core.attempt import read_attempt
 from sley_core.errors import UsageError
-from sley_core.export.run_weights import CHECKPOINTS
 from sley_core.metrics.summary import NAME as SUMMARY
+from sley_core.run_files import CHECKPOINTS
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -29,8 +29,8 @@ def names_in(path: Path) -> list[str]:
     if not path.is_dir():
         return []
     # Imported where there is a folder to look into: they import torch.
-    from sley_core.checkpoint.folders import open_folder
     from sley_core.checkpoint.verify import ready
+    from sley_core.files.folders import open_folder
 
     return ready(open_folder(path))
 
@@ -47,8 +47,8 @@ def wrote(folder: Path, given: str) -> bool:
     if attempt is None:
         return False
     from sley_core.checkpoint.choosing import index_or_none
-    from sley_core.checkpoint.folders import open_folder
     from sley_core.checkpoint.verify import ready
+    from sley_core.files.folders import open_folder
 
     where = open_folder(given)
     found = index_or_none(where) or next((index_or_none(where.child(name)) for name in ready(where)), None)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sley_core.errors import dotted
-from sley_core.metrics.json_text import write_json
+from sley_core.json_text import write_json
 from train_cli.machine_facts import machine_facts
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from sley_core.export.run_weights import document_of_run, newest_weights
-from sley_core.loader import Loader
+from sley_core.plan.loader import Loader
 from sley_core.plan.resolve import resolve
 from train_cli.one_process import of_trained, without_data
+from train_cli.run_files import document_of_run, newest_weights
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -48,8 +48,8 @@ def trained_run(
     it evaluates. Raises UsageError "no-weights" if there are none.
     """
     from sley_core.assemble import assemble
+    from sley_core.checkpoint.weights import weights_of_checkpoint
     from sley_core.comm.world import World
-    from sley_core.export.checkpoint_weights import weights_of_checkpoint
     from sley_core.weight_files.read import WeightFiles
 
     path, step = newest_weights(folder, plan)

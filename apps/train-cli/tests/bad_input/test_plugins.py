@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from sley_core.discovery import installed
+
 PLUGIN = 4
 
 Refused = Callable[..., None]
@@ -43,7 +45,8 @@ def handlers(*records: str) -> str:
 
 
 def test_plugin_of_ours_missing(plan: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sley_core.loader.installed", dict)
+    others = {name: found for name, found in installed().items() if name != "dp"}
+    monkeypatch.setattr("sley_core.plan.loader.installed", lambda: others)
     refused(with_handlers(plan, "dp.bucketed"), "plugin-missing", '"dp.bucketed"', exit_code=PLUGIN)
 
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent / "own"))
 from drawn_batches import judge, valid
 from drawn_cases import describe
 
-from sley_core.testing.ranks import Ranks
+from sley_testing.ranks import Ranks
 
 
 def main(arguments: list[str]) -> int:

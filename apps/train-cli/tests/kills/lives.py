@@ -16,8 +16,8 @@ import tomli_w
 
 from sley_core.attempt import read_attempt
 from sley_core.checkpoint import newest, read
-from sley_core.testing.forked import ForkedProgram
-from sley_core.testing.plans import Tables
+from sley_testing.forked import ForkedProgram
+from sley_testing.plans import Tables
 
 NAME = "killed"
 LIFE_S = 60.0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lives import End, end, kill_anywhere, kill_in_a_save, live, start, undisturbed
 
-from sley_core.testing.plans import Tables, changed, small_plan, write_texts
+from sley_testing.plans import Tables, changed, small_plan, write_texts
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sley_cma.transport import Cma
 from sley_core.comm.collectives import Pending
 from sley_core.comm.groups import Groups
 from sley_core.comm.transport.alone import Done
 from sley_core.comm.transport.backend import Backend
-from sley_core.comm.transport.cma.transport import Cma
 from sley_core.comm.transport.direct import Direct
 
 VARIABLE, HIT = "SLEY_TEST_FAULT", Path("hit.json")

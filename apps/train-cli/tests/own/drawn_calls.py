@@ -29,9 +29,9 @@ from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.memory.state import Where
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_core.testing.drawn_copies import DrawnDevice
-from sley_core.testing.plain import PlainLoop
-from sley_core.testing.plans import Tables, changed, small_plan
+from sley_testing.drawn_copies import DrawnDevice
+from sley_testing.plain import PlainLoop
+from sley_testing.plans import Tables, changed, small_plan
 
 Tensors = dict[str, Tensor]
 Call = tuple[Any, ...]

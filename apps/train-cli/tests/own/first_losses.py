@@ -10,7 +10,7 @@ from torch import Tensor
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.runs import weights
+from sley_testing.runs import weights
 
 
 def starts(plans: list[dict[str, Any]], texts: Path) -> list[tuple[dict[str, Tensor], list[float]]]:

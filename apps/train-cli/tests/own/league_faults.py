@@ -81,7 +81,7 @@ def counts_ignored_labels(original: Any, self: Any, labels: Any, ignore_index: i
     return original(self, labels.masked_fill(labels == ignore_index, 0), ignore_index, smoothing)
 
 
-@wrong("sley_core.model.llama:SelfAttention.forward", "packed-dp")
+@wrong("sley_models.llama:SelfAttention.forward", "packed-dp")
 def sees_other_documents(original: Any, self: Any, x: Any, positions: Any, cu_seqlens: Any) -> Any:
     """Attention does not hear of documents."""
     return original(self, x, positions, None)

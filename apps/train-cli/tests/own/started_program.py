@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from sley_core.testing.forked import ForkedProgram
-from sley_core.testing.processes import MARK, Process, assert_none_left, descendants, processes_with
+from sley_testing.forked import ForkedProgram
+from sley_testing.processes import MARK, Process, assert_none_left, descendants, processes_with
 
 LIMIT_S = 60.0
 """How long a program may take on a machine that is busy with other tests."""

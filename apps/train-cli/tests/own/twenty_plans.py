@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sley_core.testing.plans import Tables, changed, small_plan
+from sley_testing.plans import Tables, changed, small_plan
 
 
 class Shape(NamedTuple):
@@ -87,7 +87,7 @@ def _tables(kind: Kind, device: str, *, is_large: bool) -> Tables:
     less = 1 if is_large else SMALLER
     shape, more = kind.shape, kind.more or {}
     micro = kind.micro if is_large else max(1, kind.micro // FEWER)
-    model = {"use": "core.llama", "num_layers": shape.layers, "hidden": shape.hidden // less, "heads": shape.heads}
+    model = {"use": "models.llama", "num_layers": shape.layers, "hidden": shape.hidden // less, "heads": shape.heads}
     model |= {"kv_heads": shape.kv_heads, "vocab_size": VOCABULARY if is_large else SMALL_VOCABULARY}
     data = {"use": "core.text", "source": "python-stdlib", "sequence": shape.sequence // less, "documents": "cut"}
     offload = [table if is_large else table | {"bucket_mb": 0.5} for table in kind.offload or ()]

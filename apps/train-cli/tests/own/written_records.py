@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sley_core.reports.work_record import DATA, UPDATE, Queue, SeenMessage, Spread, Start, Usage, Window, WorkRecord
+from sley_doctor.reports.work_record import DATA, UPDATE, Queue, SeenMessage, Spread, Start, Usage, Window, WorkRecord
 
 BLOCK = "Block Linearx2 4096"
 QUIET = Usage(0.1, 0.01, 10, 0, 0)

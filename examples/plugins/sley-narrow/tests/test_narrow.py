@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from sley_core.testing.contract import GradientHandlerContract, observe
+from sley_testing.contract import GradientHandlerContract, observe
 
 
 class TestNarrow(GradientHandlerContract):

@@ -39,10 +39,10 @@ from sley_core.equip import checkpoints_of, outputs_of, samples_of
 from sley_core.equipment import AssemblyFacts
 from sley_core.errors import KeyPath, PlanError
 from sley_core.join import join
-from sley_core.memory.assemble import memory_of, move_numbers
 from sley_core.model.imagine import imagine
 from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
+from sley_core.offload import memory_of, move_numbers
 from sley_core.plan.check import check_plan
 from sley_core.run import Run
 from sley_core.uncompiled import leave_compiler_out

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sley_core.errors import RunError
-from sley_core.metrics.json_text import write_whole
+from sley_core.json_text import write_whole
 
 NAME = "attempt.json"
 

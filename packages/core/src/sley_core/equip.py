@@ -18,10 +18,10 @@ from sley_core.engine.profile import StepProfiler
 from sley_core.engine.step_batch import BatchSplitter
 from sley_core.engine.timeline import StepTimeline
 from sley_core.equipment import Outputs, Samples, rows_of
-from sley_core.export.run_weights import CHECKPOINTS
 from sley_core.metrics.parts import keepers_of
 from sley_core.metrics.throughput import Meter
 from sley_core.model.buffers import BufferWatch
+from sley_core.run_files import CHECKPOINTS
 
 if TYPE_CHECKING:
     from sley_core.comm.world import World

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from sley_core.comm.groups import Group, Groups
     from sley_core.comm.world import World
     from sley_core.data.dataset import AnyDataset
-    from sley_core.loader import Plugin
     from sley_core.model.layers import Model
+    from sley_core.plan.loader import Plugin
     from sley_core.plan.plan import Plan
     from sley_core.topology import Topology
 

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
     from sley_core.comm.world import World
     from sley_core.engine.book import ParameterBook
-    from sley_core.loader import Plugin
     from sley_core.model.layers import Layer
+    from sley_core.plan.loader import Plugin
     from sley_core.plan.plan import Plan
     from sley_core.topology import Topology
 

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sley_core.checkpoint.trees import StateLeaf, joined, leaves
-from sley_core.checkpoint.values import from_json, to_json
 from sley_core.engine.cuts import Span
 from sley_core.engine.step_events import step_buckets
 from sley_core.errors import RunError
+from sley_core.factory import cause
 from sley_core.generators import comparable_state, generators_of_optimizer, seed_host, seed_own, seeded
+from sley_core.json_values import from_json, to_json
 from sley_core.optim.shared import (
     attributes_of,
     copied,
@@ -35,7 +36,6 @@ from sley_core.optim.shared import (
     shared_values,
 )
 from sley_core.optim.traits import Traits, has_modes, in_training, with_own_gradients
-from sley_core.plan.factory import cause
 
 if TYPE_CHECKING:
     from sley_core.records import Scope

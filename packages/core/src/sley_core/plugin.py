@@ -12,8 +12,6 @@ from sley_core.hookspecs import hookimpl
 from sley_core.losses.config import CrossEntropyConfig
 from sley_core.metrics.check import check_metrics
 from sley_core.metrics.config import JsonlConfig, TensorboardConfig, WandbConfig
-from sley_core.model.check import check_model
-from sley_core.model.config import LlamaConfig
 from sley_core.optim.check import check_learning_rate
 from sley_core.optim.config import (
     AdamWConfig,
@@ -31,18 +29,12 @@ from sley_core.records import (
     LossRecord,
     LRScheduleRecord,
     MetricsWriterRecord,
-    ModelRecord,
     OptimizerRecord,
     Problem,
 )
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
-
-
-@hookimpl
-def sley_models() -> list[ModelRecord]:
-    return [ModelRecord(name="llama", config=LlamaConfig, build="sley_core.model.llama:layers")]
 
 
 @hookimpl
@@ -127,4 +119,4 @@ def sley_metrics_writers() -> list[MetricsWriterRecord]:
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterable[Problem]:
-    return [*check_model(plan), *check_data(plan), *check_learning_rate(plan), *check_metrics(plan)]
+    return [*check_data(plan), *check_learning_rate(plan), *check_metrics(plan)]

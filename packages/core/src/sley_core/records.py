@@ -47,8 +47,19 @@ class Record:
         return getattr(import_module(module), attribute)
 
 
+@dataclass(frozen=True, kw_only=True)
 class ModelRecord(Record):
-    """`build(config, data: DataInfo) -> layers`: a list of modules or of (name, module) pairs, made on meta."""
+    """`build(config, data: DataInfo) -> layers`: a list of modules or of (name, module) pairs, made on meta.
+
+    exports: by format of `train-cli export`, beside "safetensors": `"module:attribute"` of
+        `export(plan, source, out, max_file_bytes) -> list[str]`, which writes the weights of `source` (`api.files.Tensors`)
+        into the new folder `out` and returns the names of its files.
+    names_are_own: whether the weights have no other names than those of their layers, so that an export need not make the
+        model.
+    """
+
+    exports: Mapping[str, str] = field(default_factory=dict)
+    names_are_own: bool = False
 
 
 class DatasetRecord(Record):
@@ -86,12 +97,14 @@ class LRScheduleRecord(Record):
 class PartitionerRecord(Record):
     """`build(config) -> (costs, num_chunks) -> boundaries`.
 
-    costs: what the result is called with for each layer: its number of parameters, or the seconds of a timed forward and
-        backward. For seconds the config has a key `layer_costs`, None by default: the run times the layers if it is None, and
-        writes the result into the plan in its folder.
+    timer: `"module:attribute"` of a function `timer(plan, world, draft, dtype) -> list[float]` that measures the seconds of a
+        forward and backward of each layer, equal on all ranks of `world`. `draft(info) -> Model` makes the model on meta;
+        `dtype` is that of the working weights. The result is then called with these seconds, in place of each layer's number
+        of parameters. The config has a key `layer_costs`, None by default: only then does the run call the timer; it writes
+        the seconds into the plan in its folder.
     """
 
-    costs: Literal["parameters", "seconds"] = "parameters"
+    timer: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +254,28 @@ class ProcessGroupRecord:
     ranks: tuple[tuple[int, ...], ...]
     lanes: tuple[str, ...] = ("main",)
     attaches: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportRecord:
+    """A transport for CPU ranks in place of gloo's messages. An entry point of the group `sley.transports` names it; a package
+    that brings one is found by being installed, and used by plans that leave `[parallel] cross_memory_attach` on.
+
+    connect: `"module:attribute"` of `connect(members, lanes, timeout_s) -> dict[str, Transport]`, a collective of the group
+        `members`: a transport by name for each of `lanes` (torch's process groups by name), or {} on all ranks alike where
+        they cannot reach each other so. timeout_s: of every wait.
+    scratch: `"module:attribute"` of `scratch(own) -> object`, which takes the memory that summing the peers' parts of `own`
+        takes, for estimates; None if that is none.
+    """
+
+    name: str
+    connect: str
+    scratch: str | None = None
+
+    def load(self, what: str) -> Any:
+        """Returns the object that the string `what` of this record names; imports its module."""
+        module, _, attribute = what.partition(":")
+        return getattr(import_module(module), attribute)
 
 
 @dataclass(frozen=True)

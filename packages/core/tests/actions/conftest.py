@@ -9,7 +9,7 @@ import pytest
 
 from sley_core.actions.action import Action, Kind
 from sley_core.actions.placement import Placement
-from sley_core.testing import lists
+from sley_testing import lists
 
 Lists = list[list[Action]]
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sley_core.checkpoint import direct_files
-from sley_core.checkpoint.direct_files import crc_of_file, write_file
+from sley_core.files import direct_files
+from sley_core.files.direct_files import crc_of_file, write_file
 
 BUFFER = 16 << 10
 

@@ -11,15 +11,15 @@ import pytest
 
 from sley_core.assemble import assemble
 from sley_core.checkpoint import newest, read, verify
-from sley_core.checkpoint.folders import LocalFolder
 from sley_core.checkpoint.live_bytes import LiveBytes
 from sley_core.comm.world import World
 from sley_core.errors import RunError
+from sley_core.files.folders import LocalFolder
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.resumed import assert_same_stretch, saving_at, stretch
-from sley_core.testing.runs import weights
+from sley_testing.plans import changed, small_plan
+from sley_testing.resumed import assert_same_stretch, saving_at, stretch
+from sley_testing.runs import weights
 
 
 def plan(**changes: Any) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from sley_core.checkpoint.reader import Checkpoint
 from sley_core.checkpoint.rectangles import all_of, rectangles
 from sley_core.checkpoint.regions import Region
 from sley_core.checkpoint.trees import joined, leaves
-from sley_core.checkpoint.values import from_json, to_json
 from sley_core.engine.cuts import Span
 from sley_core.engine.shards import Shard
 from sley_core.errors import RunError
-from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.resumed import stretch
+from sley_core.json_values import from_json, to_json
+from sley_testing.plans import changed, small_plan
+from sley_testing.resumed import stretch
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 

@@ -16,14 +16,14 @@ from torch import nn
 
 from sley_core.assemble import assemble
 from sley_core.checkpoint import newest, read, verify
-from sley_core.checkpoint.folders import LocalFolder
 from sley_core.checkpoint.index import INDEX
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
+from sley_core.files.folders import LocalFolder
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.forked import ForkedProgram
-from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.resumed import assert_same_stretch, stretch
+from sley_testing.forked import ForkedProgram
+from sley_testing.plans import changed, small_plan
+from sley_testing.resumed import assert_same_stretch, stretch
 
 PLAN = small_plan(run__steps=6, batch__micro_size=4)
 
@@ -74,7 +74,7 @@ DAMAGES: dict[tuple[str, Callable[[Path, Path], None]], str] = {
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two checkpoints of a run, after steps 2 and 4."""
-    from sley_core.testing.plans import write_texts
+    from sley_testing.plans import write_texts
 
     folder = tmp_path_factory.mktemp("two")
     write_texts(folder)
@@ -185,10 +185,10 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from sley_core.assemble import assemble
-from sley_core.checkpoint.folders import LocalFolder
+from sley_core.files.folders import LocalFolder
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.forked import ForkedProgram
+from sley_testing.forked import ForkedProgram
 
 tables, folder, at = eval(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 count = 0

@@ -12,7 +12,7 @@ from sley_core.checkpoint.live_bytes import KeptMemory, LiveBytes
 from sley_core.checkpoint.rectangles import Rectangle
 from sley_core.checkpoint.tensor_file import TensorPiece
 from sley_core.comm.copies import HostMemory
-from sley_core.testing.drawn_copies import DrawnDevice, DrawnStream
+from sley_testing.drawn_copies import DrawnDevice, DrawnStream
 
 
 class Asynchronous(DrawnDevice):

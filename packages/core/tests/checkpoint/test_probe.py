@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from sley_core.assemble import assemble
-from sley_core.checkpoint import folders, probe
 from sley_core.comm.world import World
 from sley_core.errors import RunError
+from sley_core.files import folders, probe
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import changed, small_plan
+from sley_testing.plans import changed, small_plan
 
 DP = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "core.each"}], "limits": {"collective_timeout_s": 4}}
 

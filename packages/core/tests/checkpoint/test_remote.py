@@ -9,13 +9,13 @@ import pytest
 
 from sley_core.assemble import assemble
 from sley_core.checkpoint import newest, read, verify
-from sley_core.checkpoint.folders import open_folder
 from sley_core.checkpoint.index import INDEX
-from sley_core.checkpoint.remote import RemoteFolder
 from sley_core.comm.world import World
 from sley_core.errors import UsageError
+from sley_core.files.folders import open_folder
+from sley_core.files.remote import RemoteFolder
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import small_plan
+from sley_testing.plans import small_plan
 
 fsspec = pytest.importorskip("fsspec")
 

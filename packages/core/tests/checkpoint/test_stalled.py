@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from sley_core.assemble import assemble
-from sley_core.checkpoint.folders import LocalFolder
 from sley_core.checkpoint.tensor_file import bytes_of
 from sley_core.checkpoint.timed import StalledError, TimedFolder, TimedReads
 from sley_core.comm.world import World
 from sley_core.errors import RunError
+from sley_core.files.folders import LocalFolder
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.resumed import stretch
+from sley_testing.plans import changed, small_plan
+from sley_testing.resumed import stretch
 
 LIMIT_S = 6.0
 PLAN = changed(

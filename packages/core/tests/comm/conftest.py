@@ -1,21 +1,11 @@
 from __future__ import annotations
 
 import socket
-import sys
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
-from sley_core.comm import meeting, occasions, reach
-
-sys.path.append(str(Path(__file__).parent / "own"))  # modules of tests import from there while they are collected
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "PATIENCE_S", 1.0)
-    monkeypatch.setattr(meeting, "STRAGGLERS_S", 0.1)
+from sley_core.comm import occasions
 
 
 @pytest.fixture

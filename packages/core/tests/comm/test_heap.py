@@ -12,7 +12,7 @@ from sley_core import assemble as assembly
 from sley_core.comm.malloc import keep_freed_memory
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import small_plan
+from sley_testing.plans import small_plan
 
 FAULTS = """
 import ctypes

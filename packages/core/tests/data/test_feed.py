@@ -17,10 +17,10 @@ from numbered import INFO, Numbers
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from sley_core.checkpoint.values import from_json, to_json
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.data.feed import Feed
 from sley_core.errors import PlanError, RunError
+from sley_core.json_values import from_json, to_json
 
 
 class Stream:

@@ -24,7 +24,7 @@ plan = 1
 name = "data"
 steps = 2
 [model]
-use = "core.llama"
+use = "models.llama"
 num_layers = 1
 hidden = 8
 heads = 1

@@ -13,8 +13,8 @@ from sley_core.data.config import TextConfig
 from sley_core.data.dataset import IGNORED, DataContext
 from sley_core.data.text import TextDataset
 from sley_core.data.tokenizer import Tokenizer as OurTokenizer
-from sley_core.data.tokenizer import without_settings
 from sley_core.errors import PlanError, PluginError
+from sley_core.weight_files.tokenizers import without_settings
 
 WORDS = ["<end>", "the", "shuttle", "carries", "weft", "é"]
 

@@ -13,7 +13,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_core.testing.plans import changed, small_plan
+from sley_testing.plans import changed, small_plan
 
 OWN = Path(__file__).parent / "own"
 PLAN = small_plan(

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sley_core.errors import RunError, StateError, UsageError
-from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.runs import GRADIENTS, gradients, weights
+from sley_testing.parity import assert_same_bits
+from sley_testing.runs import GRADIENTS, gradients, weights
 
 
 def cut(batch, *sizes):

@@ -17,8 +17,8 @@ from sley_core.engine.fingerprint import CHUNK_WORDS, fingerprint
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_core.testing.parity import assert_close_gradients, assert_same_bits
-from sley_core.testing.runs import record, same_on_all
+from sley_testing.parity import assert_close_gradients, assert_same_bits
+from sley_testing.runs import record, same_on_all
 
 Change = Callable[[Run, bool], Any]
 

@@ -13,7 +13,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.runs import weights
+from sley_testing.runs import weights
 
 
 @pytest.fixture

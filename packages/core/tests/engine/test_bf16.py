@@ -7,8 +7,8 @@ import torch
 
 from sley_core.engine.flat import ALIGNMENT_BYTES
 from sley_core.protocols import GradientHandler
-from sley_core.testing.parity import assert_close_gradients, assert_same_bits
-from sley_core.testing.runs import record, same_on_all
+from sley_testing.parity import assert_close_gradients, assert_same_bits
+from sley_testing.runs import record, same_on_all
 
 NEAR = 2**-7
 """How far a gradient may be from the one-process run's, relative to its norm (docs/design.md, Parity)."""

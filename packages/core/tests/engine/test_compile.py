@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from sley_core.testing.parity import assert_close_gradients
-from sley_core.testing.runs import record
+from sley_testing.parity import assert_close_gradients
+from sley_testing.runs import record
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sley_core.testing.plans import small_plan
-from sley_core.testing.runs import assert_parity, record
+from sley_testing.plans import small_plan
+from sley_testing.runs import assert_parity, record
 
 
 def plan(accumulation, **changes):

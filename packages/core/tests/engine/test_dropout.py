@@ -12,7 +12,7 @@ from sley_core.engine.activations import Keep
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.model.layers import Layer
-from sley_core.testing.runs import assert_parity, record, same_on_all
+from sley_testing.runs import assert_parity, record, same_on_all
 
 DROPOUT = {"factory": "own_models:plain", "options": {"dropout": 0.5}}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from sley_core.testing.contract import GradientHandlerContract
+from sley_testing.contract import GradientHandlerContract
 
 
 class TestEach(GradientHandlerContract):

@@ -9,8 +9,8 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import RunError, UsageError
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.runs import record, weights
+from sley_testing.parity import assert_same_bits
+from sley_testing.runs import record, weights
 
 EVERY_2 = {"every": 2, "steps": 3}
 

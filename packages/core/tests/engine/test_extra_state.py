@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.assemble import assemble
+from sley_core.checkpoint.weights import weights_of_checkpoint
 from sley_core.comm.world import World
 from sley_core.errors import RunError
-from sley_core.export.checkpoint_weights import weights_of_checkpoint
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.contract_model import SQUARES, contract_plan
-from sley_core.testing.optimizer_contract import WIDTH
 from sley_core.weight_files.read import WeightFiles
+from sley_testing.contract_model import SQUARES, contract_plan
+from sley_testing.optimizer_contract import WIDTH
 
 
 class Scaled(nn.Linear):
@@ -45,7 +45,7 @@ def layers(refused: bool = False) -> list[nn.Module]:
 
 def tables(**more: Any) -> dict[str, Any]:
     return contract_plan(
-        "sley_core.testing.optimizer_contract",
+        "sley_testing.optimizer_contract",
         loss=SQUARES,
         batch={"global_size": 4, "micro_size": 2},
         optimizer={"use": "core.sgd", "lr": 0.1},

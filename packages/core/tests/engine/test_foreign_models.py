@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import small_plan
-from sley_core.testing.runs import assert_parity, record, same_on_all
+from sley_testing.plans import small_plan
+from sley_testing.runs import assert_parity, record, same_on_all
 
 MODELS = Path(__file__).parents[4] / "examples" / "models"
 HF_LLAMA = small_plan(

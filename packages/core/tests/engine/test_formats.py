@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from sley_core.errors import PlanError
-from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.runs import record, same_on_all, weights
+from sley_testing.parity import assert_same_bits
+from sley_testing.runs import record, same_on_all, weights
 
 KEEP = {"compute": "bf16", "keep": ["*.router.*"]}
 

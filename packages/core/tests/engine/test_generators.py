@@ -10,7 +10,7 @@ import torch
 
 from sley_core.errors import RunError, SleyError
 from sley_core.generators import host_state, seed_host
-from sley_core.testing.runs import assert_parity, record, same_on_all
+from sley_testing.runs import assert_parity, record, same_on_all
 
 KINDS = (
     "numpy",

@@ -11,9 +11,9 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.parity import relative_errors
-from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.runs import assert_parity, record, same_on_all
+from sley_testing.parity import relative_errors
+from sley_testing.plans import changed, small_plan
+from sley_testing.runs import assert_parity, record, same_on_all
 
 pytestmark = pytest.mark.gpu
 

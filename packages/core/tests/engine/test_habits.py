@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from sley_core.testing.by_hand import assert_by_hand
-from sley_core.testing.habits import HABITS
-from sley_core.testing.habits import layers as layers_of
-from sley_core.testing.runs import record, same_on_all
+from sley_testing.by_hand import assert_by_hand
+from sley_testing.habits import HABITS
+from sley_testing.habits import layers as layers_of
+from sley_testing.runs import record, same_on_all
 
 
 def tables(small, habit, accumulation="direct", **changes):
     return small(
-        model={"factory": "sley_core.testing.habits:model", "options": {"habit": habit}},
+        model={"factory": "sley_testing.habits:model", "options": {"habit": habit}},
         precision={"compute": "fp64", "accumulation": accumulation},
         **changes,
     )

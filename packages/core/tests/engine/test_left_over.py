@@ -15,7 +15,7 @@ from sley_core.engine.left_over import refuse_left_over
 from sley_core.errors import RunError
 from sley_core.model.build import build_on_meta
 from sley_core.model.materialize import materialize
-from sley_core.testing.habits import Embed
+from sley_testing.habits import Embed
 
 
 class First(nn.Module):

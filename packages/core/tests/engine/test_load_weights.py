@@ -17,7 +17,7 @@ from sley_core.engine.shards import wholes
 from sley_core.errors import RunError, SleyError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_core.testing.runs import weights
+from sley_testing.runs import weights
 
 PRECISIONS = ["fp32", "bf16", "fp16"]
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from sley_core.engine.loss_scale import LARGEST, LossScale
 from sley_core.errors import RunError
 from sley_core.plan.tables import LossScaleTable
-from sley_core.testing.parity import assert_close_gradients, assert_same_bits
-from sley_core.testing.runs import assert_parity, record, same_on_all
+from sley_testing.parity import assert_close_gradients, assert_same_bits
+from sley_testing.runs import assert_parity, record, same_on_all
 
 FP16 = {"compute": "fp16"}
 

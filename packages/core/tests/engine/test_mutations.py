@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from sley_core.comm.groups import Group, Groups
 from sley_core.engine.loss_weight import BatchWeight
-from sley_core.testing.runs import alone, assert_parity, record
+from sley_testing.runs import alone, assert_parity, record
 
 ENTRY = "blocks.1.inner.weight"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sley_core.testing.forked import ForkedProgram
+from sley_testing.forked import ForkedProgram
 
 PROGRAM = Path(__file__).parents[4] / "examples" / "own_loop.py"
 CHANGES = ['run.device="cpu"', "model.num_layers=1", "model.hidden=64", "optimizer.lr=0.02"]

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.runs import alone, assert_parity, record, same_on_all
+from sley_testing.plans import changed, small_plan
+from sley_testing.runs import alone, assert_parity, record, same_on_all
 
 PLAN = small_plan(evaluation={"every": 2, "steps": 1}, learning_rate={"use": "core.cosine", "warmup_steps": 1})
 

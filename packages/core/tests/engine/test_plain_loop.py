@@ -11,12 +11,12 @@ from sley_core.comm.world import World
 from sley_core.losses.config import CrossEntropyConfig
 from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plain import NothingToTrainError, PlainLoop, assert_step, decay_groups
-from sley_core.testing.runs import gradients, weights
+from sley_testing.plain import NothingToTrainError, PlainLoop, assert_step, decay_groups
+from sley_testing.runs import gradients, weights
 
 PLAN = {
     "run": {"name": "plain", "steps": 4, "device": "cpu"},
-    "model": {"use": "core.llama", "num_layers": 2, "hidden": 16, "heads": 2, "tie_embeddings": True},
+    "model": {"use": "models.llama", "num_layers": 2, "hidden": 16, "heads": 2, "tie_embeddings": True},
     "data": {"use": "core.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
     "batch": {"global_size": 6, "micro_size": 2},
     "optimizer": {"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5},

@@ -14,13 +14,12 @@ from torch import Tensor
 from sley_core.engine.pools import Pools
 from sley_core.errors import PlanError
 from sley_core.hookspecs import hookimpl
-from sley_core.loader import Loader
 from sley_core.metrics.parts import counts_of
 from sley_core.plan.load import plan_from_dict
 from sley_core.protocols import MemoryPool
 from sley_core.records import MemoryPoolRecord, SchedulerHookRecord
 from sley_core.table import Array, RecordReference, Table
-from sley_core.testing.plans import small_plan
+from sley_testing.plans import loader_of, small_plan
 
 
 class SizedConfig(Table):
@@ -66,7 +65,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> Pools:
     tables = small_plan(
         scheduler_hooks=[{"use": "own.user", "pools": ["large"]}], pools={"large": {"use": "own.sized", "size": 64}}
     )
-    return Pools(plan_from_dict(tables, loader=Loader(plugins={"own": Plugin()})))
+    return Pools(plan_from_dict(tables, loader=loader_of({"own": Plugin()})))
 
 
 def test_one_pool_for_all_who_name_it(pools: Pools) -> None:

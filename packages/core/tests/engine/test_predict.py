@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sley_core.errors import RunError
-from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.runs import weights
+from sley_testing.parity import assert_same_bits
+from sley_testing.runs import weights
 
 
 def halved(batch):

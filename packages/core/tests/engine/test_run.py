@@ -13,10 +13,10 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PluginError, RunError
 from sley_core.hookspecs import hookimpl
-from sley_core.loader import Loader
 from sley_core.metrics.config import JsonlConfig
 from sley_core.plan.load import plan_from_dict
 from sley_core.records import MetricsWriterRecord
+from sley_testing.plans import loader_of
 
 ROW = ["step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_s", "data_wait_s", "memory_mb"]
 
@@ -59,7 +59,7 @@ def heard(alone, small):
             sley_metrics_writers=_writers,
         )
         tables = small(metrics=[{"use": "ear.writer"}], **changes)
-        return alone(tables, loader=Loader(plugins={"ear": plugin}))
+        return alone(tables, loader=loader_of({"ear": plugin}))
 
     return heard
 

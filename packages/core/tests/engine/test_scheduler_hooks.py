@@ -11,8 +11,8 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import is_foreign
-from sley_core.loader import Loader
 from sley_core.plan.load import plan_from_dict
+from sley_testing.plans import loader_of
 
 HOOK = {"scheduler_hooks": [{"use": "spy.spy"}]}
 
@@ -26,7 +26,7 @@ def spy(own):
 @pytest.fixture
 def watched(alone, spy):
     """`with watched(tables) as run`: with the hook; what it saw is in `spy.Spy.latest.seen`."""
-    return lambda tables: alone(tables | HOOK, loader=Loader(plugins={"spy": spy}))
+    return lambda tables: alone(tables | HOOK, loader=loader_of({"spy": spy}))
 
 
 def told(spy):
@@ -121,7 +121,7 @@ def test_evaluation_is_seen_as_such_and_has_no_backward(watched, small, spy):
 def ranks_places(tables, folder):
     """Where this rank's micro-batches stand among all, in its second step."""
     module = importlib.import_module("own_hooks")
-    plan = plan_from_dict(tables | HOOK, folder, loader=Loader(plugins={"spy": module}))
+    plan = plan_from_dict(tables | HOOK, folder, loader=loader_of({"spy": module}))
     with World.join("cpu") as world, assemble(plan, world) as run:
         run.step()
         module.Spy.latest.seen.clear()

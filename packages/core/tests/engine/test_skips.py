@@ -15,8 +15,8 @@ from sley_core.engine.skips import Skips
 from sley_core.errors import RunError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.runs import record, same_on_all, weights
+from sley_testing.parity import assert_same_bits
+from sley_testing.runs import record, same_on_all, weights
 
 SAME = ("loss", "grad_norm", "lr", "skipped")
 

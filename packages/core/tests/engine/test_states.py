@@ -8,7 +8,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.states import MASTER, states_of
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import small_plan
+from sley_testing.plans import small_plan
 
 
 def test_nested_states_have_the_way_to_them_in_their_names(texts):

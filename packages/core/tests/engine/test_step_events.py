@@ -15,9 +15,9 @@ from sley_core.engine.step_events import step_buckets
 from sley_core.errors import RunError
 from sley_core.optim.late import with_late_gradients
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.plans import small_plan
-from sley_core.testing.runs import weights
+from sley_testing.parity import assert_same_bits
+from sley_testing.plans import small_plan
+from sley_testing.runs import weights
 
 GROUPS = {"use": "core.adamw", "lr": 3e-3, "groups": [{"match": "blocks.0.*", "lr": 1e-3, "weight_decay": 0.1}]}
 

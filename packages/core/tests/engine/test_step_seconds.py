@@ -15,7 +15,7 @@ from sley_core.comm.device import Device, Moment
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_core.testing.plans import small_plan
+from sley_testing.plans import small_plan
 
 STEP_S = 0.03
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sley_core.testing.parity import assert_close_gradients
-from sley_core.testing.runs import assert_parity, record, same_on_all
+from sley_testing.parity import assert_close_gradients
+from sley_testing.runs import assert_parity, record, same_on_all
 
 
 @pytest.mark.sample(2)

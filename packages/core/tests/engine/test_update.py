@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sley_core.errors import PlanError
-from sley_core.testing.parity import assert_close_gradients, assert_same_bits
-from sley_core.testing.runs import assert_parity, record, same_on_all, weights
+from sley_testing.parity import assert_close_gradients, assert_same_bits
+from sley_testing.runs import assert_parity, record, same_on_all, weights
 
 
 def given_gradients(run):

@@ -9,8 +9,8 @@ from sley_core.engine import written
 from sley_core.errors import SleyError
 from sley_core.losses.config import CrossEntropyConfig
 from sley_core.losses.cross_entropy import CrossEntropy
-from sley_core.testing.plain import PlainLoop, assert_step
-from sley_core.testing.runs import gradients, record, weights
+from sley_testing.plain import PlainLoop, assert_step
+from sley_testing.runs import gradients, record, weights
 
 KINDS = ("in place", "data", "new data", "trained")
 

@@ -19,7 +19,7 @@ from sley_core.memory.state import PARTS, Moved, Where, is_away
 from sley_core.plan.check_offload import check_offload
 from sley_core.plan.load import plan_from_dict
 from sley_core.records import OffloadManagerRecord
-from sley_core.testing.plans import small_plan
+from sley_testing.plans import small_plan
 
 
 class Shelf:

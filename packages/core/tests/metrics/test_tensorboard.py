@@ -14,7 +14,7 @@ from sley_core.metrics.tensorboard import TensorboardWriter
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.protocols import MetricsWriter
-from sley_core.testing.plans import small_plan
+from sley_testing.plans import small_plan
 
 
 def test_every_number_is_a_point_of_its_curve(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from sley_core.data.dataset import DataInfo, Field
 from sley_core.metrics import memory
 from sley_core.metrics.memory import memory_mb, resident_mb
 from sley_core.metrics.throughput import Meter
-from sley_core.testing.ranks import Ranks
+from sley_testing.ranks import Ranks
 
 CPU = torch.device("cpu")
 TOKENS = DataInfo({"mask": Field("bool"), "tokens": Field("int64", sequence_dim=1)}, vocab_size=256, sequence=7)

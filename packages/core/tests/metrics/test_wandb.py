@@ -19,7 +19,7 @@ from sley_core.metrics.check import check_metrics
 from sley_core.metrics.config import WandbConfig
 from sley_core.metrics.wandb import WandbWriter
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import small_plan
+from sley_testing.plans import small_plan
 
 
 class Runs:

@@ -4,64 +4,35 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from sley_core.data.dataset import DataInfo, Field
-from sley_core.model.build import build_on_meta
+from sley_core.data.dataset import DataInfo
 from sley_core.model.layers import Model
-from sley_core.model.materialize import materialize
+from sley_testing import built
 
 sys.path.append(str(Path(__file__).parent / "own"))  # modules of tests import from there while they are collected
 EXAMPLES = Path(__file__).parents[4] / "examples" / "models"
 
 
-@dataclass
-class Given:
-    """Stands for a plan's component: something that builds layers."""
-
-    build: Callable[[DataInfo], Any]
-    name: str = "given"
-
-
 @pytest.fixture
 def info() -> DataInfo:
-    rows = Field("int64", sequence_dim=1)
-    fields = {"tokens": rows, "labels": rows, "positions": rows, "cu_seqlens": Field("int32")}
-    return DataInfo(fields, vocab_size=97, sequence=24)
+    return built.TOKENS
 
 
 @pytest.fixture
-def build(info: DataInfo) -> Callable[..., Model]:
+def build() -> Callable[..., Model]:
     """`build(function, seed=0)`: the model of `function(data)`, on meta."""
-
-    def build(function: Callable[[DataInfo], Any], seed: int = 0) -> Model:
-        return build_on_meta(Given(function), info, seed)  # type: ignore[arg-type]
-
-    return build
+    return lambda function, seed=0: built.on_meta(function, seed=seed)
 
 
 @pytest.fixture
-def real(build: Callable[..., Model]) -> Callable[..., Model]:
+def real() -> Callable[..., Model]:
     """`real(function, dtype=fp32, owned=None, seed=0)`: the same with its first weights."""
-
-    def real(
-        function: Callable[[DataInfo], Any],
-        dtype: torch.dtype = torch.float32,
-        owned: set[str] | None = None,
-        seed: int = 0,
-    ) -> Model:
-        model = build(function, seed)
-        device = torch.device("cpu")
-        materialize(model.layers, seed=seed, init_weights=model.init_weights, dtype=dtype, device=device, owned=owned)
-        return model
-
-    return real
+    return built.with_values
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.errors import PlanError, PluginError
-from sley_core.model import llama
 from sley_core.model.build import build_on_meta, parameters_on_meta
-from sley_core.model.config import LlamaConfig
 from sley_core.model.layers import Model
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import small_plan
-from sley_core.testing.ranks import Ranks
+from sley_models import llama
+from sley_models.config import LlamaConfig
+from sley_testing.plans import small_plan
+from sley_testing.ranks import Ranks
 
 Build = Callable[..., Model]
 

@@ -17,7 +17,7 @@ from sley_core.data.dataset import DataInfo, Field
 from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
-from sley_core.testing.ranks import Ranks
+from sley_testing.ranks import Ranks
 
 COUNT, SIZE = 16, 1024
 """Layers, of one weight of 4 MiB each."""

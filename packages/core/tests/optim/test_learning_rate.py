@@ -15,7 +15,7 @@ from sley_core.optim.config import ConstantConfig, CosineConfig, LinearConfig, W
 from sley_core.optim.learning_rate import SHAPES, Factor, constant, cosine, linear, warmup_stable_decay
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
-from sley_core.testing.plans import small_plan
+from sley_testing.plans import small_plan
 
 FALLING: list[tuple[Any, Any]] = [
     (linear, LinearConfig),

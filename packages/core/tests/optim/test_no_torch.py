@@ -15,7 +15,7 @@ MODULES = [
     "optim.check",
     "metrics.check",
     "metrics.config",
-    "metrics.json_text",
+    "json_text",
     "metrics.jsonl",
     "metrics.summary",
 ]

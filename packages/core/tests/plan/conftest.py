@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import pytest
 
 from sley_core.hookspecs import hookimpl
-from sley_core.loader import Loader
 from sley_core.optim.config import OptimizerConfig
 from sley_core.plan.load import plan_from_dict
+from sley_core.plan.loader import Loader
 from sley_core.plan.plan import Plan
 from sley_core.records import (
     GradientHandlerRecord,
@@ -23,6 +23,7 @@ from sley_core.records import (
     SchedulerHookRecord,
 )
 from sley_core.table import Array, PlanPath, RecordReference, Table
+from sley_testing.plans import loader_of
 
 TEXT = """\
 plan = 1
@@ -32,7 +33,7 @@ name = "small"
 steps = 20
 
 [model]
-use = "core.llama"
+use = "models.llama"
 num_layers = 2
 hidden = 16
 heads = 2
@@ -57,7 +58,7 @@ dp = 2
 TABLES: dict[str, Any] = {
     "plan": 1,
     "run": {"name": "small", "steps": 20},
-    "model": {"use": "core.llama", "num_layers": 2, "hidden": 16, "heads": 2},
+    "model": {"use": "models.llama", "num_layers": 2, "hidden": 16, "heads": 2},
     "data": {"use": "core.text", "source": "python-stdlib", "sequence": 8},
     "batch": {"global_size": 8, "micro_size": 2},
     "optimizer": {"use": "core.adamw", "lr": 3e-3},
@@ -126,7 +127,7 @@ class Pools:
 
 @pytest.fixture
 def loader() -> Loader:
-    return Loader(plugins={"handlers": Handlers(), "pools": Pools()})
+    return loader_of({"handlers": Handlers(), "pools": Pools()})
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import tomli
 from sley_core.errors import PlanError, UsageError
 from sley_core.plan.build import draft
 from sley_core.plan.load import load_plan, plan_from_dict
-from sley_core.testing.plans import small_plan, write_texts
+from sley_testing.plans import small_plan, write_texts
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from sley_core.errors import PlanError
 from sley_core.plan.changes import changes, refuse_changes
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import small_plan
+from sley_testing.plans import small_plan
 
 
 def text(folder, **changed):
@@ -46,7 +46,7 @@ def test_another_record_is_told_without_each_key_that_only_one_of_them_has(texts
     with pytest.raises(PlanError) as found:
         refuse_changes(changes(text(texts), text(texts, model={"factory": "mine:layers", "options": {"width": 8}})))
     assert [one.message for one in found.value.diagnostics] == [
-        'the checkpoint\'s run had `model.use = "core.llama"`, the plan has nothing',
+        'the checkpoint\'s run had `model.use = "models.llama"`, the plan has nothing',
         'the checkpoint\'s run had no `model.factory`, the plan has "mine:layers"',
     ]
 

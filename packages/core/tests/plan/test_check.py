@@ -9,12 +9,13 @@ import pytest
 
 from sley_core.errors import Diagnostic, PlanError, PluginError
 from sley_core.hookspecs import hookimpl
-from sley_core.loader import Loader
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict, plan_from_text
+from sley_core.plan.loader import Loader
 from sley_core.plan.plan import Plan
 from sley_core.records import MetricsWriterRecord
 from sley_core.table import Table
+from sley_testing.plans import loader_of
 
 Make = Callable[..., Plan]
 
@@ -295,7 +296,7 @@ def test_a_check_that_fails_names_its_plugin(tables: dict[str, Any]) -> None:
         def sley_metrics_writers(self) -> Any:
             return [MetricsWriterRecord(name="csv", config=Table, build="nowhere:Csv")]
 
-    plan = plan_from_dict({**tables, "metrics": [{"use": "broken.csv"}]}, loader=Loader(plugins={"broken": Broken()}))
+    plan = plan_from_dict({**tables, "metrics": [{"use": "broken.csv"}]}, loader=loader_of({"broken": Broken()}))
     with pytest.raises(PluginError, match="plugin `broken`"):
         check_plan(plan, 2)
     with pytest.raises(PluginError, match="cannot import `nowhere:Csv` of `broken"):

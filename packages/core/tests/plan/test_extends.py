@@ -19,7 +19,7 @@ name = "base"
 steps = 100
 
 [model]
-use = "core.llama"
+use = "models.llama"
 num_layers = 2
 hidden = 16
 heads = 4

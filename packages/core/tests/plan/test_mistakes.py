@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sley_core.errors import EXIT_PLAN_INVALID, EXIT_PLUGIN, PlanError, PluginError, SleyError
-from sley_core.loader import Loader
 from sley_core.plan.load import plan_from_text
+from sley_core.plan.loader import Loader
+from sley_testing.plans import loader_of
 
 
 def messages(text: str, loader: Loader) -> list[str]:
@@ -129,23 +130,23 @@ def test_a_key_of_a_table_that_stands_above_all_leads_to_its_table(
             '"../up" | None',
         ),
         (
-            'use = "core.llama"',
+            'use = "models.llama"',
             'use = "llama"',
             'wrong-value 8:7 `model.use` must be the name of a record, "plugin.record"',
         ),
         (
-            'use = "core.llama"',
+            'use = "models.llama"',
             "use = 3",
             'wrong-type 8:7 `model.use` must be the name of a record, "plugin.record", not 3',
         ),
-        ('use = "core.llama"', 'use = "core.lama"', "unknown-record 8:7 plugin `core` (sley-core "),
+        ('use = "models.llama"', 'use = "core.lama"', "unknown-record 8:7 plugin `core` (sley-core "),
         (
-            'use = "core.llama"',
+            'use = "models.llama"',
             'use = "cor.llama"',
             "plugin-unknown 8:7 there is no plugin `cor` | did you mean `core`?",
         ),
         (
-            'use = "core.llama"',
+            'use = "models.llama"',
             'use = "pp.llama"',
             "plugin-missing 8:7 plugin `pp` is not installed | install sley-pp, in a clone of Sley's repository: "
             "`pip install -e packages/pp`",
@@ -173,11 +174,11 @@ def test_a_key_of_a_table_that_stands_above_all_leads_to_its_table(
             "`use` one, or install a plugin of your own with the hook `sley_lr_schedules`",
         ),
         (
-            'use = "core.llama"\n',
+            'use = "models.llama"\n',
             "",
-            'missing-key 7:1 [model] needs `use`, the name of a model | core has "core.llama"',
+            'missing-key 7:1 [model] needs `use`, the name of a model | sley-models has "models.llama"',
         ),
-        ('use = "core.llama"', 'use = "core.llama"\nfactory = "a:b"', "use-and-factory 9:1 [model] has both"),
+        ('use = "models.llama"', 'use = "models.llama"\nfactory = "a:b"', "use-and-factory 9:1 [model] has both"),
         (
             'source = "python-stdlib"\n',
             "",
@@ -206,7 +207,7 @@ def test_references_that_lead_nowhere(text: str, loader: Loader) -> None:
     assert messages(text, loader) == [
         "unknown-record 30:8 plugin `pools` (given 0) has no memory pool `arna` | did you mean `pools.arena`?",
         "plugin-unknown 31:9 there is no plugin `nothing` | install the package that has it, by custom `sley-nothing`; "
-        "the plugins here are `core`, `handlers`, `pools`",
+        "the plugins here are `core`, `handlers`, `models`, `pools`",
         "unknown-name 31:22 the plan has no table [pools.plain] | add it with `use`, or name a memory pool as "
         '"plugin.record"',
     ]
@@ -244,7 +245,7 @@ MANY = range(5_000)
 )
 def test_a_plan_with_more_mistakes_than_anybody_reads(text: str, before: str, after: str, told: str | None) -> None:
     """Each shows its line, which may be the whole of a large plan: all of them would take for ever."""
-    found = messages(text.replace(before, after, 1), Loader({}))
+    found = messages(text.replace(before, after, 1), loader_of({}))
     assert len(found) <= 102, len(found)
     if told is not None:
         assert any(told in one for one in found), found[-2:]

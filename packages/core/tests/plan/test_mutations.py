@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sley_core.errors import EXIT_OK, EXIT_PLAN_INVALID, EXIT_PLUGIN, SleyError
-from sley_core.loader import Loader
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan, plan_from_text
 from sley_core.plan.write import sections
+from sley_testing.plans import loader_of
 
-LOADER = Loader(plugins={})
+LOADER = loader_of({})
 
 CODES = """
     batch-does-not-divide beyond-the-run data-changed data-empty data-encoding data-invalid data-missing data-short
@@ -35,7 +35,7 @@ BASES: list[dict[str, Any]] = [
     {
         "plan": 1,
         "run": {"name": "small", "steps": 20, "seed": 1, "device": "cpu", "folder": "runs", "log_every": 5},
-        "model": {"use": "core.llama", "num_layers": 2, "hidden": 16, "heads": 2, "tie_embeddings": True},
+        "model": {"use": "models.llama", "num_layers": 2, "hidden": 16, "heads": 2, "tie_embeddings": True},
         "data": {"use": "core.text", "files": ["text.txt"], "sequence": 8, "documents": "cut", "held_out": 0.0},
         "batch": {"global_size": 8, "micro_size": 2},
         "loss": {"use": "core.cross_entropy", "label_smoothing": 0.1},
@@ -69,7 +69,7 @@ BASES: list[dict[str, Any]] = [
 
 WORDS = st.sampled_from(
     re.findall(
-        r"\S+", "run steps use factory options core.each core.llama dp.bucketed auto fp16 pp dp sp wp groups 0 plan"
+        r"\S+", "run steps use factory options core.each models.llama dp.bucketed auto fp16 pp dp sp wp groups 0 plan"
     )
 )
 STRINGS = st.one_of(WORDS, st.text(st.characters(exclude_categories=["Cs"]), max_size=10))

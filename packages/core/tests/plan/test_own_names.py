@@ -10,13 +10,13 @@ import pytest
 
 from sley_core.errors import PlanError, PluginError
 from sley_core.hookspecs import hookimpl
-from sley_core.loader import Loader
 from sley_core.plan.load import plan_from_text
 from sley_core.plan.plan import Plan
-from sley_core.plan.reference import rows
 from sley_core.plan.schema import json_schema
 from sley_core.records import MemoryPoolRecord, SchedulerHookRecord
 from sley_core.table import Positive, Table
+from sley_testing.plan_reference import rows
+from sley_testing.plans import loader_of
 
 Tables = dict[str, Any]
 MakePlan = Callable[..., Plan]
@@ -40,7 +40,7 @@ def code(caught: pytest.ExceptionInfo[PlanError]) -> list[tuple[str, str, str | 
 def test_a_named_pool_resolves_and_is_written_and_read_again(make: MakePlan, tmp_path: Path) -> None:
     plan = make(**borrower("shared"), pools={"shared": {"use": "pools.arena"}})
     assert {name: one.name for name, one in plan.pools.items()} == {"shared": "pools.arena"}
-    assert list(plan.plugins) == ["core", "handlers", "pools"]
+    assert list(plan.plugins) == ["core", "models", "handlers", "pools"]
     assert '[pools.shared]\nuse = "pools.arena"\n' in plan.to_toml()
     again = plan_from_text(plan.to_toml(), loader=plan.loader)
     assert again == plan
@@ -109,7 +109,7 @@ def test_the_schema_has_a_table_per_name() -> None:
         def sley_scheduler_hooks(self) -> list[SchedulerHookRecord]:
             return []
 
-    pools = json_schema(Loader(plugins={"own": Plugin()}))["properties"]["pools"]
+    pools = json_schema(loader_of({"own": Plugin()}))["properties"]["pools"]
     (one,) = pools["additionalProperties"]["oneOf"]
     assert one["properties"]["use"] == {"const": "own.sized"}
     assert one["required"] == ["use"]

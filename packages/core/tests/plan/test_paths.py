@@ -20,7 +20,7 @@ name = "a"
 steps = 1
 
 [model]
-use = "core.llama"
+use = "models.llama"
 num_layers = 1
 hidden = 16
 heads = 2

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sley_core.errors import EXIT_PLAN_INVALID, Diagnostic, PlanError
-from sley_core.loader import Loader
 from sley_core.plan.load import plan_from_text
+from sley_core.plan.loader import Loader
 from sley_core.plan.read import read_file, read_text
 
 

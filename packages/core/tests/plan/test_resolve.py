@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from sley_core.errors import PlanError
-from sley_core.loader import Loader
 from sley_core.plan.document import Origin
 from sley_core.plan.load import load_plan, plan_from_dict, plan_from_text
+from sley_core.plan.loader import Loader
 from sley_core.plan.plan import Plan
 
 Make = Callable[..., Plan]
@@ -27,7 +27,7 @@ def test_what_is_left_out_is_written_in(make: Make) -> None:
     assert (plan.evaluation, plan.profile) == (None, None)
     single = (plan.model, plan.data, plan.loss, plan.optimizer, plan.learning_rate, plan.activations)
     assert [one.name for one in (*single, *plan.gradient_handlers, *plan.scheduler_hooks, *plan.metrics)] == [
-        "core.llama",
+        "models.llama",
         "core.text",
         "core.cross_entropy",
         "core.adamw",
@@ -36,7 +36,7 @@ def test_what_is_left_out_is_written_in(make: Make) -> None:
         "core.each",
         "core.jsonl",
     ]
-    assert list(plan.plugins) == ["core"]
+    assert list(plan.plugins) == ["core", "models"]
 
 
 def test_gradients_follow_fp64(make: Make) -> None:
@@ -87,14 +87,14 @@ def test_plugins_are_those_of_every_record_reference_in_order(make: Make, loader
         metrics=[{"use": "core.jsonl"}, {"use": "pools.csv"}],
         scheduler_hooks=[{"use": "handlers.borrower", "pool": "pools.arena", "more": ["pools.arena"]}],
     )
-    assert list(plan.plugins) == ["core", "handlers", "pools"]
+    assert list(plan.plugins) == ["core", "models", "handlers", "pools"]
     assert plan.loader.record("memory_pools", "pools.arena").name == "arena"
 
 
 def test_numbers_are_no_references(make: Make) -> None:
     plan = make(scheduler_hooks=[{"use": "handlers.borrower", "sizes": [1.0, 2.0]}])
     assert plan.scheduler_hooks[0].config.sizes == (1.0, 2.0)
-    assert list(plan.plugins) == ["core", "handlers"]
+    assert list(plan.plugins) == ["core", "models", "handlers"]
 
 
 def test_a_dict_needs_no_text(tables: dict[str, Any], text: str, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_loading_and_checking_a_plan_needs_no_torch(tmp_path: Path, text: str) -
     path.write_text(text)
     program = (
         "import sys\n"
-        "import sley_core.plan.schema, sley_core.plan.reference\n"
+        "import sley_core.plan.schema, sley_testing.plan_reference\n"
         "from sley_core.plan.load import load_plan\n"
         "from sley_core.plan.check import check_plan\n"
         "plan = load_plan(sys.argv[1])\n"

@@ -10,12 +10,12 @@ import pytest
 
 from sley_core.errors import SleyError
 from sley_core.hookspecs import hookimpl
-from sley_core.loader import Loader
 from sley_core.plan.document import Origin
 from sley_core.plan.load import plan_from_text
 from sley_core.plan.plan import Plan
 from sley_core.records import GradientHandlerRecord, PartitionerRecord, ScheduleRecord, StageLinkRecord
 from sley_core.table import Table
+from sley_testing.plans import loader_of
 
 Make = Callable[..., Plan]
 
@@ -49,7 +49,7 @@ def resolved(text: str) -> Make:
 
     def resolved(more: str = "", stages: int = 2, **plugins: Any) -> Plan:
         tables = f'dp = 2\npp = {stages}\n\n[pipeline]\nuse = "mine.s"\n{more}'
-        return plan_from_text(text.replace("dp = 2\n", tables), loader=Loader(plugins=plugins))
+        return plan_from_text(text.replace("dp = 2\n", tables), loader=loader_of(plugins))
 
     return resolved
 
@@ -71,7 +71,7 @@ def test_the_schedule_s_record_says_what_is_taken(resolved: Make) -> None:
     assert [plan.origins[path] for path in named] == [Origin("record", named_by="mine.s")] * 3
     assert str(plan.origins["link", "use"]) == "mine.s"
     assert plan.origins["gradient_handlers", 0, "use"] == Origin("core")
-    assert list(plan.plugins) == ["core", "mine", "other"]
+    assert list(plan.plugins) == ["core", "models", "mine", "other"]
 
 
 def test_the_plan_has_the_last_word(resolved: Make) -> None:
@@ -100,7 +100,7 @@ def test_a_schedule_may_leave_it_to_the_only_ones_of_the_plan_s_plugins(resolved
 def test_a_plan_with_its_defaults_written_in_is_the_same_plan(resolved: Make) -> None:
     plugins = {"mine": plugin(1, 1, ties="mine.t")}
     plan = resolved(**plugins)
-    assert plan_from_text(plan.to_toml(), loader=Loader(plugins=plugins)) == plan
+    assert plan_from_text(plan.to_toml(), loader=loader_of(plugins)) == plan
 
 
 def test_what_nobody_decides_is_missing_by_name(resolved: Make) -> None:
@@ -143,4 +143,4 @@ def test_a_broken_schedule_is_the_only_thing_to_mend(resolved: Make) -> None:
 
 def test_tables_of_a_pipeline_mean_nothing_without_one(text: str) -> None:
     with pytest.raises(SleyError, match=r"\[link\] means nothing without \[pipeline\]"):
-        plan_from_text(text + '\n[link]\nuse = "mine.l0"\n', loader=Loader(plugins={"mine": plugin(1)}))
+        plan_from_text(text + '\n[link]\nuse = "mine.l0"\n', loader=loader_of({"mine": plugin(1)}))

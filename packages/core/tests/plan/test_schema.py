@@ -12,11 +12,12 @@ import pytest
 import tomli
 
 from sley_core.hookspecs import hookimpl
-from sley_core.loader import Loader
+from sley_core.plan.loader import Loader
 from sley_core.plan.plan import Plan
-from sley_core.plan.reference import reference, rows
 from sley_core.plan.schema import json_schema
 from sley_core.plan.tables import OPTIONAL, TABLES
+from sley_testing.plan_reference import reference, rows
+from sley_testing.plans import loader_of
 
 TYPES: dict[str, Any] = {
     "object": dict,
@@ -49,7 +50,7 @@ MEANT = {
 
 @pytest.fixture(scope="module")
 def schema() -> dict[str, Any]:
-    return json_schema(Loader(plugins={}))
+    return json_schema(loader_of({}))
 
 
 def accepts(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> bool:
@@ -143,9 +144,9 @@ def test_it_demands_what_core_demands(schema: dict[str, Any], text: str, table: 
 
 def test_sizes_may_be_left_out_beside_weights_alone(schema: dict[str, Any], text: str) -> None:
     tables = tomli.loads(text)
-    tables["model"] = {"use": "core.llama", "weights": "there"}
+    tables["model"] = {"use": "models.llama", "weights": "there"}
     assert accepts(schema, tables, schema)
-    tables["model"] = {"use": "core.llama", "num_layers": 2, "hidden": 16}
+    tables["model"] = {"use": "models.llama", "num_layers": 2, "hidden": 16}
     assert not accepts(schema, tables, schema)
 
 
@@ -160,7 +161,7 @@ def test_plugins_add_their_records_and_broken_ones_none(loader: Loader, schema: 
             raise RuntimeError("broken")
 
     assert metrics_of(json_schema(loader)) == [*metrics_of(schema), "pools.csv"]
-    assert json_schema(Loader(plugins={"broken": Broken()})) == schema
+    assert json_schema(loader_of({"broken": Broken()})) == schema
 
 
 def test_every_definition_is_used(schema: dict[str, Any]) -> None:
@@ -175,7 +176,7 @@ def test_the_page_in_the_documentation_is_up_to_date() -> None:
     if page is None:
         pytest.skip("the documentation is not beside the package")
     written = (page / "plan.md").read_text("utf-8")
-    assert written == reference(), "run: python -m sley_core.plan.reference > docs/plan.md"
+    assert written == reference(), "run: python -m sley_testing.plan_reference > docs/plan.md"
 
 
 def test_every_key_has_a_type_and_a_meaning() -> None:

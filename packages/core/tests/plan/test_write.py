@@ -12,12 +12,12 @@ import tomli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sley_core.loader import Loader
 from sley_core.plan.load import load_plan, plan_from_dict, plan_from_text
 from sley_core.plan.plan import Plan
 from sley_core.plan.write import inline
+from sley_testing.plans import loader_of
 
-LOADER = Loader(plugins={})
+LOADER = loader_of({})
 
 STRINGS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 VALUES = st.recursive(
@@ -40,7 +40,7 @@ FLOATS = st.floats(1e-30, 1e30)
 def plans(draw: Any) -> dict[str, Any]:
     """Tables of valid plans, with anything that may be left out sometimes there."""
     factory = {"factory": "my.code:layers", "options": draw(st.dictionaries(STRINGS, VALUES, max_size=3))}
-    llama = {"use": "core.llama", "num_layers": 1, "hidden": 4, "heads": 2, "rope_theta": draw(FLOATS)}
+    llama = {"use": "models.llama", "num_layers": 1, "hidden": 4, "heads": 2, "rope_theta": draw(FLOATS)}
     group = st.fixed_dictionaries(
         {"match": st.text("ab.*", min_size=1)}, optional={"lr": FLOATS, "freeze": st.just(False)}
     )

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from sley_core.data.dataset import DataInfo, Field
-from sley_core.export.write import write_tensors
-from sley_core.model import hf
 from sley_core.model.build import build_on_meta
-from sley_core.model.config import LlamaConfig
-from sley_core.model.hf_config import to_hf_config
 from sley_core.model.layers import Model
-from sley_core.model.llama import layers
 from sley_core.model.materialize import materialize
-from sley_core.testing.ranks import Ranks
+from sley_core.weight_files.copy import write_tensors
 from sley_core.weight_files.read import WeightFiles
+from sley_models import hf
+from sley_models.config import LlamaConfig
+from sley_models.hf_config import to_hf_config
+from sley_models.llama import layers
+from sley_testing.ranks import Ranks
 
 MB = 1 << 20
 LAYER = 16.8 * MB

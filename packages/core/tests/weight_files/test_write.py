@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sley_core.errors import RunError
-from sley_core.export.write import write_tensors
+from sley_core.weight_files.copy import write_tensors
 from sley_core.weight_files.read import INDEX, TensorKind, WeightFiles
 from sley_core.weight_files.write import Spec, TensorFile, split, unfinished
 

@@ -14,11 +14,11 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.shards import wholes
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.live_bytes import memory_profile, peak_bytes
-from sley_core.testing.parity import assert_close_gradients
-from sley_core.testing.recorder import collectives
-from sley_core.testing.runs import weights
-from sley_core.testing.sequence import assert_same_sequence
+from sley_testing.live_bytes import memory_profile, peak_bytes
+from sley_testing.parity import assert_close_gradients
+from sley_testing.recorder import collectives
+from sley_testing.runs import weights
+from sley_testing.sequence import assert_same_sequence
 
 HIDDEN = {"embedding": "hidden"}
 FOREIGN = {"data": {"factory": "isp_parts:Points"}, "loss": {"factory": "isp_parts:Squares"}}

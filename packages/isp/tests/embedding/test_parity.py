@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from sley_core.testing.parity import assert_close_gradients, assert_same_bits
-from sley_core.testing.runs import assert_parity, record, same_on_all
+from sley_testing.parity import assert_close_gradients, assert_same_bits
+from sley_testing.runs import assert_parity, record, same_on_all
 
 HIDDEN = {"embedding": "hidden"}
 FOREIGN = {"data": {"factory": "isp_parts:Points"}, "loss": {"factory": "isp_parts:Squares"}}

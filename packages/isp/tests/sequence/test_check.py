@@ -10,7 +10,7 @@ import pytest
 
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import changed, small_plan
+from sley_testing.plans import changed, small_plan
 
 PLAN = small_plan(model__hidden=24, model__heads=6, sequence={"use": "isp.all_to_all"})
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import changed, small_plan
+from sley_testing.plans import changed, small_plan
 
 OWN = Path(__file__).parent / "own"
 PLAN = small_plan(
@@ -22,7 +22,7 @@ PLAN = small_plan(
     optimizer={"use": "core.sgd", "lr": 1e-2},
 )
 MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "core's": ({"use": "core.llama", "num_layers": 1, "hidden": 16, "heads": 4, "ffn_hidden": 16}, []),
+    "core's": ({"use": "models.llama", "num_layers": 1, "hidden": 16, "heads": 4, "ffn_hidden": 16}, []),
     "wrapped": ({"factory": "attentive:layers", "options": {"wrapped": True}}, []),
     "named": ({"factory": "attentive:layers"}, ["*.attend"]),
 }

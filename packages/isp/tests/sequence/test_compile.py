@@ -7,13 +7,13 @@ import warnings
 
 import pytest
 
-from sley_core.testing.runs import record
+from sley_testing.runs import record
 
 NEEDS_COMPILER = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 
 PLAN = {
     "run": {"name": "compiled", "steps": 2, "device": "cpu"},
-    "model": {"use": "core.llama", "num_layers": 1, "hidden": 16, "heads": 4, "kv_heads": 2},
+    "model": {"use": "models.llama", "num_layers": 1, "hidden": 16, "heads": 4, "kv_heads": 2},
     "data": {"use": "core.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
     "batch": {"global_size": 1, "micro_size": 1},
     "optimizer": {"use": "core.sgd", "lr": 0.1},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from sley_core.testing.attention_contract import SequenceAttentionContract
+from sley_testing.attention_contract import SequenceAttentionContract
 
 
 class TestAllToAll(SequenceAttentionContract):

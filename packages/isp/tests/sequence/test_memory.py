@@ -7,12 +7,12 @@ from pathlib import Path
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.live_bytes import memory_profile, peak_bytes
+from sley_testing.live_bytes import memory_profile, peak_bytes
 
 OWN = Path(__file__).parent / "own"
 PLAN = {
     "run": {"name": "long", "steps": 3, "device": "cpu"},
-    "model": {"use": "core.llama", "num_layers": 4, "hidden": 32, "heads": 4},
+    "model": {"use": "models.llama", "num_layers": 4, "hidden": 32, "heads": 4},
     "batch": {"global_size": 1, "micro_size": 1},
     "optimizer": {"use": "core.adamw", "lr": 1e-3},
 }

@@ -11,8 +11,8 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.runs import assert_parity, record, same_on_all
+from sley_testing.plans import changed, small_plan
+from sley_testing.runs import assert_parity, record, same_on_all
 
 OWN = Path(__file__).parent / "own"
 EXAMPLES = Path(__file__).parents[4] / "examples" / "models"

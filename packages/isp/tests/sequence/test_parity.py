@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sley_core.testing.parity import assert_close_gradients
-from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.runs import alone, assert_parity, record, same_on_all
+from sley_testing.parity import assert_close_gradients
+from sley_testing.plans import changed, small_plan
+from sley_testing.runs import alone, assert_parity, record, same_on_all
 
 PLAN = small_plan(
     run__steps=4,  # one more than is recorded: the last one evaluates, and `record` does

@@ -13,9 +13,9 @@ from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.model.attention import Attention
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import small_plan
 from sley_core.topology import Topology
 from sley_isp.sequence.attention import over_slices
+from sley_testing.plans import small_plan
 
 OWN = Path(__file__).parent / "own"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sley_core.testing.runs import alone, assert_parity, record, same_on_all
+from sley_testing.runs import alone, assert_parity, record, same_on_all
 
 
 def check(ranks, folder, sharded, world, sp, wp, **changes):

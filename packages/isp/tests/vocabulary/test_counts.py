@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.live_bytes import memory_profile, peak_bytes
+from sley_testing.live_bytes import memory_profile, peak_bytes
 
 SHARED = {"head": "vocabulary"}
 CLASSES = 257

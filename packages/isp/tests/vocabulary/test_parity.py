@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sley_core.data.dataset import IGNORED
-from sley_core.testing.parity import assert_close_gradients
-from sley_core.testing.runs import assert_parity, record
+from sley_testing.parity import assert_close_gradients
+from sley_testing.runs import assert_parity, record
 
 SHARED = {"head": "vocabulary"}
 SPLIT = {"sequence": {"use": "isp.all_to_all"}, "parallel": {"sp": 2}}

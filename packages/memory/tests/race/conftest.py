@@ -17,11 +17,11 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_core.testing.drawn_copies import DrawnDevice
-from sley_core.testing.plans import Tables
 from sley_memory.offload.between_steps import BetweenSteps
 from sley_memory.offload.parked import Parked
 from sley_memory.offload.shared import SharedCopies
+from sley_testing.drawn_copies import DrawnDevice
+from sley_testing.plans import Tables
 
 NUM_STEPS = 3
 TO_COMPARE = ("weights", "buffers", "masters", "optimizer_states")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sley_core.testing.plans import Tables, changed, small_plan
+from sley_testing.plans import Tables, changed, small_plan
 
 PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="bf16")  # two micro-batches, masters
 EVERYTHING = {"offload": [{"use": "memory.everything", "bucket_mb": 0.004}]}

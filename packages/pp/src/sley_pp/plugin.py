@@ -106,7 +106,7 @@ def sley_partitioners() -> list[PartitionerRecord]:
             name="measured",
             config=config.MeasuredConfig,
             build="sley_pp.partition.build:build_balanced",
-            costs="seconds",
+            timer="sley_estimate.bench.partition:layer_seconds",
             summary="The slowest part as fast as can be, by a timed forward and backward of each layer.",
         ),
         PartitionerRecord(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sley_core.errors import UsageError
-from sley_core.export.run_weights import PLAN, newest_weights, plan_of_run
+from sley_core.records import ModelRecord
+from sley_core.run_files import PLAN
 from train_cli.console import say
+from train_cli.run_files import newest_weights, plan_of_run
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -37,7 +41,7 @@ def export(
         ExportFormat,
         typer.Option(
             "--format",
-            help="safetensors: any model, by the names of its own state. huggingface: core.llama, as transformers reads it.",
+            help="safetensors: any model, by the names of its own state. huggingface: models.llama, as transformers reads it.",
         ),
     ] = ExportFormat.safetensors,
     max_file_mb: Annotated[
@@ -50,11 +54,9 @@ def export(
         raise UsageError("export-folder", f"`{out}` exists and is not an empty folder", hint="choose another `--out`")
     to = out.absolute()
     if form is ExportFormat.huggingface:
-        from sley_core.export.huggingface import export_hugging_face
-
-        files = export_hugging_face(plan, source, to, max_file_mb * 10**6)
+        files = _exporter(plan, form)(plan, source, to, max_file_mb * 10**6)
     else:
-        from sley_core.export.plain import export_safetensors
+        from train_cli.plain_export import export_safetensors
 
         files, names = export_safetensors(plan, source, to, max_file_mb * 10**6)
         if names.module:
@@ -68,9 +70,21 @@ def export(
     say(f"{len(source.names)} tensors in {many}: {out}")
 
 
+def _exporter(plan: Plan, form: ExportFormat) -> Callable[[Plan, Tensors, Path, int], list[str]]:
+    """Returns what exports the plan's model in a format of its own; raises UsageError "export-format" if it has none."""
+    record = plan.model.record
+    name = record.exports.get(form.value) if isinstance(record, ModelRecord) else None
+    if name is None:
+        hint = "`--format safetensors` gives any model's weights"
+        raise UsageError("export-format", f"`{plan.model.name}` has no layout of Hugging Face", hint=hint)
+    module, _, attribute = name.partition(":")
+    found: Callable[[Plan, Tensors, Path, int], list[str]] = getattr(import_module(module), attribute)
+    return found
+
+
 def _source(run: str) -> tuple[Plan, Tensors]:
     """Returns the plan and the weights of a checkpoint, or the newest ones of a run; says which."""
-    from sley_core.export.checkpoint_weights import weights_of_checkpoint
+    from sley_core.checkpoint.weights import weights_of_checkpoint
     from sley_core.weight_files.read import WeightFiles
 
     path: Path | str = run

@@ -13,8 +13,8 @@ import typer
 
 from sley_core.discovery import CORE, folder_of
 from sley_core.errors import Diagnostic, KeyPath, PluginError
-from sley_core.loader import FIRST_PARTY, Loader
 from sley_core.plan.document import Document
+from sley_core.plan.loader import FIRST_PARTY, Loader
 from sley_core.plan.read import read_file
 from train_cli.console import say
 from train_cli.options import PlanArgument, SetOption

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 from pydantic.fields import FieldInfo
 
-from sley_core.errors import PlanError, PluginError
-from sley_core.loader import Loader, Plugin
+from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, PlanError, PluginError, UsageError
 from sley_core.plan.descriptions import description
 from sley_core.plan.document import plain
 from sley_core.plan.kinds import COMPONENTS, words
-from sley_core.plan.words import suggestion, takes
+from sley_core.plan.loader import Loader, Plugin
 from sley_core.records import Record
 from sley_core.table import Table
+from sley_core.words import suggestion, takes
 from train_cli.completion import plugin_ids
+from train_cli.lazy import module_of
 from train_cli.options import FormatOption, OutputFormat
+
+
+class Level(StrEnum):
+    """How far `plugins check` goes (`sley_testing.certify`)."""
+
+    loads = "loads"
+    contract = "contract"
+    verified = "verified"
 
 
 def _complete_plugin(incomplete: str) -> list[str]:
@@ -29,11 +40,26 @@ def _complete_plugin(incomplete: str) -> list[str]:
 def plugins(
     name: Annotated[
         str | None,
-        typer.Argument(help="A plugin (dp) or a record (dp.bucketed).", autocompletion=_complete_plugin),
+        typer.Argument(
+            help="A plugin (dp) or a record (dp.bucketed); or `check`, and then DIST.", autocompletion=_complete_plugin
+        ),
     ] = None,
+    dist: Annotated[
+        str | None, typer.Argument(help="With `check`: an installed distribution, such as sley-dp.", show_default=False)
+    ] = None,
+    level: Annotated[
+        Level, typer.Option("--level", help="With `check`: how far to go; each level includes those before it.")
+    ] = Level.verified,
     form: FormatOption = OutputFormat.text,
 ) -> None:
-    """List the installed plugins and their records; with NAME, the options, types and defaults of its records."""
+    """List the installed plugins and their records; with NAME, the options, types and defaults of its records.
+
+    `plugins check DIST` runs the contract of everything that DIST offers, and compares it with one process.
+    """
+    if name == "check":
+        raise typer.Exit(_check(dist, level, form))
+    if dist is not None:
+        raise UsageError("plugins", f"`{dist}` is one name too many", hint="`train-cli plugins check DIST` checks one")
     loader = Loader()
     if name is None:
         found = [_overview(each, loader) for each in loader.names()]
@@ -43,6 +69,26 @@ def plugins(
         found = list(_described(loader.load(plugin_name), record_name))
         text = _described_text(found)
     typer.echo(json.dumps(found, indent=2) if form is OutputFormat.json else text)
+
+
+def _check(dist: str | None, level: Level, form: OutputFormat) -> int:
+    """Checks all that `dist` offers, shows each verdict, and returns the exit code: 0 if nothing failed."""
+    if dist is None:
+        raise UsageError("plugins", "`plugins check` needs a distribution", hint="`train-cli plugins check sley-dp`")
+    certify = module_of("testing", "sley_testing.certify", "`train-cli plugins check`").certify
+    verdicts = []
+    for verdict in certify(dist, level.value):
+        verdicts.append(verdict)
+        if form is OutputFormat.text:
+            what = f"{verdict.plugin}.{verdict.record}" if verdict.record else verdict.plugin
+            why = f": {verdict.why}" if verdict.why else ""
+            typer.echo(f"{verdict.level:9} {verdict.status:8} {what}{why}")
+    if form is OutputFormat.json:
+        typer.echo(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
+    if not verdicts:
+        message = f"no installed distribution `{dist}` has a plugin of Sley"
+        raise PluginError("plugin-missing", message, hint="`train-cli plugins` lists those that are installed")
+    return EXIT_RUN_FAILED if any(verdict.status == "failed" for verdict in verdicts) else EXIT_OK
 
 
 def _overview(name: str, loader: Loader) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,10 +26,12 @@ from train_cli import console, lifeline
 from train_cli.as_rank import as_rank
 from train_cli.console import Settings
 from train_cli.folder_lock import is_restart
+from train_cli.lazy import module_of
 from train_cli.opening import ranks
 from train_cli.options import MessageFormat, PlanArgument, SetOption, WorldOption
 from train_cli.preflight import refuse_lone_worlds
 from train_cli.progress import draws_line
+from train_cli.recorder import FAULTS
 from train_cli.resume import AUTO, goes_on, is_again
 from train_cli.run_folder import check_run_folder, held_run_folder, run_folder
 from train_cli.saved import check_given
@@ -121,9 +123,7 @@ def run(
     check_model(resolved, size)
     found = None
     if estimate:
-        from train_cli.foresight import foreseen
-
-        found = foreseen(resolved, size, machine)
+        found = _foresight().foreseen(resolved, size, machine)
     with held_run_folder(resolved, overwrite=overwrite, resume=stays) as folder:
         if size > 1:
             arguments = ["run", str(plan), *(part for change in changes for part in ("--set", change))]
@@ -135,24 +135,28 @@ def run(
             from train_cli.rank import train
 
             code = train(resolved, folder, resume=resume, line=line, verbose=verbose > 0)
-        if found is not None and code == EXIT_OK:
-            from train_cli.foresight import put_beside
-
-            if told := put_beside(found, folder):
-                console.say("\n".join(told))
+        if found is not None and code == EXIT_OK and (lines := _foresight().put_beside(found, folder)):
+            console.say("\n".join(lines))
     raise typer.Exit(code)
+
+
+def _foresight() -> Any:
+    """Returns the module that estimates a run before it and compares afterwards; raises PluginError "command-missing"."""
+    return module_of("estimate", "sley_estimate.commands.foresight", "`run --estimate`")
 
 
 def _dry_run(plan: Plan, world: int | None) -> None:
     """Runs every distinct rank up to its first steps, without values and without peers. Raises whatever these steps raise."""
     size = check(plan, plan.world(None) if world is None else world)
-    from train_cli.commands.estimate import shown, stages
     from train_cli.model_check import check_model
+
+    estimates = module_of("estimate", "sley_estimate.commands.estimate", "`run --dry-run`")
 
     for note in check_model(plan, size):
         console.say(note)
-    most = max(stages(plan, size), key=lambda one: one.peak)
-    console.say(f"dry run on {ranks(size)}: steps can be taken; the most is {shown(most.peak)}, on stage {most.stage}")
+    most = max(estimates.stages(plan, size), key=lambda one: one.peak)
+    peak = estimates.shown(most.peak)
+    console.say(f"dry run on {ranks(size)}: steps can be taken; the most is {peak}, on stage {most.stage}")
 
 
 def _resume(given: str | None, *, overwrite: bool) -> str | None:
@@ -188,7 +192,7 @@ def _launch(arguments: Sequence[str], size: int, folder: Path, settings: Setting
         verbose=verbose > 1,
     )
     console.show(fault, settings)
-    if any(found.code in _BETWEEN_RANKS for found in fault.diagnostics):
+    if (folder / FAULTS).exists() and any(each.code in _BETWEEN_RANKS for each in fault.diagnostics):
         console.say(f"what each rank did: train-cli doctor {folder}")
     return fault.exit_code
 

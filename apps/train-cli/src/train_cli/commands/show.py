@@ -17,6 +17,7 @@ from sley_core.plan.write import leaves
 from sley_core.records import GradientHandlerRecord
 from sley_core.topology import GroupEntry, Topology
 from train_cli.layout_text import group_lines, rank_lines, sizes
+from train_cli.lazy import module_of
 from train_cli.options import (
     FormatOption,
     NodesOption,
@@ -59,9 +60,9 @@ def show(
     if rank is not None and rank >= topology.world:
         raise PlanError("layout", f"there is no rank {rank}: the ranks are 0 to {topology.world - 1}")
     if timeline and machine is not None:
-        from train_cli.seconds import estimated, machine_of
-
-        typer.echo("\n".join(estimated(resolved, topology.world, machine_of(machine, per_node))))
+        seconds = module_of("estimate", "sley_estimate.commands.seconds", "`show --timeline --machine`")
+        known = seconds.machine_of(machine, per_node)
+        typer.echo("\n".join(seconds.estimated(resolved, topology.world, known)))
     elif timeline:
         from train_cli.timeline import timeline as drawn
 

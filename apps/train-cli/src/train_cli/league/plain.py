@@ -16,7 +16,7 @@ from torch import Tensor
 from sley_core.data.dataset import DataContext
 from sley_core.engine.update import CLIP_EPSILON
 from sley_core.optim.config import AdamWConfig
-from sley_core.testing.plain import Batch, Named, PlainLoop, decay_groups
+from sley_testing.plain import Batch, Named, PlainLoop, decay_groups
 from train_cli.league.samples import DrawnSamples
 from train_cli.verify.measure import file_of
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import Tables, changed
+from sley_testing.plans import Tables, changed
 from train_cli.one_process import in_layout, in_one_process
 
 if TYPE_CHECKING:

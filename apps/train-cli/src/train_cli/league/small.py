@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from sley_core.testing.plans import Tables, changed
+from sley_testing.plans import Tables, changed
 
 _SMALL: Tables = {
     "run": {"name": "league", "steps": 3, "device": "cpu", "seed": 5},
-    "model": {"use": "core.llama", "num_layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn_hidden": 24},
+    "model": {"use": "models.llama", "num_layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn_hidden": 24},
     "data": {"factory": "train_cli.league.samples:DrawnSamples", "options": {}, "shuffle": False},
     "batch": {"global_size": 8, "micro_size": 1},
     # With the default `eps` of 1e-8 an element whose gradient is all rounding makes a step of full size, in any direction.

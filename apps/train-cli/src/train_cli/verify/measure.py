@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 
 from sley_core.engine.update import CLIP_EPSILON
 from sley_core.errors import RunError
-from sley_core.testing.parity import relative_errors
-from sley_core.testing.runs import BF16_SUMS, GRADIENTS, WEIGHTS, gradients, weights
+from sley_testing.parity import relative_errors
+from sley_testing.runs import BF16_SUMS, GRADIENTS, WEIGHTS, gradients, weights
 from train_cli.verify.findings import Compared, Kind, Limits, RankFindings
 
 if TYPE_CHECKING:

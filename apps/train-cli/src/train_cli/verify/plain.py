@@ -22,8 +22,8 @@ from sley_core.generators import IN_USE
 from sley_core.model import modes
 from sley_core.model.layers import Layer, Model, as_model
 from sley_core.optim.groups import scale_learning_rate
-from sley_core.testing.plain import NothingToTrainError
-from sley_core.testing.runs import weights
+from sley_testing.plain import NothingToTrainError
+from sley_testing.runs import weights
 from train_cli.verify.habits import HabitLoop
 from train_cli.verify.measure import file_of, own_weights
 

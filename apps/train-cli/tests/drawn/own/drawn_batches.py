@@ -29,7 +29,7 @@ from drawn_runs import (
 )
 
 from sley_core.errors import SleyError
-from sley_core.testing.ranks import RankError
+from sley_testing.ranks import RankError
 
 MOST_DRAWS = 50
 """How often a number is drawn again because the plan's own check refuses what it says."""

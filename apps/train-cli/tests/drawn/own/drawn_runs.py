@@ -25,8 +25,8 @@ from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_core.testing.plain import NothingToTrainError, PlainLoop, assert_step
-from sley_core.testing.runs import gradients, weights
+from sley_testing.plain import NothingToTrainError, PlainLoop, assert_step
+from sley_testing.runs import gradients, weights
 
 Tensors = dict[str, Tensor]
 

@@ -7,6 +7,7 @@ same lowered lists.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Literal, NamedTuple
@@ -106,3 +107,22 @@ def forward_only(actions: Iterable[Action]) -> list[Action]:
 def actions_of(steps: Sequence[Step]) -> tuple[Action, ...]:
     """Returns a lowered list without its transfers."""
     return tuple(step for step in steps if isinstance(step, Action))
+
+
+_ACTIONS = {
+    "F": "the forward",
+    "B": "the backward",
+    "D": "the backward for inputs",
+    "W": "the backward for weights",
+    "C": "the end of the gradients",
+}
+
+
+def in_words(entry: str) -> str:
+    """Returns an entry of a list as a person reads it: `F0.3` is the forward of chunk 0 on micro-batch 3."""
+    found = re.match(r"([FBDWC])(\d+)(?:\.(\d+))?(.*)$", entry)
+    if found is None:
+        return entry
+    kind, chunk, micro, more = found.groups()
+    on = "" if micro is None else f" on micro-batch {micro}"
+    return f"{_ACTIONS[kind]} of chunk {chunk}{on}{more} ({kind}{chunk}{'' if micro is None else f'.{micro}'})"

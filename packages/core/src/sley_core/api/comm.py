@@ -13,13 +13,17 @@ from sley_core.comm.collectives import (
 from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Group, Groups
-from sley_core.comm.marks import checksum
+from sley_core.comm.guard import HINT, Turn, failed
+from sley_core.comm.marks import Mark, checksum, differs, mark_of
+from sley_core.comm.members import Members
 from sley_core.comm.sent_bytes import SentBytes
-from sley_core.comm.transport.protocol import Published, Transport, Work
+from sley_core.comm.texts import gather_values
+from sley_core.comm.transport.protocol import Published, Transport, Work, put
 from sley_core.topology import GATHER, REDUCE
 
 __all__ = [
     "GATHER",
+    "HINT",
     "REDUCE",
     "CopyEvent",
     "CopyStream",
@@ -27,17 +31,25 @@ __all__ = [
     "Group",
     "Groups",
     "HostMemory",
+    "Mark",
+    "Members",
     "Pending",
     "Published",
     "SentBytes",
     "Transport",
+    "Turn",
     "Work",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "broadcast",
     "checksum",
+    "differs",
+    "failed",
     "gather_objects",
+    "gather_values",
+    "mark_of",
+    "put",
     "receive_from",
     "send_to",
 ]

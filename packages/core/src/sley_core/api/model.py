@@ -5,6 +5,7 @@ from sley_core.engine.activations import Recompute, aside, is_aside, tensors_in
 from sley_core.engine.position_probe import as_it_was, attended
 from sley_core.losses.cross_entropy import chunks, wide
 from sley_core.model.attention import Attention
+from sley_core.model.fields import once_per_field
 from sley_core.model.layers import Layer, Model
 from sley_core.model.patch import ForwardPatch
 from sley_core.model.seeds import derive
@@ -22,6 +23,7 @@ __all__ = [
     "chunks",
     "derive",
     "is_aside",
+    "once_per_field",
     "tensors_in",
     "wide",
 ]

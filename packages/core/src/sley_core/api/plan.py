@@ -5,7 +5,6 @@ from sley_core.optim.config import OptimizerConfig
 from sley_core.plan.plan import Plan
 from sley_core.plan.read import read_bounded
 from sley_core.plan.tables import ModelConfig, SequenceConfig
-from sley_core.plan.words import suggestion
 from sley_core.table import (
     Array,
     NonNegative,
@@ -17,6 +16,7 @@ from sley_core.table import (
     Table,
 )
 from sley_core.topology import Topology
+from sley_core.words import suggestion
 
 __all__ = [
     "Array",

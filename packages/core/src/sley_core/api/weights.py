@@ -3,5 +3,7 @@
 from sley_core.engine.direct import Asked, asked_of, no_view
 from sley_core.engine.shards import AXIS, Shard
 from sley_core.engine.stand_in import StandIn, stand_in
+from sley_core.weight_files.copy import write_tensors
+from sley_core.weight_files.write import write_text
 
-__all__ = ["AXIS", "Asked", "Shard", "StandIn", "asked_of", "no_view", "stand_in"]
+__all__ = ["AXIS", "Asked", "Shard", "StandIn", "asked_of", "no_view", "stand_in", "write_tensors", "write_text"]

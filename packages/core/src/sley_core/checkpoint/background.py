@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from sley_core.checkpoint.index import BUFFERS
 from sley_core.checkpoint.live_bytes import KeptMemory, LiveBytes, copied
-from sley_core.checkpoint.writing import said
 from sley_core.errors import RunError
+from sley_core.files.folders import said
 
 if TYPE_CHECKING:
     from sley_core.checkpoint.tensor_file import TensorPiece

@@ -22,14 +22,15 @@ from sley_core.checkpoint.background import Background
 from sley_core.checkpoint.choosing import Wanted
 from sley_core.checkpoint.live_bytes import KeptMemory
 from sley_core.checkpoint.loading import CheckpointLoader, Restored
-from sley_core.checkpoint.probe import probe
 from sley_core.checkpoint.run_tensors import RunTensors
 from sley_core.checkpoint.saving import Destination, Preparation, absolute
-from sley_core.checkpoint.values import to_json
-from sley_core.checkpoint.writing import Writing, said
+from sley_core.checkpoint.writing import Writing
 from sley_core.comm.collectives import gather_objects
 from sley_core.engine.agreement import Agreement
 from sley_core.errors import RunError, UsageError
+from sley_core.files.folders import said
+from sley_core.files.probe import probe
+from sley_core.json_values import to_json
 from sley_core.metrics.jsonl import rows
 
 if TYPE_CHECKING:

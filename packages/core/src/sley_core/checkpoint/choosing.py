@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sley_core.attempt import Attempt, read_attempt
-from sley_core.checkpoint.folders import ReadableFolder, open_folder
 from sley_core.checkpoint.index import INDEX, CheckpointIndex, read_index
 from sley_core.checkpoint.reader import Checkpoint
 from sley_core.checkpoint.timed import StalledError, TimedFolder, TimedReads
 from sley_core.checkpoint.verify import Damage, examined, ready
 from sley_core.comm.collectives import gather_objects
 from sley_core.errors import RunError, SleyError, UsageError
-from sley_core.export.run_weights import WEIGHTS
+from sley_core.factory import cause
+from sley_core.files.folders import ReadableFolder, open_folder
 from sley_core.metrics.jsonl import rows
-from sley_core.plan.factory import cause
+from sley_core.run_files import WEIGHTS
 
 if TYPE_CHECKING:
     from sley_core.engine.parts import Parts

@@ -9,9 +9,9 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 from sley_core.attempt import Lineage, lineage_of
-from sley_core.checkpoint.folders import ReadableFolder
 from sley_core.checkpoint.rectangles import Rectangle
 from sley_core.errors import RunError
+from sley_core.files.folders import ReadableFolder
 
 INDEX = "checkpoint.json"
 FORMAT = 1

@@ -13,11 +13,11 @@ from sley_core.checkpoint.index import BUFFERS, INDEX, WEIGHTS
 from sley_core.checkpoint.restore import Restoring, mismatches
 from sley_core.checkpoint.run_tensors import RunTensors, restore_generators
 from sley_core.checkpoint.timed import TimedReads
-from sley_core.checkpoint.values import from_json
 from sley_core.comm.collectives import gather_objects
 from sley_core.errors import PlanError, RunError, SleyError
+from sley_core.factory import cause
+from sley_core.json_values import from_json
 from sley_core.plan.changes import changes, refuse_changes
-from sley_core.plan.factory import cause
 from sley_core.plan.load import plan_from_text
 
 if TYPE_CHECKING:

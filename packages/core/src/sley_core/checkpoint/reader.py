@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sley_core.checkpoint.folders import ReadableFolder, open_folder
 from sley_core.checkpoint.index import WEIGHTS, CheckpointIndex, TensorFacts, read_index
 from sley_core.checkpoint.rectangles import Rectangle, all_of
 from sley_core.checkpoint.tensor_file import InFile, bytes_of, header_bytes, parsed
 from sley_core.errors import RunError
+from sley_core.files.folders import ReadableFolder, open_folder
 from sley_core.weight_files.dtypes import BY_NAME
 
 _GUESS_BYTES = 1 << 16

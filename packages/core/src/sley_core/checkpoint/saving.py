@@ -14,7 +14,6 @@ import torch
 
 from sley_core.attempt import ID_LENGTH, Attempt, Lineage
 from sley_core.checkpoint.choosing import index_or_none
-from sley_core.checkpoint.folders import GONE, STAGING, Folder, open_folder
 from sley_core.checkpoint.index import INDEX, CheckpointIndex
 from sley_core.checkpoint.reader import read_header
 from sley_core.checkpoint.run_tensors import RunTensors, generators
@@ -24,7 +23,8 @@ from sley_core.checkpoint.verify import is_ours, ready, step_name
 from sley_core.checkpoint.writing import Writing
 from sley_core.comm.collectives import gather_objects
 from sley_core.errors import RunError, SleyError
-from sley_core.plan.factory import cause
+from sley_core.factory import cause
+from sley_core.files.folders import GONE, STAGING, Folder, open_folder
 
 if TYPE_CHECKING:
     from sley_core.checkpoint.tensor_file import TensorPiece

@@ -13,8 +13,8 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
-from sley_core.checkpoint.folders import ReadableFolder, crc_of
 from sley_core.errors import RunError
+from sley_core.files.folders import ReadableFolder, crc_of
 
 _STEP_BYTES = 16 << 20
 """What is read at once, within the limit."""

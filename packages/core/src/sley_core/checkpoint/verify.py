@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from sley_core.checkpoint.folders import STAGING, ReadableFolder, open_folder
 from sley_core.checkpoint.index import INDEX, CheckpointIndex, FileFacts, read_index
 from sley_core.checkpoint.reader import read_header
 from sley_core.checkpoint.timed import StalledError
 from sley_core.errors import RunError
-from sley_core.plan.factory import cause
+from sley_core.factory import cause
+from sley_core.files.folders import STAGING, ReadableFolder, open_folder
 
 _STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 

@@ -15,12 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sley_core.checkpoint.folders import Folder, Written
 from sley_core.checkpoint.index import INDEX, CheckpointIndex, FileFacts
 from sley_core.checkpoint.shares import file_name
 from sley_core.checkpoint.tensor_file import TensorPiece, header_of
 from sley_core.errors import RunError
-from sley_core.plan.factory import cause
+from sley_core.files.folders import Folder, Written, said
 
 _POLL_S = 0.005
 _SLOWEST_POLL_S = 0.1
@@ -142,13 +141,6 @@ class Writing:
                     with suppress(Exception):
                         self.staging.write(_failure(self.rank), chunks)
                         break
-
-
-def said(error: Exception) -> str:
-    """Returns an error as one line of text."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-    return error.diagnostics[0].message if isinstance(error, RunError) else cause(error)
 
 
 def _note(rank: int) -> str:

@@ -7,7 +7,7 @@
     free(weights)
 
 Memory that a copy reads or writes must not be written, read or freed by the device before `hold_device`, nor by the host
-before `wait`. On the CPU a copy is done when `copy` returns, and all waits are no-ops; `sley_core.testing.drawn_copies` has
+before `wait`. On the CPU a copy is done when `copy` returns, and all waits are no-ops; `sley_testing.drawn_copies` has
 a stream whose copies happen as late, and in any order, as these calls permit.
 """
 

@@ -20,9 +20,16 @@ from sley_core.comm.guard import HINT, first_line
 from sley_core.comm.members import Members
 from sley_core.comm.progress import Progress
 from sley_core.comm.transport.alone import Alone
-from sley_core.comm.transport.choose import attached, is_from_host, message_transports, silent_transports
+from sley_core.comm.transport.choose import (
+    common_transports,
+    connected,
+    is_from_host,
+    message_transports,
+    silent_transports,
+)
 from sley_core.comm.transport.protocol import Transport
 from sley_core.errors import RunError
+from sley_core.records import TransportRecord
 from sley_core.topology import AXES, DEFAULT_LANE, LANES, TIE, GroupEntry, Topology
 
 _HOST = torch.device("cpu")
@@ -130,16 +137,31 @@ def make_groups(
         axis: _group(Members(axis, ranks, rank, progress=progress, is_silent=is_silent), lanes.get(axis, {}), device)
         for axis, ranks in members.items()
     }
-    # `attached` is a collective: all ranks take the same axes in the same order, each with its own group.
-    asking = dict.fromkeys(entry.axis for entry in extra if entry.attaches)
-    for axis in (*_attaching(topology), *asking) if attaches and (is_silent or is_from_host(backend, device)) else ():
-        group = groups[axis]
-        if is_silent:
-            group.transports.update(silent_transports(group, group.lanes, device, attaches=True))
-        elif group.size > 1:
-            same = Members(axis, group.ranks, rank, progress=progress)
-            group.transports.update(attached(same, group.lanes, timeout.total_seconds()))
+    if attaches and topology.world > 1 and (is_silent or is_from_host(backend, device)):
+        lane = None if is_silent else lanes["control"][DEFAULT_LANE]
+        asking = dict.fromkeys(entry.axis for entry in extra if entry.attaches)
+        _attach(groups, (*_attaching(topology), *asking), common_transports(groups["control"], lane), device, timeout)
     return Groups(groups, progress)
+
+
+def _attach(
+    groups: Mapping[str, Group],
+    axes: Sequence[str],
+    records: Sequence[TransportRecord],
+    device: torch.device,
+    timeout: timedelta,
+) -> None:
+    """Gives the groups of `axes` one of the transports `records`, where their ranks can reach each other by it.
+
+    Connecting is a collective: all ranks take the same axes in the same order, each with its own group.
+    """
+    for axis in axes:
+        group = groups[axis]
+        if group.is_silent and records:
+            group.transports.update(silent_transports(group, group.lanes, device, records))
+        elif not group.is_silent and group.size > 1:
+            same = Members(axis, group.ranks, group.rank, progress=group.progress)
+            group.transports.update(connected(same, group.lanes, records, timeout.total_seconds()))
 
 
 def imagined(axis: str, echo: Echo, size: int) -> Group:
@@ -162,7 +184,7 @@ def _group(members: Members, lanes: dict[str, dist.ProcessGroup], device: torch.
     """Returns the group of `members`, with transports that exchange messages."""
     log = ExchangeLog()
     if members.is_silent:
-        transports = silent_transports(members, lanes, device, attaches=False)
+        transports = silent_transports(members, lanes, device)
     else:
         transports = message_transports(members, lanes, log, device)
     same = members.progress

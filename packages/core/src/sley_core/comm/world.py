@@ -14,22 +14,31 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it
 
 from sley_core.comm import occasions
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups, make_groups
 from sley_core.comm.guard import first_line
-from sley_core.comm.meeting import Meeting
 from sley_core.comm.texts import gather_values, value_of_first
 from sley_core.errors import RunError
 from sley_core.topology import GroupEntry, Topology
 
 T = TypeVar("T")
+
+
+class Met(Protocol):
+    """What a launcher that has all ranks meet before they join gives each of them."""
+
+    store: Store
+
+    def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:
+        """Returns a context manager for work that each rank does alone: all ranks continue, or all raise RunError."""
 
 
 @dataclass
@@ -42,7 +51,7 @@ class World(AbstractContextManager["World"]):
     owns_default_group: bool = False
     is_fake: bool = False
     made: list[Groups] = field(default_factory=list, repr=False)
-    meeting: Meeting | None = None
+    meeting: Met | None = None
 
     @classmethod
     def alone(cls, device: str | Device = "auto") -> World:
@@ -56,7 +65,7 @@ class World(AbstractContextManager["World"]):
         *,
         timeout_s: float = 600.0,
         environ: Mapping[str, str] | None = None,
-        meeting: Meeting | None = None,
+        meeting: Met | None = None,
     ) -> World:
         """Joins the world that the launcher's environment describes, and returns it; `alone` if there is no launcher.
         Blocks until all ranks have joined.
@@ -108,7 +117,7 @@ class World(AbstractContextManager["World"]):
 
     def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:
         """Returns a context manager for work that each rank does alone and that may fail on any: all ranks continue, or all
-        raise, if they have met (`Meeting.all_or_none`); without a meeting it does nothing.
+        raise, if they have met (`Met.all_or_none`); without a meeting it does nothing.
         """
         return self.meeting.all_or_none(timeout_s) if self.meeting is not None else nullcontext()
 

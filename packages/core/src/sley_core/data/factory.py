@@ -22,7 +22,7 @@ from sley_core.data.dataset import AnyDataset, DataContext, DataInfo, Field, Sam
 from sley_core.data.packing import TOKENS
 from sley_core.data.pin import pin_problem
 from sley_core.errors import PlanError
-from sley_core.plan.factory import cause, import_factory
+from sley_core.factory import cause, import_factory
 from sley_core.table import Table
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from sley_core.data.order import Order
 from sley_core.data.prefetch import PrefetchThread
 from sley_core.data.walk import StreamReader, set_epoch
 from sley_core.errors import PlanError, RunError, note_origin
+from sley_core.factory import cause
 from sley_core.generators import comparable_state, seeded
 from sley_core.model.seeds import derive
-from sley_core.plan.factory import cause
 
 CLOSE_TIMEOUT_S = 30.0
 """The most seconds that `close` waits: a run that ends must not wait as long as one that continues."""

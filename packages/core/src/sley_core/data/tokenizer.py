@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from sley_core.discovery import CORE, to_install
 from sley_core.errors import PlanError, PluginError
+from sley_core.weight_files.tokenizers import DRAWN
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Implementation
@@ -19,9 +19,6 @@ BATCH = 256
 """Documents that are encoded in one call, which distributes them over the threads of `tokenizers`."""
 
 NAME = "tokenizer.json"
-
-_DRAWN = ("dropout", "alpha", "nbest_size")
-"""Settings of BPE and Unigram with which a text becomes other tokens each time."""
 
 
 class Tokenizer:
@@ -118,23 +115,10 @@ def _load(path: Path) -> Implementation:
         raise PlanError("tokenizer-invalid", message, path=("data", "tokenizer")) from None
     loaded.no_truncation()
     loaded.no_padding()
-    for name in _DRAWN:
+    for name in DRAWN:
         if getattr(loaded.model, name, None) is not None:
             setattr(loaded.model, name, None)
     return loaded
-
-
-def without_settings(text: str) -> str:
-    """Returns the text of a `tokenizer.json` with the settings switched off that are off in training; else as it is."""
-    try:
-        content = json.loads(text)
-        off = {key: None for key in ("truncation", "padding") if content.get(key) is not None}
-        drawn = {key: None for key in _DRAWN if content["model"].get(key) is not None}
-    except (ValueError, AttributeError, KeyError, TypeError):
-        return text  # another version's, or no tokenizer: whoever loads it says so
-    if not off and not drawn:
-        return text
-    return json.dumps({**content, **off, "model": {**content["model"], **drawn}}, ensure_ascii=False, indent=2)
 
 
 def _file(path: Path) -> Path:

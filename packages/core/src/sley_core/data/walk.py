@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from sley_core.data.dataset import Sample, Stream
 from sley_core.data.digest import digest_of
 from sley_core.errors import PlanError, RunError, note_origin
-from sley_core.plan.factory import cause
+from sley_core.factory import cause
 
 Read: TypeAlias = Callable[[int, Callable[[], Sample]], Sample]
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from sley_core.checkpoint.values import from_json, to_json
 from sley_core.errors import RunError
+from sley_core.json_values import from_json, to_json
 
 if TYPE_CHECKING:
     from sley_core.model.layers import Layer

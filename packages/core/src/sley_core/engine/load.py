@@ -20,7 +20,7 @@ from sley_core.engine.agreement import Agreement
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.extra_state import set_extra_state, with_extra_state
 from sley_core.errors import RunError
-from sley_core.plan.factory import cause
+from sley_core.factory import cause
 
 if TYPE_CHECKING:
     from sley_core.engine.book import Entry

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from sley_core.errors import PlanError
-from sley_core.plan.words import suggestion
+from sley_core.words import suggestion
 
 if TYPE_CHECKING:
     from torch import Tensor

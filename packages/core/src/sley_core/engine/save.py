@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sley_core.checkpoint.probe import probe
 from sley_core.comm.collectives import all_reduce, gather_objects
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.extra_state import extra_state, with_extra_state
 from sley_core.engine.shards import AXIS, REDUCE_GROUP, wholes
 from sley_core.errors import RunError, SleyError
+from sley_core.files.probe import probe
 from sley_core.weight_files.write import (
     Spec,
     TensorFiles,

@@ -26,7 +26,7 @@ from sley_core.actions.simulate import simulate
 from sley_core.actions.timeline import TimedAction, Timeline
 from sley_core.comm.collectives import gather_objects
 from sley_core.engine.clock import ActionClock
-from sley_core.metrics.json_text import write_whole
+from sley_core.json_text import write_whole
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Groups

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sley_core.metrics.json_text import write_json
+from sley_core.json_text import write_json
 
 NAME = "summary.json"
 NUM_LAST = 20

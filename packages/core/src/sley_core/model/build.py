@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sley_core.errors import PlanError, PluginError, SleyError
+from sley_core.factory import cause
 from sley_core.generators import seeded
 from sley_core.model.apart import Registered, RegisteredMemory, check_held
 from sley_core.model.journal import Journal, unwatched
@@ -28,7 +29,6 @@ from sley_core.model.layers import MODEL, Layer, Model, as_model, like, with_fie
 from sley_core.model.seeds import derive
 from sley_core.model.steps import Ref, is_blank, needed
 from sley_core.model.watch import watched
-from sley_core.plan.factory import cause
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import DataInfo

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.errors import PlanError
+from sley_core.factory import cause
 from sley_core.generators import seed_host, seeded
 from sley_core.model.formats import buffer_format, parameter_format
 from sley_core.model.layers import MODEL, InitWeights, Layer, like
 from sley_core.model.seeds import derive
 from sley_core.model.steps import ChangedError, is_blank, replay
-from sley_core.plan.factory import cause
 
 _Moved: TypeAlias = tuple[Tensor, Tensor]
 

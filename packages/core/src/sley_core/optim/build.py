@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from sley_core.errors import PlanError
+from sley_core.factory import cause, import_factory
 from sley_core.optim.config import AdamWConfig, FactoryOptimizerConfig, SGDConfig
 from sley_core.optim.late import with_late_gradients
-from sley_core.plan.factory import cause, import_factory
 from sley_core.uncompiled import stepping_without
 
 Groups = Sequence[dict[str, Any]]

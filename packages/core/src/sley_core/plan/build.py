@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sley_core.errors import KeyPath, PlanError, UsageError, dotted
-from sley_core.metrics.json_text import write_whole
+from sley_core.json_text import write_whole
 from sley_core.plan.check import check_plan
 from sley_core.plan.document import plain
 from sley_core.plan.extends import KEY, joined

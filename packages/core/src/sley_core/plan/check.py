@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from sley_core.discovery import to_install
 from sley_core.errors import Diagnostic, PlanError
 from sley_core.optim.scope import scope_of
 from sley_core.plan.check_canonical import check_canonical
@@ -35,6 +37,7 @@ def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
         *check_offload(plan),
         *check_canonical(plan),
         *_pipeline_is_there(plan),
+        *_timer(plan),
         *_weights(plan),
         *_sequence(plan),
     ]
@@ -58,6 +61,18 @@ def _pipeline_is_there(plan: Plan) -> Iterator[Problem]:
     if plan.parallel.pp > 1 and plan.pipeline is None:
         message = f"`pp = {plan.parallel.pp}` needs a [pipeline] table that names a schedule"
         yield Problem(("parallel", "pp"), message, 'add [pipeline] with `use = "pp.one_f_one_b"`', "pipeline-missing")
+
+
+def _timer(plan: Plan) -> Iterator[Problem]:
+    """Yields a problem if the partition times layers by a package that is not installed."""
+    if plan.partition is None or not isinstance(plan.partition.record, PartitionerRecord):
+        return
+    timer = plan.partition.record.timer
+    package = timer.partition(".")[0] if timer is not None and plan.partition.config.layer_costs is None else ""
+    if package and find_spec(package) is None:
+        hint = to_install(package.removeprefix("sley_")) if package.startswith("sley_") else f"install `{package}`"
+        message = f"`{plan.partition.name}` times layers by `{package}`, which is not installed"
+        yield Problem(("partition", "use"), message, f"{hint}; or give `layer_costs`", "timer-missing")
 
 
 def _weights(plan: Plan) -> Iterator[Problem]:
@@ -113,7 +128,7 @@ def _sequence(plan: Plan) -> Iterator[Problem]:
     if (
         partition
         and isinstance(record, PartitionerRecord)
-        and record.costs == "seconds"
+        and record.timer is not None
         and not partition.config.layer_costs
     ):
         message = f"`{partition.name}` times layers on whole sequences, of which a rank of `sp = {size}` has a slice"

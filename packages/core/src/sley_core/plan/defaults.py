@@ -11,11 +11,11 @@ from typing import Any
 
 from sley_core.discovery import CORE, to_install
 from sley_core.errors import KeyPath
-from sley_core.loader import Loader, Plugin
 from sley_core.plan.kinds import ComponentTable, a_word, words
+from sley_core.plan.loader import Loader, Plugin
 from sley_core.plan.plan import Component
 from sley_core.records import ScheduleRecord
-from sley_core.table import Table
+from sley_core.table import RecordKind, Table
 
 
 def default_of(spec: ComponentTable, schedule: Component | None, plugins: Iterable[Plugin]) -> str | None:
@@ -78,10 +78,17 @@ def no_factory(spec: ComponentTable, path: KeyPath, known: str | None) -> tuple[
     return message, (*path, "factory"), f"{hint}; {known}" if known else hint
 
 
+OF_SLEY: dict[RecordKind, str] = {"models": "models.llama"}
+"""By kind, the record of another package of Sley's that a plan may begin with, where core has none."""
+
+
 def of_core(spec: ComponentTable, core: Plugin | None) -> str | None:
-    """Returns a text that lists core's records for a table; None if it has none."""
+    """Returns a text that lists core's records for a table, or one of another package of Sley's; None if there is none."""
     known = [f'"{CORE}.{name}"' for name in core.records[spec.kind]] if core else []
-    return f"core has {', '.join(known)}" if known else None
+    if known or spec.kind not in OF_SLEY:
+        return f"core has {', '.join(known)}" if known else None
+    plugin, _, _ = OF_SLEY[spec.kind].partition(".")
+    return f'sley-{plugin} has "{OF_SLEY[spec.kind]}"'
 
 
 def _offered(spec: ComponentTable, plugins: Iterable[Plugin]) -> list[str]:

@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar
 
 from sley_core.errors import Diagnostic, KeyPath, Place, SleyError
 from sley_core.plan.locate import Spot, TextSpan
-from sley_core.plan.words import printable
 from sley_core.table import Table
+from sley_core.words import printable
 
 Found = TypeVar("Found")
 OriginKind = Literal["file", "set", "default", "record", "core"]

@@ -18,8 +18,8 @@ from typing import Any
 
 from sley_core.errors import Diagnostic, KeyPath, PlanError
 from sley_core.plan.document import Document
-from sley_core.plan.words import shown
 from sley_core.table import expanded
+from sley_core.words import shown
 
 KEY = "extends"
 

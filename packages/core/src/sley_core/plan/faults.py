@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from sley_core.errors import Diagnostic, KeyPath, dotted
 from sley_core.plan.document import Document, first_of
-from sley_core.plan.words import field_at, shown, suggestion, takes
 from sley_core.table import Table
+from sley_core.words import field_at, shown, suggestion, takes
 
 RANGE = {
     "greater_than",

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sley_core.errors import KeyPath
-from sley_core.loader import Loader
 from sley_core.plan.document import plain
+from sley_core.plan.loader import Loader
 from sley_core.plan.plan import Plan
 from sley_core.plan.read import read_file, read_tables, read_text
 from sley_core.plan.resolve import resolve

@@ -8,7 +8,7 @@ from typing import Any
 import tomli
 
 from sley_core.errors import KeyPath, PlanError, dotted
-from sley_core.plan.words import is_utf8, printable, shown
+from sley_core.words import is_utf8, printable, shown
 
 _BARE_WORD = re.compile(r"[^\s\"'\[\]{}=,#](?:[^\"'\[\]{}=,#\n]*[^\s\"'\[\]{}=,#])?")
 _QUOTE = "VALUE is TOML; a string needs quotes, which the shell takes away: --set 'run.name=\"first try\"'"

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from sley_core.errors import KeyPath
 from sley_core.plan.kinds import ComponentTable, a_word
 from sley_core.plan.references import Reference
-from sley_core.plan.words import shown, suggestion
 from sley_core.table import NAMED_TABLES
+from sley_core.words import shown, suggestion
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 """A name without a dot, which tells it from a record's."""

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from sley_core.errors import Diagnostic, KeyPath, PlanError, SleyError
-from sley_core.loader import Loader, Plugin
+from sley_core.factory import call_factory, import_factory
 from sley_core.plan.document import Document, Origin, locate
-from sley_core.plan.factory import call_factory, import_factory
 from sley_core.plan.kinds import ComponentTable, Factory
+from sley_core.plan.loader import Loader, Plugin
 from sley_core.plan.tables import (
     BatchTable,
     CheckpointTable,

@@ -19,7 +19,7 @@ from sley_core.plan.document import Document, Override, first_of, plain
 from sley_core.plan.extends import extended
 from sley_core.plan.locate import index
 from sley_core.plan.overrides import apply
-from sley_core.plan.words import is_utf8, printable, shown
+from sley_core.words import is_utf8, printable, shown
 
 DEEPEST = 32
 """The deepest nesting of tables and arrays; a plan needs four levels."""

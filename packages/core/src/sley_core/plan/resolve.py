@@ -14,12 +14,12 @@ from pydantic import ValidationError
 
 from sley_core.discovery import CORE
 from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError, dotted
-from sley_core.loader import Loader, Plugin
 from sley_core.plan.check_tables import check_tables
 from sley_core.plan.defaults import default_list, default_of, is_named_by, no_factory, of_core, without_default
 from sley_core.plan.document import MOST_PROBLEMS, Document, by_place
 from sley_core.plan.faults import faults
 from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word
+from sley_core.plan.loader import Loader, Plugin
 from sley_core.plan.origins import origins
 from sley_core.plan.own_names import NameFault, OwnNames
 from sley_core.plan.paths import validated
@@ -27,8 +27,8 @@ from sley_core.plan.plan import Component, Plan
 from sley_core.plan.references import Reference, references
 from sley_core.plan.tables import DRAWN_STEP, OPTIONAL, TABLES, RunTable, TimelineTable
 from sley_core.plan.top_level import top_level_faults
-from sley_core.plan.words import shown
 from sley_core.table import Table, expanded, written
+from sley_core.words import shown
 
 AnyTable = TypeVar("AnyTable", bound=Table)
 
@@ -224,7 +224,7 @@ class _Resolver:
         if spec.known is None:
             choices = "`use` or `factory`" if spec.factory else "`use`"
             has = self.plugins[CORE].records.get(spec.kind, {})
-            hint = f"core has {', '.join(f'`{CORE}.{name}`' for name in has)}" if has else None
+            hint = f"core has {', '.join(f'`{CORE}.{name}`' for name in has)}" if has else of_core(spec, None)
             self._problem("missing-table", f"the plan needs a table [{spec.key}] with {choices}", (spec.key,), hint)
         elif self.schedule is not None and (spec.kind != "stage_links" or self._has_stages):
             message, hint = without_default(spec, self.schedule, self.plugins.values(), self.loader)

@@ -9,9 +9,9 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from sley_core.errors import PluginError
-from sley_core.loader import Loader
 from sley_core.plan.descriptions import describe_all
 from sley_core.plan.kinds import COMPONENTS, ComponentTable
+from sley_core.plan.loader import Loader
 from sley_core.plan.tables import EXTENDS, FORMAT, OPTIONAL, SOURCE_FOLDER, TABLES
 from sley_core.records import Record
 from sley_core.table import Table

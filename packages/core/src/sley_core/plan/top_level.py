@@ -11,7 +11,7 @@ from sley_core.plan.document import Document, first_of
 from sley_core.plan.faults import unknown_key
 from sley_core.plan.kinds import COMPONENTS
 from sley_core.plan.tables import FORMAT, OPTIONAL, TABLES
-from sley_core.plan.words import shown, suggestion
+from sley_core.words import shown, suggestion
 
 TOP_LEVEL = ("plan", "source_folder", *TABLES, *OPTIONAL, *(table.key for table in COMPONENTS))
 

@@ -75,7 +75,7 @@ class WeightCommunicator(Protocol):
     Core shards the parameters, along the dim that `cuts` returns. Before it gathers or reads any weight of a layer, the
     communicator calls `parts.waits.wait_for` of that layer. Values written to shards between two steps, and parameters frozen
     or unfrozen there, take effect in the next step. A failed step is followed directly by the next `begin`, which must discard
-    everything that was in flight. `sley_core.testing.weight_contract` tests all of this.
+    everything that was in flight. `sley_testing.weight_contract` tests all of this.
     """
 
     def prepare(self, layers: Sequence[Layer]) -> None:
@@ -113,7 +113,7 @@ class SequenceCommunicator(Protocol):
     """Makes attention work on full sequences although every rank of `sp` holds only a slice.
 
     It must refuse by name, on all ranks alike, an attention that it does not support over slices.
-    `sley_core.testing.attention_contract` says what it must support.
+    `sley_testing.attention_contract` says what it must support.
     """
 
     apart: Sequence[str] | None = None

@@ -13,7 +13,7 @@ from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import changed, small_plan
+from sley_testing.plans import changed, small_plan
 
 PLAN = small_plan(parallel={"reduction": "canonical"}, precision__compute="fp32")
 

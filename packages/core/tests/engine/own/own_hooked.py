@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo
 from sley_core.model.layers import Model
-from sley_core.testing.habits import Embed, HookedWeights, init
+from sley_testing.habits import Embed, HookedWeights, init
 
 
 class Before(nn.Module):

@@ -33,7 +33,7 @@ def check_tables(layers: Sequence[Layer]) -> None:
     for table, name in tables.items():
         if table in others:
             message = f"`{others[table]}` holds the table of `{name}` too, and needs whole rows of it"
-            raise _refused(message, "give it a weight of its own (`core.llama`: `tie_embeddings = false`)")
+            raise _refused(message, "give it a weight of its own (`models.llama`: `tie_embeddings = false`)")
 
 
 def _refused(message: str, hint: str) -> PlanError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from importlib.metadata import entry_points
 
 import torch
 import torch.distributed as dist
@@ -10,13 +12,15 @@ import torch.distributed as dist
 from sley_core.comm.exchange_log import ExchangeLog
 from sley_core.comm.guard import guarded, turn_of
 from sley_core.comm.members import Members
+from sley_core.comm.texts import gather_values
 from sley_core.comm.transport.backend import Backend, can_coalesce
-from sley_core.comm.transport.cma.connection import Connection
-from sley_core.comm.transport.cma.rows import scratch
-from sley_core.comm.transport.cma.transport import RINGS, Cma
 from sley_core.comm.transport.direct import Direct
 from sley_core.comm.transport.protocol import Transport
-from sley_core.comm.transport.silent import Silent
+from sley_core.comm.transport.silent import Silent, nothing
+from sley_core.errors import PluginError
+from sley_core.records import TransportRecord
+
+GROUP = "sley.transports"
 
 
 def is_from_host(backend: str, device: torch.device) -> bool:
@@ -42,32 +46,71 @@ def message_transports(
     return found
 
 
-def attached(members: Members, lanes: Mapping[str, dist.ProcessGroup], timeout_s: float) -> dict[str, Transport]:
-    """Connects `members` by cross-memory attach; returns a transport by it for each of `lanes`, or {} on all ranks, where one
-    cannot read a peer's memory. For tensors on the host. All members call it.
+@cache
+def installed_transports() -> tuple[TransportRecord, ...]:
+    """Returns the transports between CPU ranks that installed packages bring, sorted by name.
+
+    Raises PluginError "transport-import" for one that cannot be imported.
+    """
+    records = []
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        try:
+            records.append(point.load())
+        except Exception as error:
+            message = (
+                f"the transport `{point.name}` ({point.value}) cannot be imported: {type(error).__name__}: {error}"
+            )
+            raise PluginError("transport-import", message, hint="reinstall its package, or uninstall it") from error
+    return tuple(records)
+
+
+def common_transports(everyone: Members, lane: dist.ProcessGroup | None) -> tuple[TransportRecord, ...]:
+    """Returns the installed transports that every rank of the world has; a collective of `everyone` over `lane`, or none if
+    there is none, in a fake world.
+
+    A host may lack a package that another has, and connecting is a collective.
+    """
+    mine = installed_transports()
+    if lane is None:
+        return mine
+    gather = partial(gather_values, [record.name for record in mine], lane)
+    theirs = [set(names) for names in guarded(gather, turn_of("comparing", everyone, "installed transports"))]
+    return tuple(record for record in mine if all(record.name in names for names in theirs))
+
+
+def connected(
+    members: Members,
+    lanes: Mapping[str, dist.ProcessGroup],
+    records: Sequence[TransportRecord],
+    timeout_s: float,
+) -> dict[str, Transport]:
+    """Connects `members` by the first of `records` that can, for tensors on the host; returns a transport for each of `lanes`,
+    or {} on all ranks. All members call it, with equal records.
 
     timeout_s: of every wait.
     """
-
-    def connect() -> Connection | None:
-        """Connects this rank to the others; None on all of them if any two cannot read each other."""
-        # The first lane's members, in the order of the table of groups.
-        return Connection.open(members, RINGS * len(lanes), next(iter(lanes.values())), timeout_s)
-
-    connection = guarded(connect, turn_of("opening", members, "cross-memory attach"))
-    return {name: Cma(connection, name, at) for at, name in enumerate(lanes)} if connection is not None else {}
+    for record in records:
+        connect = partial(record.load(record.connect), members, lanes, timeout_s)
+        found: dict[str, Transport] = guarded(connect, turn_of("opening", members, record.name))
+        if found:
+            return found
+    return {}
 
 
 def silent_transports(
-    members: Members, lanes: Mapping[str, dist.ProcessGroup], device: torch.device, *, attaches: bool
+    members: Members,
+    lanes: Mapping[str, dist.ProcessGroup],
+    device: torch.device,
+    records: Sequence[TransportRecord] = (),
 ) -> dict[str, Transport]:
     """Returns transports that exchange nothing for `lanes` of a fake world; they take memory as those of a real one on `device`
     do.
 
-    attaches: whether that would use cross-memory attach, as it does where all its ranks are on one host.
+    records: the transports that CPU ranks would use, as they do where all of them are on one host; the first counts.
     """
     if device.type != "cpu":
         return {name: Silent(members, name) for name in lanes}
-    if attaches:
+    if records:
+        scratch = records[0].load(records[0].scratch) if records[0].scratch else nothing
         return {name: Silent(members, name, scratch=scratch) for name in lanes}
     return {name: Silent(members, name, Direct(members, name, lane).num_scratch_rows) for name, lane in lanes.items()}

@@ -1,1 +1,0 @@
-"""Weights of a run in the forms that other programs read."""

@@ -1,0 +1,91 @@
+"""Imports and calls the code that a plan names by `factory`: the only code that a plan can name."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from sley_core.errors import KeyPath, PlanError, SleyError
+from sley_core.installed import is_installed
+from sley_core.words import suggestion
+
+
+def call_factory(
+    name: str, path: KeyPath, folder: Path | None, options: Mapping[str, Any], given: Mapping[str, Any]
+) -> Any:
+    """Imports and calls the code `name` with `options`, and with those of `given` that its signature names; returns the result.
+
+    path: the table, for the place of an error. folder: stays on `sys.path` from now on. Raises PlanError: "factory-import",
+    "factory-options" (it does not take them), "factory-failed" (it raised).
+    """
+    function = import_factory(name, path, folder)
+    arguments = dict(options)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        pass  # some C callables have no readable signature: the call itself checks
+    else:
+        for key in given.keys() & signature.parameters.keys():
+            if key in options:
+                raise _refused(name, path, f"`{key}` is what a run passes itself")
+            arguments[key] = given[key]
+        try:
+            signature.bind(**arguments)
+        except TypeError as error:
+            raise _refused(name, path, str(error)) from error
+    try:
+        return function(**arguments)
+    except SleyError:
+        raise
+    except (Exception, SystemExit) as error:
+        hint = f"install what has `{error.name}`" if isinstance(error, ModuleNotFoundError) and error.name else None
+        message = f"`{name}` failed: {cause(error)}"
+        raise PlanError("factory-failed", message, path=(*path, "factory"), hint=hint) from error
+
+
+def import_factory(name: str, path: KeyPath, folder: Path | None) -> Callable[..., Any]:
+    """Imports the callable that `"package.module:attribute"` names; `folder` stays on `sys.path` from now on.
+
+    Raises PlanError "factory-import".
+    """
+    if folder and str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    module_name, _, attribute = name.partition(":")
+    key = (*path, "factory")
+    try:
+        found: Any = import_module(module_name)
+    except (Exception, SystemExit) as error:
+        where = f", and neither has `{folder}`" if folder else ""
+        hint = f"nothing installed has it{where}" if isinstance(error, ModuleNotFoundError) else None
+        raise PlanError("factory-import", f"cannot import `{name}`: {cause(error)}", path=key, hint=hint) from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            source = getattr(found, "__file__", None) or f"`{module_name}`"
+            hint = suggestion(part, (known for known in vars(found) if not known.startswith("_")))
+            raise PlanError("factory-import", f"cannot import `{name}`: {source} has no `{part}`", path=key, hint=hint)
+        found = getattr(found, part)
+    if not callable(found):
+        message = f"`{name}` is a {type(found).__name__}, which cannot be called"
+        raise PlanError("factory-import", message, path=key)
+    function: Callable[..., Any] = found
+    return function
+
+
+def cause(error: BaseException) -> str:
+    """Returns in words the type, first line and innermost user code location of an error that user code raised."""
+    lines = str(error).strip().splitlines()
+    said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = (str(Path(__file__).parent), "<")
+    own = [one for one in frames if not one.filename.startswith(inside) and not is_installed(one.filename)]
+    return f"{said} ({own[-1].filename}:{own[-1].lineno})" if own else said
+
+
+def _refused(name: str, path: KeyPath, why: str) -> PlanError:
+    message = f"`{name}` cannot be called with these options: {why}"
+    return PlanError("factory-options", message, path=(*path, "options"))

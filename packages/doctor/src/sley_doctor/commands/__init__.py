@@ -1,0 +1,1 @@
+"""The commands `doctor` and `report`."""

@@ -1,0 +1,124 @@
+"""`train-cli doctor RUN`: what went wrong in a run, or is slow, from what its ranks have left in its folder."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sley_core.actions.action import in_words
+from sley_core.errors import UsageError
+from sley_core.run_files import PLAN
+from sley_doctor.reports import work_record
+from sley_doctor.reports.fault_report import FoundReports, read
+from sley_doctor.reports.work_record import WorkRecord
+from sley_doctor.slow.judge import Judgement, judge
+from sley_doctor.slow.words import cause_in_words, last_seen, nobody, remedy, work_in_words
+from sley_doctor.verdict.state import RunState, state_in_words, state_of
+from sley_doctor.verdict.verdict import Verdict, evidence, verdict
+from train_cli.options import FormatOption, OutputFormat
+from train_cli.recorder import FAULTS
+
+
+def doctor(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/NAME.")],
+    form: FormatOption = OutputFormat.text,
+) -> None:
+    """Say what went wrong in a run, or which rank makes others wait: cause, rank, layer, action, remedy."""
+    found, records = _left(run)
+    judged = judge(records)
+    if form is OutputFormat.json:
+        data = {
+            "attempts": [_data(one) for one in found],
+            "state": asdict(_state(run, records)),
+            "slow": [
+                {**asdict(cause), "told": cause_in_words(cause), "remedy": remedy(cause)} for cause in judged.causes
+            ],
+            "why_not": judged.why_not,
+            "work": [*work_in_words(judged)],
+        }
+        typer.echo(json.dumps(data, indent=2))
+        return
+    parts = ["\n".join(_text(run, one, len(found) > 1)) for one in found]
+    if not found:
+        state = state_in_words(_state(run, records), time.time())
+        parts.append(f"no rank has reported a failure in `{run}`: {state}")
+    parts.append("\n".join(_slow(judged, records)))
+    typer.echo("\n\n".join(parts))
+
+
+def _left(run: Path) -> tuple[list[FoundReports], list[WorkRecord]]:
+    """Returns the reports and the records in the folder; raises UsageError if it is not that of a run."""
+    if not (run / PLAN).is_file() and not (run / FAULTS).is_dir():
+        raise UsageError("no-run", f"`{run}` is not the folder of a run", hint="give the folder, such as `runs/NAME`")
+    try:
+        return read(run), work_record.read(run)
+    except OSError as error:
+        raise _unreadable(run, error) from error
+
+
+def _state(run: Path, records: Sequence[WorkRecord]) -> RunState:
+    """Returns how far the run has come; raises UsageError if the files that show it cannot be read."""
+    try:
+        return state_of(run, records, time.time())
+    except OSError as error:
+        raise _unreadable(run, error) from error
+
+
+def _unreadable(run: Path, error: OSError) -> UsageError:
+    return UsageError("no-run", f"what is in `{run}` cannot be read: {error.strerror or error}")
+
+
+def _data(found: FoundReports) -> dict[str, Any]:
+    return {
+        "attempt": found.attempt,
+        **asdict(verdict(found)),
+        "evidence": evidence(found.ranks),
+        "unreadable": list(found.unreadable),
+    }
+
+
+def _text(run: Path, found: FoundReports, has_attempts: bool) -> Iterator[str]:
+    """Yields the lines of one attempt."""
+    seen = verdict(found)
+    if has_attempts:
+        yield f"attempt {found.attempt}"
+    yield from _fields(seen)
+    yield "what ranks said"
+    yield from (f"  {line}" for line in evidence(found.ranks))
+    if found.unreadable:
+        yield f"  could not be read: {', '.join(found.unreadable)}"
+    yield f"stacks of all threads: {run / FAULTS / str(found.attempt)}"
+
+
+def _fields(seen: Verdict) -> Iterator[str]:
+    """Yields what is known of the verdict, a line for each."""
+    named = ", ".join(map(str, seen.ranks)) or "nobody can be named: two ranks differ, and either may be wrong"
+    shown = {
+        "cause": seen.cause,
+        "rank": named,
+        "step": str(seen.step) if seen.step else "",
+        "action": in_words(seen.action),
+        "layer": seen.layer,
+        "exchange": "; ".join(f"{one} (number {one.number} of `{one.queue}`)" for one in seen.exchanges),
+        "remedy": seen.remedy,
+    }
+    yield from (f"{name:<10}{value}" for name, value in shown.items() if value)
+
+
+def _slow(judged: Judgement, records: Sequence[WorkRecord]) -> Iterator[str]:
+    """Yields who is slow, and what each rank works at, waits for, and when it was last seen."""
+    for cause in judged.causes:
+        yield f"{'slow':<10}{cause_in_words(cause)}"
+        yield f"{'steps':<10}{cause.first} to {cause.last}"
+        yield f"{'remedy':<10}{remedy(cause)}"
+    if not judged.causes:
+        yield f"{'slow':<10}{nobody(judged)}"
+    if lines := [*work_in_words(judged)] or [*last_seen(records)]:
+        yield "what ranks worked at and waited for"
+        yield from (f"  {line}" for line in lines)

@@ -1,0 +1,49 @@
+"""`train-cli report RUN...`: one page about one or more runs, as a file that needs nothing else."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sley_core.discovery import to_install
+from sley_core.errors import PluginError, UsageError
+from sley_core.json_text import write_whole
+from sley_doctor.run_report.recorded import read_runs
+from train_cli.console import say
+
+NAME = "report.html"
+_NEEDED = ("matplotlib", "jinja2")
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs: runs/NAME.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help=f"The file to write; by default {NAME} in the folder of a single run, or here.",
+        ),
+    ] = None,
+) -> None:
+    """Write one HTML page about runs: curves, a step, memory, counts, the plan with its origins, the environment."""
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        raise PluginError(
+            "report-missing",
+            f"a report needs {' and '.join(f'`{name}`' for name in missing)}, not installed here",
+            hint=to_install("doctor", "report"),
+        )
+    found = read_runs(runs)
+    from sley_doctor.run_report.page import page
+
+    file = out or (runs[0] / NAME if len(runs) == 1 else Path(NAME))
+    text = page(found)
+    try:
+        write_whole(file, text)
+    except OSError as error:
+        message = f"cannot write `{file}`: {error.strerror or error}"
+        raise UsageError("report-file", message, hint="name another file with `--out`") from error
+    say(f"wrote {file}: {len(text.encode()) / 1e3:.0f} kB")

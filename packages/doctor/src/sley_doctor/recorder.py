@@ -1,0 +1,46 @@
+"""The recorder that train-cli finds by the entry point group `sley.recorders`: reports of failures, and records of work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sley_doctor.reports.fault_report import LaunchReport, forget, write_launch
+from train_cli.recorder import RunRecorder
+
+if TYPE_CHECKING:
+    from sley_core.comm.world import World
+    from sley_core.data.feed import Feed
+    from sley_core.engine.parts import Parts
+    from sley_core.errors import Diagnostic
+
+# What needs torch is imported by the ranks alone: the launcher and `train-cli doctor` do without.
+
+
+class DoctorRecorder(RunRecorder):
+    """Writes `work/rank-N.jsonl` while a rank trains, and `faults/` when ranks fail."""
+
+    def working(self, parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> AbstractContextManager[None]:
+        from sley_doctor.reports.work_recorder import recorded_work
+
+        return recorded_work(parts, feed, folder, notes)
+
+    def failed(self, folder: Path, world: World, what: Diagnostic, error: BaseException) -> None:
+        from sley_doctor.reports.witness import report_error
+
+        report_error(folder, world, what, error)
+
+    def stuck(self, folder: Path, world: World, what: Diagnostic) -> None:
+        from sley_doctor.reports.witness import report_stuck
+
+        report_stuck(folder, world, what)
+
+    def launched(
+        self, folder: Path, world: int, codes: Mapping[int, int], silent: Mapping[int, str], first: int | None
+    ) -> None:
+        write_launch(folder, LaunchReport(world, codes, silent, first))
+
+    def forget(self, folder: Path) -> None:
+        forget(folder)

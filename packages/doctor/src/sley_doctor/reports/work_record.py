@@ -1,0 +1,266 @@
+"""The record of each rank's work and waits: a file of lines per rank, in `work` of the run's folder, from which `train-cli
+doctor` and a report find slow ranks. Imports no torch.
+
+rank-1.jsonl      a start, then a window of steps per line; another start if the run was started again
+
+Times are the host's: on CUDA the time to queue an action's kernels, not the time that they take.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sley_core.json_text import to_json
+from train_cli.recorder import WORK
+
+FORMAT = 1
+"""Of these files; others are not read."""
+
+MOST_DETAILED = 240
+"""Windows of a record whose layers and messages are read are no more than twice as many."""
+
+DATA, BEGINNING, MESSAGES, REDUCTION, UPDATE, DEVICE, BETWEEN, EVALUATION = (
+    "data",
+    "beginning",
+    "messages",
+    "reduction",
+    "update",
+    "device",
+    "between",
+    "evaluation",
+)
+"""Places of work that are no action of the list: the wait for the feed; the beginning of a step; sends and receives, as they
+are started; the end of the gradients' reduction; norm, clip and optimizer; the wait for the device to have done a step, on CUDA
+one for other ranks too; what comes between two steps (rows, checkpoints, listeners); evaluations."""
+
+
+class Spread(NamedTuple):
+    """Holds the quartiles of a number over steps."""
+
+    low: float
+    middle: float
+    high: float
+
+
+NOTHING = Spread(0.0, 0.0, 0.0)
+
+
+class SeenMessage(NamedTuple):
+    """Describes a message between stages, at one of its ends, in `step`: the `number`-th of its queue; at the sender only the
+    last one that an action has sent.
+
+    time_s: at the sender when it was handed over, at the receiver when it had arrived, in seconds since the epoch. waited_s:
+    how long the receiver waited for it.
+    """
+
+    step: int
+    number: int
+    time_s: float
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Queue:
+    """Describes a sequence of exchanges that the members of a group start in one order. group: in words, as `stage[0, 1]`.
+    peer: of a message, the other end.
+
+    exchanges, num_bytes: per step, on average, those in which this rank waited.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    peer: int | None = None
+    exchanges: float = 0.0
+    num_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Holds the kernel's counters of the process over a window. system_s: time in the kernel. minor, major: page faults without
+    and with a read from a disk. switches: involuntary context switches.
+    """
+
+    user_s: float
+    system_s: float
+    minor: int
+    major: int
+    switches: int
+
+    def __sub__(self, before: Usage) -> Usage:
+        """Returns what was used since `before`."""
+        return Usage(
+            round(self.user_s - before.user_s, 6),
+            round(self.system_s - before.system_s, 6),
+            self.minor - before.minor,
+            self.major - before.major,
+            self.switches - before.switches,
+        )
+
+
+@dataclass(frozen=True)
+class Window:
+    """Holds the measurements of steps `first` to `last`, from 1. time: when it was written, in seconds since the epoch.
+    seconds: of a step.
+
+    work: own seconds of a step by place, waits excluded: `F0` the forward of chunk 0, over all micro-batches, B0, D0, W0, C0
+    likewise, and the places above. layers: for `F0` and the like, by layer, from every few steps. waits: seconds of a step by
+    queue. sent, taken: messages of some steps by queue. private_mb, device_mb: MiB that the process holds now, on the host
+    (private memory), and on its device.
+    """
+
+    first: int
+    last: int
+    time: float
+    seconds: Spread
+    work: Mapping[str, Spread]
+    layers: Mapping[str, Mapping[str, Spread]]
+    waits: Mapping[str, Spread]
+    queues: Mapping[str, Queue]
+    usage: Usage
+    private_mb: float
+    device_mb: float
+    sent: Mapping[str, Sequence[SeenMessage]] = field(default_factory=dict)
+    taken: Mapping[str, Sequence[SeenMessage]] = field(default_factory=dict)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps."""
+        return self.last - self.first + 1
+
+
+@dataclass(frozen=True)
+class Start:
+    """Describes the writer. time: in seconds since the epoch. trained: elements of the weights that this rank has, or has parts
+    of, and trains. layers: by name, a text that is equal for layers of equal kind and sizes.
+    """
+
+    rank: int
+    world: int
+    stage: int
+    host: str
+    pid: int
+    device: str
+    time: float
+    trained: int = 0
+    layers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WorkRecord:
+    """Holds what one rank has recorded since its last start; `windows` are in ascending order."""
+
+    start: Start
+    windows: Sequence[Window]
+
+    def within(self, first: int, last: int) -> Sequence[Window]:
+        """Returns the windows that have any of the steps `first` to `last`."""
+        begin = bisect_left(self.windows, first, key=lambda window: window.last)
+        return self.windows[begin : bisect_right(self.windows, last, key=lambda window: window.first)]
+
+
+def line(one: Start | Window) -> str:
+    """Returns a start or window as a line of the file."""
+    head = {"format": FORMAT, "start": True} if isinstance(one, Start) else {}
+    return to_json({**head, **asdict(one)}) + "\n"
+
+
+def read(run_folder: Path) -> list[WorkRecord]:
+    """Returns the records of the ranks, by rank: only of those in the newest start, since a run may be resumed with fewer.
+    Damaged lines, as of a full disk, are skipped. Raises OSError if a file cannot be read.
+    """
+    root = run_folder / WORK
+    paths = root.glob("rank-*.jsonl") if root.is_dir() else ()
+    found = [record for path in paths if (record := record_in(path)) is not None]
+    newest = max((one.start for one in found), key=lambda start: start.time, default=None)
+    return sorted(
+        (one for one in found if newest is not None and one.start.rank < newest.world), key=lambda one: one.start.rank
+    )
+
+
+def record_in(path: Path) -> WorkRecord | None:
+    """Returns one rank's record since its last start, from its file; None if there is no start. Raises OSError."""
+    with path.open("rb") as file:
+        return _record_of(file)
+
+
+def _record_of(lines: Iterable[bytes]) -> WorkRecord | None:
+    """Builds the record from the lines of a file: windows that a resumed run repeats are replaced, old ones lose details.
+
+    Returns None if no start was recorded.
+    """
+    start: Start | None = None
+    windows: list[Window] = []
+    for one in _parsed(lines):
+        if isinstance(one, Start):
+            start, windows = one, []
+        else:
+            while windows and windows[-1].last >= one.first:  # the run was brought back, and takes these steps again
+                windows.pop()
+            windows.append(one)
+            if len(windows) % MOST_DETAILED == 0:
+                windows = _with_some_details(windows)
+    return None if start is None else WorkRecord(start, windows)
+
+
+def _with_some_details(windows: list[Window]) -> list[Window]:
+    """Returns `windows` with layers and messages kept only in those with the roundest steps, about the same ones on all
+    ranks.
+    """
+    kept = [_roundest(one) for one in windows if one.layers or one.sent or one.taken]
+    while len(kept) > MOST_DETAILED:
+        least = min(kept)
+        kept = [one for one in kept if one > least]
+    least = min(kept, default=0)
+    return [one if _roundest(one) >= least else replace(one, layers={}, sent={}, taken={}) for one in windows]
+
+
+def _roundest(window: Window) -> int:
+    return max(roundness(window.first), ((window.first - 1) ^ (window.last - 1)).bit_length() - 1)
+
+
+def roundness(step: int) -> int:
+    """Returns how often 2 divides the number of steps before `step`; for the first step more than for any other.
+
+    Whoever keeps few of many steps keeps the roundest: so all ranks keep the same ones without communication.
+    """
+    before = step - 1
+    return (before & -before).bit_length() - 1 if before else 64
+
+
+def _parsed(lines: Iterable[bytes]) -> Iterator[Start | Window]:
+    """Yields the starts and windows in `lines`; skips lines that cannot be read."""
+    for one in lines:
+        try:
+            content = json.loads(one)
+            if content.pop("start", False):
+                if content.pop("format") == FORMAT:
+                    yield Start(**content)
+            else:
+                yield _window(content)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue
+
+
+def _window(content: dict[str, Any]) -> Window:
+    """Returns the window with the `content` of its JSON line."""
+
+    def spreads(found: Mapping[str, Any]) -> dict[str, Spread]:
+        return {name: Spread(*value) for name, value in found.items()}
+
+    def messages(found: Mapping[str, Any]) -> dict[str, tuple[SeenMessage, ...]]:
+        return {name: tuple(SeenMessage(*one) for one in some) for name, some in found.items()}
+
+    content["seconds"] = Spread(*content["seconds"])
+    content["work"], content["waits"] = spreads(content["work"]), spreads(content["waits"])
+    content["layers"] = {place: spreads(some) for place, some in content["layers"].items()}
+    content["queues"] = {
+        name: Queue(**{**one, "ranks": tuple(one["ranks"])}) for name, one in content["queues"].items()
+    }
+    content["usage"] = Usage(**content["usage"])
+    content["sent"], content["taken"] = messages(content["sent"]), messages(content["taken"])
+    return Window(**content)

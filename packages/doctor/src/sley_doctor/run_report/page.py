@@ -1,0 +1,203 @@
+"""Renders the page: sections from what runs have recorded, filled into `page.html.jinja`.
+
+A section without content stands there with the reason, so that nobody looks for what was never recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import resources
+from typing import Any, NamedTuple
+
+import jinja2
+
+from sley_core.actions.draw_svg import draw_svg
+from sley_core.errors import UsageError
+from sley_doctor.run_report.charts import MAX_RUNS, Curve, chart, look
+from sley_doctor.run_report.drawn_step import MEASURED, PREDICTED, StageTimes, ends, placement_of, times_of_stages
+from sley_doctor.run_report.recorded import RecordedRun
+from sley_doctor.run_report.waiting import KINDS, waiting
+from sley_doctor.verdict.verdict import verdict
+from train_cli.opening import memory_of
+from train_cli.progress import duration, rate
+
+MAX_BYTES = 1_000_000
+
+_MOST_POINTS = 12_000
+"""Of all curves together, some 25 bytes each."""
+
+_MOST_SPANS = 1_200
+"""Of all drawn steps together, some 200 bytes each."""
+
+_CURVES = {
+    "loss": ("Loss", "as the plan's [loss] says, mean of a step", "loss"),
+    "held_out_loss": ("Held-out loss", "of data that is not trained on", "loss"),
+    "lr": ("Learning rate", "", "rate"),
+    "grad_norm": ("Gradient norm", "before clipping", "norm"),
+    "tokens_per_s": ("Speed", "of all ranks together", "tokens/s"),
+    "samples_per_s": ("Speed", "of all ranks together", "samples/s"),
+    "memory_mb": ("Memory", "peak so far of rank 0: of its tensors on a GPU, of its whole process on a CPU", "MiB"),
+    "data_wait_s": ("Waiting for data", "of rank 0 in each step", "s"),
+}
+"""The numbers of a metrics row that come first, with title, explanation and unit; others follow under their own names."""
+
+_MOST_CHARTS = 24
+"""A plugin may add a number for each layer."""
+
+_NO_CURVES = frozenset({"step", "tokens", "samples", "seconds"})
+"""The speed says as much of a step already."""
+
+_FACTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "outcome": lambda one: one["outcome"],
+    "steps": lambda one: f"{one['steps']:,}" + (f", {one['skipped_steps']} skipped" if one["skipped_steps"] else ""),
+    "final loss": lambda one: _number(one["final_loss"]),
+    "held-out loss": lambda one: _number(one["held_out_loss"]),
+    "samples": lambda one: f"{one['samples']:,}",
+    "tokens": lambda one: f"{one['tokens']:,}" if one["tokens"] else "",
+    "time in steps": lambda one: duration(one["seconds"]),
+    "speed": rate,
+    "parameters": lambda one: f"{one['parameters']:,}",
+    "ranks": lambda one: str(one["world"]),
+    "device": lambda one: one["device"],
+    "notes": lambda one: "; ".join(one["notes"]),
+}
+"""What the first table says, of a run's `summary.json`."""
+
+
+class ChartFigure(NamedTuple):
+    """One chart. picture: an `<svg>` element; "" where no run has recorded the number."""
+
+    title: str
+    note: str
+    picture: str
+
+
+class StepFigure(NamedTuple):
+    """The drawn step of one run. note: why there is none, or what was left out. picture: an `<svg>` element or "". stages: of
+    the first copy of the model. ends: of each copy, how many seconds before the last one it ended; empty for one copy.
+    """
+
+    label: str
+    note: str
+    picture: str = ""
+    stages: Sequence[StageTimes] = ()
+    ends: Sequence[tuple[str, float]] = ()
+
+
+class TableRow(NamedTuple):
+    """A row of a table with a column for each run; `values` has "" where a run has none."""
+
+    key: str
+    values: Sequence[Any]
+    differs: bool
+
+
+def page(runs: Sequence[RecordedRun]) -> str:
+    """Returns the HTML of a report on `runs`, which asks for no other file and no network.
+
+    Raises UsageError "report-size" for more than MAX_RUNS runs, or where they would make it larger than MAX_BYTES.
+    """
+    if len(runs) > MAX_RUNS:
+        raise _too_much(f"a report shows {MAX_RUNS} runs at most, and these are {len(runs)}")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"ms": lambda seconds: f"{seconds * 1e3:.4g}", "bytes": _bytes, "number": _number}
+    template = environment.from_string(resources.files(__package__).joinpath("page.html.jinja").read_text("utf-8"))
+    names = _numbers(runs)
+    summaries = [run.summary or {} for run in runs]
+    text = template.render(
+        runs=runs,
+        title=", ".join(run.label for run in runs),
+        facts=[(name, [_fact(run, name) for run in runs]) for name in _FACTS],
+        verdicts=[(run.label, found.attempt, verdict(found)) for run in runs for found in run.faults],
+        looks=[look(number) for number in range(len(runs))],
+        charts=list(_charts(runs, names[:_MOST_CHARTS])),
+        numbers_left_out=names[_MOST_CHARTS:],
+        steps=[_step(run, _MOST_SPANS // len(runs)) for run in runs],
+        waiting=[waiting(run.label, run.work) for run in runs],
+        kinds=list(KINDS.values()),
+        memory=_table([one.get("memory_bytes", {}) for one in summaries]),
+        counts=_table([_flat(one.get("counts", {})) for one in summaries]),
+        plan=_table([run.values for run in runs]),
+        origins=[run.start.origins if run.start else {} for run in runs],
+        machine=_table([run.start.machine if run.start else (run.summary or {}).get("versions", {}) for run in runs]),
+    )
+    if (size := len(text.encode())) > MAX_BYTES:
+        raise _too_much(f"the report would have {size:,} bytes, more than {MAX_BYTES:,}")
+    return text
+
+
+def _too_much(message: str) -> UsageError:
+    return UsageError("report-size", message, hint="name fewer runs")
+
+
+def _fact(run: RecordedRun, name: str) -> str:
+    if run.summary is None:
+        return {"outcome": "failed" if run.faults else "not ended", "steps": f"{len(run.rows):,}"}.get(name, "")
+    return _FACTS[name](run.summary)
+
+
+def _numbers(runs: Sequence[RecordedRun]) -> list[str]:
+    """Returns the numbers that rows have, those of _CURVES first; of the two speeds, only what was counted."""
+    recorded = dict.fromkeys(key for run in runs for row in run.rows[-1:] for key in row)
+    speeds = {"tokens_per_s", "samples_per_s"}
+    left_out = _NO_CURVES | (speeds - (speeds & recorded.keys() or {"tokens_per_s"}))
+    return [name for name in {**dict.fromkeys(_CURVES), **recorded} if name not in left_out]
+
+
+def _charts(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[ChartFigure]:
+    """Yields a chart of each of the numbers `names`."""
+    most = max(30, _MOST_POINTS // (len(names) * len(runs)))
+    for name in names:
+        title, note, unit = _CURVES.get(name, (name, "", ""))
+        curves = [curve for number, run in enumerate(runs) if (curve := _curve(run, number, name)).steps]
+        if any(len(curve.steps) > most for curve in curves):
+            note += f"{'; ' if note else ''}of each stretch of steps the lowest and the highest"
+        yield ChartFigure(title, note, chart(name, unit, curves, most) if curves else "")
+
+
+def _curve(run: RecordedRun, number: int, name: str) -> Curve:
+    known = [row for row in run.rows if name in row]
+    return Curve(number, [int(row["step"] or 0) for row in known], [row[name] for row in known])
+
+
+def _step(run: RecordedRun, most_spans: int) -> StepFigure:
+    """Returns the drawn step of a run: as many measured copies of the model as there is room for, above the prediction."""
+    measured = {title: one for title, one in run.timelines.items() if title.startswith(MEASURED)}
+    predicted = {title: one for title, one in run.timelines.items() if title.startswith(PREDICTED)}
+    if not measured or not predicted:
+        return StepFigure(
+            run.label, "No step was drawn: no [pipeline] or [timeline] in the plan, or the run did not take that step."
+        )
+    stages = times_of_stages(next(iter(measured.values())), placement_of(next(iter(predicted.values()))))
+    late = list(ends(measured)) if len(measured) > 1 else []
+    room = most_spans // max(len(one.spans) for one in run.timelines.values()) - 1
+    if room < 1:
+        return StepFigure(
+            run.label, f"It has too many actions for this page: see {run.folder}/timeline.svg.", "", stages, late
+        )
+    note = f"{room} of {len(measured)} copies of the model are drawn." if room < len(measured) else ""
+    shown = dict(list(measured.items())[:room])
+    return StepFigure(run.label, note, draw_svg({**shown, **predicted}), stages, late)
+
+
+def _table(columns: Sequence[Mapping[str, Any]]) -> list[TableRow]:
+    """Returns a row for each key of any column, in the order of their first appearance."""
+    keys = dict.fromkeys(key for column in columns for key in column)
+    rows = [(key, [column.get(key, "") for column in columns]) for key in keys]
+    return [TableRow(key, values, any(value != values[0] for value in values)) for key, values in rows]
+
+
+def _flat(counts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    return {f"{part}: {key}": value for part, values in counts.items() for key, value in values.items()}
+
+
+def _bytes(count: Any) -> str:
+    return memory_of(count) if isinstance(count, int) else ""
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,231 @@
+"""Decides what went wrong in a run, from the reports of its ranks and of its launcher: cause, rank, layer, action, remedy.
+
+In this order, since each may have those below it for a consequence:
+
+    a rank raised what no other rank made it raise
+    a rank was killed, or left without a word
+    a rank was stopped, or was busy while others waited for it
+    ranks exchanged different things, or waited for each other
+    a rank left no report while others waited for it
+    all that is left is what the first of them said
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sley_core.actions.action import in_words
+from sley_core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
+from sley_doctor.reports.fault_report import FaultReport, FoundReports, LaunchReport, SeenExchange
+from sley_doctor.verdict.divergence import Divergence, divergence, late_for
+from train_cli.stopping import WARNINGS
+
+_LONGEST = 240
+"""Of what a rank said, as much is shown: C++ says a great deal."""
+
+_BETWEEN = frozenset(
+    {"collective-failed", "ranks-differ", "stages-differ", "boundary-mismatch", "group-failed", "start-failed"}
+)
+"""Codes of errors in which at least two ranks have a part."""
+
+_QUIET = frozenset(
+    {EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNINGS), -signal.SIGTERM, -signal.SIGINT}
+)
+_ABORT = -signal.SIGABRT
+_STUCK = "stuck"
+
+_SLOW = "look at what it does there; if it is only slow, a longer `[limits] collective_timeout_s` lets the others wait"
+_STOPPED = (
+    "something outside of the run did that: a person, a debugger, a batch system that suspends; start the run again"
+)
+_ORDER = (
+    "all ranks of a group must start the same exchanges in the same order: look for code that depends on a rank's data or "
+    "number, in the forward, in hooks and handlers of your own, around the place named here"
+)
+_KILLED = "nothing in the run does that: see the system's log (`dmesg`) for a shortage of memory, or ask who ended it"
+_ABORTED = (
+    "native code gave up; what it wrote stands in the run's output. Where that is gloo's `Received data size doesn't match`, "
+    "ranks went apart in this exchange or one under way beside it, and either may be wrong: look at what depends on its data"
+)
+_UNKNOWN = "look at that rank's machine; the report of every rank is in the folder `faults` of the run"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Describes what went wrong.
+
+    kind: a word for it. cause: a sentence. ranks: those at fault; empty if two ranks differ and it cannot be decided which is
+    wrong. exchanges: collectives or transfers concerned, the likeliest first. step: 0 if unknown.
+    """
+
+    kind: str
+    cause: str
+    ranks: tuple[int, ...]
+    remedy: str
+    exchanges: tuple[SeenExchange, ...] = ()
+    step: int = 0
+    action: str = ""
+    layer: str = ""
+
+
+def verdict(found: FoundReports) -> Verdict:
+    """Returns the verdict on one attempt from all of its reports."""
+    by_rank = {report.rank: report for report in found.ranks}
+    return (
+        _raised(by_rank)
+        or _killed(by_rank, found.launch)
+        or _stopped(by_rank, found.launch)
+        or _busy(by_rank)
+        or _apart(by_rank)
+        or _missing(by_rank)
+        or _said(by_rank)
+    )
+
+
+def _raised(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
+    """Returns the verdict for ranks that raised an error of their own, not one about other ranks; the first one's. None if none
+    did.
+    """
+    own = [one for one in by_rank.values() if one.kind != _STUCK and one.code not in _BETWEEN]
+    if not own:
+        return None
+    first = min(own, key=lambda one: one.time)
+    same = tuple(one.rank for one in own if (one.code, one.message) == (first.code, first.message))
+    whose = "all ranks" if len(same) == first.world > 1 else f"rank {first.rank}"
+    cause = f"{whose} failed: {' '.join(first.message.split())}"
+    remedy = first.hint or "the report of that rank has the traceback"
+    return _at(first, Verdict("error", cause, same if whose == "all ranks" else (first.rank,), remedy))
+
+
+def _killed(by_rank: Mapping[int, FaultReport], launch: LaunchReport | None) -> Verdict | None:
+    """Returns the verdict for a rank that ended without a report, by its exit code; None if none did."""
+    if launch is None:
+        return None
+    gone = {
+        rank: code
+        for rank, code in sorted(launch.codes.items())
+        if rank not in by_rank and rank not in launch.silent and code not in _QUIET
+    }
+    # A rank that native code ended is the cause only where nothing else is.
+    for rank, code in sorted(gone.items(), key=lambda one: (one[1] == _ABORT, one[0] != launch.first)):
+        remedy = _ABORTED if code == _ABORT else _KILLED
+        return _waited_for(rank, f"rank {rank} {_ended(code)}", "killed", remedy, by_rank)
+    return None
+
+
+def _ended(code: int) -> str:
+    """Returns in words how a process ended. code: its exit code."""
+    if code >= 0:
+        return f"left with exit code {code} and said nothing"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return f"was killed by {name}"
+
+
+def _stopped(by_rank: Mapping[int, FaultReport], launch: LaunchReport | None) -> Verdict | None:
+    """Returns the verdict for a rank that did not answer its launcher; None if there is none."""
+    for rank, state in sorted(launch.silent.items()) if launch is not None else ():
+        if rank not in by_rank:
+            cause = f"rank {rank} did not answer{f': {state}' if state else ''}"
+            return _waited_for(rank, cause, "stopped", _STOPPED if state else _UNKNOWN, by_rank)
+    return None
+
+
+def _busy(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
+    """Returns the verdict for a rank that was stuck outside of any exchange; None if there is none."""
+    busy = [one for one in by_rank.values() if one.kind == _STUCK and one.wait is None]
+    if not busy:
+        return None
+    first = busy[0]
+    found = _waited_for(
+        first.rank, f"rank {first.rank} did not come to the others: {first.message}", "busy", _SLOW, by_rank
+    )
+    return _at(first, found)
+
+
+def _apart(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
+    """Returns the verdict for ranks that ran different exchanges; None if they did not."""
+    found: Divergence | None = divergence(list(by_rank.values()))
+    if found is None:
+        return None
+    whose = next(iter(found.ranks), None)
+    if whose is None:
+        cause = f"ranks have gone apart: {found.told}"
+        first = min(by_rank.values(), key=lambda one: one.time)
+    else:
+        cause, first = f"rank {whose} differs from the others: {found.told}", by_rank[whose]
+    return _at(first, Verdict(found.kind, cause, found.ranks, _ORDER, found.exchanges))
+
+
+def _missing(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
+    """Returns the verdict for a rank that others waited for and that left no report; None if there is none."""
+    for report in by_rank.values():
+        if report.wait is None:
+            continue
+        for rank in late_for(report.wait, by_rank):
+            if rank not in by_rank:
+                cause = f"rank {rank} has left no report: it was killed, or stopped, or its machine is gone"
+                return _waited_for(rank, cause, "missing", _UNKNOWN, by_rank)
+    return None
+
+
+def _said(by_rank: Mapping[int, FaultReport]) -> Verdict:
+    """Returns the verdict that only repeats the first report, if no other fits."""
+    if not by_rank:
+        return Verdict("unknown", "no rank has said anything", (), _UNKNOWN)
+    first = min(by_rank.values(), key=lambda one: one.time)
+    seen = () if first.wait is None else (first.wait.exchange,)
+    return _at(first, Verdict("said", first.message, (), first.hint or _UNKNOWN, seen))
+
+
+def _waited_for(rank: int, cause: str, kind: str, remedy: str, by_rank: Mapping[int, FaultReport]) -> Verdict:
+    """Returns the verdict on a rank without a report of its own, with the exchanges in which others waited for it."""
+    waiting = [one for one in by_rank.values() if one.wait is not None and rank in one.wait.exchange.ranks]
+    # Whoever waits for it and nobody else says most: what all wait for at last has all ranks in it.
+    waiting.sort(key=lambda one: (len(one.wait.exchange.ranks) if one.wait else 0, one.time))
+    if not waiting:
+        return Verdict(kind, cause, (rank,), remedy)
+    first = waiting[0]
+    assert first.wait is not None, first
+    told = f"{cause}; rank {first.rank} waited for it in the {first.wait.exchange}"
+    seen = tuple(dict.fromkeys(one.wait.exchange for one in waiting if one.wait is not None))
+    return Verdict(kind, told, (rank,), remedy, seen, first.step)
+
+
+def _at(report: FaultReport, found: Verdict) -> Verdict:
+    """Returns the verdict with the place of `report`'s rank in its step."""
+    return Verdict(
+        found.kind,
+        found.cause,
+        found.ranks,
+        found.remedy,
+        found.exchanges,
+        report.step,
+        report.pending,
+        report.layer,
+    )
+
+
+def evidence(reports: Sequence[FaultReport]) -> list[str]:
+    """Returns a line for each rank that has reported: where it was, what it waited in, and its error."""
+    return [_line(report) for report in reports]
+
+
+def _line(report: FaultReport) -> str:
+    """Returns one line of text about a report: where the rank was, for what it waited, and its error."""
+    stage = "" if report.stage is None else f" (stage {report.stage})"
+    parts = [f"step {report.step}" if report.step else "before the first step"]
+    if report.finished:
+        parts.append(f"after {in_words(report.finished)}")
+    if report.pending:
+        parts.append(f"in {in_words(report.pending)}")
+    if report.layer:
+        parts.append(f"last layer called: {report.layer}")
+    if (wait := report.wait) is not None:
+        size = f", {wait.exchange.num_bytes} bytes" if wait.exchange.num_bytes else ""
+        whom = "" if wait.peer is None else f" for rank {wait.peer}"
+        number = f"number {wait.exchange.number} of `{wait.exchange.queue}`"
+        parts.append(f"waited {wait.seconds:.1f} s{whom} in the {wait.exchange} ({number}{size})")
+    said = " ".join(f"{report.code}: {report.message}".split())
+    return f"rank {report.rank}{stage}: {', '.join(parts)}; {said[:_LONGEST]}{'...' if len(said) > _LONGEST else ''}"

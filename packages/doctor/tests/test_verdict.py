@@ -1,0 +1,200 @@
+"""What the reports of ranks mean together, without processes: every kind of failure, and which of several is the cause."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sley_core.actions.action import in_words
+from sley_doctor.reports.fault_report import FaultReport, FoundReports, LaunchReport, SeenExchange, SeenWait
+from sley_doctor.verdict.verdict import Verdict, evidence, verdict
+
+FOUR = (0, 1, 2, 3)
+
+
+def exchange(number: int, what: str, ranks: tuple[int, ...] = (0, 1), axis: str = "stage", **more: Any) -> SeenExchange:
+    given = {"operation": "all-reduce", "queue": f"{axis} main", "num_bytes": 64} | more
+    return SeenExchange(what=what, group=f"{axis}{list(ranks)}", ranks=ranks, number=number, **given)
+
+
+def report(rank: int, *exchanges: SeenExchange, wait: SeenExchange | None = None, **more: Any) -> FaultReport:
+    queues: dict[str, tuple[SeenExchange, ...]] = {}
+    for one in exchanges:
+        queues[one.queue] = (*queues.get(one.queue, ()), one)
+    given = {"world": 2, "kind": "error", "time": 1.0, "code": "collective-failed", "message": "it failed"} | more
+    seen = None if wait is None else SeenWait(wait, 4.0, "late")
+    return FaultReport(rank=rank, wait=seen, exchanges=queues, step=3, pending="B0.1", layer="blocks.1", **given)
+
+
+def found(*reports: FaultReport, launch: LaunchReport | None = None) -> Verdict:
+    return verdict(FoundReports(0, reports, launch))
+
+
+A, B, C = exchange(1, "a"), exchange(2, "b"), exchange(3, "c")
+TOTAL = exchange(1, "loss", axis="all")
+
+
+def test_two_ranks_that_differ_are_not_told_apart() -> None:
+    """One may have left it out, or the other may have made it in addition."""
+    told = found(
+        report(0, A, B, C, wait=B),
+        report(1, A, exchange(2, "c"), wait=exchange(2, "c")),
+    )
+    assert (told.kind, told.ranks) == ("left out", ())
+    assert [one.what for one in told.exchanges] == ["b", "c"]
+    assert "the 2nd of that queue" in told.cause
+    assert "one has left it out, or the other makes it once too often" in told.cause
+
+
+@pytest.mark.parametrize(
+    ("odd", "kind", "what"),
+    [
+        ([A, exchange(2, "c")], "left out", "b"),
+        ([A, exchange(2, "x"), exchange(3, "b")], "too many", "x"),
+        ([A, exchange(2, "b", num_bytes=32)], "size", "b"),
+        ([A, exchange(2, "x"), exchange(3, "y")], "other", "b"),
+    ],
+)
+def test_among_four_the_odd_one_is_named(odd: list[SeenExchange], kind: str, what: str) -> None:
+    def of_all(one: SeenExchange) -> SeenExchange:
+        return replace(one, ranks=FOUR, group="stage[0, 1, 2, 3]")
+
+    usual = [of_all(one) for one in (A, B, C)]
+    reports = [report(rank, *usual, wait=usual[-1]) for rank in (0, 1, 3)]
+    told = found(*reports, report(2, *map(of_all, odd), wait=of_all(odd[-1])))
+    assert (told.kind, told.ranks, told.exchanges[0].what) == (kind, (2,), what)
+
+
+def test_ranks_that_wait_in_different_queues() -> None:
+    """Rank 1 has gone on to the sum that ends the step: it never made the exchange in which rank 0 waits."""
+    told = found(report(0, A, B, wait=B), report(1, A, TOTAL, wait=TOTAL))
+    assert (told.kind, told.ranks) == ("not started", ())
+    assert [one.what for one in told.exchanges] == ["b", "loss"]
+
+
+@pytest.mark.parametrize(("has_been", "kind", "what"), [(True, "left out", "b"), (False, "too many", "loss")])
+def test_a_rank_that_three_wait_for_is_named(has_been: bool, kind: str, what: str) -> None:
+    """It has left out what they wait for if what it waits in is something that all make, as in the step before."""
+    here = [replace(one, ranks=FOUR, group="stage[0, 1, 2, 3]") for one in (A, B)]
+    before, total = (replace(TOTAL, ranks=FOUR, number=number) for number in (1, 2))
+    earlier = [before] if has_been else []
+    others = [report(rank, *earlier, *here, wait=here[1]) for rank in (0, 2, 3)]
+    told = found(*others, report(1, *earlier, here[0], total, wait=total))
+    assert (told.kind, told.ranks, told.exchanges[0].what) == (kind, (1,), what)
+
+
+def test_a_rank_in_another_group_is_named() -> None:
+    wrong = exchange(1, "b", (0, 2), axis="pp")
+    told = found(report(0, A, wrong, wait=wrong), report(1, A, B, wait=B), report(2, A, wait=A))
+    assert (told.kind, told.ranks) == ("group", (0,))
+    assert {one.group for one in told.exchanges} == {"stage[0, 1]", "pp[0, 2]"}
+
+
+def message(number: int, micro: int, operation: str, **more: Any) -> SeenExchange:
+    verb, stages = ("sends to", "0 {} stage 1") if operation == "send" else ("takes from", "1 {} stage 0")
+    what = f"what stage {stages.format(verb)}, forward, its output of micro-batch {micro} (chunk 0)"
+    return exchange(number, what, axis="pp", operation=operation, queue="pp up 0>1", **more)
+
+
+def test_both_ends_of_a_message_are_one() -> None:
+    """Their words differ; micro-batch, flow and bytes do not."""
+    sent = [message(number, number, "send", peer=1) for number in (1, 2)]
+    taken = [message(number, number, "receive", peer=0) for number in (1, 2)]
+    assert found(report(0, *sent), report(1, *taken, wait=taken[1])).kind == "said"
+    skipped = message(2, 3, "send", peer=1)
+    told = found(report(0, sent[0], skipped), report(1, *taken, wait=taken[1]))
+    assert (told.kind, told.ranks) == ("other", ())
+    short = message(2, 2, "send", peer=1, num_bytes=32)
+    told = found(report(0, sent[0], short), report(1, *taken, wait=taken[1]))
+    assert (told.kind, told.ranks) == ("size", ())
+    assert "has 64 bytes" in told.cause
+    assert "has 32" in told.cause
+
+
+def test_who_raised_is_the_cause_of_all_else() -> None:
+    told = found(
+        report(0, A, B, wait=B), report(1, A, code="own-code", message="ValueError:\nno", hint="mend", time=9.0)
+    )
+    assert (told.kind, told.ranks, told.cause, told.remedy) == ("error", (1,), "rank 1 failed: ValueError: no", "mend")
+    assert (told.step, told.action, told.layer) == (3, "B0.1", "blocks.1")
+
+
+def test_what_all_ranks_raise_is_nobodys() -> None:
+    told = found(*(report(rank, code="not-finite", message="loss nan") for rank in (0, 1)))
+    assert told.cause == "all ranks failed: loss nan"
+
+
+@pytest.mark.parametrize(("code", "words"), [(-9, "was killed by SIGKILL"), (7, "left with exit code 7")])
+def test_a_rank_that_died_is_told_by_those_that_waited(code: int, words: str) -> None:
+    told = found(report(0, A, B, wait=B), launch=LaunchReport(2, {0: 1, 1: code}, {}, 1))
+    assert (told.kind, told.ranks, [one.what for one in told.exchanges]) == ("killed", (1,), ["b"])
+    assert told.cause.startswith(f"rank 1 {words}")
+    assert told.cause.endswith("rank 0 waited for it in the all-reduce of b over stage[0, 1]")
+
+
+def test_a_rank_that_native_code_ended_comes_after_one_that_was_killed() -> None:
+    told = found(launch=LaunchReport(3, {0: -signal.SIGABRT, 1: 143, 2: -9}, {}, 0))
+    assert told.ranks == (2,)
+
+
+def test_a_stopped_rank_and_a_busy_one() -> None:
+    silent = LaunchReport(2, {0: 1, 1: -9}, {1: "it is stopped, as by SIGSTOP"}, 0)
+    told = found(report(0, A, wait=A), launch=silent)
+    assert (told.kind, told.ranks) == ("stopped", (1,))
+    assert told.cause.startswith("rank 1 did not answer: it is stopped, as by SIGSTOP; rank 0 waited for it")
+    told = found(report(0, A, wait=A), report(1, kind="stuck", code="rank-late", message="it was at own.py:3"))
+    assert (told.kind, told.ranks, told.layer) == ("busy", (1,), "blocks.1")
+
+
+def test_ranks_that_the_launcher_ended_are_not_to_blame() -> None:
+    told = found(report(0, A, wait=A), launch=LaunchReport(2, {0: 1, 1: -signal.SIGTERM}, {}, 0))
+    assert told.kind == "missing"
+    assert told.cause.startswith("rank 1 has left no report")
+
+
+def test_nothing_is_made_up() -> None:
+    assert found().kind == "unknown"
+    told = found(report(0, A, wait=A, message="connection closed"), report(1, A, wait=A))
+    assert (told.kind, told.ranks, told.cause) == ("said", (), "connection closed")
+
+
+def test_words() -> None:
+    assert in_words("F0.3") == "the forward of chunk 0 on micro-batch 3 (F0.3)"
+    assert in_words("W1.0 of the evaluation").startswith("the backward for weights of chunk 1 on micro-batch 0 of the")
+    assert in_words("C1") == "the end of the gradients of chunk 1 (C1)"
+    assert in_words("the update") == "the update"
+    (line,) = evidence([report(0, A, wait=A, stage=1, message="x" * 500)])
+    assert line.startswith(
+        "rank 0 (stage 1): step 3, in the backward of chunk 0 on micro-batch 1 (B0.1), last layer called: "
+    )
+    assert "waited 4.0 s in the all-reduce of a over stage[0, 1] (number 1 of `stage main`, 64 bytes)" in line
+    assert line.endswith("...")
+
+
+def crossing(operation: str, number: int, queue: str, peer: int, what: str) -> SeenExchange:
+    given = {"operation": operation, "queue": queue, "peer": peer}
+    return exchange(number, f"what {what} (chunk 0)", (0, 2, 4), "pp", **given)
+
+
+def test_who_waits_for_ranks_that_wait_for_each_other_only_follows() -> None:
+    """Three stages of two replicas. Rank 2 has left out the step's last message; rank 0 waits for it, and rank 1 for rank 0."""
+    last = crossing("send", 6, "pp up 1>2", 4, "stage 1 sends to stage 2, forward, its output of micro-batch 2")
+    missing = crossing("receive", 7, "pp up 1>2", 2, "stage 2 takes from stage 1, forward, its output of micro-batch 3")
+    middle = crossing(
+        "receive", 5, "pp down 2>1", 4, "stage 1 takes from stage 2, backward, a gradient of micro-batch 3"
+    )
+    first = crossing(
+        "receive", 5, "pp down 1>0", 2, "stage 0 takes from stage 1, backward, a gradient of micro-batch 3"
+    )
+    bucket = exchange(1, "the bucket of embed.weight")
+    told = found(
+        report(0, first, wait=first),
+        report(1, bucket, wait=bucket),
+        report(2, last, middle, wait=middle),
+        report(4, missing, wait=missing),
+    )
+    assert {one.what for one in told.exchanges} == {missing.what, middle.what}
+    assert told.ranks == (), told

@@ -1,0 +1,233 @@
+"""What ranks record of their work: it adds up to the step, it stands where it was done, and the run is the same without it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
+from sley_doctor.reports import work_recorder
+from sley_doctor.reports.work_record import BETWEEN, DATA, DEVICE, EVALUATION, UPDATE, Spread, Window, WorkRecord, read
+from sley_doctor.reports.work_recorder import DETAILED, recorded_work
+from sley_doctor.reports.work_samples import MOST_MESSAGES, WorkSamples, spread
+from sley_testing.failing import fail_once
+from sley_testing.plans import small_plan
+
+pytestmark = pytest.mark.timeout(120)
+
+SLOW_S = 0.05
+
+
+class Late(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        time.sleep(SLOW_S)
+        return gradients[0]
+
+
+def slow_backward(run: Run, layer: str) -> None:
+    """Makes the backward of `layer` sleep, wherever in it."""
+    (module,) = [one.module for one in run.layers if one.name == layer]
+    module.register_forward_hook(lambda _, args, output: Late.apply(output))  # type: ignore[no-untyped-call]
+
+
+def slow_forward(run: Run, layer: str) -> None:
+    (module,) = [one.module for one in run.layers if one.name == layer]
+    module.register_forward_pre_hook(lambda *_: time.sleep(SLOW_S))
+
+
+@contextmanager
+def one_step_windows() -> Iterator[None]:
+    with windows_of(1, DETAILED=1):
+        yield
+
+
+@contextmanager
+def windows_of(steps: int, **values: float) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"SHARE": 0.0, "LEAST_S": 0.0, "LEAST_STEPS": steps, **values}.items():
+            patch.setattr(work_recorder, name, value)
+        yield
+
+
+def recorded(run: Run, folder: Path) -> AbstractContextManager[None]:
+    return recorded_work(run.parts, run.feed, folder, run.notes)
+
+
+def losses_of(
+    tables: Mapping[str, Any], own: Path, folder: Path, slow: str = "", layer: str = "", steps: int = 5
+) -> list[float]:
+    """Takes steps, and returns their losses."""
+    plan = plan_from_dict(tables, own)
+    with World.join(plan.run.device) as world, assemble(plan, world) as run, one_step_windows():
+        if slow:
+            {"forward": slow_forward, "backward": slow_backward}[slow](run, layer)
+        with recorded(run, folder):
+            return [run.step()["loss"] for _ in range(steps)]
+
+
+def alone(*args: Any, **options: Any) -> WorkRecord:
+    losses_of(*args, **options)
+    (found,) = read(args[2])
+    return found
+
+
+def least(windows: Sequence[Window], place: str, layer: str) -> float:
+    """The least seconds of a step at `layer`: a busy machine may add any number to some of them."""
+    return min(one.layers[place][layer].middle for one in windows)
+
+
+def test_work_and_waits_add_up_to_the_step(texts: Path, tmp_path: Path) -> None:
+    found = alone(small_plan(), texts, tmp_path)
+    assert [(one.first, one.last) for one in found.windows] == [(step, step) for step in range(1, 6)]
+    for one in found.windows[:-1]:
+        work = sum(spent.middle for spent in one.work.values())
+        assert work == pytest.approx(one.seconds.middle, rel=1e-3, abs=1e-5)
+        assert all(spent.middle >= 0 for spent in one.work.values()), one.work
+        assert {"F0", "B0", "C0", UPDATE, DEVICE, DATA} <= one.work.keys()
+
+
+@pytest.mark.parametrize("slow", ["forward", "backward"])
+@pytest.mark.parametrize("layer", ["embed", "blocks.1"])
+def test_what_takes_long_stands_at_its_action_and_layer(slow: str, layer: str, texts: Path, tmp_path: Path) -> None:
+    """Four micro-batches, each of which sleeps."""
+    found = alone(small_plan(), texts, tmp_path, slow=slow, layer=layer, steps=3)
+    place = {"forward": "F0", "backward": "B0"}[slow]
+    settled = found.windows[1:]  # the first backward of a process has much to do
+    usual = {name: least(settled, place, name) for name in settled[0].layers[place] if name != layer}
+    assert least(settled, place, layer) > 4 * SLOW_S
+    assert max(usual.values()) < 4 * SLOW_S, usual
+    assert all(one.work[place].middle >= one.layers[place][layer].middle for one in settled)
+
+
+def test_recomputed_layers_count_for_the_backward_that_asks_for_them(texts: Path, tmp_path: Path) -> None:
+    tables = small_plan(activations={"use": "core.recompute"})
+    settled = alone(tables, texts, tmp_path, slow="forward", layer="blocks.0", steps=3).windows[1:]
+    assert least(settled, "F0", "blocks.0") > 4 * SLOW_S
+    assert least(settled, "B0", "blocks.0") > 4 * SLOW_S
+    assert least(settled, "B0", "blocks.1") < 4 * SLOW_S
+
+
+def test_the_run_has_the_same_bits_and_nothing_follows_it_afterwards(texts: Path, tmp_path: Path) -> None:
+    plan = plan_from_dict(small_plan(), texts)
+    with World.alone("cpu") as world, assemble(plan, world) as run:
+        plain = [run.step()["loss"] for _ in range(5)]
+    assert losses_of(small_plan(), texts, tmp_path) == plain
+    with World.alone("cpu") as world, assemble(plan, world) as run:
+        with recorded(run, tmp_path / "again"):
+            for _ in range(2 * DETAILED):  # the next one would be recorded by layer again
+                run.step()
+        standing = run.groups.progress.standing
+        assert standing.follow is standing.follow_layer is standing.follow_output is None
+        assert run.groups.progress.follow_wait is None
+
+
+@pytest.mark.parametrize(("long_s", "detailed"), [(1e3, [True, True, True, False]), (0.0, [True] * 4)])
+def test_the_number_of_a_step_says_whether_layers_are_noted(
+    long_s: float, detailed: list[bool], texts: Path, tmp_path: Path
+) -> None:
+    """Windows of ranks end at other steps, and both ends of a message must note the same ones: 1, 5, 9; long ones all."""
+    with (
+        World.alone("cpu") as world,
+        assemble(plan_from_dict(small_plan(), texts), world) as run,
+        windows_of(3, LONG_S=long_s),
+        recorded(run, tmp_path),
+    ):
+        for _ in range(12):
+            run.step()
+    (found,) = read(tmp_path)
+    assert [(one.first, one.last) for one in found.windows] == [(1, 3), (4, 6), (7, 9), (10, 12)]
+    assert [bool(one.layers) for one in found.windows] == detailed
+
+
+@pytest.mark.parametrize("in_a_step", [1, 5, 16])
+@pytest.mark.parametrize("offset", [0, 100, 399])
+def test_both_ends_of_a_queue_keep_messages_of_the_same_steps(in_a_step: int, offset: int) -> None:
+    """Of windows of a thousand steps, of which one ends later."""
+
+    def kept(first: int) -> set[int]:
+        samples = WorkSamples()
+        for step in range(first, first + 1000):
+            if step % DETAILED == 1:
+                for number in range(in_a_step):
+                    samples.handed_over(step, "pp up 0>1", in_a_step * step + number, 0.0)
+        assert 0 < len(samples.sent["pp up 0>1"]) <= MOST_MESSAGES
+        return {one.step for one in samples.sent["pp up 0>1"]}
+
+    assert len(kept(1) & kept(1 + offset)) >= (1 if in_a_step > 5 else 3)
+
+
+def test_an_evaluation_is_told_apart_from_what_comes_between_steps(texts: Path, tmp_path: Path) -> None:
+    plan = small_plan(run__steps=4, data__held_out=0.5, evaluation={"every": 1})
+    with one_step_windows(), assemble(plan_from_dict(plan, texts), World.alone("cpu"), folder=tmp_path) as run:
+        assert run.evaluation is not None
+        run.evaluation.forward.modules[0].register_forward_pre_hook(
+            lambda module, _: None if module.training else time.sleep(SLOW_S)
+        )
+        with recorded_work(run.parts, run.feed, tmp_path, run.notes):
+            run.train()
+            assert run.parts.groups.progress.standing.step == 4, "an evaluation's batches are no steps"
+    (record,) = read(tmp_path)
+    for window in record.windows[1:]:
+        assert window.work[EVALUATION].middle >= SLOW_S
+        assert window.work[BETWEEN].middle < SLOW_S
+
+
+def test_a_step_that_fails_is_not_recorded(texts: Path, tmp_path: Path) -> None:
+    plan = plan_from_dict(small_plan(), texts)
+    with World.alone("cpu") as world, assemble(plan, world) as run, recorded(run, tmp_path):
+        run.step()
+        run.step()
+        fail_once(run)
+    (found,) = read(tmp_path)
+    assert [(one.first, one.last) for one in found.windows] == [(1, 2)]
+
+
+def test_a_file_that_cannot_be_written_ends_the_record_and_not_the_run(texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "work").write_text("in the way", "utf-8")
+    with World.alone("cpu") as world, assemble(plan_from_dict(small_plan(), texts), world) as run:
+        with recorded(run, tmp_path):
+            for _ in range(3):
+                run.step()
+        (note,) = [one for one in run.notes if "not recorded" in one]
+    assert "work/rank-0.jsonl" in note
+
+
+def test_a_rank_that_waits_and_one_that_is_waited_for(ranks: Any, texts: Path, tmp_path: Path) -> None:
+    """Rank 1 sleeps between two steps."""
+    ranks(2)(_with_a_slow_listener, small_plan(parallel={"dp": 2}), texts, tmp_path)
+    waiting, slow = read(tmp_path)
+    assert all(one.work["between"].middle > SLOW_S for one in slow.windows[:-1])
+    assert min(one.work["between"].middle for one in waiting.windows) < SLOW_S
+    assert max(sum(spent.middle for spent in one.waits.values()) for one in waiting.windows) > 0.8 * SLOW_S
+    assert {queue.ranks for queue in waiting.windows[0].queues.values()} == {(0, 1)}
+
+
+def _with_a_slow_listener(tables: Mapping[str, Any], own: Path, folder: Path) -> None:
+    plan = plan_from_dict(tables, own)
+    with World.join("cpu") as world, assemble(plan, world) as run, one_step_windows(), recorded(run, folder):
+        if world.rank == 1:
+            run.listeners.append(lambda _: time.sleep(SLOW_S))
+        for _ in range(5):
+            run.step()
+
+
+@pytest.mark.parametrize(
+    ("values", "quartiles"),
+    [([], (0, 0, 0)), ([3.0], (3, 3, 3)), ([5.0, 1.0, 2.0, 4.0, 3.0], (2, 3, 4)), ([2.0, 1.0], (1, 1, 2))],
+)
+def test_quartiles(values: list[float], quartiles: tuple[float, ...]) -> None:
+    assert spread(values) == Spread(*quartiles)

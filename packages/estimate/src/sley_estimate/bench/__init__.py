@@ -1,0 +1,1 @@
+"""Times the layers of a model one at a time."""

@@ -1,0 +1,111 @@
+"""`train-cli calibrate`: measures this machine, for estimates of seconds; in this process, or with local ranks of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sley_core.errors import UsageError
+from sley_core.plan.load import load_plan
+from sley_estimate.machine.read import machine_text
+from sley_estimate.machine.tables import MachineFile
+from train_cli import console, failure_file
+from train_cli.console import Settings
+from train_cli.faults import Fault
+from train_cli.options import SetOption
+
+TIMEOUT_S = 60.0
+"""Of everything for which ranks wait for each other."""
+
+OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="The machine file to write, TOML.")]
+PlanOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan", metavar="PLAN", help="Time each distinct layer of this plan's model, under every policy, too."
+    ),
+]
+RanksOption = Annotated[
+    int | None, typer.Option("--ranks", metavar="N", min=2, help="Start N local ranks and time what they exchange.")
+]
+
+
+def calibrate(
+    context: typer.Context,
+    out: OutOption,
+    plan: PlanOption = None,
+    overrides: SetOption = None,
+    ranks: RanksOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> None:
+    """Measure this machine and write its file: the device, what ranks exchange, and the layers of a plan."""
+    if overrides and plan is None:
+        raise UsageError("calibrate-plan", "`--set` changes a plan, but there is no `--plan`")
+    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not is_rank:
+        _check(out, replaces=force)
+    if ranks is not None and not is_rank:
+        if plan is not None:
+            load_plan(plan, overrides or [])  # what is wrong with it is said once, and not by each rank
+        raise typer.Exit(_launch(context.ensure_object(Settings), out, plan, overrides or [], ranks))
+    _measure(out, plan, overrides or [])
+
+
+def _check(out: Path, *, replaces: bool) -> None:
+    """Raises UsageError, before anything is measured, if the file could not be written at the end."""
+    if out.exists() and not replaces:
+        raise UsageError("machine-exists", f"`{out}` is there already", hint="`--force` replaces it")
+    if not out.absolute().parent.is_dir():
+        raise UsageError("machine-folder", f"there is no folder `{out.absolute().parent}`")
+
+
+def _launch(settings: Settings, out: Path, plan: Path | None, overrides: list[str], ranks: int) -> int:
+    """Starts the local ranks and waits for them; returns the exit code."""
+    from train_cli.local_launch import launch
+
+    arguments = ["calibrate", "--out", str(out), "--force"]
+    arguments += ["--plan", str(plan)] if plan else []
+    arguments += [part for change in overrides for part in ("--set", change)]
+    fault = launch(arguments, ranks, out.absolute().parent, say=console.say, terminated_s=TIMEOUT_S)
+    console.show(fault, settings)
+    return fault.exit_code
+
+
+def _measure(out: Path, plan: Path | None, overrides: list[str]) -> None:
+    """Measures in this process; rank 0 writes the file. A rank that fails reports the reason to the launcher."""
+    from sley_core.comm.world import World
+    from sley_estimate.calibrate.machine import measure
+
+    try:
+        resolved = load_plan(plan, overrides) if plan else None
+        device = resolved.run.device if resolved else "auto"
+        with World.join(device, timeout_s=TIMEOUT_S) as world:
+            machine = measure(world, resolved, TIMEOUT_S, leave_out=_say_left_out)
+    except Exception as error:
+        failure_file.write(Fault.of(error))
+        raise
+    if machine is not None:
+        out.write_text(machine_text(machine), "utf-8")
+        console.say(f"{machine.device.name}: {out} has {_contents(machine)}")
+
+
+def _say_left_out(variants: Sequence[str]) -> None:
+    """Says of which variants some layers were not timed."""
+    for one in variants:
+        console.say(f"not timed: {one}")
+
+
+def _contents(machine: MachineFile) -> str:
+    """Returns in words what the machine file contains."""
+    found = ["the device"]
+    if machine.links.same_host is not None:
+        found.append("links between ranks of this host")
+    if machine.layers:
+        found.append(f"{len(machine.layers)} layers")
+        policies = dict.fromkeys(str(layer.activations) for layer in machine.layers)
+        sizes = sorted({layer.micro_size for layer in machine.layers if layer.micro_size is not None})
+        found.append(f"under {', '.join(policies)}, on micro-batches of {', '.join(map(str, sizes))}")
+    return ", ".join(found)

@@ -1,0 +1,1 @@
+"""For tests of estimates: small machine files, short calibrations, and runs beside their estimates."""

@@ -1,0 +1,140 @@
+"""Layouts come from the plan and from what installed plugins declare, an outsider's too."""
+
+from __future__ import annotations
+
+import pytest
+
+from sley_core.errors import UsageError
+from sley_core.hookspecs import hookimpl
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import plan_from_dict, with_tables
+from sley_core.records import ActivationPolicyRecord, GradientHandlerRecord, ScheduleRecord
+from sley_core.table import Table
+from sley_estimate.search.choices import Choice, choices_of
+from sley_estimate.search.layouts import Layouts, Sizes, divisors
+from sley_testing.plans import loader_of, small_plan
+
+
+class Deep(Table):
+    depth: int = 1
+
+
+class Outsider:
+    @hookimpl
+    def sley_activation_policies(self):
+        build = "sley_core.engine.activations:keep"
+        return [
+            ActivationPolicyRecord(name="deep", config=Deep, build=build, variants=({}, {"depth": 3})),
+            ActivationPolicyRecord(name="silent", config=Deep, build=build),
+        ]
+
+    @hookimpl
+    def sley_gradient_handlers(self):
+        build = "sley_core.engine.gradient_norms:GradientNorms"
+        return [GradientHandlerRecord(name="watch", config=Deep, build=build, role="observer", variants=({},))]
+
+    @hookimpl
+    def sley_schedules(self):
+        build = "sley_core.engine.activations:keep"
+        return [ScheduleRecord(name="own", config=Deep, build=build, ties=None, variants=({"depth": 2},))]
+
+
+class Broken:
+    @hookimpl
+    def sley_activation_policies(self):
+        raise RuntimeError("no")
+
+
+DATA = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+
+
+def plan_with(plugins=None, **changes):
+    return plan_from_dict(small_plan(data=DATA, **changes), loader=loader_of(plugins or {}))
+
+
+def test_what_records_declare_is_offered_and_what_is_silent_is_not():
+    choices = choices_of(plan_with({"out": Outsider()}))
+    assert [str(one) for one in choices.policies] == [
+        "core.keep",
+        "core.recompute",
+        "out.deep",
+        "out.deep (depth = 3)",
+    ]
+    assert [str(one) for one in choices.reducers] == ["core.each"]
+    assert [str(one) for one in choices.schedules] == ["out.own (depth = 2)"]
+    assert choices.weights == choices.attention == ()
+
+
+def test_the_plans_own_choice_comes_first_even_if_its_record_is_silent():
+    choices = choices_of(plan_with({"out": Outsider()}, activations={"use": "out.silent", "depth": 5}))
+    assert choices.policies[0] == Choice("out.silent", {"depth": 5})
+    assert Choice("out.deep", {}) in choices.policies
+
+
+def test_a_variant_that_is_no_table_of_its_record_is_skipped_by_name():
+    class Wrong:
+        @hookimpl
+        def sley_activation_policies(self):
+            build = "sley_core.engine.activations:keep"
+            return [ActivationPolicyRecord(name="w", config=Deep, build=build, variants=({"dept": 1}, {"depth": 2}))]
+
+    choices = choices_of(plan_with({"bad": Wrong()}))
+    assert Choice("bad.w", {"depth": 2}) in choices.policies
+    assert len(choices.skipped) == 1
+    assert choices.skipped[0].startswith("bad.w: its variant {'dept': 1} is no table of it")
+
+
+def test_a_broken_plugin_is_skipped_by_name():
+    choices = choices_of(plan_with({"bad": Broken()}))
+    assert len(choices.skipped) == 1
+    assert choices.skipped[0].startswith("bad: ")
+
+
+def test_sizes_divide_the_world_and_the_batch():
+    plan = plan_with({"out": Outsider()}, batch={"global_size": 24, "micro_size": 3})
+    found = list(Layouts(plan, 8, choices_of(plan)).sizes())
+    assert {(one.pp, one.sp, one.wp) for one in found} == {(1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 1, 1)}
+    for one in found:
+        dp = 8 // one.pp
+        assert 24 % (dp * one.micro_size) == 0
+        assert one.micros(plan, 8) * one.micro_size * dp == 24
+
+
+def test_an_axis_that_is_kept_has_the_plans_value():
+    plan = plan_with({"out": Outsider()}, batch__micro_size=2)
+    choices = choices_of(plan)
+    found = list(Layouts(plan, 4, choices, keep=["pp", "micro_size", "activations"]).shapes())
+    assert {one.sizes for one in found} == {Sizes(1, 1, 1, 2)}
+    assert {one.activations.name for one in found} == {"core.keep"}
+    with pytest.raises(UsageError, match="no axis `tp`"):
+        Layouts(plan, 4, choices, keep=["tp"])
+
+
+def test_a_layout_is_a_plan_that_check_accepts_and_keeps_what_the_user_wrote():
+    handlers = [{"use": "core.each"}, {"use": "core.gradient_norms"}]
+    plan = plan_with(
+        {"out": Outsider()}, gradient_handlers=handlers, parallel={"dp": 2, "reduction": "canonical"}, run__seed=5
+    )
+    space = Layouts(plan, 4, choices_of(plan), keep=["pp"])
+    found = [layout for shape in space.shapes() for layout in space.within(shape)]
+    assert len(found) == sum(map(space.num_within, space.shapes())) > 0
+    for layout in found:
+        made = layout.plan(plan, 4)
+        assert check_plan(made, 4) == []
+        assert made.parallel.dp == 4
+        assert made.parallel.reduction == "canonical"
+        assert made.run.seed == 5
+        assert [one.name for one in made.gradient_handlers] == ["core.each", "core.gradient_norms"]
+
+
+def test_tables_are_replaced_whole_and_none_removes_one():
+    plan = plan_with(activations={"use": "core.recompute"})
+    assert with_tables(plan, {"activations": None}).activations.name == "core.keep"
+    assert with_tables(plan, {"evaluation": {"every": 2}}).evaluation.every == 2
+    assert plan.activations.name == "core.recompute"
+
+
+def test_divisors():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(12, 4) == [1, 2, 3, 4]
+    assert divisors(1) == [1]

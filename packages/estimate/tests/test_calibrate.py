@@ -1,0 +1,309 @@
+"""What calibration makes of times, and what it measures on this machine: figures that a machine file takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from sley_core.comm.device import Device
+from sley_core.comm.world import World
+from sley_core.data.dataset import DataContext
+from sley_core.data.factory import open_dataset
+from sley_core.draft import draft_model
+from sley_core.engine.on_meta import meta_micro_batch
+from sley_core.errors import RunError
+from sley_core.hookspecs import hookimpl
+from sley_core.plan.load import plan_from_dict
+from sley_core.plan.plan import Plan
+from sley_core.records import ActivationPolicyRecord, Problem
+from sley_core.table import Table
+from sley_core.topology import Topology
+from sley_estimate.calibrate import layers as timed_layers
+from sley_estimate.calibrate import links
+from sley_estimate.calibrate import machine as machines
+from sley_estimate.calibrate.device import measure_device, saturation
+from sley_estimate.calibrate.layers import measure_layers, measure_variants, other_sizes, other_variants
+from sley_estimate.calibrate.links import FEW, MANY, measure_links, overlap, way
+from sley_estimate.calibrate.machine import measure
+from sley_estimate.layers.of_plan import priced_layers
+from sley_estimate.machine.read import machine_from_dict
+from sley_estimate.machine.tables import LinksTable
+from sley_estimate.seconds.links import collective, message
+from sley_estimate.testing.short_calibration import shortly
+from sley_testing.plans import loader_of, small_plan
+
+SMALL = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+BARE = {"name": "x", "kind": "cpu", "memory_bandwidth": 1e9, "launch_s": 0.0, "matmul": {}}
+SIZES = (1e6, 1e7, 1e8, 1e9)
+
+
+def test_the_law_of_products_is_found_from_its_own_times() -> None:
+    found = saturation([(n, (n + 3e7) / 2e12) for n in SIZES])
+    assert found["flops_per_s"] == pytest.approx(2e12)
+    assert found["half_flops"] == pytest.approx(3e7)
+
+
+def test_products_that_get_slower_with_size_have_no_negative_constant() -> None:
+    found = saturation([(n, n / 2e12 * (1 + n / 1e9)) for n in SIZES])
+    assert found["half_flops"] == 0.0
+    assert 1e12 < found["flops_per_s"] < 2e12
+
+
+@pytest.mark.parametrize(
+    ("kind", "rounds", "size"), [("sum", 2 * 3, 4), ("gather", 3, 4), ("send", 1, 2), ("swap", 1, 4)]
+)
+def test_latency_and_bandwidth_are_found_from_their_own_times(kind, rounds, size) -> None:
+    share = {"send": 1.0, "swap": (size - 1) / size}.get(kind, rounds / size)
+
+    def seconds(num_bytes):
+        return rounds * 2e-5 + share * num_bytes / 3e9
+
+    found = way(seconds(FEW), seconds(MANY), kind, size)
+    assert found == pytest.approx({"latency_s": 2e-5, "bandwidth": 3e9})
+    same_host = {**found, "shared": False}
+    table = LinksTable.model_validate({"ranks_per_host": size, "same_host": same_host})
+    num_bytes = 3 * MANY
+    cost = message(num_bytes, 0, 1, table) if kind == "send" else collective(kind, num_bytes, range(size), table)
+    assert sum(cost) == pytest.approx(seconds(num_bytes)), "what estimates compute with it"
+
+
+def test_this_device_has_figures_that_a_machine_file_takes() -> None:
+    with World.alone("cpu") as world, shortly():
+        machine = machine_from_dict({"format": 1, "device": measure_device(world.device)})
+    assert machine.device.matmul.fp32.flops_per_s > 1e7
+    assert machine.device.kind == "cpu"
+
+
+def links_of(timeout_s):
+    with World.join("cpu") as world, shortly():
+        return measure_links(world, timeout_s)
+
+
+def test_links_are_measured_alike_on_all_ranks(ranks) -> None:
+    first, second = ranks(2)(links_of, 30.0)
+    assert first == second
+    same = machine_from_dict({"format": 1, "device": BARE, "links": first}).links.same_host
+    assert all(getattr(same, kind).bandwidth > 1e6 for kind in ("sum", "gather", "reduce", "swap", "send"))
+
+
+def results_of_each() -> dict[str, bool]:
+    """Whether each exchange that is timed has brought what the other rank gave."""
+    with World.join("cpu") as world:
+        together, sliced = (
+            world.groups(Topology.of(2, **axis), 30.0, attaches=True) for axis in ({"wp": 2}, {"sp": 2})
+        )
+        kinds = links.collectives(together["stage"], together["wp"], sliced["sp"], world)
+        found = {}
+        for kind, exchange in kinds.items():
+            with recorded_waits() as waited:
+                exchange(1 << 12)()()
+            found[kind] = waited == ["wait", "wait_sent"]
+        return found
+
+
+@contextmanager
+def recorded_waits() -> Iterator[list[str]]:
+    """Gives the waits of exchanges that end in the block."""
+    waits: list[str] = []
+    end_of = links.end_of
+
+    class Heard:
+        def __init__(self, work: Any) -> None:
+            self.work = work
+
+        def wait(self) -> None:
+            waits.append("wait")
+            self.work.wait()
+
+        def wait_sent(self) -> None:
+            waits.append("wait_sent")
+            self.work.wait_sent()
+
+    with patch.object(links, "end_of", lambda work: end_of(Heard(work))):
+        yield waits
+
+
+def test_every_exchange_that_is_timed_is_awaited(ranks) -> None:
+    """A gather that is not is never read: it seemed to take a quarter of its time."""
+    for found in ranks(2)(results_of_each):
+        assert found == dict.fromkeys(("sum", "gather", "reduce", "swap"), True)
+
+
+def overlap_of_each() -> tuple[float, float]:
+    """What is found of an exchange that its ranks do themselves when they wait, and of one that needs none of them."""
+    with World.join("cpu") as world:
+        groups = world.groups(Topology.of(2, wp=2), 30.0)
+
+        def attended() -> Callable[[], None]:
+            return lambda: time.sleep(0.1)
+
+        def beside() -> Callable[[], None]:
+            end = time.perf_counter() + 0.1
+            return lambda: time.sleep(max(0.0, end - time.perf_counter()))
+
+        sleeping = patch.object(links, "products", lambda count, one, result: time.sleep(count * 1e-3))
+        with sleeping, patch.object(links, "REPETITIONS", 3):
+            return overlap(groups, attended, world), overlap(groups, beside, world)
+
+
+def test_what_runs_beside_computing_is_told_from_what_the_ranks_do_themselves(ranks) -> None:
+    for attended, beside in ranks(2)(overlap_of_each):
+        assert attended == pytest.approx(0.0, abs=0.2)
+        assert beside == pytest.approx(1.0, abs=0.2)
+
+
+def machine_of_two() -> tuple[bool, int]:
+    """Whether this rank has the machine, and how many layers it has timed."""
+    num_timed = []
+
+    def counted(plan: Plan, device: Device, until_s: float) -> tuple[list[dict[str, Any]], list[str]]:
+        found = measure_variants(plan, device, until_s)
+        num_timed.extend(found[0])
+        return found
+
+    with World.join("cpu") as world, shortly(), patch.object(machines, "measure_variants", counted):
+        machine = measure(world, plan_from_dict(small_plan(data=SMALL)), 30.0, budget_s=0.0)
+        return machine is not None, len(num_timed)
+
+
+def test_ranks_that_share_a_host_time_layers_at_once(ranks) -> None:
+    """Alone on the machine, layers of real compute take less than in a run."""
+    assert ranks(2)(machine_of_two) == [(True, 3), (False, 3)]
+
+
+def failure_of_one() -> str:
+    """What a rank says when rank 1 cannot time layers."""
+
+    def fails_on_one(plan: Plan, device: Device, until_s: float) -> tuple[list[dict[str, Any]], list[str]]:
+        if dist.get_rank() == 1:
+            raise MemoryError("too large")
+        return measure_layers(plan, device), []
+
+    with World.join("cpu") as world, shortly(), patch.object(machines, "measure_variants", fails_on_one):
+        with pytest.raises((MemoryError, RunError)) as raised:
+            measure(world, plan_from_dict(small_plan(data=SMALL)), 30.0)
+        return str(raised.value)
+
+
+def test_no_rank_waits_for_one_that_cannot_time_layers(ranks) -> None:
+    """Rank 0 was in a barrier until its time was over. Alone, its times are not those of a run."""
+    first, second = ranks(2)(failure_of_one)
+    assert "rank 1 could not measure its device and layers: MemoryError: too large" in first
+    assert second == "too large"
+
+
+def test_layers_of_a_plan_are_timed_once_each_and_priced_so() -> None:
+    plan = plan_from_dict(small_plan(data=SMALL, model__num_layers=3))
+    with World.alone("cpu") as world, shortly():
+        tables = measure_layers(plan, world.device)
+    assert [table["name"] for table in tables] == ["embed", "blocks.0", "head"]
+    assert min(table[key] for table in tables for key in ("forward", "backward", "input_gradient")) > 0
+    machine = machine_from_dict({"format": 1, "device": BARE, "layers": tables})
+    dataset = open_dataset(plan.data, DataContext(0, "train"))
+    model = draft_model(plan, dataset.info)
+    priced = priced_layers(plan, model, meta_micro_batch(plan, dataset), machine)
+    assert [one.name for one in priced] == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert all(one.is_measured for one in priced)
+    assert priced[1].seconds == priced[3].seconds
+    assert priced[1].output_bytes == 2 * 24 * 16 * 8
+
+
+def variants_of(plan: Plan) -> list[tuple[str, int]]:
+    return [(str(one.policy), one.micro_size) for one in other_variants(plan)]
+
+
+def test_other_policies_are_timed_before_other_micro_batches() -> None:
+    plan = plan_from_dict(small_plan(data=SMALL, activations={"use": "core.recompute"}))
+    policies = [name for name, size in variants_of(plan) if size == 2]
+    assert policies[0] == "core.keep", "the plan's own is not another"
+    everywhere = ["core.recompute", *policies]
+    assert variants_of(plan) == [(name, 2) for name in policies] + [
+        (name, size) for size in (8, 1) for name in everywhere
+    ]
+
+
+@pytest.mark.parametrize(
+    ("own", "most", "sizes"), [(1, 64, [4, 16]), (2, 8, [8, 1]), (3, 64, [8, 1, 32]), (16, 64, [64, 4]), (1, 1, [])]
+)
+def test_sizes_of_micro_batches_are_few_and_never_more_than_the_batch(own: int, most: int, sizes: list[int]) -> None:
+    assert other_sizes(own, most) == sizes
+
+
+class Picky:
+    """A policy that this plugin's own check refuses, and one that copies to the host."""
+
+    @hookimpl
+    def sley_activation_policies(self) -> list[ActivationPolicyRecord]:
+        build = "sley_core.engine.activations:keep"
+        return [
+            ActivationPolicyRecord(name="never", config=Table, build=build, variants=({},)),
+            ActivationPolicyRecord(name="away", config=Table, build=build, variants=({},), copies=True),
+            ActivationPolicyRecord(name="as_well", config=Table, build=build, variants=({},)),
+        ]
+
+    @hookimpl
+    def sley_check_plan(self, plan: Plan, topology: Topology) -> Iterator[Problem]:
+        if plan.activations.name == "picky.never":
+            yield Problem(("activations", "use"), "not here")
+
+
+def test_policies_of_outsiders_are_timed_but_those_that_are_refused_or_copy() -> None:
+    plan = plan_from_dict(small_plan(data=SMALL), loader=loader_of({"picky": Picky()}))
+    names = {name for name, _ in variants_of(plan)}
+    assert names == {"core.keep", "core.recompute", "picky.as_well"}
+
+
+def test_layers_that_are_alike_under_two_policies_are_timed_once() -> None:
+    plan = plan_from_dict(small_plan(data=SMALL, batch={"global_size": 4, "micro_size": 1}))
+    with World.alone("cpu") as world, shortly():
+        tables, left_out = measure_variants(plan, world.device, time.monotonic() + 100)
+    assert left_out == []
+    told = [(table["name"], table["micro_size"]) for table in tables if table["activations"] == "core.recompute"]
+    assert told == [("blocks.0", 1), ("blocks.0", 4)], "embedding and head are as under `core.keep`"
+    assert len({table["key"] for table in tables}) == len(tables)
+    assert [table["name"] for table in tables[:3]] == ["embed", "blocks.0", "head"]
+    machine_from_dict({"format": 1, "device": BARE, "layers": tables})
+
+
+def test_what_is_left_out_when_the_time_is_over_is_told_and_the_plans_own_is_there() -> None:
+    plan = plan_from_dict(small_plan(data=SMALL))
+    with World.alone("cpu") as world, shortly():
+        tables, left_out = measure_variants(plan, world.device, 0.0)
+    assert [table["name"] for table in tables] == ["embed", "blocks.0", "head"]
+    assert len(left_out) == len(variants_of(plan))
+    assert "`core.recompute` on micro-batches of 2: the time was over" in left_out
+
+
+def test_a_layer_that_would_end_too_late_is_not_begun() -> None:
+    """As long as it took before, and longer on more samples."""
+    plan = plan_from_dict(small_plan(data=SMALL))
+    with World.alone("cpu") as world, shortly():
+        timing = timed_layers.LayerTiming(plan, world.device)
+        timing.take(timing.own, 3)
+        timing._took = dict.fromkeys(timing._took, (10.0, 2))
+        other = next(one for one in other_variants(plan) if one.micro_size == 8)
+        began_s = time.monotonic()
+        assert timing.tried(other, 1, began_s + 39.0) == "the time was over"
+        assert timing.tried(other, 1, began_s + 60.0) is None
+
+
+def test_other_micro_batches_without_memory_are_left_out(monkeypatch) -> None:
+    plan = plan_from_dict(small_plan(data=SMALL))
+    timed = timed_layers.LayerBench.time
+
+    def full(bench, layer, value, *, split):
+        if bench.plan.batch.micro_size == 8:
+            raise MemoryError
+        return timed(bench, layer, value, split=split)
+
+    monkeypatch.setattr(timed_layers.LayerBench, "time", full)
+    with World.alone("cpu") as world, shortly():
+        tables, left_out = measure_variants(plan, world.device, time.monotonic() + 100)
+    assert {table["micro_size"] for table in tables} == {1, 2}
+    assert "`core.keep` on micro-batches of 8: its layers do not fit into memory" in left_out

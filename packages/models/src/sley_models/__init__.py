@@ -1,0 +1,1 @@
+"""Decoders for Sley, and their weights in and out of Hugging Face's layout."""

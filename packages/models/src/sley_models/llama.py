@@ -1,0 +1,169 @@
+"""The reference decoder, `models.llama`: the architecture of Touvron et al. 2023 (LLaMA) with grouped-query attention.
+
+Options make it Qwen2 (biases of queries, keys and values) or Qwen3 (normed queries and keys).
+
+    embed ──> blocks.0 ──> ... ──> blocks.n-1 ──> head ──> logits [b, s, v]
+
+    block:  x + attention(norm(x)),  then  x + feed_forward(norm(x))
+
+Weights are laid out as in Hugging Face's Llama (`hf.py`). Rotary tables are fp32, and so is what torch's RMSNorm (Zhang
+and Sennrich 2019) computes inside, whatever it is given.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sley_core.api.model import Attention, Model
+from sley_core.errors import PlanError
+from sley_models.from_files import take_from_files
+from sley_models.rotary import Rotary
+
+if TYPE_CHECKING:
+    from sley_core.api.model import DataInfo
+    from sley_models.config import LlamaConfig
+
+
+def layers(config: LlamaConfig, data: DataInfo) -> Model:
+    """Builds the layers `embed`, `blocks.0` ... and `head`.
+
+    The first takes the field `tokens` [b, s]; blocks take `positions` [b, s] and `cu_seqlens` [b, n + 1] if the data
+    has them. With `weights`, parameters have the values of these files, which each rank reads when it needs them. Raises
+    PlanError "model-vocabulary" if the vocabulary is unknown or smaller than the data's, "model-weights" for files that
+    cannot be read or are not this model's.
+    """
+    vocab_size = _vocab_size(config, data)
+    embed = Embed(vocab_size, config.hidden)
+    blocks = [(f"blocks.{at}", Block(config)) for at in range(config.num_layers)]
+    head = Head(config, vocab_size)
+    if config.tie_embeddings:
+        head.output.weight = embed.tokens.weight
+    named = [("embed", embed), *blocks, ("head", head)]
+    if config.weights is None:
+        return Model(named, init_weights=_Normal(config))
+    take_from_files(dict(named), config)
+    return Model(named)
+
+
+def _vocab_size(config: LlamaConfig, data: DataInfo) -> int:
+    """Returns the plan's vocabulary size, else the data's; raises PlanError "model-vocabulary"."""
+    path = ("model", "vocab_size")
+    if config.vocab_size is None:
+        if data.vocab_size is None:
+            raise PlanError(
+                "model-vocabulary", "the data does not say how many token ids it has", path=path, hint="set vocab_size"
+            )
+        return data.vocab_size
+    if data.vocab_size is not None and config.vocab_size < data.vocab_size:
+        message = f"vocab_size = {config.vocab_size} is less than the {data.vocab_size} token ids of the data"
+        raise PlanError("model-vocabulary", message, path=path, hint="leave it out to take the data's")
+    return config.vocab_size
+
+
+class _Normal:
+    """Initialises weights: normal, with smaller projections into the residual stream (GPT-2, Radford et al. 2019, 2.3).
+
+    Each block adds two projections to the stream; at std / sqrt(2 x blocks) its variance does not grow with the depth.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        self.std = config.init_std
+        self.residual_std = config.init_std / math.sqrt(2 * config.num_layers)
+
+    def __call__(self, module: nn.Module, name: str) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            into_residual = name.endswith((".attention.output", ".feed_forward.down"))
+            nn.init.normal_(module.weight, std=self.residual_std if into_residual else self.std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+class Embed(nn.Module):
+    """Looks up a row of the table for each token: [b, s] -> [b, s, hidden]."""
+
+    def __init__(self, vocab_size: int, hidden: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Returns the embeddings [b, s, hidden] of token ids [b, s]."""
+        embedded: Tensor = self.tokens(tokens)
+        return embedded
+
+
+class Block(nn.Module):
+    """One decoder block: [b, s, hidden] -> [b, s, hidden]."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.attention = SelfAttention(config)
+        self.feed_forward_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config.hidden, config.ffn_hidden)
+
+    def forward(self, hidden: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Returns [b, s, hidden]; positions: [b, s], cu_seqlens: [b, n + 1] document bounds, as `Attention` takes them."""
+        hidden = hidden + self.attention(self.attention_norm(hidden), positions, cu_seqlens)
+        out: Tensor = hidden + self.feed_forward(self.feed_forward_norm(hidden))
+        return out
+
+
+class Head(nn.Module):
+    """Applies the last norm and computes the score of every token id: [b, s, hidden] -> [b, s, v]."""
+
+    def __init__(self, config: LlamaConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.output = nn.Linear(config.hidden, vocab_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns the logits [b, s, v], in the dtype of `hidden` and the weight."""
+        logits: Tensor = self.output(self.norm(hidden))
+        return logits
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention (Ainslie et al. 2023) with rotary positions."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        """Creates the projections; key and value have `kv_heads` heads. Norms of queries and keys run over one head."""
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.attention_width = config.heads * config.head_dim  # counted by `model_flops_per_token`
+        self.query = nn.Linear(config.hidden, config.heads * config.head_dim, bias=config.qkv_bias)
+        self.key = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=config.qkv_bias)
+        self.value = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=config.qkv_bias)
+        self.output = nn.Linear(config.heads * config.head_dim, config.hidden, bias=False)
+        self.query_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.key_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.core = Attention()
+
+    def forward(self, x: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        """Returns [b, s, hidden] for x [b, s, hidden]; attends only within documents if `cu_seqlens` is given."""
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
+        )
+        q, k = self.rotary(self.query_norm(q), self.key_norm(k), positions)
+        context = self.core(q, k, v, cu_seqlens=cu_seqlens)
+        out: Tensor = self.output(context.flatten(-2))
+        return out
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden: int, ffn_hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, ffn_hidden, bias=False)
+        self.up = nn.Linear(hidden, ffn_hidden, bias=False)
+        self.down = nn.Linear(ffn_hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns [b, s, hidden] for x [b, s, hidden]."""
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out

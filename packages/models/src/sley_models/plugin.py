@@ -1,0 +1,32 @@
+"""Declares the records of the plugin `models`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from sley_core.hookspecs import hookimpl
+from sley_core.records import ModelRecord, Problem
+from sley_models.check import check_model
+from sley_models.config import LlamaConfig
+
+if TYPE_CHECKING:
+    from sley_core.api.plan import Plan
+
+
+@hookimpl
+def sley_models() -> list[ModelRecord]:
+    return [
+        ModelRecord(
+            name="llama",
+            config=LlamaConfig,
+            build="sley_models.llama:layers",
+            exports={"huggingface": "sley_models.export:export_hugging_face"},
+            names_are_own=True,
+        )
+    ]
+
+
+@hookimpl
+def sley_check_plan(plan: Plan) -> Iterable[Problem]:
+    return check_model(plan)

@@ -1,0 +1,222 @@
+"""`models.llama` from the files that transformers writes: its numbers, one tensor at a time, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sley_core.errors import PlanError
+from sley_core.model.layers import Model
+from sley_core.weight_files.read import INDEX, read_tensor
+from sley_models import from_files
+from sley_models.config import LlamaConfig
+from sley_models.llama import layers
+
+Real = Callable[..., Model]
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED |= {"original_max_position_embeddings": 16, "rope_theta": 500.0}
+KINDS: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, {"rms_norm_eps": 1e-5}),
+    "tied": (transformers.LlamaConfig, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "llama3": (transformers.LlamaConfig, {"rope_parameters": SCALED, "num_key_value_heads": 1}),
+    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 12, "hidden_size": 36}),
+    "qwen3_odd": (transformers.Qwen3Config, {"head_dim": 16, "hidden_size": 30}),
+}
+
+
+def saved(folder: Path, kind: str, max_shard_size: str = "40KB") -> Any:
+    """Writes a model of transformers, whose weights no initialisation would give, in several files; returns it."""
+    made, changes = KINDS[kind]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = transformers.AutoModelForCausalLM.from_config(made(**{**SIZES, **changes}))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model.eval()
+
+
+def logits(model: Model, tokens: Tensor) -> Tensor:
+    output: Any = tokens
+    for layer in model.layers:
+        output = layer.module(output)
+    assert isinstance(output, Tensor)
+    return output
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_we_compute_transformers_logits_from_its_files(real: Real, tmp_path: Path, kind: str) -> None:
+    theirs = saved(tmp_path, kind)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    config = LlamaConfig(weights=tmp_path)  # type: ignore[call-arg]
+    model = real(lambda data: layers(config, data))
+    tokens = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(logits(model, tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rank_reads_the_tensors_of_its_layers_once_and_no_other(
+    real: Real, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, "tied")
+    read: list[str] = []
+
+    def counted(file: Path, name: str) -> Tensor:
+        read.append(name)
+        return read_tensor(file, name)
+
+    monkeypatch.setattr(from_files, "read_tensor", counted)
+    config = LlamaConfig(weights=tmp_path)  # type: ignore[call-arg]
+    real(lambda data: layers(config, data), owned={"blocks.1"})
+    assert len(read) == 9
+    assert all(name.startswith("model.layers.1.") for name in read)
+    read.clear()
+    real(lambda data: layers(config, data), owned={"head"})
+    assert read == ["model.embed_tokens.weight", "model.norm.weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_files_of_another_type_are_converted(real: Real, tmp_path: Path, dtype: torch.dtype) -> None:
+    saved(tmp_path, "llama", "1GB")
+    file = tmp_path / "model.safetensors"
+    narrow = {name: value.to(dtype) for name, value in load_file(file).items()}
+    save_file(narrow, file)
+    config = LlamaConfig(weights=tmp_path)  # type: ignore[call-arg]
+    model = real(lambda data: layers(config, data))
+    found = model["blocks.0"].module.get_parameter("attention.query.weight")
+    assert torch.equal(found, narrow["model.layers.0.self_attn.q_proj.weight"].float())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model_type": "mixtral"}, "model_type = 'mixtral' is not one of llama, qwen2, qwen3"),
+        ({"hidden_act": "gelu"}, "cannot keep hidden_act = 'gelu'"),
+        ({"attention_dropout": 0.1}, "cannot keep attention_dropout = 0.1"),
+        ({"attention_bias": True}, "cannot keep attention_bias = True"),
+        ({"mlp_bias": True}, "cannot keep mlp_bias = True"),
+        ({"use_sliding_window": True}, "cannot keep use_sliding_window = True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "cannot keep layer_types"),
+        ({"quantization_config": {"bits": 4}}, "cannot keep quantization_config"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn'"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "does not say low_freq_factor"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}}, "differ by layer"),
+        ({"rope_parameters": None, "rope_scaling": "linear"}, "rope_scaling = 'linear' is no table"),
+        ({"hidden_size": None}, "does not say hidden_size"),
+        ({"model_type": "qwen3", "head_dim": None}, "does not say head_dim"),
+    ],
+)
+def test_what_the_decoder_does_not_compute_is_refused_by_its_name(
+    tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
+    saved(tmp_path, "llama")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ValidationError, match=says):
+        LlamaConfig(weights=tmp_path)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("hidden", 64, "64 is not what the weights need.*hidden_size = 32"),
+        ("heads", 8, "num_attention_heads = 4"),
+        ("kv_heads", 4, "num_key_value_heads = 2"),
+        ("vocab_size", 98, "vocab_size = 97"),
+        ("tie_embeddings", True, "tie_word_embeddings = False"),
+        ("norm_eps", 1e-6, "rms_norm_eps = 1e-05"),
+        ("rope_theta", 5000.0, "rope_theta = 10000.0"),
+        ("qk_norm", True, "True is not what.*model_type = llama"),
+        ("rope_scaling", {**SCALED, "rope_theta": None, "rope_type": None}, "rope_scaling = None"),
+    ],
+)
+def test_a_size_that_is_given_must_be_that_of_the_weights(tmp_path: Path, key: str, value: Any, says: str) -> None:
+    saved(tmp_path, "llama")
+    if isinstance(value, dict):
+        value = {name: number for name, number in value.items() if number is not None}
+    with pytest.raises(ValidationError, match=says) as raised:
+        LlamaConfig(**{"weights": tmp_path, key: value})
+    assert key in {error["loc"][0] for error in raised.value.errors()}
+
+
+def test_sizes_that_agree_may_be_given_and_stand_without_the_folder(tmp_path: Path) -> None:
+    saved(tmp_path, "llama3")
+    config = LlamaConfig(weights=tmp_path, hidden=32, heads=4)  # type: ignore[call-arg]
+    assert config.rope_scaling is not None
+    whole = config.model_dump(exclude_none=True)
+    assert LlamaConfig(**whole) == config
+    for file in tmp_path.iterdir():
+        file.unlink()
+    assert LlamaConfig(**whole) == config
+    with pytest.raises(ValidationError, match=r"cannot read .*config\.json"):
+        LlamaConfig(weights=tmp_path, hidden=32, heads=4)  # type: ignore[call-arg]
+
+
+def _without(folder: Path, name: str) -> None:
+    """Removes the tensor `name` from its file and from the index."""
+    index = json.loads((folder / INDEX).read_text())
+    file = folder / index["weight_map"].pop(name)
+    (folder / INDEX).write_text(json.dumps(index))
+    save_file({key: value for key, value in load_file(file).items() if key != name}, file)
+
+
+def _with(folder: Path, name: str, value: Tensor) -> None:
+    """Puts a tensor into a file of its own and into the index."""
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"][name] = "more.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    save_file({name: value}, folder / "more.safetensors")
+
+
+KEY = "model.layers.1.self_attn.k_proj.weight"
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda folder: _without(folder, KEY), f"'{KEY}' is missing"),
+    "ghost": (lambda folder: _with(folder, "model.rope", torch.ones(2)), "'model.rope' is unknown"),
+    "old buffers": (lambda folder: _with(folder, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4)), ""),
+    "tied head": (
+        lambda folder: _with(folder, "lm_head.weight", torch.ones(97, 32)),
+        "'lm_head.weight' has other values",
+    ),
+    "shape": (
+        lambda folder: (_without(folder, KEY), _with(folder, KEY, torch.ones(3, 3))),
+        r"k_proj.weight' is \[3, 3\] and not \[32, 32\]",
+    ),
+    "type": (
+        lambda folder: (_without(folder, KEY), _with(folder, KEY, torch.ones(32, 32, dtype=torch.uint8))),
+        "k_proj.weight' is U8, none of F64",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_files_that_are_not_those_of_the_model_are_refused_by_name(build: Real, tmp_path: Path, fault: str) -> None:
+    saved(tmp_path, "tied")
+    break_it, says = FAULTS[fault]
+    break_it(tmp_path)
+    config = LlamaConfig(weights=tmp_path)  # type: ignore[call-arg]
+    if not says:
+        build(lambda data: layers(config, data))
+        return
+    with pytest.raises(PlanError, match=says) as raised:
+        build(lambda data: layers(config, data))
+    assert raised.value.diagnostics[0].code == "model-weights"

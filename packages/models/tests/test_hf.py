@@ -1,0 +1,125 @@
+"""Weights under Hugging Face's names, held against transformers itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig as TheirConfig
+from transformers import LlamaForCausalLM
+
+from sley_core.data.dataset import DataInfo
+from sley_core.errors import RunError
+from sley_core.model.layers import Model
+from sley_models.config import LlamaConfig
+from sley_models.hf import from_hugging_face, to_hugging_face
+from sley_models.hf_config import to_hf_config
+from sley_models.llama import layers
+
+Real = Callable[..., Model]
+VOCAB = 97
+
+
+def config(tie: bool, kv_heads: int, head_dim: int = 8) -> LlamaConfig:
+    return LlamaConfig(
+        num_layers=2,
+        hidden=32,
+        heads=4,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        tie_embeddings=tie,
+        init_std=0.2,
+        rope_theta=500.0,
+    )
+
+
+def state(model: Model) -> dict[str, Tensor]:
+    return {f"{layer.name}.{name}": value for layer in model for name, value in layer.module.state_dict().items()}
+
+
+def theirs(ours: LlamaConfig) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(TheirConfig(**to_hf_config(ours, VOCAB))).eval()
+
+
+def logits(model: Model, tokens: Tensor) -> Tensor:
+    output = model.layers[0].module(tokens)
+    for layer in model.layers[1:]:
+        output = layer.module(output)
+    assert isinstance(output, Tensor)
+    return output
+
+
+SHAPES = pytest.mark.parametrize(
+    ("tie", "kv_heads", "head_dim"), [(False, 4, 8), (False, 2, 8), (True, 2, 8), (True, 1, 8), (False, 2, 16)]
+)
+
+
+@SHAPES
+def test_transformers_computes_our_logits_from_our_weights(real: Real, tie: bool, kv_heads: int, head_dim: int) -> None:
+    ours = config(tie, kv_heads, head_dim)
+    model = real(lambda data: layers(ours, data))
+    other = theirs(ours)
+    missing, unexpected = other.load_state_dict(to_hugging_face(state(model), ours), strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"] if tie else [], [])
+    tokens = torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(logits(model, tokens), other(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+@SHAPES
+def test_we_compute_transformers_logits_from_their_weights(real: Real, tie: bool, kv_heads: int, head_dim: int) -> None:
+    ours = config(tie, kv_heads, head_dim)
+    model, other = real(lambda data: layers(ours, data)), theirs(ours)
+    weights = from_hugging_face(other.state_dict(), ours)
+    for layer in model:
+        own = {
+            name.removeprefix(f"{layer.name}."): weights[name] for name in weights if name.startswith(f"{layer.name}.")
+        }
+        layer.module.load_state_dict(own, strict=True)
+    tokens = torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        torch.testing.assert_close(logits(model, tokens), other(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_there_and_back_changes_nothing(real: Real, tie: bool) -> None:
+    ours = config(tie, 2)
+    weights = state(real(lambda data: layers(ours, data)))
+    out = to_hugging_face(weights, ours)
+    assert ("lm_head.weight" in out) != tie
+    back = from_hugging_face(out, ours)
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[name], weights[name]) for name in weights)
+
+
+def test_a_tied_head_may_be_missing_and_an_untied_one_may_not(build: Real) -> None:
+    for tie in (True, False):
+        ours = config(tie, 2)
+        weights = state(build(lambda data, ours=ours: layers(ours, data)))
+        del weights["head.output.weight"]
+        if tie:
+            assert len(to_hugging_face(weights, ours)) == len(weights)
+        else:
+            with pytest.raises(RunError, match=r"'head.output.weight' is missing"):
+                to_hugging_face(weights, ours)
+
+
+def test_weights_of_another_model_are_refused(build: Real) -> None:
+    ours = config(tie=False, kv_heads=2)
+    weights = state(build(lambda data: layers(ours, data)))
+    del weights["blocks.0.attention.key.weight"]
+    with pytest.raises(RunError, match=r"'blocks.0.attention.key.weight' is missing, 'rope' is unknown") as raised:
+        to_hugging_face({**weights, "rope": torch.zeros(1)}, ours)
+    assert raised.value.diagnostics[0].code == "weights-mismatch"
+    deeper = ours.model_copy(update={"num_layers": 3})
+    with pytest.raises(RunError, match=r"'model.layers.2.input_layernorm.weight' is missing.*and 5 more"):
+        from_hugging_face(theirs(ours).state_dict(), deeper)
+
+
+def test_the_default_theta_reaches_transformers(info: DataInfo) -> None:
+    assert info.vocab_size == VOCAB
+    rotary = theirs(config(tie=False, kv_heads=2)).model.rotary_emb
+    assert rotary.inv_freq.tolist() == pytest.approx([500.0 ** -(at / 4) for at in range(4)])

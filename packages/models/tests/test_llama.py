@@ -1,0 +1,164 @@
+"""The reference decoder: its layers, its first weights, and its numbers against transformers' own Llama."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sley_core.data.dataset import DataInfo, Field
+from sley_core.errors import PlanError
+from sley_core.model import attention
+from sley_core.model.layers import Model
+from sley_models.config import LlamaConfig
+from sley_models.llama import layers
+from sley_models.rotary import Rotary
+
+Real = Callable[..., Model]
+SMALL = LlamaConfig(num_layers=2, hidden=32, heads=4, kv_heads=2)
+
+
+def llama(config: LlamaConfig = SMALL) -> Callable[[DataInfo], Model]:
+    return lambda data: layers(config, data)
+
+
+def run(model: Model, tokens: Tensor, recompute: bool = False, **fields: Tensor) -> Tensor:
+    """The layers one after the other, each with its fields."""
+    given = {"tokens": tokens, "labels": tokens, **fields}
+    output: Any = ()
+    for layer in model:
+        named = {name: given[name] for name in layer.fields if name in given}
+        args = () if layer is model.layers[0] else (output,)
+        if recompute and args:
+            output = checkpoint(layer.module, *args, use_reentrant=False, **named)
+        else:
+            output = layer.module(*args, **named)
+    assert isinstance(output, Tensor)
+    return output
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randint(0, 97, shape, generator=torch.Generator().manual_seed(1))
+
+
+def test_layers_their_fields_and_their_parameters(build: Real) -> None:
+    model = build(llama())
+    assert [(layer.name, layer.fields) for layer in model] == [
+        ("embed", ("tokens",)),
+        ("blocks.0", ("positions", "cu_seqlens")),
+        ("blocks.1", ("positions", "cu_seqlens")),
+        ("head", ()),
+    ]
+    num_parameters = sum(parameter.numel() for layer in model for parameter in layer.module.parameters())
+    attention_size, ffn_size = 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 128
+    assert num_parameters == 2 * 97 * 32 + 2 * (attention_size + ffn_size + 2 * 32) + 32
+
+
+def test_first_weights_have_the_spread_that_the_config_says(real: Real) -> None:
+    config = LlamaConfig(num_layers=8, hidden=128, heads=4, init_std=0.1)
+    block = real(llama(config))["blocks.3"].module
+    for into_residual in (block.attention.output, block.feed_forward.down):
+        assert into_residual.weight.std().item() == pytest.approx(0.1 / math.sqrt(16), rel=0.03)
+    assert block.attention.query.weight.std().item() == pytest.approx(0.1, rel=0.03)
+    assert torch.equal(block.attention_norm.weight, torch.ones(128))
+
+
+def test_the_first_loss_is_that_of_a_guess(real: Real) -> None:
+    tokens = drawn(4, 24)
+    logits = run(real(llama()), tokens)
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), drawn(4, 25)[:, 1:].flatten())
+    assert loss.item() == pytest.approx(math.log(97), abs=0.05)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_the_head_is_the_embedding_where_tied(real: Real, tie: bool) -> None:
+    model = real(llama(SMALL.model_copy(update={"tie_embeddings": tie})))
+    assert (model["head"].module.output.weight is model["embed"].module.tokens.weight) == tie
+
+
+def packed(tokens: Tensor) -> dict[str, Tensor]:
+    """Row 0 holds documents of 10 and 14 tokens, row 1 a single one."""
+    positions = torch.arange(24).repeat(2, 1)
+    positions[0, 10:] -= 10
+    assert tokens.shape == positions.shape
+    return {"positions": positions, "cu_seqlens": torch.tensor([[0, 10, 24], [0, 24, 24]], dtype=torch.int32)}
+
+
+def test_a_packed_document_is_computed_as_if_it_were_alone(real: Real) -> None:
+    model = real(llama(), torch.float64)
+    tokens = drawn(2, 24)
+    together = run(model, tokens, **packed(tokens))
+    for row, begin, end in ((0, 0, 10), (0, 10, 24), (1, 0, 24)):
+        alone = run(model, tokens[row : row + 1, begin:end])
+        torch.testing.assert_close(together[row : row + 1, begin:end], alone, rtol=1e-6, atol=1e-7)
+
+
+def test_mask_and_rotary_tables_are_made_once_per_forward_and_recomputation(
+    real: Real, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    mask, tables = attention._mask, Rotary._tables
+    monkeypatch.setattr(attention, "_mask", lambda *given: (made.append("mask"), mask(*given))[1])
+    monkeypatch.setattr(Rotary, "_tables", lambda *given: (made.append("tables"), tables(*given))[1])
+    model, tokens = real(llama()), drawn(2, 24)
+    gradients = []
+    for recompute in (False, True):
+        run(model, tokens, recompute, **packed(tokens)).square().sum().backward()
+        weight = model["blocks.0"].module.attention.query.weight
+        gradients.append(weight.grad)
+        weight.grad = None
+    assert made == ["tables", "mask"] * 2
+    assert torch.equal(gradients[0], gradients[1])
+
+
+def test_without_boundaries_no_mask_is_built(real: Real, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_mask", lambda *_: pytest.fail("a mask where is_causal is enough"))
+    run(real(llama()), drawn(2, 24))
+
+
+def test_the_past_does_not_see_the_future(real: Real) -> None:
+    model, tokens = real(llama()), drawn(2, 24)
+    changed = tokens.clone()
+    changed[:, 20:] = 0
+    before, after = run(model, tokens), run(model, changed)
+    assert torch.equal(before[:, :20], after[:, :20])
+    assert not torch.equal(before[:, 20:], after[:, 20:])
+
+
+def test_torchs_norm_computes_in_fp32_and_returns_the_dtype_it_was_given() -> None:
+    norm = nn.RMSNorm(64, eps=1e-5).to(torch.bfloat16)
+    nn.init.uniform_(norm.weight)
+    x = 100 * torch.randn(8, 64, dtype=torch.bfloat16)
+    exact = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5) * norm.weight.float()
+    assert torch.equal(norm(x), exact.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "present", "says"),
+    [(None, None, "does not say how many"), (96, 97, "vocab_size = 96 is less than the 97 token ids of the data")],
+)
+def test_a_vocabulary_that_cannot_be_is_refused(wanted: int | None, present: int | None, says: str) -> None:
+    config = LlamaConfig(num_layers=1, hidden=8, heads=1, vocab_size=wanted)
+    with pytest.raises(PlanError, match=says) as raised:
+        layers(config, DataInfo({"tokens": Field("int64")}, present))
+    assert raised.value.diagnostics[0].code == "model-vocabulary"
+    assert raised.value.diagnostics[0].path == ("model", "vocab_size")
+
+
+def test_a_vocabulary_may_be_larger_than_the_datas(build: Real) -> None:
+    model = build(llama(SMALL.model_copy(update={"vocab_size": 128})))
+    assert model["head"].module.output.weight.shape[0] == model["embed"].module.tokens.weight.shape[0] == 128
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
+def test_compiled_layers_compute_the_same(real: Real) -> None:
+    model, tokens = real(llama(SMALL.model_copy(update={"num_layers": 1}))), drawn(2, 24)
+    plain = run(model, tokens, **packed(tokens))
+    for layer in model:
+        layer.module.compile(backend="aot_eager")
+    torch.testing.assert_close(run(model, tokens, **packed(tokens)), plain)

@@ -1,0 +1,295 @@
+"""Makes small models, each with one habit of people's code around a linear: `factory = "sley_testing.habits:model"`,
+`options.habit`.
+
+Whoever puts something in the place of a linear gives the numbers of a loop by hand for all `HABITS` (`testing.by_hand`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+from sley_core.data.dataset import DataInfo
+from sley_core.model.layers import Model
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.one = nn.Linear(hidden, hidden)
+        self.two = nn.Linear(hidden, hidden, bias=False)
+
+
+class InPlace(Block):
+    """Results of linears that are written to, of 3-d and of 2-d inputs, with and without a bias."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result = self.one(hidden)
+        result += hidden
+        result = F.relu_(self.two(result))
+        flat = F.silu(self.one(result.flatten(0, 1)), inplace=True)
+        made: Tensor = nn.Sequential(self.two, nn.ReLU(inplace=True), self.one)(hidden).add_(flat.view_as(hidden))
+        return made
+
+
+class Adaptive(Block):
+    """As deep as the tokens say, one, two or three times; in the first step once."""
+
+    def depth(self, tokens: Tensor) -> int:
+        return 1 + int(tokens[0, 0]) // 4 % 3
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        for _ in range(self.depth(tokens)):
+            hidden = hidden + self.two(self.one(hidden).tanh())
+        made: Tensor = hidden
+        return made
+
+
+class AdaptiveAgain(Adaptive):
+    """The same, each time under the checkpoint that runs a backward within the backward."""
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        for _ in range(self.depth(tokens)):
+            hidden = hidden + checkpoint(lambda h: self.two(self.one(h).tanh()), hidden, use_reentrant=True)
+        made: Tensor = hidden
+        return made
+
+
+class Normed(nn.Module):
+    """Linears whose weight is made of other parameters before each call."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.one = nn.utils.weight_norm(nn.Linear(hidden, hidden))
+        self.two = nn.utils.parametrizations.weight_norm(nn.Linear(hidden, hidden, bias=False))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        made: Tensor = hidden + self.two(self.one(hidden).tanh())
+        return made
+
+
+class Frozen(Block):
+    """A low-rank step beside frozen linears."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.down = nn.Linear(hidden, 2, bias=False)
+        self.up = nn.Linear(2, hidden, bias=False)
+        self.one.requires_grad_(False)
+        self.two.requires_grad_(False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        made: Tensor = hidden + self.two(self.one(hidden).tanh()) + self.up(self.down(hidden))
+        return made
+
+
+class GradientWithin(Block):
+    """A forward that asks for a gradient of its own: a step against the input, which adds nothing to any weight."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.enable_grad():
+            at = hidden.detach().requires_grad_()
+            (step,) = torch.autograd.grad(self.two(self.one(at).tanh()).square().sum(), at)
+        made: Tensor = hidden + self.two(self.one(hidden - 0.1 * step).tanh())
+        return made
+
+
+class Penalty(Block):
+    """A gradient that is trained through: its own derivative belongs to the weights."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        at = hidden.detach().requires_grad_()
+        energy = self.two(self.one(at).tanh()).square().sum()
+        (force,) = torch.autograd.grad(energy, at, create_graph=True)
+        (of_weight,) = torch.autograd.grad(energy, self.two.weight, retain_graph=True)
+        made: Tensor = hidden + force + of_weight.sum(0)
+        return made
+
+
+class Swapped(Block):
+    """Calls a linear with another weight than its own."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        other = {"weight": self.two.weight * 2, "bias": self.one.bias}
+        made: Tensor = hidden + torch.func.functional_call(self.one, other, (hidden,)) + self.two(hidden).tanh()
+        return made
+
+
+class Mapped(Block):
+    """Calls linears under torch.func: sample by sample, and forward-mode derivatives."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        each = torch.func.vmap(lambda row: self.two(self.one(row).tanh()))(hidden)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(hidden, torch.ones_like(hidden))  # type: ignore[no-untyped-call]  # torch's
+            tangent = forward_ad.unpack_dual(self.one(dual)).tangent  # type: ignore[no-untyped-call]  # torch's
+        made: Tensor = hidden + each + tangent
+        return made
+
+
+class NoGradient(torch.autograd.Function):
+    """Uses a weight and says that it has no gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        return hidden + weight.sum()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Silent(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        made: Tensor = NoGradient.apply(hidden, self.two.weight) + self.one(hidden).tanh()  # type: ignore[no-untyped-call]  # torch's
+        return made
+
+
+class Hooked(Block):
+    """Hooks on the result of a linear and on its module."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.two.register_forward_hook(lambda module, args, result: result * 2)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result = self.one(hidden)
+        result.register_hook(lambda gradient: gradient * 2)
+        made: Tensor = hidden + self.two(result.relu())
+        return made
+
+
+class HookedWeights(Block):
+    """Gradients of a weight and of a bias that are clipped, scaled and masked by hooks on them."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        mask = torch.eye(hidden)
+        one: Any = self.one
+        two: Any = self.two
+        one.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        one.bias.register_hook(lambda gradient: gradient * 3)
+        two.weight.register_hook(lambda gradient: gradient * mask)
+        two.weight.register_hook(lambda gradient: gradient * 0.1).remove()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        made: Tensor = hidden + self.two(self.one(hidden).tanh())
+        return made
+
+
+class Clamping(torch.autograd.Function):
+    """A backward that writes to the gradient that it is given, and returns that."""
+
+    @staticmethod
+    def forward(_ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden * 1.0
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp_(-1e-3, 1e-3)
+
+
+class WrittenGradients(Block):
+    """Branches whose hooks and backwards write in place to a gradient that a linear was given before."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        beside = hidden * 1.0
+        beside.register_hook(lambda gradient: gradient.mul_(0.5))  # type: ignore[no-untyped-call]  # torch's
+        hidden = self.one(hidden) + beside
+        other = hidden * 1.0
+        other.register_hook(lambda gradient: gradient.data.mul_(0.5))  # type: ignore[no-untyped-call]  # torch's
+        hidden = self.two(hidden).flatten(0, 1) + other.flatten(0, 1)
+        clamped: Tensor = Clamping.apply(hidden)  # type: ignore[no-untyped-call]  # torch's
+        made: Tensor = (self.two(hidden) + clamped).view_as(beside)
+        return made
+
+
+class Fused(torch.autograd.Function):
+    """A linear whose backward adds to `weight.grad` itself, as fused kernels do: by a new tensor or in place."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, held: nn.Linear, in_place: bool) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.held, ctx.in_place = held, in_place
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (hidden,) = ctx.saved_tensors
+        weight = ctx.held.weight
+        of_weight = gradient.flatten(0, -2).t() @ hidden.flatten(0, -2)
+        if weight.grad is None:
+            weight.grad = of_weight
+        elif ctx.in_place:
+            weight.grad.add_(of_weight)
+        else:
+            weight.grad = weight.grad + of_weight
+        return gradient @ weight, None, None, None
+
+
+class Assigned(Block):
+    """Uses of `Fused`: of a weight in the graph, of one that is not, and of one that autograd has a gradient of too."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.three = nn.Linear(hidden, hidden, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + Fused.apply(hidden, self.two.weight, self.two, True).tanh()  # type: ignore[no-untyped-call]  # torch's
+        hidden = hidden + Fused.apply(hidden, self.three.weight.detach(), self.three, False).tanh()  # type: ignore[no-untyped-call]
+        made: Tensor = hidden + Fused.apply(hidden, self.one.weight, self.one, False) + self.one(hidden).tanh()  # type: ignore[no-untyped-call]
+        return made
+
+
+KINDS: tuple[type[nn.Module], ...] = (
+    InPlace,
+    Adaptive,
+    AdaptiveAgain,
+    Normed,
+    Frozen,
+    GradientWithin,
+    Penalty,
+    Swapped,
+    Mapped,
+    Silent,
+    Hooked,
+    WrittenGradients,
+)
+HABITS: dict[str, Any] = {kind.__name__: kind for kind in KINDS}
+"""By name, each called with the width of the model."""
+
+OF_WHOLE_GRADIENTS: dict[str, Any] = {kind.__name__: kind for kind in (HookedWeights, Assigned)}
+"""Others, which need whole gradients of weights: they are refused where weights are sharded."""
+
+
+def init(module: nn.Module, name: str) -> None:
+    """Values that depend on the place alone, for parameters under whatever name a hook gave them."""
+    for key, parameter in module.named_parameters(recurse=False):
+        generator = torch.Generator().manual_seed(sum(map(ord, f"{name}.{key}")))
+        with torch.no_grad():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+
+
+class Embed(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens)
+
+
+def layers(data: DataInfo, habit: str, hidden: int = 8) -> list[tuple[str, nn.Module]]:
+    """Returns two blocks of one habit between an embedding and a head, by name."""
+    assert data.vocab_size is not None
+    kind = (HABITS | OF_WHOLE_GRADIENTS)[habit]
+    blocks = [(f"blocks.{at}", kind(hidden)) for at in range(2)]
+    return [("embed", Embed(data.vocab_size, hidden)), *blocks, ("head", nn.Linear(hidden, data.vocab_size))]
+
+
+def model(data: DataInfo, habit: str) -> Model:
+    return Model(layers(data, habit), init)

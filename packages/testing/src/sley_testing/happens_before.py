@@ -1,0 +1,199 @@
+"""Knows which accesses to memory are ordered by a program's waits, and refuses those that only happen to come in order.
+
+The device, and each stream of copies, does its work in order. A clock says, of one of them, how much of the others' work
+is done before what it does next; a wait merges clocks:
+
+    stream.follow()      stream <- device       what the device has been given so far
+    stream.after(e)      stream <- e            what the event's stream was given before it, and what that followed
+    e.hold_device()      device <- e
+    e.wait()             host, device <- e      the host gives all work, so whatever it gives later comes later
+
+Two accesses to the same bytes, one of them a write, must be ordered so. A copy out of order is found in any run, whether
+or not it did harm in this one. Memory that is freed, or forgotten by its last owner, counts as written by the device.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from sley_testing.accesses import Access, described, extent, storage_of
+
+Clock = dict[int, int]
+"""By worker, how many of its pieces of work are done; the device is worker 0, streams count from 1."""
+
+DEVICE = 0
+_SWEEP_EVERY = 4096
+
+
+def merge(clock: Clock, other: Clock) -> None:
+    """Adds to `clock` what `other` knows."""
+    for worker, number in other.items():
+        clock[worker] = max(clock.get(worker, 0), number)
+
+
+@dataclass(frozen=True)
+class Copied:
+    """One end of copy `number` of `stream`: bytes `first` to `last` of a storage, which the copy writes or reads."""
+
+    stream: int
+    number: int
+    first: int
+    last: int
+    writes: bool
+    text: str
+
+    def is_known(self, clock: Clock) -> bool:
+        return self.number <= clock.get(self.stream, 0)
+
+    def covers(self, other: Copied) -> bool:
+        """Returns whether whoever is ordered after this one is so after `other` too, and no access conflicts with `other`
+        alone.
+        """
+        return (
+            self.stream == other.stream
+            and self.first <= other.first
+            and self.last >= other.last
+            and self.writes >= other.writes
+        )
+
+    def __str__(self) -> str:
+        return f"copy {self.number} of stream {self.stream}, {self.text},"
+
+
+@dataclass
+class _Memory:
+    """What happened to one storage.
+
+    reference: keeps the address of the storage's object from being used again. device: by the bytes touched, the numbers
+    of the device's last read and last write.
+    """
+
+    reference: Any
+    is_host: bool = False
+    copies: list[Copied] = field(default_factory=list)
+    device: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+
+
+class Ledger:
+    """What has been given to the device and to each stream, and what of it is ordered. All errors are AssertionErrors."""
+
+    def __init__(self) -> None:
+        self.host: Clock = {}
+        self.device: Clock = {DEVICE: 0}
+        self.streams: defaultdict[int, Clock] = defaultdict(dict)
+        self._memory: dict[int, _Memory] = {}  # by the address of the storage's object, which the weak reference keeps
+        self._copied: dict[int, _Memory] = {}  # those with copies
+
+    def owns(self, data: Tensor) -> None:
+        """Takes the memory of `data` for the host's: what the host does with it must follow a `wait`."""
+        self._of(data).is_host = True
+
+    def works(self, name: str, accesses: Sequence[Access]) -> None:
+        """Enters an operation: the host's where all its tensors lie in memory of the host, else the device's."""
+        if self.device[DEVICE] % _SWEEP_EVERY == 0:
+            self._sweep()
+        found = [
+            (self._memory.get(storage._cdata) or self._remember(storage), one)
+            for one in accesses
+            if (storage := storage_of(one.tensor)) is not None
+        ]
+        is_host = bool(found) and all(memory.is_host for memory, _ in found)
+        if not is_host:
+            self.device[DEVICE] += 1
+        for memory, access in found:
+            span = extent(access.tensor)
+            if memory.copies:
+                text = f"{name} {'writes' if access.writes else 'reads'} {described(access.tensor)}"
+                clock, wait = (self.host, "`wait`") if is_host else (self.device, "`hold_device`")
+                self._check_copies(memory, clock, (*span, access.writes), text, wait)
+            if not memory.is_host:
+                memory.device.setdefault(span, [0, 0])[access.writes] = self.device[DEVICE]
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Enters that the device frees the memory of `storage`, or gives it other memory."""
+        memory = self._memory.get(storage._cdata)
+        if memory is None:
+            memory = self._remember(storage)
+        self.device[DEVICE] += 1
+        whole = (0, max([storage.nbytes(), *(copy.last for copy in memory.copies)]))
+        text = f"the storage of {storage.nbytes()} bytes is resized"
+        self._check_copies(memory, self.device, (*whole, True), text, "`hold_device`")
+        memory.device = {(0, 1 << 62): [0, self.device[DEVICE]]}
+        memory.copies.clear()
+
+    def copies(self, stream: int, target: Tensor, source: Tensor) -> int:
+        """Enters a copy, and returns its number on the stream, counted from 1; enters it too where it raises."""
+        clock = self.streams[stream]
+        merge(clock, self.host)
+        number = clock.get(stream, 0) + 1
+        ends = [(target, True, f"into {described(target)}"), (source, False, f"from {described(source)}")]
+        try:
+            for tensor, writes, text in ends:
+                self._check_end(stream, clock, tensor, writes, text)
+        finally:
+            clock[stream] = number
+            for tensor, writes, text in ends:
+                self._enter(tensor, Copied(stream, number, *extent(tensor), writes, text))
+        return number
+
+    def forgotten(self) -> None:
+        """Checks that all memory which nobody holds any more was not forgotten before its copies were known to be done."""
+        for key, memory in [*self._copied.items()]:
+            memory.copies = [copy for copy in memory.copies if not copy.is_known(self.host)]
+            if not memory.copies:
+                del self._copied[key]  # whatever comes is ordered after them
+        for key in [key for key, memory in self._copied.items() if memory.reference.expired()]:
+            memory = self._copied.pop(key)
+            clock = self.host if memory.is_host else self.device
+            for copy in memory.copies:
+                wait = "`wait`" if memory.is_host else "`hold_device`"
+                assert copy.is_known(clock), f"memory was forgotten while {copy} may be under way: {wait} is missing"
+
+    def _enter(self, tensor: Tensor, new: Copied) -> None:
+        memory = self._of(tensor)
+        memory.copies = [old for old in memory.copies if not (new.covers(old) or old.is_known(self.host))] + [new]
+        self._copied[tensor.untyped_storage()._cdata] = memory
+
+    def _check_end(self, stream: int, clock: Clock, tensor: Tensor, writes: bool, text: str) -> None:
+        """Asserts that one end of a copy is ordered after the device's accesses and after other streams' copies."""
+        memory = self._of(tensor)
+        first, last = extent(tensor)
+        for (start, end), (read, written) in memory.device.items():
+            number = max(read, written) if writes else written
+            assert not (start < last and first < end) or number <= clock.get(DEVICE, 0), (
+                f"stream {stream} copies {text}, which the device {'wrote' if number == written else 'read'} after "
+                "the stream last followed it: `follow` is missing"
+            )
+        others = {worker: number for worker, number in clock.items() if worker != stream} | {stream: 1 << 62}
+        self._check_copies(memory, others, (first, last, writes), f"stream {stream} copies {text}", "`after`")
+
+    def _check_copies(self, memory: _Memory, clock: Clock, access: tuple[int, int, bool], text: str, wait: str) -> None:
+        """Asserts that no copy in flight conflicts with an access. access: first byte, end, and whether it writes."""
+        first, last, writes = access
+        for copy in memory.copies:
+            is_disjoint = copy.last <= first or last <= copy.first
+            assert is_disjoint or not (writes or copy.writes) or copy.is_known(clock), (
+                f"{text} while {copy} may be under way: {wait} is missing"
+            )
+
+    def _of(self, tensor: Tensor) -> _Memory:
+        storage = tensor.untyped_storage()
+        return self._memory.get(storage._cdata) or self._remember(storage)
+
+    def _remember(self, storage: torch.UntypedStorage) -> _Memory:
+        memory = _Memory(StorageWeakRef(storage))  # type: ignore[no-untyped-call]  # torch's
+        self._memory[storage._cdata] = memory
+        return memory
+
+    def _sweep(self) -> None:
+        """Drops what is known of memory that is gone."""
+        self.forgotten()
+        for key in [key for key, memory in self._memory.items() if memory.reference.expired()]:
+            del self._memory[key]

@@ -1,0 +1,296 @@
+"""Tests what every optimizer must pass; the tests of a plugin, or of a class of your own, inherit them.
+
+    class TestLion(OptimizerContract):
+        optimizer = {"factory": "lion:Lion", "lr": 1e-3, "scope": "elementwise"}
+
+A run gives an optimizer masters in place of weights, parts in place of whole parameters, some parameters at a time, and
+another process after a restart. Two small parameters are tried first, as every run does; then a small model is trained, and
+compared with a plain loop of the same optimizer over the same gradients.
+
+Since core 0.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sley_core.assemble import assemble
+from sley_core.checkpoint.weights import weights_of_checkpoint
+from sley_core.comm.world import World
+from sley_core.data.dataset import DataInfo, Field
+from sley_core.generators import generators_of_optimizer, seed_own, seeded
+from sley_core.model.seeds import derive
+from sley_core.optim.groups import parameter_groups
+from sley_core.optim.scope import scope_of
+from sley_core.optim.traits import in_training
+from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
+from sley_core.updates import try_optimizer
+from sley_core.weight_files.read import WeightFiles
+from sley_testing.contract_model import SQUARES, Samples, contract_plan
+from sley_testing.parity import assert_close_gradients
+from sley_testing.ranks import Ranks
+from sley_testing.runs import Tensors, weights
+
+NUM_STEPS = 7
+SAVED_AT = 3
+WIDTH = 6
+EXACT = 1e-9
+"""How far weights of fp64 may be from those of the plain loop, relative."""
+
+
+class Data(Samples):
+    """Serves samples of WIDTH numbers and a target each."""
+
+    info = DataInfo({"x": Field("float64"), "y": Field("float64")})
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x, y = torch.randn(2, WIDTH, generator=self.generator(index), dtype=torch.float64)
+        return {"x": x, "y": y}
+
+
+class Layer(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).tanh()
+
+
+def layers(biases: bool = True) -> list[tuple[str, nn.Module]]:
+    """Returns the layers of the contract's model. biases: whether it has vectors besides matrices."""
+    return [("first", Layer(WIDTH, WIDTH, bias=biases)), ("second", Layer(WIDTH, WIDTH, bias=biases))]
+
+
+@dataclass
+class Seen:
+    """Records what one rank saw. first: what was stepped, before the first step. given: the gradients of each step, and rates:
+    its learning rate. stepped: what was stepped, after the last step; weights: of the model then. evaluated: the held-out loss
+    before and after the last step, if it was asked for.
+    """
+
+    first: Tensors = field(default_factory=dict)
+    given: list[Tensors] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    stepped: Tensors = field(default_factory=dict)
+    weights: Tensors = field(default_factory=dict)
+    evaluated: list[float] = field(default_factory=list)
+
+
+def train(
+    tables: dict[str, Any],
+    *,
+    save: Path | None = None,
+    load: Path | None = None,
+    one_by_one: bool = False,
+    evaluates: bool = False,
+) -> Seen:
+    """Takes the contract's steps on this rank. save: where to save after SAVED_AT steps; load: where to go on from.
+
+    one_by_one: steps parameters in buckets of one. evaluates: before the last step.
+    """
+    seen = Seen()
+    with World.join("cpu") as world, assemble(plan_from_dict(tables), world) as run:
+        if one_by_one:
+            run.parts.events.step_in_buckets = lambda every: ([one] for one in every[::-1])
+        if load is not None:
+            run.load_checkpoint(load)
+        stepped = run.stepper.update.masters.stepped
+        run.parts.events.gradients_done.append(partial(_note, seen, run))  # the update may write into them
+        seen.first = {one.name: one.parameter.detach().clone() for one in stepped}
+        while run.num_steps_done < NUM_STEPS:
+            if evaluates and run.num_steps_done == NUM_STEPS - 1:
+                seen.evaluated.append(run.evaluate())
+            row = run.step()
+            seen.rates.append(float(row["lr"]))
+            if save is not None and run.num_steps_done == SAVED_AT:
+                run.save_checkpoint(save)
+        seen.stepped = {one.name: one.parameter.detach().clone() for one in stepped}
+        seen.weights = weights(run)
+    return seen
+
+
+def _note(seen: Seen, run: Run) -> None:
+    """Records the gradients of the step."""
+    stepped = run.stepper.update.masters.stepped
+    parts = zip(stepped, run.store.parts([one.entry for one in stepped]), strict=True)
+    seen.given.append({one.name: gradient.clone() for one, gradient in parts if gradient is not None})
+
+
+class _Copy(NamedTuple):
+    """A parameter of the plain loop, as `parameter_groups` takes it."""
+
+    name: str
+    parameter: nn.Parameter
+    decays: bool
+
+
+def by_hand(tables: dict[str, Any], seen: Seen, *, evaluates: bool = False) -> Tensors:
+    """Returns the parameters after a plain loop over the gradients that a run has recorded: each gradient in new memory.
+
+    evaluates: whether `eval()` is called after the last step.
+    """
+    plan = plan_from_dict(tables)
+    config: Any = plan.optimizer.config
+    copies = [_Copy(name, nn.Parameter(one.clone()), one.ndim > 1) for name, one in seen.first.items()]
+    optimizer: Any = in_training(plan.optimizer.build(parameter_groups(copies, config), torch.device("cpu")))
+    generators = generators_of_optimizer(optimizer)
+    for step, (gradients, rate) in enumerate(zip(seen.given, seen.rates, strict=True)):
+        for copy in copies:
+            copy.parameter.grad = gradients[copy.name].clone().to(copy.parameter.dtype)
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * rate / config.lr
+        seed = derive(plan.run.seed, "update", step)
+        with seeded(seed):
+            seed_own(generators, seed)
+            optimizer.step()
+    if evaluates:
+        optimizer.eval()
+    return {copy.name: copy.parameter.detach() for copy in copies}
+
+
+class Evaluated:
+    """A run that evaluates, and saves in `folder`, after its last step. seen: as `train` returns it. saved: what `save_weights`
+    writes; exported: what an export takes from the checkpoint. loss: the held-out one; again: with `saved` loaded.
+    """
+
+    def __init__(self, tables: dict[str, Any], folder: Path) -> None:
+        self.seen = train(tables, save=folder / "saved")
+        with World.join("cpu") as world, assemble(plan_from_dict(tables), world) as run:
+            self.has_modes = run.stepper.update.traits.has_modes
+            run.load_checkpoint(folder / "saved")
+            while run.num_steps_done < NUM_STEPS:
+                run.step()
+            self.loss = run.evaluate()
+            run.save_weights(folder / "weights", precision="full")
+            run.save_checkpoint(folder / "last")
+        files = WeightFiles(folder / "weights")
+        self.saved = {name: files.tensor(name) for name in files.names}
+        found = weights_of_checkpoint(str(folder / "last"))
+        assert found is not None, "there is no checkpoint"
+        self.exported = {name: found[1].tensor(name) for name in found[1].names}
+        with World.join("cpu") as world, assemble(plan_from_dict(tables), world) as run:
+            run.load_weights(self.saved)
+            self.again = run.evaluate()
+
+
+class OptimizerContract:
+    """Tests an optimizer: inherit, set `optimizer` to the table `[optimizer]`, and pytest does the rest.
+
+    only_matrices: whether it takes parameters of two dims alone, as Muon does.
+    """
+
+    optimizer: ClassVar[dict[str, Any]]
+    only_matrices: ClassVar[bool] = False
+
+    def test_two_small_parameters(self) -> None:
+        """Tried as before a run: whole and in parts, together and one by one, resumed, at other learning rates."""
+        plan = plan_from_dict(self._plan())
+        ndims = (2,) if self.only_matrices else (2, 1)
+        for dtype in (torch.float32, torch.float64):
+            _, faults = try_optimizer(plan, ndims, dtype, torch.device("cpu"))
+            said = "; ".join(f"{fault.message} ({fault.hint})" for fault in faults)
+            assert not faults, f"`{plan.optimizer.name}` {said}"
+
+    @pytest.mark.parametrize("compute", ["fp64", "fp32", "bf16"])
+    def test_a_run_takes_the_steps_of_a_plain_loop(self, compute: str) -> None:
+        """Over the same gradients, at a rate that falls; in bf16 masters are stepped, and the weights are these, rounded."""
+        tables = self._plan(precision={"compute": compute})
+        seen = train(tables)
+        wanted = by_hand(tables, seen)
+        assert_close_gradients(wanted, seen.stepped, EXACT if compute == "fp64" else 1e-5)
+        for name, one in seen.stepped.items():
+            assert not torch.equal(one, seen.first[name]), (
+                f"{name} is as it was before the first step: nothing is trained"
+            )
+            working = seen.weights[name]
+            assert torch.equal(working, one.to(working.dtype)), (
+                f"the weight {name} is not what the optimizer has stepped"
+            )
+
+    def test_parameters_may_be_stepped_one_by_one(self) -> None:
+        """With the bits of one step, whatever it counts; as managers of memory do it."""
+        if scope_of(plan_from_dict(self._plan()).optimizer) in ("global", "unknown"):
+            pytest.skip("its scope says that it needs all parameters at once")
+        tables = self._plan()
+        seen = train(tables, one_by_one=True)
+        if not self._draws():
+            assert_close_gradients(by_hand(tables, seen), seen.stepped, EXACT)
+
+    @pytest.mark.parametrize("compute", ["fp64", "bf16"])
+    def test_a_run_goes_on_from_a_checkpoint(self, compute: str, tmp_path: Path) -> None:
+        """With the bits of one that was never stopped."""
+        tables = self._plan(precision={"compute": compute})
+        whole = train(tables, save=tmp_path / "saved")
+        resumed = train(tables, load=tmp_path / "saved")
+        for name, one in whole.stepped.items():
+            assert torch.equal(one, resumed.stepped[name]), (
+                f"{name} has other bits in a run that goes on from a checkpoint: the optimizer keeps something that none has"
+            )
+
+    def test_two_replicas_are_one_run(self, ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+        """Both have the same weights, those of one process; also if one process goes on from their checkpoint."""
+        one, two = self._plan(), self._plan(parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}])
+        whole = train(one)
+        found = ranks(2)(train, two, save=tmp_path / "saved")
+        for name, weight in found[0].weights.items():
+            assert torch.equal(weight, found[1].weights[name]), f"{name} differs between two replicas"
+        assert_close_gradients(whole.weights, found[0].weights, EXACT)
+        assert_close_gradients(whole.weights, train(one, load=tmp_path / "saved").weights, EXACT)
+
+    def test_an_evaluation_changes_nothing(self) -> None:
+        """Not the bits of the steps after it."""
+        tables = self._plan(evaluation={"every": 100, "steps": 2})
+        seen, undisturbed = train(tables, evaluates=True), train(tables)
+        for name, one in undisturbed.stepped.items():
+            assert torch.equal(one, seen.stepped[name]), f"{name} has other bits after an evaluation"
+
+    @pytest.mark.parametrize("compute", ["fp64", "bf16"])
+    def test_what_is_evaluated_and_saved_is_after_eval(self, compute: str, tmp_path: Path) -> None:
+        """If it has modes, as schedule-free ones do: the weights of an evaluation, of files and of an export."""
+        tables = self._plan(evaluation={"every": 100, "steps": 2}, precision={"compute": compute})
+        found = Evaluated(tables, tmp_path)
+        if not found.has_modes:
+            pytest.skip("it has no modes")
+        wanted = by_hand(tables, found.seen, evaluates=True)
+        within = EXACT if compute == "fp64" else 1e-5
+        assert_close_gradients(wanted, found.saved, within)
+        assert_close_gradients(wanted, found.exported, within)
+        error = abs(found.loss - found.again) / abs(found.again)
+        assert error < (EXACT if compute == "fp64" else 2**-7), (
+            f"the held-out loss is {found.loss}, and {found.again} with the weights after `eval()`"
+        )
+
+    def test_a_parameter_without_a_gradient_stays(self) -> None:
+        """As one that a program freezes between two steps."""
+        plan = plan_from_dict(self._plan())
+        pair = [_Copy(name, nn.Parameter(torch.ones(3, 4, dtype=torch.float64)), True) for name in "ab"]
+        optimizer = in_training(
+            plan.optimizer.build(parameter_groups(pair, plan.optimizer.config), torch.device("cpu"))
+        )
+        pair[0].parameter.grad = torch.full((3, 4), 0.5, dtype=torch.float64)
+        try:
+            optimizer.step()
+        except Exception as error:
+            raise AssertionError(f"a parameter whose `grad` is None cannot be stepped: {error}") from error
+        assert torch.equal(pair[1].parameter, torch.ones(3, 4)), "a parameter without a gradient has changed"
+
+    def _plan(self, **tables: Any) -> dict[str, Any]:
+        return contract_plan(
+            __name__,
+            model={"factory": f"{__name__}:layers", "options": {"biases": not self.only_matrices}},
+            loss=SQUARES,
+            batch={"global_size": 4, "micro_size": 2},
+            optimizer=self.optimizer,
+            learning_rate={"use": "core.linear"},
+            **tables,
+        )
+
+    def _draws(self) -> bool:
+        plan = plan_from_dict(self._plan())
+        return try_optimizer(plan, (2,) if self.only_matrices else (2, 1), torch.float64, torch.device("cpu"))[0].draws

@@ -1,0 +1,129 @@
+"""Generates docs/plan.md from the models: every table and key of a plan, with type, default and meaning.
+
+python -m sley_testing.plan_reference > docs/plan.md
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from pydantic.fields import FieldInfo
+
+from sley_core.discovery import CORE
+from sley_core.plan.descriptions import description
+from sley_core.plan.document import plain
+from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word
+from sley_core.plan.loader import Loader
+from sley_core.plan.tables import EXTENDS, FORMAT, OPTIONAL, SOURCE_FOLDER, TABLES
+from sley_core.plan.write import inline
+from sley_core.table import Table
+from sley_core.words import inner_table, takes
+
+INTRODUCTION = f"""\
+# Plan reference
+
+<!-- Written by `python -m sley_testing.plan_reference` from the models of the tables; do not edit. -->
+
+A plan is strict TOML: an unknown key, a wrong type or an impossible layout is an error with file, line and column. This
+page lists core's tables and records; `train-cli plugins NAME` lists the records of any installed plugin, and
+`train-cli schema` prints all of them as a JSON Schema for editors. Every value can be changed from the command line:
+`--set batch.micro_size=4`, `--set 'gradient_handlers=[{{use="core.each"}}]'` (to name another record, set the whole list
+or table: otherwise keys of the previous record would stay, which the new one may not have).
+
+Three keys come before all tables:
+
+| Key | Takes | Default | Meaning |
+|---|---|---|---|
+| `plan` | {FORMAT} | {FORMAT} | The format of the plan. |
+| `extends` | a string | none | {EXTENDS} |
+| `source_folder` | a string | the folder of the file | {SOURCE_FOLDER} |
+
+In every path, a leading `~`, `$NAME` and `${{NAME}}` are replaced by the home folder and by what the environment has under that
+name; a name that it does not have is an error, and `$$` is a dollar sign. In patterns of files `*` is a part of one name, `**`
+folders of any depth, links to folders included, `?` one character and `[ab]` one of them; `[[]` is a bracket. As in a shell,
+names that begin with a dot need a pattern with a dot. Only what the plan itself says is a pattern: in the name of its folder
+these characters stand for themselves.
+"""
+
+
+PLUGINS = (CORE, "models")
+"""The plugins whose tables the page has: what most plans use."""
+
+
+class Row(NamedTuple):
+    """Describes one key of a table; `default` is TOML, or words in brackets."""
+
+    key: str
+    takes: str
+    default: str
+    meaning: str
+
+
+def rows(model: type[Table], prefix: str = "") -> Iterator[Row]:
+    """Yields the keys of `model`, and the keys of tables inside it, with dotted names."""
+    for name, info in model.model_fields.items():
+        yield Row(
+            f"{prefix}{name}", takes(info.annotation, info.metadata), _default(info), description(model, name) or ""
+        )
+        inner = inner_table(info.annotation)
+        if inner:
+            yield from rows(inner[0], f"{prefix}{name}{inner[1]}.")
+
+
+def reference() -> str:
+    """Returns the text of docs/plan.md."""
+    parts = [INTRODUCTION]
+    for name, model in {**TABLES, **OPTIONAL}.items():
+        optional = " (may be left out)" if name in OPTIONAL else ""
+        parts.append(f"## `[{name}]`{optional}\n\n{_doc(model)}\n\n{_table(rows(model))}")
+    plugins = [Loader().load(name) for name in PLUGINS]
+    for spec in COMPONENTS:
+        parts.append(f"## `{spec.header}`\n\n{spec.summary} {_choice(spec)}")
+        for plugin in plugins:
+            for record in plugin.records[spec.kind].values():
+                about = record.summary or _doc(record.config)
+                parts.append(f'### `use = "{plugin.name}.{record.name}"`\n\n{about}\n\n{_table(rows(record.config))}')
+        if spec.factory:
+            parts.append(f"### `factory`\n\n{_doc(spec.factory)}\n\n{_table(rows(spec.factory))}")
+    return "\n".join(part.rstrip() + "\n" for part in parts)
+
+
+def _choice(spec: ComponentTable) -> str:
+    """Returns the sentence that says what `use` and `factory` take and what the default is."""
+    names = f"`use` names {a_word(spec.kind)}" + (", or `factory` your own code" if spec.factory else "")
+    if spec.default:
+        return f'{names}; left out, `use = "{spec.default}"`.'
+    if spec.known:
+        return f"{names}; left out, the one that the schedule names, or the only one that the plan's plugins have."
+    return f"{names}."
+
+
+def _doc(model: type[Table]) -> str:
+    return " ".join((model.__doc__ or "").split())
+
+
+def _table(found: Iterator[Row]) -> str:
+    lines = [f"| `{row.key}` | {_cell(row.takes)} | {_cell(row.default)} | {_cell(row.meaning)} |" for row in found]
+    return (
+        "\n".join(["| Key | Takes | Default | Meaning |", "|---|---|---|---|", *lines]) if lines else "It has no keys."
+    )
+
+
+def _default(info: FieldInfo) -> str:
+    """Returns a field's default as the page shows it."""
+    if info.is_required():
+        return "(required)"
+    if info.default_factory is not None:
+        made: Any = info.default_factory
+        return "`{}`" if made is dict else "(computed)"
+    return "(none)" if info.default is None else f"`{inline(plain(info.default))}`"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

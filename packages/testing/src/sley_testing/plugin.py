@@ -1,0 +1,145 @@
+"""Gives pytest the plugin `sley`: fixtures whose modules, and torch with them, are imported when a test first asks for them.
+
+pytest loads this before it measures coverage and before any test needs torch, so only pytest is imported here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sley_testing.ranks import Ranks
+    from sley_testing.sequence import Collective
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("sley").addoption(
+        "--rank-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long the ranks of a test may take where the test does not say so (default 60)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    needs = (
+        "needs that many CUDA devices, or one that ranks may share (NCCL_MULTI_RANK_GPU_ENABLE=1); skipped elsewhere"
+    )
+    config.addinivalue_line("markers", f"gpu(count=1): {needs}")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test marked `gpu` on a machine with too few of them; one is enough where NCCL lets ranks share it."""
+    if marker := item.get_closest_marker("gpu"):
+        import torch
+
+        needed, present = (*marker.args, *marker.kwargs.values(), 1)[0], torch.cuda.device_count()
+        ranks_share = present > 0 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        if present < needed and not ranks_share:
+            pytest.skip(f"needs {needed} CUDA devices, here are {present}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Lets the traceback of a failed test name tensors whose memory was freed; printing one would end the process."""
+    if call.excinfo is None or "torch" not in sys.modules:
+        return (yield)
+    from sley_testing.storage_guard import safe_to_print
+
+    with safe_to_print():
+        return (yield)
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
+    """`ranks(n, timeout_s=60, init=True)` is a callable: `(function, *args, **kwargs) -> [result of rank 0, 1, ...]`.
+
+    `function`, at module level, is called on n ranks of a gloo world on this machine. See `sley_testing.ranks`. Processes
+    that have succeeded are used again, unless a call has changed them; `fresh=True` asks for new ones, to measure a process.
+    This process works with one thread meanwhile, as each rank does: a kernel's sums depend on how many there are.
+    """
+    import torch
+
+    from sley_testing.ranks import Ranks
+
+    default: float = request.config.getoption("--rank-timeout")
+
+    def make(size: int, timeout_s: float = default, *, init: bool = True, fresh: bool = False) -> Ranks:
+        return Ranks(size, timeout_s, init, again=not fresh)
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield make
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def fake_world() -> Callable[[int, int], AbstractContextManager[None]]:
+    """`with fake_world(rank, size):` makes this process one rank of a world that has no others.
+
+    Groups and shapes are real, data does not move. See `sley_testing.fake_world`.
+    """
+    from sley_testing.fake_world import fake_world
+
+    return fake_world
+
+
+@pytest.fixture
+def collectives() -> Callable[[], AbstractContextManager[list[Collective]]]:
+    """`with collectives() as calls:` records the collectives of the block; `assert_same_sequence` compares ranks.
+
+    In a function that `ranks` runs, import it from `sley_testing.recorder`.
+    """
+    from sley_testing.recorder import collectives
+
+    return collectives
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for plans with two text files of short documents: what `sley_testing.plans.small_plan` reads."""
+    from sley_testing.plans import write_texts
+
+    folder = tmp_path_factory.mktemp("plan")
+    write_texts(folder)
+    return folder
+
+
+@pytest.fixture
+def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`plugin_folder(folder, mine="my_plugin")` makes the modules in `folder` a distribution with these plugins.
+
+    For this test, and for ranks that it starts, it is as pip leaves one: `mine.NAME` can stand in a plan.
+    """
+
+    def install(folder: Path, **plugins: str) -> None:
+        name = next(iter(plugins))
+        info = tmp_path / f"sley_{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: sley-{name}\nVersion: 1.0\nRequires-Dist: sley-core\n"
+        )
+        lines = [f"{plugin} = {module}" for plugin, module in plugins.items()]
+        (info / "entry_points.txt").write_text("\n".join(["[sley.plugins]", *lines, ""]))
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return install
+
+
+@pytest.fixture
+def no_children() -> Iterator[None]:
+    """Fails the test if a process that it started is still there a second after its end."""
+    from sley_testing.processes import assert_none_left
+
+    yield
+    assert_none_left(within_s=1)

@@ -1,0 +1,94 @@
+"""Imports once, in the fork server, what ranks need, so that a rank starts in milliseconds with everything in place.
+
+torch's own late imports are here too: the first optimizer of a process imports torch._dynamo, which takes a second.
+A module that does not import here is left to the rank that needs it, whose error then names the test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import pkgutil
+import re
+import tempfile
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import distributions
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+import sley_core
+from sley_core.table import Table
+from sley_testing.unchanged import Before
+
+
+def modules() -> Iterator[str]:
+    """Names of what a rank of a test is likely to need: pytest, torch, all of core, and of what is installed and needs core."""
+    yield from ("pytest", "torch.distributed", "torch._dynamo", "packaging.requirements")
+    yield from _all_of(sley_core)
+    for dist in distributions():
+        if any(re.match(r"sley-core\b", need) for need in dist.requires or ()):
+            for name in sorted({point.module.partition(".")[0] for point in dist.entry_points}):
+                with contextlib.suppress(Exception):
+                    yield from _all_of(import_module(name))
+
+
+def _all_of(package: ModuleType) -> Iterator[str]:
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.", onerror=_leave_it):
+        if not module.name.endswith("__main__"):
+            yield module.name
+
+
+def _leave_it(name: str) -> None:
+    """Does nothing: a package that does not import is not walked."""
+
+
+def tables() -> Iterator[type[Table]]:
+    """Yields every class of tables that has been imported; pydantic makes its validator when it is first used."""
+    found: list[type[Table]] = [Table]
+    for table in found:
+        found += table.__subclasses__()
+        yield table
+
+
+def assemble_once() -> None:
+    """Assembles a small run, as every rank will: what torch and pydantic make when first used is then there.
+
+    It takes no step: autograd refuses to work in a process that was forked after its first backward. The random numbers of
+    this process are as they were.
+    """
+    import torch
+
+    from sley_core.assemble import assemble
+    from sley_core.comm.world import World
+    from sley_core.plan.load import plan_from_dict
+    from sley_testing.plans import small_plan, write_texts
+
+    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=()):
+        write_texts(Path(folder))
+        plan = plan_from_dict(small_plan(run__keep_freed_memory=False), Path(folder))
+        with World.alone("cpu") as world, assemble(plan, world):
+            pass
+    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        kind([torch.zeros(1)])  # the first of a class wraps the class's `step`
+
+
+gc.disable()  # imports allocate much and free nothing: to look for garbage meanwhile is a quarter of the time that they take
+for _name in modules():
+    with contextlib.suppress(Exception):
+        import_module(_name)
+for _table in tables():
+    with contextlib.suppress(Exception):
+        _table.model_rebuild()
+torch.set_num_threads(1)
+with contextlib.suppress(Exception):
+    assemble_once()
+gc.enable()
+
+before = Before()
+"""What a rank compares itself with before it runs another call."""
+
+gc.freeze()
+"""A rank does not look through, nor copy, what it shares with the others."""

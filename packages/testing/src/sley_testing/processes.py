@@ -1,0 +1,138 @@
+"""Finds the processes that a test has left behind, and the addresses on which one listens; reads /proc, so on Linux only."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address
+from pathlib import Path
+
+from sley_testing.rank_teams import idle_processes
+
+_PROC = Path("/proc")
+_HELPERS = ("from multiprocessing.forkserver import", "from multiprocessing.resource_tracker import")
+"""Python's own servers, which live as long as the interpreter that started them."""
+
+MARK = "SLEY_TEST_PROGRAM"
+"""The variable whose value a forked program is called by: /proc shows the environment of what it was forked from."""
+
+_LISTEN = "0A"
+_PR_SET_NAME = 15
+_NAME_LENGTH = 15
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that runs (not one that has ended and waits to be collected)."""
+
+    pid: int
+    parent: int
+    command: str
+
+
+@dataclass(frozen=True)
+class Listener:
+    """An open door: `address` is a loopback address unless others can come in."""
+
+    address: IPv4Address | IPv6Address
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        mapped = self.address.ipv4_mapped if isinstance(self.address, IPv6Address) else None
+        return (mapped or self.address).is_loopback
+
+    def __str__(self) -> str:
+        return f"[{self.address}]:{self.port}" if self.address.version == 6 else f"{self.address}:{self.port}"
+
+
+def descendants(pid: int | None = None) -> list[Process]:
+    """Returns every process below `pid` (default: this one), but for Python's fork server and resource tracker themselves, and
+    for ranks that wait for their next call.
+    """
+    root, idle = os.getpid() if pid is None else pid, idle_processes()
+    everything = [process for process in _processes() if process.pid not in idle]
+    # What a fork server has forked, and what that forks, shows the server's command line: only a server itself is left out.
+    own = [process.command for process in everything if process.pid == root]
+    servers = {p.pid for p in everything if p.command not in own and any(helper in p.command for helper in _HELPERS)}
+    found: list[Process] = []
+    parents = [root]
+    while parents:
+        children = [process for process in everything if process.parent in parents]
+        found += [process for process in children if not (parents == [root] and process.pid in servers)]
+        parents = [process.pid for process in children]
+    return found
+
+
+def processes_with(variable: str, value: str) -> list[Process]:
+    """Returns every process that was started with `variable=value` in its environment: finds orphans too,
+    whoever has them now.
+
+    A test gives the program it starts a variable of its own, and asks for it when the program is gone.
+    """
+    wanted = f"{variable}={value}".encode()
+    name = f"{value[-_NAME_LENGTH:]}\n" if variable == MARK else None
+    found = []
+    for process in _processes():
+        folder = _PROC / str(process.pid)
+        with suppress(OSError):
+            if wanted in (folder / "environ").read_bytes().split(b"\0") or (folder / "comm").read_text("utf-8") == name:
+                found.append(process)
+    return found
+
+
+def call_itself(env: Mapping[str, str]) -> None:
+    """Lets `processes_with` find this process, and those that it forks, by the `MARK` in `env`, if there is one."""
+    if sys.platform == "linux" and MARK in env:
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, env[MARK][-_NAME_LENGTH:].encode(), 0, 0, 0)
+
+
+def assert_none_left(find: Callable[[], list[Process]] = descendants, *, within_s: float = 1.0) -> None:
+    """Asserts that `find()` is empty now or within `within_s`; else raises an AssertionError that lists the processes."""
+    deadline = time.monotonic() + within_s
+    while left := find():
+        lines = "\n".join(f"  {process.pid}: {process.command}" for process in left)
+        assert time.monotonic() < deadline, f"{len(left)} processes are left after {within_s:g} s\n{lines}"
+        time.sleep(0.02)
+
+
+def listening_sockets(pid: int) -> list[Listener]:
+    """Returns the TCP sockets, IPv4 and IPv6, on which process `pid` listens now; none if it is gone."""
+    sockets = set()
+    with suppress(OSError):
+        for descriptor in (_PROC / str(pid) / "fd").iterdir():
+            with suppress(OSError):
+                sockets.add(str(descriptor.readlink()))
+    found = []
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in (_PROC / str(pid) / "net" / table).read_text("ascii").splitlines()[1:]:
+                _, local, _, state, *rest = line.split()
+                if state == _LISTEN and f"socket:[{rest[5]}]" in sockets:
+                    found.append(_listener(local))
+    return found
+
+
+def _listener(text: str) -> Listener:
+    """Reads the kernel's form, all in hex: the address as 32-bit words of the host's byte order, a colon, the port."""
+    address, port = text.split(":")
+    words = [int(address[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(address), 8)]
+    packed = b"".join(words)
+    return Listener(IPv4Address(packed) if len(packed) == 4 else IPv6Address(packed), int(port, 16))
+
+
+def _processes() -> Iterator[Process]:
+    """Yields all living processes of this machine, from /proc."""
+    for folder in _PROC.iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError):
+                # "pid (name) state parent ...", where the name may hold anything, blanks and brackets too
+                state, parent, *_ = (folder / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+                if state not in "ZX":
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+                    yield Process(int(folder.name), int(parent), command.strip())

@@ -1,0 +1,284 @@
+"""Runs one rank of a test: all that the process that `ranks` starts does, from its first line to its last.
+
+    receive the job ─> take over the parent's surroundings ─> join the world ─> call ─> send the outcome ─┐
+           └──────── if nothing is left of the call <──────── leave the world <─ wait for the others <───┘
+
+A rank that succeeded keeps its sockets open until all are done, so that no peer sees a connection closed in the middle
+of a collective. A rank that failed leaves at once, so that peers that wait for it fail instead of hanging.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import os
+import pickle
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_testing.shipping import Packed, pack_result, unpack
+
+AGAIN = b"again"
+"""What the parent says to ranks that have succeeded and may get another job; else it closes the connection."""
+
+_LONGEST_VALUE = 400
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a rank needs to know; `call` holds (function, args, kwargs)."""
+
+    rank: int
+    size: int
+    init: bool
+    timeout_s: float
+    call: Packed
+    store: str
+    folder: str
+    """Private to this run: output and stacks of each rank go here."""
+    cwd: str
+    sys_path: list[str]
+    environ: dict[str, str]
+    filters: Packed
+    """`warnings.filters` of the parent, so that a warning is an error here if it is one there."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended: `value` is the pickle of its result, or else `error` that of its exception."""
+
+    rank: int
+    failed: bool
+    value: bytes = b""
+    error: bytes = b""
+    summary: str = ""
+    trace: str = ""
+    ended: float = 0.0
+    """On the monotonic clock, which processes of one machine share."""
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Outcome:
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        return cls(rank, True, b"", _pickled(error), summary, _trace(error), time.monotonic())
+
+    @classmethod
+    def lost(cls, rank: int, how: str, ended: float, trace: str = "") -> Outcome:
+        """Returns the outcome of a rank that never told how it ended."""
+        return cls(rank, True, summary=how, trace=trace, ended=ended)
+
+
+def output_file(folder: str, rank: int) -> Path:
+    return Path(folder, f"rank{rank}.out")
+
+
+def stacks_file(folder: str, rank: int) -> Path:
+    return Path(folder, f"rank{rank}.stacks")
+
+
+def rank_main(connection: Connection) -> None:
+    """Serves jobs in a process of its own until one may not follow another. Ends quietly if the parent is gone before it sent a
+    job.
+    """
+    # A group of its own: the parent can end the rank with whatever it started, and Ctrl-C reaches the parent alone.
+    os.setpgid(0, 0)
+    threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
+    from sley_testing.preload import before
+
+    before.begin()
+    with contextlib.suppress(EOFError):
+        while _serve(connection):
+            left = before.restore()
+            os.chdir("/")  # the folder of the test may go
+            connection.send_bytes(pickle.dumps(left))
+            if left:
+                return
+
+
+def _serve(connection: Connection) -> bool:
+    """Does one job; returns whether the parent wants to give another one. Raises EOFError where there is none."""
+    job: Job = pickle.loads(connection.recv_bytes())
+    again = False
+    with _surroundings(job):
+        outcome = _run(job)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send_bytes(pickle.dumps(outcome))
+        if not outcome.failed:
+            with contextlib.suppress(EOFError):
+                again = connection.recv_bytes() == AGAIN
+        _leave()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return again
+
+
+def _run(job: Job) -> Outcome:
+    """Runs a job's call in this process; returns its outcome, also if it raises."""
+    try:
+        function, args, kwargs = unpack(job.call)
+        if job.init:
+            _join(job)
+        with _background_failures_are_warnings():
+            result = function(*args, **kwargs)
+        return Outcome(job.rank, False, pack_result(result))
+    except BaseException as error:
+        return Outcome.of(job.rank, error)
+
+
+def _join(job: Job) -> None:
+    import torch.distributed as dist
+
+    # Longer than the parent waits, so that a hang is the parent's to report, with the stacks of all ranks.
+    timeout = timedelta(seconds=job.timeout_s + 60)
+    dist.init_process_group("gloo", init_method=job.store, rank=job.rank, world_size=job.size, timeout=timeout)
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _surroundings(job: Job) -> Iterator[None]:
+    """Takes over the parent's folder, path, environment and warning filters; output and stacks go to files of
+    the run's folder.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.chdir(job.cwd)
+    sys.path[:] = job.sys_path
+    os.environ.clear()
+    os.environ.update(job.environ)
+    _redirect_output(output_file(job.folder, job.rank))
+    with stacks_file(job.folder, job.rank).open("w") as stacks:
+        # SIGABRT dumps the stacks of all threads from C, even while the interpreter waits in a collective.
+        faulthandler.enable(file=stacks, all_threads=True)
+        import torch
+
+        torch.set_num_threads(1)
+        _apply_filters(unpack(job.filters))
+        try:
+            yield
+        finally:
+            faulthandler.disable()
+
+
+def _redirect_output(path: Path) -> None:
+    """Redirects stdout and stderr to the file `path`, by line."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(file, stream.fileno())
+        assert isinstance(stream, io.TextIOWrapper), stream
+        stream.reconfigure(encoding="utf-8", line_buffering=True)  # so that a rank that is killed has said it all
+    os.close(file)
+
+
+def _apply_filters(filters: list[tuple[Any, ...]]) -> None:
+    """Sets the warning filters of the parent process."""
+    warnings.resetwarnings()
+    for action, message, category, module, line in filters:
+        patterns = [getattr(pattern, "pattern", pattern) or "" for pattern in (message, module)]
+        warnings.filterwarnings(action, patterns[0], category, patterns[1], line, append=True)
+
+
+@contextlib.contextmanager
+def _background_failures_are_warnings() -> Iterator[None]:
+    """Turns what fails in a thread, or where nothing can be raised, into warnings of pytest's kind once the block is left."""
+    found: list[Warning] = []
+
+    def in_thread(failure: threading.ExceptHookArgs) -> None:
+        text = "".join(traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback))
+        found.append(pytest.PytestUnhandledThreadExceptionWarning(f"in {failure.thread}\n{text}"))
+
+    def unraisable(failure: sys.UnraisableHookArgs) -> None:
+        text = "".join(traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback))
+        found.append(pytest.PytestUnraisableExceptionWarning(f"{failure.err_msg or 'in'} {failure.object!r}\n{text}"))
+
+    threading.excepthook, sys.unraisablehook = in_thread, unraisable
+    yield
+    for warning in found:
+        warnings.warn(warning, stacklevel=2)
+
+
+def _end_with_parent() -> None:
+    """Ends this rank and what it started when pytest is gone, however that happened.
+
+    The kernel's own signal for this (PR_SET_PDEATHSIG) watches the fork server, which lives as long as its ranks do.
+    """
+    parent = parent_process()
+    assert parent is not None, "a rank is started by multiprocessing"
+    parent.join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _pickled(error: BaseException) -> bytes:
+    """Returns `error` as a pickle that loads to the same, or b"".
+
+    Exceptions whose constructor takes other arguments than `args` do not survive pickle's own way; they are rebuilt
+    without calling it.
+    """
+    for candidate in (error, _Rebuilt(error)):
+        try:
+            data = pickle.dumps(candidate)
+            again = pickle.loads(data)
+            if type(again) is type(error) and str(again) == str(error):
+                return data
+        except Exception:
+            continue
+    return b""
+
+
+class _Rebuilt:
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (type(self._error), self._error.args, self._error.__dict__)
+
+
+def _rebuild(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    """Rebuilds a pickled exception without calling its `__init__`."""
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+def _trace(error: BaseException) -> str:
+    """Returns the traceback without the kit's own frames; of a failed assertion, the local values of its last frame too."""
+    own = str(Path(__file__))
+    step = error.__traceback__
+    while step and step.tb_frame.f_code.co_filename == own:
+        step = step.tb_next
+    text = "".join(traceback.format_exception(type(error), error, step or error.__traceback__))
+    if not isinstance(error, AssertionError) or step is None:
+        return text
+    while step.tb_next:
+        step = step.tb_next
+    values = (f"    {name} = {_short(value)}\n" for name, value in step.tb_frame.f_locals.items())
+    return text + "  where\n" + "".join(values)
+
+
+def _short(value: Any) -> str:
+    """Returns the `repr` of a value, shortened; a text if it has none."""
+    try:
+        text = repr(value)
+    except Exception as error:
+        return f"<no repr: {error!r}>"
+    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + " ..."

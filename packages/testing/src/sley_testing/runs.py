@@ -1,0 +1,218 @@
+"""Runs a plan on some ranks and keeps everything that another layout must reproduce.
+
+reference = alone(tables, 3)                         # this process alone
+layouts = ranks(2)(record, tables, 3)                # the same plan on two ranks
+assert_parity(reference, layouts, "fp32")
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sley_core.assemble import assemble
+from sley_core.comm.collectives import all_gather
+from sley_core.comm.device import Device
+from sley_core.comm.world import World
+from sley_core.engine.book import Entry
+from sley_core.engine.shards import wholes
+from sley_core.engine.step_batch import GivenBatch
+from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
+from sley_testing.parity import assert_close_gradients, assert_same_bits
+
+Tensors = dict[str, Tensor]
+
+BF16_SUMS = "bf16 sums"
+"""The key, in the tables below, of plans with `[precision] gradients = "bf16"`."""
+
+WEIGHTS = {"fp64": 1e-10, "fp32": 1e-5, "fp16": 2**-10, "bf16": 2**-7, BF16_SUMS: 2**-5}
+"""How far weights may be from the one-process run after three optimizer steps: ||d|| / ||w||. Why: docs/design.md, Parity."""
+
+GRADIENTS = {"fp64": 1e-10, "fp32": 1e-6, "fp16": 2**-10, "bf16": 2**-7, BF16_SUMS: 2**-6}
+"""How far loss, norm and every gradient may be, relative; of the first step, where weights are still equal bit for bit."""
+
+
+@dataclass
+class Recorded:
+    """What one rank saw.
+
+    rows: the metrics of each step. first: weights before the first step. gradients: what the optimizer was given in each
+    step, by the names of the book. weights: after the last step. held_out: the loss of `Run.evaluate`, if asked for.
+    """
+
+    rows: list[dict[str, float | int]] = field(default_factory=list)
+    first: Tensors = field(default_factory=dict)
+    gradients: list[Tensors] = field(default_factory=list)
+    weights: Tensors = field(default_factory=dict)
+    held_out: float | None = None
+
+
+def record(
+    tables: Mapping[str, Any],
+    num_steps: int,
+    *,
+    folder: Path | None = None,
+    prepare: Callable[[Run], None] | None = None,
+    batches: Sequence[GivenBatch] | None = None,
+    device: Device | None = None,
+    is_alone: bool = False,
+) -> Recorded:
+    """Takes `num_steps` steps of the plan in `tables` on this rank of the world that the environment describes.
+
+    folder: the plan's. prepare: is called with the run before its first step. batches: global batches to train on
+    instead of the plan's data, of which this rank takes its rows. device: this rank's, if not the plan's. is_alone: as one
+    process does, though this one is a rank of several; no other need take part.
+    """
+    plan = plan_from_dict(tables, folder)
+    recorded = Recorded()
+    join = World.alone if is_alone else World.join
+    with join(device or plan.run.device) as world, assemble(plan, world) as run:
+        if prepare is not None:
+            prepare(run)
+        recorded.first = weights(run)
+        for number in range(num_steps):
+            own: GivenBatch | None = None
+            if batches is not None:
+                own = _own(batches[number], run)
+            recorded.rows.append(run.step(own))
+            recorded.gradients.append(gradients(run))
+        recorded.weights = weights(run)
+        if run.evaluation is not None:
+            recorded.held_out = run.evaluate()
+    return recorded
+
+
+def alone(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> Recorded:
+    """Runs a plan of one process and returns what `record` notes of it; a plan that this process has recorded so is not run
+    again. Do not change what it returns.
+
+    For references, which many layouts are compared with. Not for a test that changes what runs other than by the plan.
+    """
+    key = repr((tables, num_steps, folder, torch.get_num_threads()))  # a kernel's sums depend on the number of threads
+    if key not in _alone:
+        _alone[key] = record(tables, num_steps, folder=folder)
+    return _alone[key]
+
+
+_alone: dict[str, Recorded] = {}
+
+
+def gradients(run: Run) -> Tensors:
+    """Copies on the host of the accumulated gradients of what this rank holds, by name; sharded ones are gathered whole, as are
+    those of which a reducer left parts to ranks.
+    """
+    present = set(run.store.entries)  # in the order of the book, which is one order on all ranks of `wp`
+    reduced = _from_parts(run)
+    parts = {
+        entry: reduced[entry] if entry in reduced else run.store.gradient(entry)
+        for entry in run.book
+        if entry in present
+    }
+    return {entry.name: gradient.cpu() for entry, gradient in wholes(parts, run.groups).items()}
+
+
+def _from_parts(run: Run) -> dict[Entry, Tensor]:
+    """Returns whole gradients of the entries whose buffers are cut; a collective of their ranks per buffer, in one order on
+    all.
+    """
+    found: dict[Entry, Tensor] = {}
+    for buffer in run.store.buffers:
+        if buffer.cut is not None:
+            group = run.groups[buffer.cut.axis]
+            whole = torch.empty_like(buffer.data)
+            lane = next(iter(group.lanes))
+            all_gather(whole, buffer.own, group, what="parts of gradients", lane=lane).wait()
+            for entry, start, view in zip(buffer.entries, buffer.offsets, buffer.views, strict=True):
+                found[entry] = whole[start : start + view.numel()].view(view.shape)
+    return found
+
+
+def _own(batch: GivenBatch, run: Run) -> GivenBatch:
+    """This rank's rows, or those of its micro-batches."""
+    if isinstance(batch, Mapping):
+        return {name: value[run.rows] for name, value in batch.items()}
+    size = run.plan.batch.micro_size
+    return batch[run.rows.start // size : run.rows.stop // size]
+
+
+def weights(run: Run) -> Tensors:
+    """Copies of this rank's parameters and buffers, by name; sharded ones are gathered whole."""
+    parts = wholes({entry: entry.parameter for entry in run.book}, run.groups)
+    found = {entry.name: weight.cpu() for entry, weight in parts.items()}
+    for layer in run.layers:
+        found |= {name: buffer.clone().cpu() for name, buffer in layer.module.named_buffers(layer.name)}
+    return found
+
+
+def assert_same_run(reference: Recorded, other: Recorded) -> None:
+    """Losses, norms, gradients, weights and the held-out loss of two runs are equal bit for bit."""
+    for wanted, found in zip(reference.rows, other.rows, strict=True):
+        assert (wanted["loss"], wanted["grad_norm"]) == (found["loss"], found["grad_norm"]), (wanted, found)
+    for these, those in zip(reference.gradients, other.gradients, strict=True):
+        assert_same_bits(these, those)
+    assert_same_bits(reference.weights, other.weights)
+    assert reference.held_out == other.held_out
+
+
+def assert_parity(reference: Recorded, others: Sequence[Recorded], precision: str) -> None:
+    """Asserts that each of `others` equals the one-process `reference`, within what `GRADIENTS` and `WEIGHTS` allow this
+    precision.
+    """
+    for rank, other in enumerate(others):
+        assert_same_bits(reference.first, other.first)
+        near, far = GRADIENTS[precision], WEIGHTS[precision]
+        assert_close_gradients(reference.gradients[0], other.gradients[0], near, floor=_floor(reference.gradients[0]))
+        for number, (wanted, found) in enumerate(zip(reference.rows, other.rows, strict=True)):
+            limit = near if number == 0 else far
+            for key in ("loss", "grad_norm"):
+                error = abs(found[key] - wanted[key]) / max(abs(wanted[key]), 1e-30)
+                assert error <= limit, f"rank {rank}, step {number + 1}: {key} {found[key]}, not {wanted[key]}"
+        assert_close_gradients(reference.weights, other.weights, far)
+
+
+def assert_parity_of_parts(reference: Recorded, layouts: Sequence[Recorded], precision: str) -> None:
+    """Asserts the parity of ranks that hold a part of the model each, as the stages of a pipeline, with the one-process
+    `reference`; and that each part is on some rank.
+    """
+    near, far = GRADIENTS[precision], WEIGHTS[precision]
+    for rank, layout in enumerate(layouts):
+        assert_same_bits(_part(reference.first, layout.first), layout.first)
+        own = layout.gradients[0]
+        assert_close_gradients(_part(reference.gradients[0], own), own, near, floor=1e-6)
+        assert_close_gradients(_part(reference.weights, layout.weights), layout.weights, far)
+        for wanted, found in zip(reference.rows, layout.rows, strict=True):
+            assert found.get("tokens") == wanted.get("tokens")
+            limit = near if wanted["step"] == 1 else far
+            for key in ("loss", "grad_norm"):
+                place = f"rank {rank}, step {wanted['step']}"
+                assert math.isclose(found[key], wanted[key], rel_tol=limit, abs_tol=1e-12), (
+                    f"{place}: {key} {found[key]}, not {wanted[key]}"
+                )
+        if reference.held_out is not None:
+            assert layout.held_out is not None
+            assert math.isclose(layout.held_out, reference.held_out, rel_tol=far), (
+                f"rank {rank}: held-out {layout.held_out}, not {reference.held_out}"
+            )
+    assert {name for layout in layouts for name in layout.gradients[0]} == set(reference.gradients[0])
+
+
+def _part(whole: Tensors, of: Tensors) -> Tensors:
+    return {name: whole[name] for name in of}
+
+
+def _floor(gradients: Tensors) -> float:
+    """Returns the norm below which a gradient counts as zero but for rounding: 1e-6 of the largest of the model."""
+    return 1e-6 * max((float(gradient.double().norm()) for gradient in gradients.values()), default=0.0)
+
+
+def same_on_all(recorded: Sequence[Recorded]) -> None:
+    """Asserts that weights of replicas are equal bit for bit, step after step."""
+    for other in recorded[1:]:
+        assert_same_bits(recorded[0].weights, other.weights)

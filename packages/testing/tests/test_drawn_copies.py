@@ -1,0 +1,292 @@
+"""Each rule of streams, broken alone, is named; and what a program reads too early is not a number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from sley_core.comm.copies import CopyStream, free, grow
+from sley_testing.drawn_copies import DrawnDevice, DrawnStream
+
+
+class Bench:
+    """A device's weights, room for them on the host, and two streams."""
+
+    def __init__(self, device: DrawnDevice) -> None:
+        self.device = device
+        self.weights = torch.arange(4.0)
+        self.host = device.host_memory(16).data.view(torch.float32)
+        self.first, self.second = device.copy_stream(), device.copy_stream()
+
+    def parked(self) -> None:
+        """Copies the weights away and waits for it, on both sides."""
+        self.first.follow()
+        self.first.copy(self.host, self.weights)
+        self.first.record().wait()
+
+
+def bench(seed: int = 0, *, is_strict: bool = True) -> Bench:
+    return Bench(DrawnDevice(order=seed, is_strict=is_strict))
+
+
+def away(b: Bench) -> None:
+    b.first.follow()
+    b.first.copy(b.host, b.weights)
+
+
+def back(b: Bench) -> None:
+    b.parked()
+    b.weights.zero_()
+    b.first.follow()
+    b.first.copy(b.weights, b.host)
+
+
+def written_under_a_copy(b: Bench) -> None:
+    away(b)
+    b.weights.add_(1)
+
+
+def read_under_a_copy(b: Bench) -> None:
+    back(b)
+    b.weights.sum()
+
+
+def freed_under_a_copy(b: Bench) -> None:
+    away(b)
+    free(b.weights)
+
+
+def forgotten_under_a_copy(b: Bench) -> None:
+    away(b)
+    b.weights = torch.zeros(1)
+    b.first.record()
+
+
+def host_reads_too_early(b: Bench) -> None:
+    """Held is the device, not the host."""
+    away(b)
+    b.first.record().hold_device()
+    b.host.sum()
+
+
+def host_reads_as_numpy_too_early(b: Bench) -> None:
+    away(b)
+    b.host.numpy()
+
+
+def host_writes_too_early(b: Bench) -> None:
+    back(b)
+    b.first.record().hold_device()
+    b.host.zero_()
+
+
+def copied_without_follow(b: Bench) -> None:
+    b.weights.add_(1)
+    b.first.copy(b.host, b.weights)
+
+
+def copied_into_what_the_device_reads(b: Bench) -> None:
+    b.parked()
+    b.weights.sum()
+    b.first.copy(b.weights, b.host)
+
+
+def copied_into_memory_just_given(b: Bench) -> None:
+    b.parked()
+    num_bytes = free(b.weights)
+    grow(b.weights, num_bytes)
+    b.first.copy(b.weights, b.host)
+
+
+def copied_back_before_it_was_away(b: Bench) -> None:
+    away(b)
+    other = torch.zeros(4)
+    b.second.follow()
+    b.second.copy(other, b.host)
+
+
+def two_into_one_place(b: Bench) -> None:
+    away(b)
+    b.second.follow()
+    b.second.copy(b.host, torch.zeros(4))
+
+
+WRONG: dict[Callable[[Bench], None], str] = {
+    written_under_a_copy: r"aten.add_.Tensor writes float32 \[4\] while copy 1 of stream 1, from .*`hold_device` is missing",
+    read_under_a_copy: r"aten.sum.default reads float32 \[4\] while copy 2 of stream 1, into .*`hold_device` is missing",
+    freed_under_a_copy: r"the storage of 16 bytes is resized while copy 1 of stream 1, from .*`hold_device` is missing",
+    forgotten_under_a_copy: r"memory was forgotten while copy 1 of stream 1, from .*`hold_device` is missing",
+    host_reads_too_early: r"aten.sum.default reads float32 \[4\] while copy 1 of stream 1, into .*`wait` is missing",
+    host_reads_as_numpy_too_early: r"Tensor.numpy reads float32 \[4\] while copy 1 of stream 1, into .*`wait` is missing",
+    host_writes_too_early: r"aten.zero_.default writes float32 \[4\] while copy 2 of stream 1, from .*`wait` is missing",
+    copied_without_follow: r"stream 1 copies from float32 \[4\], which the device wrote .*: `follow` is missing",
+    copied_into_what_the_device_reads: r"stream 1 copies into float32 \[4\], which the device read .*: `follow` is missing",
+    copied_into_memory_just_given: r"stream 1 copies into float32 \[4\], which the device wrote .*: `follow` is missing",
+    copied_back_before_it_was_away: r"stream 2 copies from float32 \[4\] while copy 1 of stream 1, into .*`after` is missing",
+    two_into_one_place: r"stream 2 copies into float32 \[4\] while copy 1 of stream 1, into .*`after` is missing",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
+def test_a_missing_wait_is_named_in_any_order(wrong: Callable[[Bench], None]) -> None:
+    """Also where the copy happened to be done in time."""
+    for seed in range(20):
+        b = bench(seed)
+        with pytest.raises(AssertionError, match=WRONG[wrong]), b.device.watching():
+            wrong(b)
+
+
+def test_what_is_in_order_passes() -> None:
+    """Reads beside reads, copies of parts beside work on other parts, and streams that follow each other."""
+    for seed in range(50):
+        b = bench(seed)
+        with b.device.watching():
+            away(b)
+            assert b.weights.sum() == 6  # a copy reads them: so may the device
+            event = b.first.record()
+            b.second.after(event)
+            twin = torch.zeros(4)
+            b.second.follow()
+            b.second.copy(twin[:2], b.host[:2])
+            twin[2:].fill_(7)
+            b.second.record().hold_device()
+            assert twin.tolist() == [0, 1, 7, 7]
+            free(b.weights)  # the second came after the first, and the device after the second
+            event.wait()
+            assert b.host.tolist() == [0, 1, 2, 3]
+
+
+def test_one_event_orders_what_its_stream_followed() -> None:
+    """A host that has waited need not follow the device again."""
+    b = bench()
+    with b.device.watching():
+        b.weights.add_(1)
+        b.first.follow()
+        b.first.record().wait()
+        b.second.copy(b.host, b.weights)
+        b.second.record().wait()
+        assert b.host.tolist() == [1, 2, 3, 4]
+
+
+def test_asking_is_as_good_as_waiting_once_the_answer_is_yes() -> None:
+    """And it is yes some time, however late copies are."""
+    for seed in range(20):
+        b = bench(seed)
+        with b.device.watching():
+            away(b)
+            event = b.first.record()
+            while not event.is_done():
+                pass
+            assert b.host.tolist() == [0, 1, 2, 3]
+
+
+def late(is_strict: bool) -> Bench:
+    """A device whose copies happen when they must."""
+    made = bench(is_strict=is_strict)
+    made.device.copies.rate = 0.0
+    return made
+
+
+def test_what_is_read_too_early_is_not_a_number() -> None:
+    b = late(is_strict=False)
+    with b.device.watching():
+        back(b)
+        assert math.isnan(b.weights.sum())
+        b.first.record().hold_device()
+        assert b.weights.sum() == 6
+
+
+def test_memory_that_came_back_is_not_a_number() -> None:
+    """Whoever forgets to fill it, or to zero what lies between two views, does not find the old values there."""
+    b = late(is_strict=False)
+    with b.device.watching():
+        grow(b.weights, free(b.weights))
+        assert b.weights.isnan().all()
+
+
+def test_a_source_is_copied_as_it_is_then() -> None:
+    """Overwritten or freed too early, and without a rule: the host gets what is there, or nothing."""
+    b = late(is_strict=False)
+    with b.device.watching():
+        written_under_a_copy(b)
+        b.first.record().wait()
+        assert b.host.tolist() == [1, 2, 3, 4]
+        away(b)
+        free(b.weights)
+        b.first.record().wait()
+        assert b.host.isnan().all()
+
+
+def test_an_early_copy_is_not_disturbed_by_the_next_ones_target() -> None:
+    """What the second copy overwrites, the first on the same stream still reads."""
+    b, sevens = late(is_strict=True), torch.full((4,), 7.0)
+    with b.device.watching():
+        b.first.follow()
+        b.first.copy(b.host, b.weights)
+        b.first.copy(b.weights, sevens)
+        b.first.record().wait()
+        assert (b.host.tolist(), b.weights.tolist()) == ([0, 1, 2, 3], [7, 7, 7, 7])
+
+
+def test_streams_overtake_each_other_unless_one_comes_after_the_other() -> None:
+    """Over the seeds every order comes, and only the permitted ones."""
+    orders: dict[bool, set[str]] = {False: set(), True: set()}
+    for is_after in orders:
+        for seed in range(60):
+            device = DrawnDevice(order=seed)
+            streams = [device.copy_stream() for _ in range(2)]
+            targets, one = [torch.zeros(1) for _ in streams], torch.ones(1)
+            with device.watching():
+                event = None
+                for stream, target in zip(streams, targets, strict=True):
+                    if is_after and event is not None:
+                        stream.after(event)
+                    stream.follow()
+                    stream.copy(target, one)
+                    event = stream.record()
+                for _ in range(8):
+                    device.copies.tick()
+                    orders[is_after].add("".join(str(int(target.item() == 1)) for target in _unseen(targets)))
+    assert orders == {False: {"00", "01", "10", "11"}, True: {"00", "10", "11"}}
+
+
+def _unseen(targets: list[Tensor]) -> list[Tensor]:
+    """The targets as another process would read them, past the rules."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        return [target.clone() for target in targets]
+
+
+def test_a_write_of_a_copy_counts_when_it_is_given() -> None:
+    """As on a real stream, so autograd and masters see one version in every order."""
+    b = late(is_strict=True)
+    with b.device.watching():
+        b.parked()
+        before = b.weights._version
+        back(b)
+        given = b.weights._version
+        b.first.record().wait()
+        assert (given, b.weights._version) == (before + 2, before + 2)  # zero_, and the copy
+
+
+def test_the_same_seed_draws_the_same_order() -> None:
+    def history(seed: int) -> list[bool]:
+        b = bench(seed)
+        found = []
+        with b.device.watching():
+            for _ in range(10):
+                away(b)
+                found.append(b.first.record().is_done())
+                b.first.record().wait()
+        return found
+
+    assert history(3) == history(3)
+    assert len({tuple(history(seed)) for seed in range(20)}) > 3
+
+
+def test_it_is_a_stream_like_any_other() -> None:
+    stream: CopyStream = DrawnDevice().copy_stream()
+    assert isinstance(stream, DrawnStream)

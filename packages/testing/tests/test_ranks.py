@@ -1,0 +1,280 @@
+"""`ranks`: results in order, failures told by rank, hangs shown with their stacks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sley_core.errors import RunError
+from sley_testing.processes import assert_none_left, processes_with
+from sley_testing.ranks import GRACE_S, RankError, RankTimeoutError
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A class of this module, which no rank can import by name."""
+
+    rank: int
+    total: float
+
+
+def sum_of_ranks(scale, *, plus):
+    total = torch.tensor([float(dist.get_rank() * scale)])
+    dist.all_reduce(total)
+    return Seen(dist.get_rank(), total.item() + plus)
+
+
+def test_results_come_in_order_of_rank(ranks):
+    assert ranks(3)(sum_of_ranks, 10, plus=1) == [Seen(0, 31.0), Seen(1, 31.0), Seen(2, 31.0)]
+
+
+TENSORS = {
+    "number": torch.tensor(-0.0, dtype=torch.float64),
+    "narrow": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+    "empty": torch.empty(0, 3),
+    "turned": torch.arange(6).reshape(2, 3).t(),
+    "part": torch.arange(9)[2:4],
+    "flags": torch.tensor([True, False]),
+    "complex": torch.ones(2, dtype=torch.complex64).conj(),
+    "parameter": torch.nn.Parameter(torch.ones(2)),
+}
+
+
+def tensors():
+    return TENSORS, random_numbers()
+
+
+def random_numbers():
+    return torch.rand(2), torch.initial_seed()
+
+
+def test_tensors_arrive_as_they_were_returned(ranks):
+    ((found, drawn),) = ranks(1)(tensors)
+    for name, wanted in TENSORS.items():
+        assert type(found[name]) is type(wanted), name
+        assert (found[name].dtype, found[name].requires_grad) == (wanted.dtype, wanted.requires_grad), name
+        assert torch.equal(found[name], wanted), name
+    assert str(found["number"].item()) == "-0.0"
+    found["narrow"].add_(1)
+    with torch.random.fork_rng(devices=()):
+        torch.random.default_generator.manual_seed(drawn[1])
+        assert torch.equal(drawn[0], random_numbers()[0]), "what the server did before it forked has drawn numbers"
+
+
+def parent_and_what_is_imported():
+    return os.getppid(), {"torch._dynamo", "sley_core.topology"} <= set(sys.modules)
+
+
+def test_every_rank_is_forked_from_one_server_that_has_imported_torch(ranks):
+    found = ranks(2)(parent_and_what_is_imported) + ranks(1, init=False)(parent_and_what_is_imported)
+    assert len({parent for parent, _ in found}) == 1
+    assert found[0][0] != os.getpid()
+    assert all(there for _, there in found)
+
+
+def surroundings():
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLEY_STORE", "SLEY_TEST_VALUE")
+    return (
+        {name: os.environ.get(name) for name in names},
+        str(Path.cwd()),
+        torch.get_num_threads(),
+        dist.is_initialized(),
+    )
+
+
+def test_a_rank_has_the_tests_environment_folder_and_path(ranks, monkeypatch, tmp_path):
+    monkeypatch.setenv("SLEY_TEST_VALUE", "from the test")
+    monkeypatch.chdir(tmp_path)
+    first, second = ranks(2, init=False)(surroundings)
+    environ, folder, num_threads, initialised = second
+    assert environ.pop("SLEY_STORE") == first[0]["SLEY_STORE"]
+    assert environ == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "SLEY_TEST_VALUE": "from the test"}
+    assert (folder, num_threads, initialised) == (str(tmp_path), 1, False)
+
+
+def join_by_environment():
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=os.environ["SLEY_STORE"], rank=rank, world_size=size)
+    return sum_of_ranks(1, plus=0).total
+
+
+def test_a_function_can_join_the_world_by_itself(ranks):
+    assert ranks(2, init=False)(join_by_environment) == [1.0, 1.0]
+
+
+def fail_on_rank_1():
+    expected = 3
+    if dist.get_rank() == 1:
+        assert expected == 4
+    dist.barrier()
+
+
+def test_the_first_failure_is_raised_with_its_traceback_and_values(ranks):
+    with pytest.raises(AssertionError) as caught:
+        ranks(2)(fail_on_rank_1)
+    first, second = caught.value.__notes__
+    assert first.startswith("rank 1 of 2 failed first")
+    assert "in fail_on_rank_1" in first
+    assert "assert expected == 4" in first
+    assert "expected = 3" in first
+    assert "rank_process.py" not in first
+    assert second.startswith("rank 0: ")
+
+
+def raise_run_error():
+    raise RunError("batch", "token 300 of 256", hint="the tokenizer is another one")
+
+
+def test_an_exception_with_a_constructor_of_its_own_travels(ranks):
+    with pytest.raises(RunError) as caught:
+        ranks(1)(raise_run_error)
+    assert caught.value.diagnostics[0].hint == "the tokenizer is another one"
+
+
+def exit_on_rank_0(how):
+    if dist.get_rank() == 0:
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "exit":
+            os._exit(3)
+        sys.exit(4)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("signal", "died of SIGKILL"), ("exit", "exit code 3"), ("sys.exit", "SystemExit: 4")]
+)
+def test_a_rank_that_dies_is_named_before_those_that_suffer(ranks, how, words):
+    with pytest.raises(RankError, match=f"rank 0 of 2: .*{words}") as caught:
+        ranks(2)(exit_on_rank_0, how)
+    assert caught.value.__notes__[1].startswith("rank 1: ")
+
+
+def warn():
+    warnings.warn("old", DeprecationWarning, stacklevel=1)
+
+
+def test_warnings_are_treated_as_in_the_test(ranks):
+    with pytest.raises(DeprecationWarning, match="old"):
+        ranks(1)(warn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        ranks(1)(warn)
+
+
+def fail_in_a_thread():
+    thread = threading.Thread(target=int, args=("x",))
+    thread.start()
+    thread.join()
+
+
+class FailsWhenForgotten:
+    def __del__(self):
+        raise ValueError("forgotten")
+
+
+def fail_where_nothing_can_be_raised():
+    FailsWhenForgotten()
+
+
+@pytest.mark.parametrize(
+    ("function", "category", "words"),
+    [
+        (fail_in_a_thread, pytest.PytestUnhandledThreadExceptionWarning, "invalid literal for int"),
+        (fail_where_nothing_can_be_raised, pytest.PytestUnraisableExceptionWarning, "ValueError: forgotten"),
+    ],
+)
+def test_what_fails_in_the_background_is_not_lost(ranks, function, category, words):
+    with pytest.raises(category, match=words):
+        ranks(1)(function)
+
+
+def hang_on_rank_1():
+    print("about to hang" if dist.get_rank() == 1 else "not me")
+    if dist.get_rank() == 1:
+        dist.recv(torch.zeros(1), src=0)
+
+
+def test_a_hang_fails_within_the_limit_and_shows_the_stacks(ranks, capsys):
+    began = time.monotonic()
+    with pytest.raises(RankTimeoutError, match=r"1 of 2 ranks did not finish within 0\.5 s") as caught:
+        ranks(2, timeout_s=0.5)(hang_on_rank_1)
+    assert time.monotonic() - began < 15
+    text = str(caught.value)
+    assert "rank 0 had finished" in text
+    assert "in hang_on_rank_1" in text
+    assert "in recv" in text
+    assert "rank_process.py" not in text
+    assert text.count("most recent call first") == 1
+    assert "[rank 1] about to hang" in capsys.readouterr().out
+
+
+class Interrupted(BaseException):
+    """Ctrl-C, but for this test."""
+
+
+def test_no_process_is_left_when_the_test_is_interrupted(ranks, no_children):
+    def interrupt(number, frame):
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(Interrupted):
+            ranks(2)(hang_on_rank_1)
+        assert_none_left(within_s=0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def start_a_child_and_hang():
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    time.sleep(60)
+
+
+def test_what_a_rank_started_goes_with_it(ranks, monkeypatch):
+    monkeypatch.setenv("SLEY_TEST_MARK", mark := uuid.uuid4().hex)
+    with pytest.raises(RankTimeoutError):
+        ranks(1, timeout_s=0.5, init=False)(start_a_child_and_hang)
+    assert_none_left(lambda: processes_with("SLEY_TEST_MARK", mark), within_s=10)
+
+
+def fail_while_the_other_is_busy():
+    if dist.get_rank() == 0:
+        raise ValueError("cause")
+    time.sleep(60)
+
+
+def test_others_are_killed_after_a_short_grace(ranks):
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="cause") as caught:
+        ranks(2)(fail_while_the_other_is_busy)
+    assert GRACE_S <= time.monotonic() - began < 30
+    assert "rank 1: still at work" in caught.value.__notes__[1]
+
+
+def test_a_nested_function_is_refused_with_the_remedy(ranks):
+    with pytest.raises(TypeError, match="use a function at module level"):
+        ranks(1)(lambda: None)
+
+
+def return_a_lambda():
+    return lambda: None
+
+
+def test_a_result_that_cannot_travel_fails_in_its_rank(ranks):
+    with pytest.raises(Exception, match="lambda") as caught:
+        ranks(1)(return_a_lambda)
+    assert "rank 0 of 1 failed first" in caught.value.__notes__[0]

@@ -1,0 +1,197 @@
+"""`collectives`: whichever way a collective is spelled, it is recorded once, where it stands in the code."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed import all_reduce as imported_all_reduce
+from torch.nn.parallel import DistributedDataParallel
+
+from sley_core.comm.collectives import all_reduce
+from sley_core.comm.groups import make_groups
+from sley_core.topology import Topology
+from sley_testing.ranks import Ranks
+from sley_testing.recorder import collectives
+from sley_testing.sequence import assert_same_sequence
+
+WORLD = 2
+LISTS = hasattr(dist, "all_gather_single")
+"""Whether gloo exchanges lists of tensors: that of torch 2.13 does, that of 2.11 does not."""
+
+
+def spellings(rank: int) -> dict[str, Callable[[], object]]:
+    """Every way to communicate, by name, with tensors of 4 elements and root 0."""
+    x, pair = torch.ones(4), [torch.empty(4), torch.empty(4)]
+    other = 1 - rank
+    group = dist.new_group([0, 1], group_desc="pair")
+    exchange = [dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, torch.empty(4), other)]
+    return {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "all_reduce imported": lambda: imported_all_reduce(x, group=group),
+        "all_reduce async": lambda: dist.all_reduce(x, async_op=True).wait(),
+        "broadcast": lambda: dist.broadcast(x, 0),
+        "reduce": lambda: dist.reduce(x, 0),
+        "all_gather": lambda: dist.all_gather(pair, x),
+        "all_gather_single": lambda: dist.all_gather_into_tensor(torch.empty(8), x),
+        "reduce_scatter": lambda: dist.reduce_scatter(torch.empty(2), [torch.ones(2), torch.ones(2)]),
+        "reduce_scatter_single": lambda: dist.reduce_scatter_tensor(torch.empty(2), x),
+        **(
+            {"all_to_all": lambda: dist.all_to_all([torch.empty(2), torch.empty(2)], list(x.chunk(2)))} if LISTS else {}
+        ),
+        "all_to_all_single": lambda: dist.all_to_all_single(torch.empty(4), x),
+        "scatter": lambda: dist.scatter(torch.empty(4), pair if rank == 0 else None, src=0),
+        "gather": lambda: dist.gather(x, pair if rank == 0 else None, dst=0),
+        "barrier": lambda: dist.barrier(),
+        "monitored_barrier": lambda: dist.monitored_barrier(),
+        "send": lambda: dist.send(x, 1) if rank == 0 else dist.recv(x, 0),
+        "isend": lambda: (dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)).wait(),
+        "batch": lambda: [work.wait() for work in dist.batch_isend_irecv(exchange)],
+        "objects": lambda: dist.all_gather_object([None, None], "same length"),
+        "functional": lambda: functional.wait_tensor(functional.all_reduce(x, "sum", group)),
+        "backward": lambda: in_a_backward_hook(x),
+        "ddp": in_the_backward_of_ddp,
+    }
+
+
+def in_a_backward_hook(x):
+    weight = nn.Parameter(x.clone())
+    weight.register_post_accumulate_grad_hook(lambda parameter: dist.all_reduce(parameter.grad))
+    (weight * 2).sum().backward()
+
+
+def in_the_backward_of_ddp():
+    module = DistributedDataParallel(nn.Linear(2, 2))
+    module(torch.ones(1, 2)).sum().backward()
+
+
+def record_all():
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames some of them; 2.11 has the old names only
+        for name, run in spellings(dist.get_rank()).items():
+            with collectives() as calls:
+                run()
+            found[name] = calls
+    return found
+
+
+@pytest.fixture(scope="module")
+def recorded():
+
+    return Ranks(WORLD)(record_all)
+
+
+PLAIN = ["all_reduce", "all_gather", "all_gather_single", "reduce_scatter", "reduce_scatter_single", "all_to_all"]
+PLAIN += ["all_to_all_single"]
+ROOTED = ["broadcast", "reduce", "scatter", "gather"]
+
+
+@pytest.mark.parametrize("name", PLAIN + ROOTED)
+def test_each_collective_is_recorded_once(recorded, name):
+    if name == "all_to_all" and not LISTS:
+        pytest.skip("gloo of this torch does not exchange lists")
+    for calls in (rank[name] for rank in recorded):
+        (call,) = calls
+        assert (call.op, call.numel, call.dtype, call.ranks) == (name, 4, "float32", (0, 1))
+        assert call.peer == (0 if name in ROOTED else None)
+        assert not call.is_async
+
+
+@pytest.mark.parametrize("name", ["all_reduce imported", "all_reduce async", "functional", "backward"])
+def test_an_all_reduce_is_recorded_however_it_is_spelled(recorded, name):
+    (call,) = recorded[1][name]
+    assert (call.op, call.numel, call.ranks) == ("all_reduce", 4, (0, 1))
+    assert call.group == ("pair" if name in ("all_reduce imported", "functional") else "default_pg")
+    assert call.is_async == (name in ("all_reduce async", "functional"))
+
+
+@pytest.mark.parametrize("name", ["barrier", "monitored_barrier"])
+def test_barriers_carry_nothing(recorded, name):
+    (call,) = recorded[0][name]
+    assert (call.op, call.numel, call.dtype, call.is_async) == (name, 0, "", False)
+
+
+@pytest.mark.parametrize("name", ["send", "isend"])
+def test_sends_and_receives_name_their_peer(recorded, name):
+    assert [(c.op, c.numel, c.peer) for c in recorded[0][name]] == [("send", 4, 1)]
+    assert [(c.op, c.numel, c.peer) for c in recorded[1][name]] == [("recv", 4, 0)]
+
+
+def test_a_batch_is_recorded_call_by_call(recorded):
+    assert [(c.op, c.peer) for c in recorded[1]["batch"]] == [("send", 0), ("recv", 0)]
+
+
+def test_objects_are_gathered_by_length_then_content(recorded):
+    assert [(c.op, c.dtype) for c in recorded[0]["objects"]] == [("all_gather", "int64"), ("all_gather", "uint8")]
+
+
+def test_what_cpp_issues_in_a_backward_is_seen(recorded):
+    assert recorded[0]["ddp"][-1].op == "all_reduce"
+    assert recorded[0]["ddp"][-1].numel == 6  # one bucket: a weight of 2 x 2 and a bias of 2
+
+
+def test_the_site_is_the_callers_not_torchs(recorded):
+    place, function = recorded[0]["backward"][0].site[:2]
+    assert "test_recorder.py" in place
+    assert function.endswith("in_a_backward_hook")
+
+
+def test_all_these_agree_between_the_ranks(recorded):
+    assert_same_sequence([[call for calls in rank.values() for call in calls] for rank in recorded])
+
+
+def the_other_way_round_on_rank_1():
+    """What a handler does that walks a set. Sizes in bytes are equal, so gloo adds nonsense and nobody learns of it."""
+    group = dist.new_group([0, 1], group_desc="dp")
+    tensors = [torch.ones(4), torch.ones(4, dtype=torch.int32)]
+    with collectives() as calls:
+        for tensor in tensors if dist.get_rank() == 0 else reversed(tensors):
+            dist.all_reduce(tensor, group=group)
+    return calls
+
+
+def test_a_swapped_order_that_runs_through_is_caught(ranks):
+    recorded = ranks(WORLD)(the_other_way_round_on_rank_1)
+    with pytest.raises(AssertionError) as caught:
+        assert_same_sequence(recorded)
+    what, *lines = str(caught.value).splitlines()
+    assert what == "the order on dp is not the same on all ranks: call 1 differs"
+    second = lines.index("  rank 1: all_reduce of 4 int32")
+    assert lines[0] == "  rank 0: all_reduce of 4 float32"
+    assert lines[second + 1].startswith("      at ")
+    assert "test_recorder.py:" in lines[second + 1]
+    assert lines[second + 1].endswith(" the_other_way_round_on_rank_1")
+
+
+def by_several_names(order):
+    """One sum over each of three groups of both ranks, which share one communicator; in the order that the rank has."""
+    groups = make_groups(Topology.of(WORLD), dist.get_rank(), backend="gloo", timeout=timedelta(seconds=30))
+    with collectives() as calls:
+        for axis in order[dist.get_rank()]:
+            all_reduce(torch.ones(1), groups[axis], what="the test's").wait()
+    groups.close()
+    return calls
+
+
+def test_an_exchange_has_the_name_of_the_group_that_was_asked_for(ranks):
+    axes = ["stage", "control", "dp"]
+    recorded = ranks(WORLD)(by_several_names, [axes, axes])
+    assert [[call.group for call in calls] for calls in recorded] == [["stage[0,1]", "control[0,1]", "dp[0,1]"]] * 2
+    assert {call.communicator for calls in recorded for call in calls} == {"control[0,1]"}
+    assert_same_sequence(recorded)
+    swapped = ranks(WORLD)(by_several_names, [axes, axes[::-1]])
+    with pytest.raises(AssertionError, match=r"the order on control\[0,1\] is not the same on all ranks: call 1"):
+        assert_same_sequence(swapped)
+
+
+def test_the_fixture_records_in_this_process(fake_world, collectives):
+    with fake_world(5, 8), collectives() as calls:
+        dist.broadcast(torch.ones(3), src=2)
+    assert [(call.op, call.peer, len(call.ranks)) for call in calls] == [("broadcast", 2, 8)]
