@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent / ".ci"))
 import pages
 import releases
 from imports import import_rules
-from packages import PACKAGES, Package, alone_program, assert_licensed, torch_floor, with_needs
+from packages import PACKAGES, Package, alone_program, assert_licensed, needed_by_tests, torch_floor, with_needs
 from thirdparty import Outside, check
 
 nox.options.default_venv_backend = "virtualenv"
@@ -67,8 +67,7 @@ def dev(session: nox.Session) -> None:
         "installs all packages and what their tests need: minutes at first, mostly for torch; `nox -R` skips it"
     )
     editable = [argument for package in PACKAGES for argument in ("-e", package.folder)]
-    tests = [requirement for package in PACKAGES for requirement in package.test_requirements()]
-    session.install(*CONSTRAINTS, *editable, *tests, "pytest-xdist", "mypy")
+    session.install(*CONSTRAINTS, *editable, *needed_by_tests(), "pytest-xdist", "mypy")
 
 
 def in_dev(session: nox.Session, *command: str, success_codes: tuple[int, ...] = (0,), **env: str) -> None:
@@ -272,8 +271,7 @@ def floor(session: nox.Session) -> None:
         pinned = Path("constraints.txt").read_text("utf-8")
         constraints.write_text(re.sub(r"^torch==.*$", f"torch=={oldest}", pinned, flags=re.MULTILINE), "utf-8")
         editable = [argument for package in PACKAGES for argument in ("-e", package.folder)]
-        tests = [requirement for package in PACKAGES for requirement in package.test_requirements()]
-        session.install("-c", str(constraints), *editable, *tests, "pytest-xdist")
+        session.install("-c", str(constraints), *editable, *needed_by_tests(), "pytest-xdist")
         session.run("python", "-c", f"import torch; assert torch.__version__.startswith('{oldest}'), torch.__version__")
         run = ("train-cli", "run", "examples/plans/quickstart.toml", "--set", "run.steps=3", "--set", "parallel.dp=2")
         session.run(*run, "--set", f'run.folder="{Path(folder).as_posix()}"')

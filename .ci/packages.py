@@ -63,6 +63,13 @@ def find_packages() -> list[Package]:
 PACKAGES = find_packages()
 
 
+def needed_by_tests() -> list[str]:
+    """What all tests need beyond the packages of this repository, which pip looks for on the index where it is named."""
+    own = tuple(one.distribution for one in PACKAGES)
+    needs = dict.fromkeys(need for package in PACKAGES for need in package.test_requirements())
+    return [need for need in needs if not need.startswith(own)]
+
+
 def with_needs(package: Package) -> list[Package]:
     """The package and all of this repository that it and its tests need, directly or not."""
     by_name = {one.distribution: one for one in PACKAGES}
