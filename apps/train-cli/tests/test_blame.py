@@ -13,7 +13,7 @@ import pytest
 from sley_core.errors import Diagnostic, Place, PlanError, RunError
 from train_cli import failure_file
 from train_cli.blame import blame
-from train_cli.faults import Fault
+from train_cli.faults import _OWN, Fault
 
 
 @dataclass
@@ -195,3 +195,8 @@ def test_a_late_rank_says_where_it_is(tmp_path: Path, monkeypatch: pytest.Monkey
     assert failure_file.is_late(found.fault)
     assert not failure_file.is_waiting(found.fault)
     assert "test_a_late_rank_says_where_it_is" in found.fault.trace
+
+
+def test_every_package_of_this_repository_is_our_own() -> None:
+    folders = (Path(__file__).parents[3] / "packages").glob("*/src/*/__init__.py")
+    assert {file.parent.name for file in folders} <= _OWN

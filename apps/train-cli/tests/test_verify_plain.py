@@ -13,6 +13,8 @@ from sley_core.comm.world import World
 from sley_core.errors import RunError, UsageError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import Tables, small_plan
+from train_cli import lazy
+from train_cli.main import main
 from train_cli.one_process import in_layout, in_one_process
 from train_cli.verify.findings import SeenHabit, differences, in_words, read
 from train_cli.verify.measure import check_complete, compare, limits
@@ -51,7 +53,7 @@ def looked(given: Tables, texts: Path, folder: Path, steps: int = 1) -> list[See
     plan = plan_from_dict(given, texts)
     habits: list[SeenHabit] = []
     with assemble(in_one_process(plan), World.alone("cpu")) as run:
-        keep_plain(run, steps, folder, plan, habits)
+        keep_plain(run, steps, folder, habits)
     return habits
 
 
@@ -65,6 +67,36 @@ def test_a_habit_is_named_with_its_place(texts: Path, tmp_path: Path, habit: str
     where, what = NAMED[habit]
     found = looked(tables(habit), texts, tmp_path)
     assert any(one.where.startswith(where) and what in one.what for one in found), found
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", ["Indexed", "Recomputed", "Rounded"])
+def test_what_torch_does_by_itself_is_no_habit(texts: Path, tmp_path: Path, model: str, compute: str) -> None:
+    assert looked(tables(model, precision__compute=compute), texts, tmp_path) == []
+
+
+def test_a_layer_that_adds_to_a_field_does_so_once(texts: Path, tmp_path: Path) -> None:
+    given = tables("Counted")
+    (habit,) = looked(given, texts, tmp_path)
+    assert habit.where == "labels"
+    with assemble(plan_from_dict(given, texts), World.alone("cpu")) as run:
+        compare(run, 1, tmp_path)
+    assert not differences(read(tmp_path, 1), limits(plan_from_dict(given, texts), is_plain=True))
+
+
+def test_an_optimizer_that_draws_is_named(texts: Path, tmp_path: Path) -> None:
+    optimizer = {"factory": "plain_habits:Rounding", "lr": 0.1}
+    found = looked(tables("Plain", optimizer=optimizer), texts, tmp_path)
+    assert [one.where for one in found] == ["the optimizer"]
+    assert "draws in `step()`" in found[0].what
+
+
+def test_the_test_kit_is_asked_for_by_name(
+    plan: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lazy, "find_spec", lambda _: None)
+    assert main(["verify", str(plan)]) != 0
+    assert "`train-cli verify` is part of sley-testing, which is not installed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", [{}, {"precision__compute": "bf16"}, {"activations": {"use": "core.recompute"}}])

@@ -14,7 +14,10 @@ from types import FrameType
 
 from sley_core.errors import EXIT_RUN_FAILED, Diagnostic, Place, SleyError, is_foreign
 
-_OWN = frozenset({"sley_core", "sley_dp", "sley_pp", "sley_isp", "sley_memory", "train_cli"})
+_OWN = frozenset(
+    {"sley_core", "sley_models", "sley_dp", "sley_pp", "sley_isp", "sley_memory", "sley_estimate", "sley_doctor"}
+    | {"sley_cma", "sley_testing", "train_cli"}
+)
 _BELOW = frozenset({"torch", "numpy", "pydantic", "pydantic_core", "pluggy", "tomli", "tomli_w", "packaging"})
 _ABOVE = frozenset({"typer", "rich", "click", "__main__"})
 """Code in these, or in Python's own library, is not where an error is reported: its caller is."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sley_core.data.dataset import DataInfo
 
@@ -142,6 +143,46 @@ class Plain(Middle):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return nn.functional.dropout(super().forward(hidden), 0.5, self.training)
+
+
+class Indexed(Middle):
+    """torch writes in place in the backward of these, on tensors of its own."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        part = self.inner(hidden)
+        part[:, :1] = 0
+        pooled = nn.functional.max_pool1d(hidden, 3, 1, 1)
+        return super().forward(part.cumprod(-1) + pooled + hidden.masked_fill(hidden > 0, 0).sort(-1)[0])
+
+
+class Recomputed(Middle):
+    """Its forward, which writes on a tensor of its own, runs again within the backward."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        made: Tensor = checkpoint(lambda given: self.inner(given).relu_(), hidden, use_reentrant=False)
+        return hidden + made
+
+
+class Rounded(Middle):
+    """Its output depends on the kernel by a unit in the last place."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        made = super().forward(hidden)
+        return made if torch.is_grad_enabled() else (made * 0.7) * (1 / 0.7)
+
+
+class Counted(Middle):
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        labels[:, 0] += 1
+        return super().forward(hidden) * labels[:, :1, None] * 0.01
+
+
+class Rounding(torch.optim.SGD):
+    """Draws in each step, as stochastic rounding does."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.rand(())
+        return super().step(closure)
 
 
 class Embed(nn.Embedding):

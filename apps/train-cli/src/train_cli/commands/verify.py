@@ -27,6 +27,7 @@ from train_cli import console, lifeline
 from train_cli.as_rank import as_rank
 from train_cli.commands.run import check, num_devices
 from train_cli.console import Settings
+from train_cli.lazy import module_of
 from train_cli.one_process import has_layout, in_layout, in_one_process
 from train_cli.options import FormatOption, OutputFormat, SetOption, WorldOption
 from train_cli.stopping import terminated_s
@@ -93,6 +94,7 @@ def verify(
         raise UsageError("verify-ranks", "`verify` starts its ranks itself", hint="call it without a launcher")
     of_plan = {"a plan": plan, "--set": overrides, "--steps": steps, "--tolerance": tolerance, "--world": world}
     of_plan["--plain"] = plain or None
+    module_of("testing", "sley_testing", "`train-cli verify`")
     _check_what(league, [name for name, value in of_plan.items() if value is not None], rows)
     if plan is None:
         from train_cli.league.command import chosen, play_as_rank, play_here
@@ -167,7 +169,7 @@ def _compared(
         if habits is None:
             keep(run, steps, folder)
         else:
-            keep_plain(run, steps, folder, plan, habits)
+            keep_plain(run, steps, folder, habits)
 
     single = in_one_process(plan)
     if habits is not None:

@@ -6,17 +6,20 @@ operations within it and in the backward, and at what a second call gives.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import sley_core
 from sley_core.engine.activations import tensors_in
 from sley_core.engine.fingerprint import fingerprint
 from sley_core.generators import comparable_state, own_generators
@@ -24,10 +27,8 @@ from sley_core.optim.traits import has_modes
 from sley_testing.plain import PlainLoop
 from train_cli.verify.findings import SeenHabit
 
-if TYPE_CHECKING:
-    from sley_core.plan.plan import Plan
-
 TORCH = str(Path(torch.__file__).parent)
+OURS = (str(Path(sley_core.__file__).parent), inspect.getfile(PlainLoop), __file__)
 UNSAFE = ("unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
 NARROW_BYTES = 2
 
@@ -39,7 +40,6 @@ class HabitLoop(PlainLoop):
         self,
         seeded: Callable[[str, int, int], AbstractContextManager[None]],
         updating: Callable[[int], AbstractContextManager[None]],
-        plan: Plan,
         evaluated: set[str],
         habits: list[SeenHabit],
     ) -> None:
@@ -56,7 +56,7 @@ class HabitLoop(PlainLoop):
         for name in outer:
             self._note(name, "was in evaluation mode when the factory returned it: a run calls `train()` first")
         for name, module in self.layers:
-            self._look_at_module(name, module, plan)
+            self._look_at_module(name, module)
         if has_modes(self.optimizer):
             self._note("the optimizer", "has `train()` and `eval()`: a run evaluates and saves between them")
 
@@ -85,7 +85,10 @@ class HabitLoop(PlainLoop):
     def update(self) -> None:
         self.place = "the optimizer"
         with self._updating(self._step - 1):
+            before = comparable_state()
             super().update()
+            if self._step == 1 and comparable_state() != before:
+                self._note("the optimizer", "draws in `step()`: a run seeds that for each step, alike on all replicas")
 
     def backward(self, loss: Tensor) -> None:
         self.place = "the backward"
@@ -118,6 +121,7 @@ class HabitLoop(PlainLoop):
     def _call_closely(self, name: str, module: nn.Module, args: tuple[Any, ...], fields: Mapping[str, Tensor]) -> Any:
         """Calls a layer and notes what it does beside returning its output."""
         given, versions, state = _contents(args), _versions(args), comparable_state()
+        on_fields = _versions(tuple(fields.values()))
         held, kept = _prints(module), _state(module)
         twin = _copied(module)
         with _Ops() as ops:
@@ -148,7 +152,8 @@ class HabitLoop(PlainLoop):
                 self._note(
                     f"{name}.{key}", "is a state that the forward changes: replicas and second runs have another"
                 )
-        if twin is not None and given == _contents(args) and versions == _versions(args) and not written:
+        has_changed = given != _contents(args) or versions != _versions(args) or written
+        if twin is not None and not has_changed and on_fields == _versions(tuple(fields.values())):
             self._call_again(name, twin, args, fields, output)
         return output
 
@@ -159,10 +164,10 @@ class HabitLoop(PlainLoop):
         with self._seeded(name, self._step, self._micro), torch.no_grad():
             again = twin(*args, **fields)
         pairs = zip(tensors_in([output]), tensors_in([again]), strict=False)
-        if not all(one.shape == two.shape and torch.allclose(one, two, equal_nan=True) for one, two in pairs):
+        if not all(one.shape == two.shape and _are_close(one, two) for one, two in pairs):
             self._note(name, "gives another output when it runs again: it draws from what no seed reaches")
 
-    def _look_at_module(self, name: str, module: nn.Module, plan: Plan) -> None:
+    def _look_at_module(self, name: str, module: nn.Module) -> None:
         """Notes what can be seen of a layer without a call."""
         every = [one.dtype for one in self.parameters.values()]
         usual = max(set(every), key=every.count) if every else torch.float32
@@ -172,15 +177,12 @@ class HabitLoop(PlainLoop):
             for key, buffer in part.named_buffers(recurse=False):
                 if buffer.dtype.itemsize <= NARROW_BYTES and buffer.is_floating_point() and buffer.dtype != usual:
                     self._note(f"{path}.{key}", f"is a buffer in {str(buffer.dtype).removeprefix('torch.')}")
-            if plan.parallel.sp > 1 and _mixes_positions(part):
-                self._note(path, f"is a {type(part).__name__}, which mixes positions that `sp` puts on several ranks")
 
 
-def _mixes_positions(module: nn.Module) -> bool:
-    """Returns whether torch's class of `module` reads across dim 1 or 2 of [samples, positions, ...]."""
-    kinds = (nn.BatchNorm1d, nn.GroupNorm, nn.InstanceNorm1d, nn.Conv1d, nn.RNNBase)
-    pools = (nn.AvgPool1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d, nn.LPPool1d)
-    return isinstance(module, (*kinds, *pools))
+def _are_close(one: Tensor, two: Tensor) -> bool:
+    """Returns whether two tensors of one shape differ by rounding at most."""
+    limit = max(1e-5, torch.finfo(one.dtype).eps) if one.is_floating_point() or one.is_complex() else 0.0
+    return torch.allclose(one, two, rtol=limit, atol=limit, equal_nan=True)
 
 
 def _contents(values: Any) -> Any:
@@ -244,16 +246,21 @@ class _InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name.endswith("_") and not name.endswith("__") and (line := _own_line()):
-            self._note(line, f"writes on a gradient in place in the backward (`{name}`)")
+        is_written = name.endswith("_") and not name.endswith("__")
+        # A forward that runs again within the backward has gradients enabled.
+        if is_written and not torch.is_grad_enabled() and (line := _own_line()):
+            self._note(line, f"writes in place in the backward (`{name}`), where others may read the same gradient")
         return func(*args, **(kwargs or {}))
 
 
 def _own_line() -> str | None:
-    """Returns file and line of the code that called an operation, if that is neither torch nor this loop."""
-    frame = sys._getframe(2)
+    """Returns file and line of the code that called an operation, if that is neither torch nor this loop.
+
+    A device's backward has a thread of its own, in which no Python code calls torch's operations.
+    """
+    frame: FrameType | None = sys._getframe(1).f_back  # that of the mode calls this
     while frame is not None and frame.f_code.co_filename.startswith(TORCH):
-        frame = frame.f_back  # type: ignore[assignment]  # None at the bottom
-    if frame is None or "sley_core" in frame.f_code.co_filename or frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith(OURS):
         return None
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

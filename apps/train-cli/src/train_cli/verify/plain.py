@@ -55,12 +55,12 @@ def refuse_unlike(plan: Plan) -> None:
         raise UsageError("verify-plain", message, hint="leave `--plain` out")
 
 
-def keep_plain(run: Run, num_steps: int, folder: Path, plan: Plan, habits: list[SeenHabit]) -> None:
+def keep_plain(run: Run, num_steps: int, folder: Path, habits: list[SeenHabit]) -> None:
     """Takes `num_steps` of the loop, saves their results in `folder` as `measure.keep` does, and adds to the model's `habits`.
 
-    run: of one process, which has taken no step. plan: in its layout. Raises RunError "plain-loop" if the loop fails.
+    run: of one process, which has taken no step. Raises RunError "plain-loop" if the loop fails.
     """
-    loop = _loop_of(run, plan, habits)
+    loop = _loop_of(run, habits)
     save_file(own_weights(run), file_of(folder, 0, "weights"))
     limit = run.plan.optimizer.config.clip_norm
     for number in range(1, num_steps + 1):
@@ -82,7 +82,7 @@ def keep_plain(run: Run, num_steps: int, folder: Path, plan: Plan, habits: list[
         save_file(_on_host(made.weights), file_of(folder, number, "weights"))
 
 
-def _loop_of(run: Run, layout: Plan, habits: list[SeenHabit]) -> HabitLoop:
+def _loop_of(run: Run, habits: list[SeenHabit]) -> HabitLoop:
     """Returns the loop over new layers of the plan's factory, with the values, precision and optimizer of `run`."""
     plan, update = run.plan, run.stepper.update
     with run.world.device.random_state_kept():
@@ -119,7 +119,7 @@ def _loop_of(run: Run, layout: Plan, habits: list[SeenHabit]) -> HabitLoop:
         clip_norm=config.clip_norm,
         clip_kind=math.inf if config.clip_kind == "inf" else config.clip_kind,
     )
-    loop.prepare(seeded, update.seeded, layout, evaluated, habits)
+    loop.prepare(seeded, update.seeded, evaluated, habits)
     masters = {one.entry.name: one.parameter.detach() for one in update.masters.stepped}
     loop.load(weights(run) | masters)
     return loop
