@@ -10,6 +10,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_testing.live_bytes import memory_profile, peak_bytes
+from sley_testing.peers import ATTACHES
 
 
 def live(plans: list[dict[str, Any]], folder: Any) -> list[tuple[int, int]]:
@@ -25,7 +26,7 @@ def live(plans: list[dict[str, Any]], folder: Any) -> list[tuple[int, int]]:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("attaches", [True, False])
+@pytest.mark.parametrize("attaches", ATTACHES)
 def test_full_gradients_take_what_is_counted(ranks, sharded, texts, attaches):
     """Two more gradients of blocks on their way take what the counter says, and no byte more, by live tensors.
 

@@ -16,6 +16,7 @@ from sley_core.engine.shards import wholes
 from sley_core.plan.load import plan_from_dict
 from sley_testing.live_bytes import memory_profile, peak_bytes
 from sley_testing.parity import assert_close_gradients
+from sley_testing.peers import ATTACHES
 from sley_testing.recorder import collectives
 from sley_testing.runs import weights
 from sley_testing.sequence import assert_same_sequence
@@ -76,7 +77,7 @@ def seen(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("attaches", [True, False])
+@pytest.mark.parametrize("attaches", ATTACHES)
 def test_nothing_is_gathered_reduced_or_whole(ranks, sharded, texts, attaches):
     """Two swaps of vectors per micro-batch, their ids, and no demand for a gather; the same on both ranks."""
     options = HIDDEN | {"head": "vocabulary"}
