@@ -67,9 +67,12 @@ class Messages(MemoryPool):
         self._in_use += buffer.numel()
         self._most_in_use = max(self._most_in_use, self._in_use)
         # The buffer itself if it fits exactly: users may cache by the tensor (`Lending`).
-        as_asked = buffer if (dtype, shape) == (torch.uint8, tuple(buffer.shape)) else None
+        as_asked = buffer
+        if (dtype, shape) != (torch.uint8, tuple(buffer.shape)):
+            with torch.inference_mode(False):  # a view of another dtype could not be used in training later, either
+                as_asked = buffer[:size].view(dtype).view(shape)
         try:
-            yield buffer[:size].view(dtype).view(shape) if as_asked is None else as_asked
+            yield as_asked
         except GeneratorExit:
             return  # the lease was lost: its buffer may still be in use
         except BaseException:
