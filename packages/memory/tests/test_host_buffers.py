@@ -5,6 +5,8 @@ from __future__ import annotations
 from mmap import PAGESIZE
 from typing import Any
 
+import pytest
+
 from sley_core.api.comm import HostMemory
 from sley_core.comm.copies import HostStream
 from sley_memory.host_buffers import HostBuffers
@@ -60,6 +62,16 @@ def test_nothing_is_unlocked_within_a_step() -> None:
     assert made.num_bytes == sum(range(1, 100, 9)) * PAGESIZE
     made.begin()
     assert made.num_bytes <= 2 * made.max_lent_bytes
+
+
+@pytest.mark.parametrize("num_bytes", [8, 600, PAGESIZE // 3, PAGESIZE + 1])
+def test_buffers_much_smaller_than_their_pages_are_allocated_once(num_bytes: int) -> None:
+    made = buffers()
+    for _ in range(3):
+        made.begin()
+        for buffer in [taken(made, num_bytes) for _ in range(33)]:
+            made.give(buffer)
+    assert made.num_allocations == 33
 
 
 def test_a_budget_counts_what_is_lent() -> None:

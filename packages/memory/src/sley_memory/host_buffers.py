@@ -36,6 +36,8 @@ class HostBuffers:
         self.num_lent_bytes = 0
         self.max_lent_bytes = 0
         self.num_bytes = 0
+        self._in_use_bytes = 0  # of whole buffers
+        self._max_in_use_bytes = 0
         self._free: list[HostMemory] = []  # by size
         self._lent: dict[int, tuple[HostMemory, int]] = {}  # by id, with the bytes that were asked for
 
@@ -50,22 +52,28 @@ class HostBuffers:
         self._lent[id(buffer)] = buffer, num_bytes
         self.num_lent_bytes = lent
         self.max_lent_bytes = max(self.max_lent_bytes, lent)
+        self._in_use_bytes += buffer.num_bytes
+        self._max_in_use_bytes = max(self._max_in_use_bytes, self._in_use_bytes)
         return buffer
 
     def give(self, buffer: HostMemory) -> None:
         """Takes a lent buffer back; the next that asks for about as much gets it."""
         _, num_bytes = self._lent.pop(id(buffer))
         self.num_lent_bytes -= num_bytes
+        self._in_use_bytes -= buffer.num_bytes
         self._free.insert(bisect_left(self._free, buffer.num_bytes, key=_size), buffer)
 
     def begin(self) -> None:
         """Frees the smallest free buffers while more than twice of what was ever lent is held. Waits for copies if it frees.
 
+        What lent buffers took at one time is never too much: each takes whole pages, so small ones take many times the bytes
+        that were requested, and would be freed and allocated anew in every step.
         Called between steps: unlocking memory of the host may wait for all work of the device, and within a step that may
         include a receive whose sender waits for this rank.
         """
         count, rest = 0, self.num_bytes
-        while count < len(self._free) and rest > 2 * self.max_lent_bytes:
+        bound = max(2 * self.max_lent_bytes, self._max_in_use_bytes)
+        while count < len(self._free) and rest > bound:
             rest -= self._free[count].num_bytes
             count += 1
         self._drop(count)
