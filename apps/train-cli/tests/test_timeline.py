@@ -13,7 +13,7 @@ from sley_core.errors import PlanError
 from sley_core.hookspecs import hookimpl
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.loader import Loader
-from sley_core.records import PartitionerRecord, ScheduleRecord, StageLinkRecord
+from sley_core.records import PartitionerRecord, Record, ScheduleRecord, StageLinkRecord
 from sley_core.table import Table
 from sley_testing.plans import loader_of, small_plan
 from train_cli.timeline import timeline
@@ -29,18 +29,12 @@ def all_forward(stages: int, chunks: int, micros: int) -> list[list[Action]]:
 
 
 @hookimpl
-def sley_schedules() -> list[ScheduleRecord]:
-    return [ScheduleRecord(name="waves", config=Nothing, build="waves_of_a_test:build")]
-
-
-@hookimpl
-def sley_partitioners() -> list[PartitionerRecord]:
-    return [PartitionerRecord(name="even", config=Nothing, build="waves_of_a_test:even")]
-
-
-@hookimpl
-def sley_stage_links() -> list[StageLinkRecord]:
-    return [StageLinkRecord(name="link", config=Nothing, build="waves_of_a_test:Link")]
+def sley_records() -> list[Record]:
+    return [
+        ScheduleRecord(name="waves", config=Nothing, build="waves_of_a_test:build"),
+        PartitionerRecord(name="even", config=Nothing, build="waves_of_a_test:even"),
+        StageLinkRecord(name="link", config=Nothing, build="waves_of_a_test:Link"),
+    ]
 
 
 @pytest.fixture
@@ -48,10 +42,7 @@ def loader(monkeypatch: pytest.MonkeyPatch) -> Loader:
     module = ModuleType("waves_of_a_test")
     module.build = lambda config: Schedule(all_forward)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    hooks = SimpleNamespace(
-        sley_schedules=sley_schedules, sley_partitioners=sley_partitioners, sley_stage_links=sley_stage_links
-    )
-    return loader_of({"waves": hooks})
+    return loader_of({"waves": SimpleNamespace(sley_records=sley_records)})
 
 
 def tables(**pipeline: object) -> dict[str, object]:

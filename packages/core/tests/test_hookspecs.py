@@ -7,7 +7,7 @@ import builtins
 import inspect
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
@@ -20,7 +20,6 @@ from sley_core.metrics.config import JsonlConfig
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.run import Run
-from sley_core.table import RecordKind
 from sley_core.topology import Topology
 from sley_testing import hook_reference
 from sley_testing.plans import loader_of, small_plan
@@ -59,10 +58,6 @@ def test_only_notifications_run_after_the_start_and_may_communicate() -> None:
             assert hook.lines["May communicate"] == "no", hook.name
             assert "->" in hook.signature
             assert not hook.signature.endswith("None"), hook.name
-
-
-def test_every_kind_of_record_has_its_hook() -> None:
-    assert {f"sley_{kind}" for kind in get_args(RecordKind)} <= set(HOOKS)
 
 
 class Everything:
@@ -109,7 +104,7 @@ def everything(told: Everything) -> SimpleNamespace:
     def of_records(name: str) -> Any:
         def implementation() -> Any:
             told.called.append(name)
-            if name == "sley_metrics_writers":  # by which the plan names this plugin
+            if name == "sley_records":  # by which the plan names this plugin
                 return [records.MetricsWriterRecord(name="writer", config=JsonlConfig, build=JSONL)]
             return []
 

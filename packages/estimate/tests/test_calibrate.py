@@ -239,7 +239,7 @@ class Picky:
     """A policy that this plugin's own check refuses, and one that copies to the host."""
 
     @hookimpl
-    def sley_activation_policies(self) -> list[ActivationPolicyRecord]:
+    def sley_records(self) -> list[ActivationPolicyRecord]:
         build = "sley_core.engine.activations:keep"
         return [
             ActivationPolicyRecord(name="never", config=Table, build=build, variants=({},)),

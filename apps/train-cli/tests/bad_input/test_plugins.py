@@ -39,7 +39,7 @@ def handlers(*records: str) -> str:
             return [{", ".join(records)}]
 
         @hookimpl
-        def sley_optimizers():
+        def sley_records():
             return [OptimizerRecord(name="whole", config=AdamWConfig, build="nowhere:Nothing", scope="per_matrix")]
     """
 

@@ -31,6 +31,7 @@ from sley_core.records import (
     MetricsWriterRecord,
     OptimizerRecord,
     Problem,
+    Record,
 )
 
 if TYPE_CHECKING:
@@ -38,37 +39,30 @@ if TYPE_CHECKING:
 
 
 @hookimpl
-def sley_datasets() -> list[DatasetRecord]:
+def sley_records() -> list[Record]:
+    loss = "sley_core.losses.cross_entropy:CrossEntropy"
+    rates, activations, metrics = "sley_core.optim.learning_rate", "sley_core.engine.activations", "sley_core.metrics"
     return [
         DatasetRecord(name="text", config=TextConfig, build="sley_core.data.text:TextDataset"),
         DatasetRecord(name="tokens", config=TokensConfig, build="sley_core.data.tokens:TokensDataset"),
-    ]
-
-
-@hookimpl
-def sley_losses() -> list[LossRecord]:
-    build = "sley_core.losses.cross_entropy:CrossEntropy"
-    return [LossRecord(name="cross_entropy", config=CrossEntropyConfig, build=build, split_logits=True)]
-
-
-@hookimpl
-def sley_optimizers() -> list[OptimizerRecord]:
-    return [
+        LossRecord(name="cross_entropy", config=CrossEntropyConfig, build=loss, split_logits=True),
         OptimizerRecord(name="adamw", config=AdamWConfig, build="sley_core.optim.build:adamw"),
         OptimizerRecord(name="sgd", config=SGDConfig, build="sley_core.optim.build:sgd"),
-    ]
-
-
-@hookimpl
-def sley_lr_schedules() -> list[LRScheduleRecord]:
-    home = "sley_core.optim.learning_rate"
-    return [
-        LRScheduleRecord(name="constant", config=ConstantConfig, build=f"{home}:constant"),
-        LRScheduleRecord(name="linear", config=LinearConfig, build=f"{home}:linear"),
-        LRScheduleRecord(name="cosine", config=CosineConfig, build=f"{home}:cosine"),
+        LRScheduleRecord(name="constant", config=ConstantConfig, build=f"{rates}:constant"),
+        LRScheduleRecord(name="linear", config=LinearConfig, build=f"{rates}:linear"),
+        LRScheduleRecord(name="cosine", config=CosineConfig, build=f"{rates}:cosine"),
         LRScheduleRecord(
-            name="warmup_stable_decay", config=WarmupStableDecayConfig, build=f"{home}:warmup_stable_decay"
+            name="warmup_stable_decay", config=WarmupStableDecayConfig, build=f"{rates}:warmup_stable_decay"
         ),
+        ActivationPolicyRecord(name="keep", config=KeepConfig, build=f"{activations}:keep", variants=AS_IT_IS),
+        ActivationPolicyRecord(
+            name="recompute", config=RecomputeConfig, build=f"{activations}:recompute", variants=AS_IT_IS
+        ),
+        MetricsWriterRecord(name="jsonl", config=JsonlConfig, build=f"{metrics}.jsonl:JsonlWriter"),
+        MetricsWriterRecord(
+            name="tensorboard", config=TensorboardConfig, build=f"{metrics}.tensorboard:TensorboardWriter"
+        ),
+        MetricsWriterRecord(name="wandb", config=WandbConfig, build=f"{metrics}.wandb:WandbWriter"),
     ]
 
 
@@ -93,27 +87,6 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             role="observer",
             takes_shards=True,
         ),
-    ]
-
-
-@hookimpl
-def sley_activation_policies() -> list[ActivationPolicyRecord]:
-    home = "sley_core.engine.activations"
-    return [
-        ActivationPolicyRecord(name="keep", config=KeepConfig, build=f"{home}:keep", variants=AS_IT_IS),
-        ActivationPolicyRecord(name="recompute", config=RecomputeConfig, build=f"{home}:recompute", variants=AS_IT_IS),
-    ]
-
-
-@hookimpl
-def sley_metrics_writers() -> list[MetricsWriterRecord]:
-    home = "sley_core.metrics"
-    return [
-        MetricsWriterRecord(name="jsonl", config=JsonlConfig, build=f"{home}.jsonl:JsonlWriter"),
-        MetricsWriterRecord(
-            name="tensorboard", config=TensorboardConfig, build=f"{home}.tensorboard:TensorboardWriter"
-        ),
-        MetricsWriterRecord(name="wandb", config=WandbConfig, build=f"{home}.wandb:WandbWriter"),
     ]
 
 

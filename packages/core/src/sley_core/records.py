@@ -25,7 +25,7 @@ AS_IT_IS: tuple[Mapping[str, Any], ...] = ({},)
 class Record:
     """Names something that a plan can use.
 
-    name: unique among the plugin's records of the same hook.
+    name: unique among the plugin's records of the same class.
     config: the pydantic model of its table, without the key `use`.
     build: `"module:attribute"`; the hook's docstring says what it is called with.
     variants: the tables, without `use`, with which `train-cli search` tries it where a plan leaves the choice open; `({},)` is

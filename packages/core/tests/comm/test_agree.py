@@ -104,7 +104,7 @@ def test_a_rank_with_other_data_is_named_everywhere(ranks):
 
 def with_version(tables):
     """As `refused`, with a plugin of which rank 1 has a newer version."""
-    plugin = SimpleNamespace(sley_activation_policies=hookimpl(policies))
+    plugin = SimpleNamespace(sley_records=hookimpl(policies))
     loader = loader_of({"mine": plugin})
     if os.environ["RANK"] == "1":
         loader._loaded["mine"] = _renamed(loader.load("mine"), "2.0")

@@ -51,7 +51,7 @@ class Sized(MemoryPool):
 
 class Plugin:
     @hookimpl
-    def sley_memory_pools(self) -> list[MemoryPoolRecord]:
+    def sley_records(self) -> list[MemoryPoolRecord]:
         return [MemoryPoolRecord(name="sized", config=SizedConfig, build=f"{__name__}:Sized")]
 
     @hookimpl

@@ -56,7 +56,7 @@ def heard(alone, small):
             sley_run_started=listener.sley_run_started,
             sley_step_finished=listener.sley_step_finished,
             sley_run_finished=listener.sley_run_finished,
-            sley_metrics_writers=_writers,
+            sley_records=_writers,
         )
         tables = small(metrics=[{"use": "ear.writer"}], **changes)
         return alone(tables, loader=loader_of({"ear": plugin}))

@@ -20,6 +20,7 @@ from sley_core.records import (
     MetricsWriterRecord,
     OptimizerRecord,
     Problem,
+    Record,
     SchedulerHookRecord,
 )
 from sley_core.table import Array, PlanPath, RecordReference, Table
@@ -100,7 +101,7 @@ class Handlers:
         ]
 
     @hookimpl
-    def sley_optimizers(self) -> list[OptimizerRecord]:
+    def sley_records(self) -> list[OptimizerRecord]:
         return [OptimizerRecord(name="muon", config=OptimizerConfig, build="nowhere:muon", scope="per_matrix")]
 
     @hookimpl
@@ -112,12 +113,11 @@ class Pools:
     """A plugin that only the fields of other tables name; it also has something to say about batches."""
 
     @hookimpl
-    def sley_memory_pools(self) -> list[MemoryPoolRecord]:
-        return [MemoryPoolRecord(name="arena", config=Table, build="nowhere:Arena")]
-
-    @hookimpl
-    def sley_metrics_writers(self) -> list[MetricsWriterRecord]:
-        return [MetricsWriterRecord(name="csv", config=Table, build="collections:OrderedDict")]
+    def sley_records(self) -> list[Record]:
+        return [
+            MemoryPoolRecord(name="arena", config=Table, build="nowhere:Arena"),
+            MetricsWriterRecord(name="csv", config=Table, build="collections:OrderedDict"),
+        ]
 
     @hookimpl
     def sley_check_plan(self, plan: Plan, topology: Any) -> Any:

@@ -293,7 +293,7 @@ def test_a_check_that_fails_names_its_plugin(tables: dict[str, Any]) -> None:
             yield plan.no_such_attribute  # type: ignore[attr-defined]
 
         @hookimpl
-        def sley_metrics_writers(self) -> Any:
+        def sley_records(self) -> Any:
             return [MetricsWriterRecord(name="csv", config=Table, build="nowhere:Csv")]
 
     plan = plan_from_dict({**tables, "metrics": [{"use": "broken.csv"}]}, loader=loader_of({"broken": Broken()}))

@@ -246,7 +246,7 @@ def test_a_build_that_cannot_be_imported_names_the_plugin(install: Install) -> N
 def test_given_plugins_are_all_there_are(install: Install) -> None:
     install("zeta")
     arena = records.MemoryPoolRecord(name="arena", config=Table, build="nowhere:Arena")
-    loader = Loader(plugins={"mine": SimpleNamespace(sley_memory_pools=hookimpl(lambda: [arena]))})
+    loader = Loader(plugins={"mine": SimpleNamespace(sley_records=hookimpl(lambda: [arena]))})
     assert loader.names() == ["core", "mine"]
     assert loader.record("memory_pools", "mine.arena").name == "arena"
     assert fault_of("zeta", loader).code == "plugin-unknown"

@@ -171,7 +171,7 @@ def test_a_key_of_a_table_that_stands_above_all_leads_to_its_table(
             "[parallel]",
             '[learning_rate]\nfactory = "own:rate"\n\n[parallel]',
             "no-factory 27:1 [learning_rate] takes no `factory`: a learning-rate schedule comes from a plugin, by its name | "
-            "`use` one, or install a plugin of your own with the hook `sley_lr_schedules`",
+            "`use` one, or install a plugin of your own that offers a learning-rate schedule",
         ),
         (
             'use = "models.llama"\n',

@@ -102,7 +102,7 @@ def test_a_plugin_that_is_not_there_is_named(make: MakePlan) -> None:
 def test_the_schema_has_a_table_per_name() -> None:
     class Plugin:
         @hookimpl
-        def sley_memory_pools(self) -> list[MemoryPoolRecord]:
+        def sley_records(self) -> list[MemoryPoolRecord]:
             return [MemoryPoolRecord(name="sized", config=Sized, build="nowhere:Sized")]
 
         @hookimpl

@@ -24,11 +24,11 @@ def fault_of(name: str, loader: Loader | None = None) -> Diagnostic:
 
 
 def module_with(returned: Any) -> Any:
-    """A plugin whose hook `sley_memory_pools` returns, or raises, what is given."""
+    """A plugin whose hook `sley_records` returns, or raises, what is given."""
 
     class Plugin:
         @hookimpl
-        def sley_memory_pools(self) -> Any:
+        def sley_records(self) -> Any:
             if isinstance(returned, Exception):
                 raise returned
             return returned
@@ -47,10 +47,9 @@ class Greedy(Table):
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
-        (RuntimeError("no luck"), "failed in `sley_memory_pools`: RuntimeError: no luck"),
-        (3, "failed in `sley_memory_pools`: TypeError"),
-        ([3], "returns a int, not a MemoryPoolRecord"),
-        ([records.LossRecord(name="a", config=Table, build="")], "returns a LossRecord, not a MemoryPoolRecord"),
+        (RuntimeError("no luck"), "failed in `sley_records`: RuntimeError: no luck"),
+        (3, "failed in `sley_records`: TypeError"),
+        ([3], "returns a int, not a Record"),
         ([pool(), pool()], "two records of the name `arena`"),
         ([pool("a.b")], "has the name `a.b`, which is none"),
         ([pool(config=dict)], "a config that is no subclass of Table"),
@@ -63,10 +62,20 @@ def test_records_that_are_none(returned: Any, words: str) -> None:
     assert words in found.message
 
 
+def test_a_hook_of_one_kind_returns_no_other() -> None:
+    class Plugin:
+        @hookimpl
+        def sley_gradient_handlers(self) -> Any:
+            return [pool()]
+
+    found = fault_of("zeta", Loader(plugins={"zeta": Plugin()}))
+    assert "`sley_gradient_handlers` returns a MemoryPoolRecord, not a GradientHandlerRecord" in found.message
+
+
 def test_a_record_must_have_its_kinds_base() -> None:
     class Plugin:
         @hookimpl
-        def sley_optimizers(self) -> Any:
+        def sley_records(self) -> Any:
             return [records.OptimizerRecord(name="own", config=Table, build="")]
 
     found = fault_of("zeta", Loader(plugins={"zeta": Plugin()}))
@@ -76,7 +85,7 @@ def test_a_record_must_have_its_kinds_base() -> None:
 def test_a_partitioner_that_wants_seconds_has_a_place_for_them() -> None:
     class Plugin:
         @hookimpl
-        def sley_partitioners(self) -> Any:
+        def sley_records(self) -> Any:
             return [records.PartitionerRecord(name="own", config=Table, build="", timer="own:time")]
 
     found = fault_of("zeta", Loader(plugins={"zeta": Plugin()}))

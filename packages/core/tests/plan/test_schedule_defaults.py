@@ -13,7 +13,7 @@ from sley_core.hookspecs import hookimpl
 from sley_core.plan.document import Origin
 from sley_core.plan.load import plan_from_text
 from sley_core.plan.plan import Plan
-from sley_core.records import GradientHandlerRecord, PartitionerRecord, ScheduleRecord, StageLinkRecord
+from sley_core.records import GradientHandlerRecord, PartitionerRecord, Record, ScheduleRecord, StageLinkRecord
 from sley_core.table import Table
 from sley_testing.plans import loader_of
 
@@ -24,23 +24,18 @@ def plugin(links: int = 0, partitions: int = 0, **schedule: str | None) -> Any:
     """A plugin with a schedule `s`, stage links `l0`, `l1`, ..., partitioners `p0`, ... and a handler of ties `t`."""
 
     @hookimpl
-    def sley_schedules() -> list[ScheduleRecord]:
-        return [ScheduleRecord(name="s", config=Table, build="nowhere:s", **schedule)]
-
-    @hookimpl
-    def sley_stage_links() -> list[StageLinkRecord]:
-        return [StageLinkRecord(name=f"l{at}", config=Table, build="nowhere:l") for at in range(links)]
-
-    @hookimpl
-    def sley_partitioners() -> list[PartitionerRecord]:
-        return [PartitionerRecord(name=f"p{at}", config=Table, build="nowhere:p") for at in range(partitions)]
+    def sley_records() -> list[Record]:
+        return [
+            ScheduleRecord(name="s", config=Table, build="nowhere:s", **schedule),
+            *(StageLinkRecord(name=f"l{at}", config=Table, build="nowhere:l") for at in range(links)),
+            *(PartitionerRecord(name=f"p{at}", config=Table, build="nowhere:p") for at in range(partitions)),
+        ]
 
     @hookimpl
     def sley_gradient_handlers() -> list[GradientHandlerRecord]:
         return [GradientHandlerRecord(name="t", config=Table, build="nowhere:t", role="tie")]
 
-    hooks = (sley_schedules, sley_stage_links, sley_partitioners, sley_gradient_handlers)
-    return SimpleNamespace(**{hook.__name__: hook for hook in hooks})
+    return SimpleNamespace(sley_records=sley_records, sley_gradient_handlers=sley_gradient_handlers)
 
 
 @pytest.fixture

@@ -157,7 +157,7 @@ def metrics_of(schema: dict[str, Any]) -> list[str]:
 def test_plugins_add_their_records_and_broken_ones_none(loader: Loader, schema: dict[str, Any]) -> None:
     class Broken:
         @hookimpl
-        def sley_metrics_writers(self) -> Any:
+        def sley_records(self) -> Any:
             raise RuntimeError("broken")
 
     assert metrics_of(json_schema(loader)) == [*metrics_of(schema), "pools.csv"]

@@ -120,7 +120,7 @@ class Early(Raw):
 
 
 @hookimpl
-def sley_sequence_attentions() -> list[SequenceAttentionRecord]:
+def sley_records() -> list[SequenceAttentionRecord]:
     return [
         SequenceAttentionRecord(
             name=one.__name__.lower(), config=SequenceConfig, build=f"asking_attention:{one.__name__}"

@@ -46,17 +46,13 @@ class Outsider:
         ]
 
     @hookimpl
-    def sley_activation_policies(self):
-        build = f"{__name__}:Away"
-        return [ActivationPolicyRecord(name="away", config=Rank, build=build, copies=True, variants=({},))]
-
-    @hookimpl
-    def sley_offload_managers(self):
+    def sley_records(self):
         def record(name, **says):
             parts = {"config": Rank, "build": "none:None", "parts": lambda config: ("optimizer_states",)}
             return OffloadManagerRecord(name=name, variants=({},), scope=lambda config: "per_matrix", **parts, **says)
 
-        return [record("mute"), record("swap", swaps=lambda config: True)]
+        away = ActivationPolicyRecord(name="away", config=Rank, build=f"{__name__}:Away", copies=True, variants=({},))
+        return [away, record("mute"), record("swap", swaps=lambda config: True)]
 
 
 class Away(Keep):

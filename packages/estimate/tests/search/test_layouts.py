@@ -21,11 +21,12 @@ class Deep(Table):
 
 class Outsider:
     @hookimpl
-    def sley_activation_policies(self):
+    def sley_records(self):
         build = "sley_core.engine.activations:keep"
         return [
             ActivationPolicyRecord(name="deep", config=Deep, build=build, variants=({}, {"depth": 3})),
             ActivationPolicyRecord(name="silent", config=Deep, build=build),
+            ScheduleRecord(name="own", config=Deep, build=build, ties=None, variants=({"depth": 2},)),
         ]
 
     @hookimpl
@@ -33,15 +34,10 @@ class Outsider:
         build = "sley_core.engine.gradient_norms:GradientNorms"
         return [GradientHandlerRecord(name="watch", config=Deep, build=build, role="observer", variants=({},))]
 
-    @hookimpl
-    def sley_schedules(self):
-        build = "sley_core.engine.activations:keep"
-        return [ScheduleRecord(name="own", config=Deep, build=build, ties=None, variants=({"depth": 2},))]
-
 
 class Broken:
     @hookimpl
-    def sley_activation_policies(self):
+    def sley_records(self):
         raise RuntimeError("no")
 
 
@@ -74,7 +70,7 @@ def test_the_plans_own_choice_comes_first_even_if_its_record_is_silent():
 def test_a_variant_that_is_no_table_of_its_record_is_skipped_by_name():
     class Wrong:
         @hookimpl
-        def sley_activation_policies(self):
+        def sley_records(self):
             build = "sley_core.engine.activations:keep"
             return [ActivationPolicyRecord(name="w", config=Deep, build=build, variants=({"dept": 1}, {"depth": 2}))]
 

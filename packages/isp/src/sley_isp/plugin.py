@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from sley_core.hookspecs import hookimpl
-from sley_core.records import AS_IT_IS, MemoryPoolRecord, Problem, SequenceAttentionRecord, WeightCommunicatorRecord
+from sley_core.records import (
+    AS_IT_IS,
+    MemoryPoolRecord,
+    Problem,
+    Record,
+    SequenceAttentionRecord,
+    WeightCommunicatorRecord,
+)
 from sley_isp.canonical import check_order
 from sley_isp.config import AllToAllConfig, CommunicatorConfig, FreshConfig, SlotsConfig
 from sley_isp.launch.check import check_launch
@@ -18,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @hookimpl
-def sley_weight_communicators() -> list[WeightCommunicatorRecord]:
+def sley_records() -> list[Record]:
     return [
         WeightCommunicatorRecord(
             name="communicator",
@@ -28,7 +35,22 @@ def sley_weight_communicators() -> list[WeightCommunicatorRecord]:
             reduces=_reduces,
             variants=({}, {"reduce": "step"}),
             summary="Linears and embeddings, sharded; gathered ahead, gradients reduced during the backward.",
-        )
+        ),
+        SequenceAttentionRecord(
+            name="all_to_all",
+            config=AllToAllConfig,
+            build="sley_isp.sequence.all_to_all:AllToAllAttention",
+            swaps=True,
+            variants=AS_IT_IS,
+            summary="Each rank attends with some of the heads over the whole sequence; two exchanges per attention.",
+        ),
+        MemoryPoolRecord(
+            name="slots",
+            config=SlotsConfig,
+            build="sley_isp.pools:Slots",
+            summary="Keeps buffers by size and lends them again.",
+        ),
+        MemoryPoolRecord(name="fresh", config=FreshConfig, build="sley_isp.pools:Fresh", summary="No reuse."),
     ]
 
 
@@ -39,36 +61,9 @@ def _reduces(config: CommunicatorConfig) -> Literal["micro_batch", "step"] | Non
 
 
 @hookimpl
-def sley_sequence_attentions() -> list[SequenceAttentionRecord]:
-    return [
-        SequenceAttentionRecord(
-            name="all_to_all",
-            config=AllToAllConfig,
-            build="sley_isp.sequence.all_to_all:AllToAllAttention",
-            swaps=True,
-            variants=AS_IT_IS,
-            summary="Each rank attends with some of the heads over the whole sequence; two exchanges per attention.",
-        )
-    ]
-
-
-@hookimpl
 def sley_check_plan(plan: Plan) -> Iterator[Problem]:
     """Yields the problems that the checks of this package find."""
     yield from check_heads(plan)
     yield from check_loss(plan)
     yield from check_launch(plan)
     yield from check_order(plan)
-
-
-@hookimpl
-def sley_memory_pools() -> list[MemoryPoolRecord]:
-    return [
-        MemoryPoolRecord(
-            name="slots",
-            config=SlotsConfig,
-            build="sley_isp.pools:Slots",
-            summary="Keeps buffers by size and lends them again.",
-        ),
-        MemoryPoolRecord(name="fresh", config=FreshConfig, build="sley_isp.pools:Fresh", summary="No reuse."),
-    ]

@@ -12,6 +12,7 @@ from sley_core.records import (
     MemoryPoolRecord,
     OffloadManagerRecord,
     Problem,
+    Record,
     Scope,
 )
 from sley_memory.config import (
@@ -51,40 +52,7 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
 
 
 @hookimpl
-def sley_memory_pools() -> list[MemoryPoolRecord]:
-    return [
-        MemoryPoolRecord(
-            name="size_classes",
-            config=SizeClassesConfig,
-            build="sley_memory.size_classes:SizeClasses",
-            summary="Keeps blocks by rounded size and lends views of them, to users of many sizes.",
-        )
-    ]
-
-
-@hookimpl
-def sley_activation_policies() -> list[ActivationPolicyRecord]:
-    return [
-        ActivationPolicyRecord(
-            name="host",
-            config=HostConfig,
-            build="sley_memory.host:build",
-            variants=AS_IT_IS,
-            copies=True,
-            summary="What chosen layers save for their backward waits on the host.",
-        ),
-        ActivationPolicyRecord(
-            name="selective",
-            config=SelectiveConfig,
-            build="sley_memory.selective:build",
-            variants=AS_IT_IS,
-            summary="Chosen layers run again in their backward, but for their attention.",
-        ),
-    ]
-
-
-@hookimpl
-def sley_offload_managers() -> list[OffloadManagerRecord]:
+def sley_records() -> list[Record]:
     def record(
         name: str, config: type[OffloadConfig], summary: str, variants: tuple[dict[str, str], ...] = ()
     ) -> OffloadManagerRecord:
@@ -100,6 +68,27 @@ def sley_offload_managers() -> list[OffloadManagerRecord]:
         )
 
     return [
+        MemoryPoolRecord(
+            name="size_classes",
+            config=SizeClassesConfig,
+            build="sley_memory.size_classes:SizeClasses",
+            summary="Keeps blocks by rounded size and lends views of them, to users of many sizes.",
+        ),
+        ActivationPolicyRecord(
+            name="host",
+            config=HostConfig,
+            build="sley_memory.host:build",
+            variants=AS_IT_IS,
+            copies=True,
+            summary="What chosen layers save for their backward waits on the host.",
+        ),
+        ActivationPolicyRecord(
+            name="selective",
+            config=SelectiveConfig,
+            build="sley_memory.selective:build",
+            variants=AS_IT_IS,
+            summary="Chosen layers run again in their backward, but for their attention.",
+        ),
         record("weights", WeightsConfig, "Parameters and module buffers to the host and back, by call."),
         record("masters", MastersConfig, "fp32 masters to the host and back, by call."),
         record(

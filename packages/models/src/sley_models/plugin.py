@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @hookimpl
-def sley_models() -> list[ModelRecord]:
+def sley_records() -> list[ModelRecord]:
     return [
         ModelRecord(
             name="llama",

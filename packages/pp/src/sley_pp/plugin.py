@@ -11,6 +11,7 @@ from sley_core.records import (
     GradientHandlerRecord,
     MemoryPoolRecord,
     PartitionerRecord,
+    Record,
     ScheduleRecord,
     StageLinkRecord,
 )
@@ -31,7 +32,7 @@ def _schedule(name: str, table: type[Table], summary: str, *variants: Mapping[st
 
 
 @hookimpl
-def sley_schedules() -> list[ScheduleRecord]:
+def sley_records() -> list[Record]:
     return [
         _schedule(
             "one_f_one_b",
@@ -60,36 +61,18 @@ def sley_schedules() -> list[ScheduleRecord]:
             {},
         ),
         _schedule("csv", config.CsvConfig, "A schedule from a file, in the form of torch.distributed.pipelining."),
-    ]
-
-
-@hookimpl
-def sley_stage_links() -> list[StageLinkRecord]:
-    return [
         StageLinkRecord(
             name="link",
             config=config.LinkConfig,
             build="sley_pp.link:Link",
             summary="Messages posted before they are sent, a communicator for each direction along the stages.",
-        )
-    ]
-
-
-@hookimpl
-def sley_memory_pools() -> list[MemoryPoolRecord]:
-    return [
+        ),
         MemoryPoolRecord(
             name="messages",
             config=config.MessagesConfig,
             build="sley_pp.pool:Messages",
             summary="Keeps free messages, up to as much again as was ever in use at one time.",
-        )
-    ]
-
-
-@hookimpl
-def sley_partitioners() -> list[PartitionerRecord]:
-    return [
+        ),
         PartitionerRecord(
             name="uniform",
             config=config.UniformConfig,

@@ -1,4 +1,4 @@
-"""Makes docs/hooks.md from `hookspecs`: `python -m sley_testing.hook_reference > docs/hooks.md`.
+"""Makes docs/hooks.md from `sley_core.hookspecs`: `python -m sley_testing.hook_reference > docs/hooks.md`.
 
 A hook's docstring is a sentence or two, then fixed lines; a test checks the lines and that the page is up to date.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from textwrap import dedent
 
-from sley_core.hookspecs import memory, offers, plan_and_run
+from sley_core import hookspecs
 
 HEADINGS = ("Called", "Ranks", "May communicate", "Returns", "Since", "Example")
 """The fixed lines of a hook's docstring, in their order."""
@@ -19,7 +19,7 @@ HEADINGS = ("Called", "Ranks", "May communicate", "Returns", "Since", "Example")
 _INTRODUCTION = """\
 # Hooks
 
-This page is generated from `sley_core/hookspecs` by `python -m sley_testing.hook_reference`.
+This page is generated from `sley_core/hookspecs.py` by `python -m sley_testing.hook_reference`.
 
 A plugin is an installed distribution with an entry point in the group `sley.plugins`; plans use the name of the entry
 point (`narrow.reducer` is the record `reducer` of the plugin `narrow`). The module behind it marks functions with
@@ -51,15 +51,14 @@ class HookText:
 
 
 def hooks() -> Iterator[HookText]:
-    """Yields every hook in the order of its file.
+    """Yields every hook in the order of the file.
 
     Raises ValueError with the hook's name where its docstring lacks one of the fixed lines or has them in another
     order.
     """
-    for module in (offers, memory, plan_and_run):
-        for name, value in vars(module).items():
-            if name.startswith("sley_"):
-                yield read_hook(name, value)
+    for name, value in vars(hookspecs).items():
+        if name.startswith("sley_"):
+            yield read_hook(name, value)
 
 
 def read_hook(name: str, function: Callable[..., object]) -> HookText:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sley_core.api.plan import SequenceConfig, Table
 from sley_core.hookspecs import hookimpl
-from sley_core.records import GradientHandlerRecord, SequenceAttentionRecord, WeightCommunicatorRecord
+from sley_core.records import GradientHandlerRecord, Record, SequenceAttentionRecord, WeightCommunicatorRecord
 
 REDUCERS = ("Late", "Halves", "Hoards")
 WRONG_REDUCERS = (
@@ -54,15 +54,14 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
 
 
 @hookimpl
-def sley_weight_communicators() -> list[WeightCommunicatorRecord]:
+def sley_records() -> list[Record]:
     return [
-        WeightCommunicatorRecord(name=name.lower(), config=Nothing, build=f"naive_weights:{name}") for name in WEIGHTS
-    ]
-
-
-@hookimpl
-def sley_sequence_attentions() -> list[SequenceAttentionRecord]:
-    return [
-        SequenceAttentionRecord(name=name.lower(), config=SequenceConfig, build=f"naive_attention:{name}")
-        for name in ATTENTIONS
+        *[
+            WeightCommunicatorRecord(name=name.lower(), config=Nothing, build=f"naive_weights:{name}")
+            for name in WEIGHTS
+        ],
+        *[
+            SequenceAttentionRecord(name=name.lower(), config=SequenceConfig, build=f"naive_attention:{name}")
+            for name in ATTENTIONS
+        ],
     ]

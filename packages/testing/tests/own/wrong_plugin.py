@@ -9,6 +9,7 @@ from sley_core.records import (
     MemoryPoolRecord,
     MetricsWriterRecord,
     OffloadManagerRecord,
+    Record,
     SchedulerHookRecord,
 )
 
@@ -37,28 +38,20 @@ class Nothing(Table):
 
 
 @hookimpl
-def sley_memory_pools() -> list[MemoryPoolRecord]:
-    return [MemoryPoolRecord(name=name.lower(), config=Nothing, build=f"wrong_pools:{name}") for name in POOLS]
-
-
-@hookimpl
-def sley_lr_schedules() -> list[LRScheduleRecord]:
-    return [LRScheduleRecord(name=name, config=Nothing, build=f"wrong_rates:{name}") for name in RATES]
-
-
-@hookimpl
-def sley_metrics_writers() -> list[MetricsWriterRecord]:
-    return [MetricsWriterRecord(name=name.lower(), config=Nothing, build=f"wrong_writers:{name}") for name in WRITERS]
+def sley_records() -> list[Record]:
+    return [
+        *[MemoryPoolRecord(name=name.lower(), config=Nothing, build=f"wrong_pools:{name}") for name in POOLS],
+        *[LRScheduleRecord(name=name, config=Nothing, build=f"wrong_rates:{name}") for name in RATES],
+        *[MetricsWriterRecord(name=name.lower(), config=Nothing, build=f"wrong_writers:{name}") for name in WRITERS],
+        *[
+            OffloadManagerRecord(
+                name=name.lower(), config=Nothing, build=f"wrong_offload:{name}", parts=lambda _: MOVED
+            )
+            for name in MANAGERS
+        ],
+    ]
 
 
 @hookimpl
 def sley_scheduler_hooks() -> list[SchedulerHookRecord]:
     return [SchedulerHookRecord(name=name.lower(), config=Nothing, build=f"wrong_hooks:{name}") for name in HOOKS]
-
-
-@hookimpl
-def sley_offload_managers() -> list[OffloadManagerRecord]:
-    return [
-        OffloadManagerRecord(name=name.lower(), config=Nothing, build=f"wrong_offload:{name}", parts=lambda _: MOVED)
-        for name in MANAGERS
-    ]

@@ -74,7 +74,7 @@ def no_factory(spec: ComponentTable, path: KeyPath, known: str | None) -> tuple[
     records.
     """
     message = f"{spec.header} takes no `factory`: {a_word(spec.kind)} comes from a plugin, by its name"
-    hint = f"`use` one, or install a plugin of your own with the hook `sley_{spec.kind}` (docs/write-a-plugin.md)"
+    hint = f"`use` one, or install a plugin of your own that offers {a_word(spec.kind)} (docs/write-a-plugin.md)"
     return message, (*path, "factory"), f"{hint}; {known}" if known else hint
 
 

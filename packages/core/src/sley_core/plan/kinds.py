@@ -31,7 +31,7 @@ RECORDS: dict[RecordKind, type[records.Record]] = {
     "offload_managers": records.OffloadManagerRecord,
     "metrics_writers": records.MetricsWriterRecord,
 }
-"""The type of record that the hook `sley_<kind>` returns."""
+"""The class of the records of each kind."""
 
 BASES: dict[RecordKind, type[Table]] = {
     "models": ModelConfig,

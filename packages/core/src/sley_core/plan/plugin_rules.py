@@ -10,22 +10,23 @@ from typing import Any, NamedTuple
 
 import pluggy
 
+from sley_core import hookspecs
 from sley_core.discovery import NEWER_CORE, Found, core_version
 from sley_core.errors import PluginError
-from sley_core.hookspecs import memory, offers, plan_and_run
-from sley_core.hookspecs.markers import PROJECT
 from sley_core.plan.kinds import BASES, RECORDS
-from sley_core.records import Record, ScheduleRecord
+from sley_core.records import GradientHandlerRecord, Record, ScheduleRecord, SchedulerHookRecord
 from sley_core.table import RecordKind, Table
 from sley_core.words import suggestion
 
-HOOKS = {
-    name: hook
-    for module in (offers, memory, plan_and_run)
-    for name, hook in vars(module).items()
-    if name.startswith("sley_")
-}
+HOOKS = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("sley_")}
 """Every hook by its name."""
+
+RECORD_HOOKS: dict[str, type[Record]] = {
+    "sley_records": Record,
+    "sley_gradient_handlers": GradientHandlerRecord,
+    "sley_scheduler_hooks": SchedulerHookRecord,
+}
+"""The hooks that return records, and the class of what each may return."""
 
 RESERVED = ("use", "factory")
 """Keys of every component table; a config must not have them."""
@@ -88,9 +89,8 @@ def _looked_at(module: Any, found: Found) -> Any:
     """Checks every hook implementation of `module`, registers it with pluggy, and returns the callers of its hooks. Raises
     PluginError.
     """
-    manager = pluggy.PluginManager(PROJECT)
-    for specifications in (offers, memory, plan_and_run):
-        manager.add_hookspecs(specifications)
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
     for name in dir(module):
         options = manager.parse_hookimpl_opts(module, name)
         if options is None:
@@ -121,10 +121,26 @@ def _looked_at(module: Any, found: Found) -> Any:
 def records_of(hooks: Any, found: Found) -> Mapping[RecordKind, Mapping[str, Record]]:
     """Returns the plugin's records by kind and name.
 
-    Raises PluginError "plugin-invalid": a hook that fails, something that is no record of the kind, a name that is used twice
-    or cannot be written in a plan, a config that is not of its kind's base or has a reserved key.
+    Raises PluginError "plugin-invalid": a hook that fails, something that is no record, or none of the hook's kind, a name that
+    is used twice or cannot be written in a plan, a config that is not of its kind's base or has a reserved key.
     """
-    return {kind: _of_kind(hooks, kind, found) for kind in RECORDS}
+    records: dict[RecordKind, dict[str, Record]] = {kind: {} for kind in RECORDS}
+    for hook, types in RECORD_HOOKS.items():
+        try:
+            returned = [record for records in getattr(hooks, hook)() for record in records]
+        except Exception as error:
+            raise PluginError("plugin-invalid", f"{found.label} failed in `{hook}`: {said(error)}") from error
+        for record in returned:
+            kind = next((kind for kind, of_kind in RECORDS.items() if isinstance(record, of_kind)), None)
+            if kind is None or not isinstance(record, types):
+                wrong: str | None = f"returns a {type(record).__name__}, not a {types.__name__}"
+            else:
+                wrong = _wrong(record, kind, records[kind])
+            if wrong or kind is None:
+                hint = f"report this to the authors of {found.dist}"
+                raise PluginError("plugin-invalid", f"{found.label}: `{hook}` {wrong}", hint=hint)
+            records[kind][record.name] = record
+    return records
 
 
 def is_of_surroundings(error: BaseException) -> bool:
@@ -152,27 +168,8 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _of_kind(hooks: Any, kind: RecordKind, found: Found) -> Mapping[str, Record]:
-    """Returns the plugin's records of one kind by name; raises PluginError "plugin-invalid"."""
-    hook = f"sley_{kind}"
-    try:
-        records = [record for returned in getattr(hooks, hook)() for record in returned]
-    except Exception as error:
-        raise PluginError("plugin-invalid", f"{found.label} failed in `{hook}`: {said(error)}") from error
-    named: dict[str, Record] = {}
-    for record in records:
-        wrong = _wrong(record, kind, named)
-        if wrong:
-            hint = f"report this to the authors of {found.dist}"
-            raise PluginError("plugin-invalid", f"{found.label}: `{hook}` {wrong}", hint=hint)
-        named[record.name] = record
-    return named
-
-
-def _wrong(record: Any, kind: RecordKind, named: Iterable[str]) -> str | None:
+def _wrong(record: Record, kind: RecordKind, named: Iterable[str]) -> str | None:
     """Returns in words what is wrong with a record, None if nothing is. named: the names of the records before it."""
-    if not isinstance(record, RECORDS[kind]):
-        return f"returns a {type(record).__name__}, not a {RECORDS[kind].__name__}"
     if not record.name.isidentifier():
         return f"has the name `{record.name}`, which is none: letters, digits and `_`"
     if record.name in named:

@@ -88,7 +88,7 @@ class Patient(Link):
 
 
 @hookimpl
-def sley_stage_links():
+def sley_records():
     kinds = (Reusing, Disorderly, Rigid, Late, Deaf, Patient)
     return [
         StageLinkRecord(name=kind.__name__.lower(), config=LinkConfig, build=f"broken_links:{kind.__name__}")

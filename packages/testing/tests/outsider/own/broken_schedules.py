@@ -72,7 +72,7 @@ build_one_by_one, build_blocked, build_careless, build_greedy, build_forgetful =
 
 
 @hookimpl
-def sley_schedules() -> list[ScheduleRecord]:
+def sley_records() -> list[ScheduleRecord]:
     return [
         ScheduleRecord(
             name=name,

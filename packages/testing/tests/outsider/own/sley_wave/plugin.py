@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from sley_core.hookspecs import hookimpl
-from sley_core.records import GradientHandlerRecord, PartitionerRecord, ScheduleRecord, StageLinkRecord
+from sley_core.records import GradientHandlerRecord, PartitionerRecord, Record, ScheduleRecord, StageLinkRecord
 from sley_wave import config
 
 
 @hookimpl
-def sley_schedules() -> list[ScheduleRecord]:
-    # No `link`: the plan takes the only one of its plugins.
+def sley_records() -> list[Record]:
     build = "sley_wave.hanayo:build"
     return [
-        ScheduleRecord(name="hanayo", config=config.HanayoConfig, build=build, partition="wave.even", ties="wave.ties")
+        # No `link`: the plan takes the only stage link of its plugins.
+        ScheduleRecord(name="hanayo", config=config.HanayoConfig, build=build, partition="wave.even", ties="wave.ties"),
+        StageLinkRecord(name="link", config=config.LinkConfig, build="sley_wave.link:Link"),
+        PartitionerRecord(name="even", config=config.EvenConfig, build="sley_wave.even:build"),
     ]
-
-
-@hookimpl
-def sley_stage_links() -> list[StageLinkRecord]:
-    return [StageLinkRecord(name="link", config=config.LinkConfig, build="sley_wave.link:Link")]
-
-
-@hookimpl
-def sley_partitioners() -> list[PartitionerRecord]:
-    return [PartitionerRecord(name="even", config=config.EvenConfig, build="sley_wave.even:build")]
 
 
 @hookimpl

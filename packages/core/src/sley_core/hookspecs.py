@@ -1,17 +1,93 @@
-"""Hooks that receive the whole plan before the run is made, and three notifications of the run."""
+"""The hooks of Sley. They assemble a run; none is called in the step loop.
+
+Every hook is called on every rank, before the first step and without communication, except the three notifications at the end.
+Hooks return records; core indexes them by kind and name, and follows the plan's order, never the order of discovery or
+registration.
+
+Compatibility: a new hook or a new trailing argument is a minor version (pluggy passes only the arguments that an implementation
+names). Before a minor version removes one, an earlier version warns.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from sley_core.hookspecs.markers import hookspec
+import pluggy
 
 if TYPE_CHECKING:
     from sley_core import records
     from sley_core.notify import Notified
     from sley_core.plan.plan import Plan
     from sley_core.topology import Topology
+
+PROJECT = "sley"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a plugin's function as the implementation of the hook of its name."""
+
+
+@hookspec
+def sley_records() -> Iterable[records.Record]:  # type: ignore[empty-body]
+    """Offers what a plan's tables can name by `use`: models, datasets, losses, optimizers, schedules, pools and so on.
+
+    A record's class is its kind: `DatasetRecord` is for `[data]`, `LossRecord` for `[loss]`. Gradient handlers and scheduler
+    hooks may be among them, or come from the two hooks below.
+
+    Called: when the plan is resolved
+    Ranks: all
+    May communicate: no
+    Returns: records, or nothing
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_records():
+            return [
+                DatasetRecord(name="lines", config=LinesConfig, build="my_plugin.lines:Lines"),
+                OptimizerRecord(name="lion", config=LionConfig, build="my_plugin.lion:build"),
+            ]
+    """
+
+
+@hookspec
+def sley_gradient_handlers() -> Iterable[records.GradientHandlerRecord]:  # type: ignore[empty-body]
+    """Offers gradient handlers that a `[[gradient_handlers]]` table can name.
+
+    `build(config) -> GradientHandler`.
+
+    Called: when the plan is resolved
+    Ranks: all
+    May communicate: no
+    Returns: records, or nothing
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_gradient_handlers():
+            return [
+                GradientHandlerRecord(
+                    name="topk", config=TopKConfig, build="my_plugin.topk:TopK", role="reducer", exact=False, tolerance=0.1
+                )
+            ]
+    """
+
+
+@hookspec
+def sley_scheduler_hooks() -> Iterable[records.SchedulerHookRecord]:  # type: ignore[empty-body]
+    """Offers scheduler hooks: objects that are called before and after every action.
+
+    `build(config, parts: Parts) -> SchedulerHook`.
+
+    Called: when the plan is resolved
+    Ranks: all
+    May communicate: no
+    Returns: records, or nothing
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_scheduler_hooks():
+            return [SchedulerHookRecord(name="spy", config=SpyConfig, build="my_plugin.spy:Spy")]
+    """
 
 
 @hookspec

@@ -1,8 +1,0 @@
-"""Marks functions as hooks of Sley, and as a plugin's implementations of them."""
-
-import pluggy
-
-PROJECT = "sley"
-
-hookspec = pluggy.HookspecMarker(PROJECT)
-hookimpl = pluggy.HookimplMarker(PROJECT)
