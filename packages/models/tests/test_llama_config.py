@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from sley_core.plan.descriptions import description
 from sley_models.config import LlamaConfig, default_ffn_hidden
 
 
@@ -43,7 +42,7 @@ def test_sizes_that_do_not_fit_are_told_with_the_equation(change: dict[str, Any]
 
 
 def test_every_key_is_described() -> None:
-    assert all(description(LlamaConfig, key) for key in LlamaConfig.model_fields)
+    assert all(field.description for field in LlamaConfig.model_fields.values())
 
 
 def test_the_table_costs_no_torch() -> None:

@@ -49,6 +49,7 @@ class Table(BaseModel):
         extra="forbid",
         allow_inf_nan=False,
         defer_build=True,
+        use_attribute_docstrings=True,
     )
 
 

@@ -17,7 +17,6 @@ from sley_core.optim.config import (
     SGDConfig,
     WarmupStableDecayConfig,
 )
-from sley_core.plan.descriptions import description
 from sley_core.table import Table
 
 TABLES = [
@@ -87,6 +86,6 @@ def test_groups_are_read_from_arrays_of_tables() -> None:
 @pytest.mark.parametrize("table", TABLES)
 def test_every_field_says_in_one_line_what_it_is(table: type[Table]) -> None:
     for name in table.model_fields:
-        meaning = description(table, name)
+        meaning = table.model_fields[name].description
         assert meaning, f"{table.__name__}.{name}"
         assert "\n" not in meaning

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from pydantic.fields import FieldInfo
 
 from sley_core.discovery import CORE
-from sley_core.plan.descriptions import description
 from sley_core.plan.document import plain
 from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word
 from sley_core.plan.loader import Loader
@@ -64,9 +63,7 @@ class Row(NamedTuple):
 def rows(model: type[Table], prefix: str = "") -> Iterator[Row]:
     """Yields the keys of `model`, and the keys of tables inside it, with dotted names."""
     for name, info in model.model_fields.items():
-        yield Row(
-            f"{prefix}{name}", takes(info.annotation, info.metadata), _default(info), description(model, name) or ""
-        )
+        yield Row(f"{prefix}{name}", takes(info.annotation, info.metadata), _default(info), info.description or "")
         inner = inner_table(info.annotation)
         if inner:
             yield from rows(inner[0], f"{prefix}{name}{inner[1]}.")

@@ -12,12 +12,10 @@ import typer
 from pydantic.fields import FieldInfo
 
 from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, PlanError, PluginError, UsageError
-from sley_core.plan.descriptions import description
 from sley_core.plan.document import plain
 from sley_core.plan.kinds import COMPONENTS, words
 from sley_core.plan.loader import Loader, Plugin
 from sley_core.records import Record
-from sley_core.table import Table
 from sley_core.words import suggestion, takes
 from train_cli.completion import plugin_ids
 from train_cli.lazy import module_of
@@ -136,7 +134,7 @@ def _described(plugin: Plugin, record_name: str) -> Iterator[dict[str, Any]]:
             "kind": words(kind),
             "table": headers.get(kind),
             "summary": record.summary or _first_line(record.config.__doc__),
-            "options": [_option(record.config, key, info) for key, info in record.config.model_fields.items()],
+            "options": [_option(key, info) for key, info in record.config.model_fields.items()],
         }
 
 
@@ -148,7 +146,7 @@ def _no_record(plugin: Plugin, name: str, records: list[Record]) -> PlanError:
     return PlanError("unknown-record", f"{plugin.label} has no record `{name}`", hint=hint)
 
 
-def _option(model: type[Table], key: str, info: FieldInfo) -> dict[str, Any]:
+def _option(key: str, info: FieldInfo) -> dict[str, Any]:
     """Returns name, type, default and description of one option."""
     option: dict[str, Any] = {"name": key, "takes": takes(info.annotation, info.metadata), "required": False}
     if info.is_required():
@@ -157,7 +155,7 @@ def _option(model: type[Table], key: str, info: FieldInfo) -> dict[str, Any]:
         option["default"] = "computed"
     else:
         option["default"] = plain(info.default)
-    return {**option, "description": description(model, key)}
+    return {**option, "description": info.description}
 
 
 def _described_text(found: list[dict[str, Any]]) -> str:

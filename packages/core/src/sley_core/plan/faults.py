@@ -127,11 +127,8 @@ def _said(fault: Any) -> str:
 def _description(model: type[Table], inner: KeyPath) -> str | None:
     """Returns the description of the key at `inner`; None if its table is not known."""
     table = field_at(model, inner[:-1])
-    if table is None or not hasattr(table[0], "model_fields"):
-        return None
-    from sley_core.plan.descriptions import description  # what only a message needs is not imported for a valid plan
-
-    return description(table[0], str(inner[-1]))
+    fields = getattr(table[0], "model_fields", {}) if table else {}
+    return fields[inner[-1]].description if inner[-1] in fields else None
 
 
 def _key_path(location: tuple[str | int, ...], kind: str, given: Any) -> KeyPath:

@@ -9,7 +9,6 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from sley_core.errors import PluginError
-from sley_core.plan.descriptions import describe_all
 from sley_core.plan.kinds import COMPONENTS, ComponentTable
 from sley_core.plan.loader import Loader
 from sley_core.plan.tables import EXTENDS, FORMAT, OPTIONAL, SOURCE_FOLDER, TABLES
@@ -29,7 +28,6 @@ def json_schema(loader: Loader | None = None) -> dict[str, Any]:
     records = _records(loader or Loader())
     models = [*TABLES.values(), *OPTIONAL.values(), *(spec.factory for spec in COMPONENTS if spec.factory)]
     models += [record.config for named in records.values() for record in named.values()]
-    describe_all()
     found, definitions = models_json_schema([(model, "validation") for model in dict.fromkeys(models)])
     shared: dict[str, Any] = _for_toml(definitions.get("$defs", {}))
 
