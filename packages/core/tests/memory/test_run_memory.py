@@ -16,7 +16,7 @@ from sley_core.errors import PlanError, StateError, UsageError
 from sley_core.memory.holdings import pieces_of, same_place, storage_id, whole
 from sley_core.memory.run_memory import RunMemory
 from sley_core.memory.state import PARTS, Moved, Where, is_away
-from sley_core.plan.check_offload import check_offload
+from sley_core.plan.check import check_offload
 from sley_core.plan.load import plan_from_dict
 from sley_core.records import OffloadManagerRecord
 from sley_testing.plans import small_plan

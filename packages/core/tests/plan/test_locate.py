@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sley_core.errors import KeyPath
-from sley_core.plan.locate import TextSpan, index
+from sley_core.plan.document import TextSpan, index
 
 NASTY = '''# a comment = "with a value"
 title = "x = 1"   # [no.header]

@@ -10,7 +10,7 @@ import pytest
 from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_text
 from sley_core.plan.loader import Loader
-from sley_core.plan.overrides import apply
+from sley_core.plan.read import apply
 
 BEFORE: dict[str, Any] = {"run": {"name": "x"}, "gradient_handlers": [{"use": "core.each"}], "odd key": {"1": 2}}
 

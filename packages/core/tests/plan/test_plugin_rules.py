@@ -10,8 +10,7 @@ import pytest
 from sley_core import records
 from sley_core.errors import EXIT_PLUGIN, Diagnostic, PluginError
 from sley_core.hookspecs import hookimpl
-from sley_core.plan.loader import Loader
-from sley_core.plan.plugin_rules import is_of_surroundings
+from sley_core.plan.loader import Loader, is_of_surroundings
 from sley_core.table import Table
 
 

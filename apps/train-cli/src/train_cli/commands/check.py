@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from sley_core.errors import PlanError, SleyError
-from sley_core.plan.check import check_plan
-from sley_core.plan.check_handlers import sums_ties
+from sley_core.plan.check import check_plan, sums_ties
 from sley_core.plan.load import load_plan
 from train_cli.console import say
 from train_cli.options import NodesOption, PerNodeOption, SetOption, WorldOption, given_world

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from sley_core.engine.book import Stages, tie_axis, ties
 from sley_core.engine.lists import Lists
 from sley_core.errors import PlanError
-from sley_core.plan.check_handlers import sums_ties
+from sley_core.plan.check import sums_ties
 from sley_core.records import ScheduleRecord
 from sley_core.topology import DEFAULT_LANE, GroupEntry, Topology
 

@@ -1,25 +1,34 @@
-"""Checks a valid plan for a world of a given size, without torch and before any process starts."""
+"""Checks a valid plan for a world of a given size, without torch and before any process starts: its sizes, the order and sums
+of its handlers, its offloads, and whether its sums can be canonical.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sley_core.discovery import to_install
-from sley_core.errors import Diagnostic, PlanError
+from sley_core.errors import Diagnostic, KeyPath, PlanError
+from sley_core.optim.config import FactoryOptimizerConfig
 from sley_core.optim.scope import scope_of
-from sley_core.plan.check_canonical import check_canonical
-from sley_core.plan.check_handlers import check_handlers
-from sley_core.plan.check_offload import check_offload
 from sley_core.plan.check_tables import check_tables
 from sley_core.plan.document import by_place
 from sley_core.plan.tables import OPTIONAL, TABLES, ModelConfig
-from sley_core.records import GradientHandlerRecord, PartitionerRecord, Problem
+from sley_core.records import (
+    GradientHandlerRecord,
+    OffloadManagerRecord,
+    PartitionerRecord,
+    Problem,
+    Role,
+    WeightCommunicatorRecord,
+)
 from sley_core.topology import Topology
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
+
 
 MOST_FORWARDS = 1_000_000
 """The most forwards (chunks x micro-batches) in one step: longer lists take minutes and gigabytes to check."""
@@ -182,3 +191,179 @@ def _divider(plan: Plan, topology: Topology) -> str | None:
 
 def _leaves_shards(record: object) -> bool:
     return isinstance(record, GradientHandlerRecord) and record.result == "shard"
+
+
+NORMS = (1.0, 2.0, math.inf, "inf")
+"""Kinds of norm whose terms every kernel computes to the same bits."""
+
+CODE = "canonical-unsupported"
+
+
+def check_canonical(plan: Plan) -> Iterator[Problem]:
+    """Yields a problem, code "canonical-unsupported", for each part of a plan with `reduction = "canonical"` that would make
+    numbers depend on the layout. Plugins check their own parts.
+    """
+    if plan.parallel.reduction != "canonical":
+        return
+    if plan.parallel.sp > 1:
+        yield _problem(
+            ("parallel", "sp"), f"`sp = {plan.parallel.sp}` gives matrix products other shapes", "leave `sp` at 1"
+        )
+    config = plan.model.config
+    if isinstance(config, ModelConfig) and config.compile:
+        yield _problem(("model", "compile"), "a compiled layer sums in an order of its own", "leave `compile` out")
+    if plan.precision.accumulation == "autograd":
+        message = "weight gradients that autograd adds up have the order of its graph"
+        yield _problem(("precision", "accumulation"), message, 'use "direct", or leave it out')
+    yield from _canonical_optimizer(plan)
+    yield from _canonical_plugins(plan)
+
+
+def _canonical_optimizer(plan: Plan) -> Iterator[Problem]:
+    """Yields a problem for a norm or a fused optimizer whose rounding depends on the layout."""
+    config: Any = plan.optimizer.config
+    if config.clip_kind not in NORMS:
+        message = f"the {config.clip_kind:g}-norm takes powers, which kernels round each in its way"
+        yield _problem(("optimizer", "clip_kind"), message, 'use 1, 2 or "inf"')
+    if isinstance(config, FactoryOptimizerConfig) and config.options.get("fused"):
+        message = (
+            "a fused optimizer rounds the last elements of a tensor otherwise, and parts end elsewhere than wholes"
+        )
+        yield _problem(("optimizer", "options"), message, "leave `fused` out")
+
+
+def _canonical_plugins(plan: Plan) -> Iterator[Problem]:
+    """Yields a problem for a handler or a weight communicator whose record does not declare canonical sums."""
+    for number, handler in enumerate(plan.gradient_handlers):
+        record = handler.record
+        if not isinstance(record, GradientHandlerRecord) or record.role == "observer":
+            continue
+        if not record.canonical or record.tolerance_with(handler.config):
+            message = f"`{handler.name}` sums in an order, or to a precision, of its own"
+            yield _problem(
+                ("gradient_handlers", number, "use"), message, "take `core.each`, `dp.bucketed` or `dp.sharded`"
+            )
+    weights = plan.weights
+    if weights is not None and isinstance(weights.record, WeightCommunicatorRecord) and not weights.record.canonical:
+        message = f"`{weights.name}` adds up what ranks contribute to a weight's gradient"
+        yield _problem(("weights", "use"), message, "take `isp.communicator`")
+
+
+def _problem(path: KeyPath, message: str, hint: str) -> Problem:
+    return Problem(path, f"{message}, so there is no canonical sum", f'{hint}, or `reduction = "fast"`', CODE)
+
+
+WIDTH = {"elementwise": 0, "per_matrix": 1, "global": 2, "unknown": 3}
+"""Rank of an optimizer's scope: how much of the gradients an update may depend on, from least to most."""
+
+
+def check_offload(plan: Plan) -> Iterator[Problem]:
+    """Yields the problems of `[[offload]]`. Codes: "offload-twice", "offload-optimizer"."""
+    mover: dict[str, str] = {}
+    for number, component in enumerate(plan.offload):
+        record = component.record
+        assert isinstance(record, OffloadManagerRecord), component.name
+        for part in record.parts(component.config):
+            if part in mover:
+                message = f"`{mover[part]}` and `{component.name}` both move the run's {part.replace('_', ' ')}"
+                yield Problem(("offload", number, "use"), message, "keep one of them", "offload-twice")
+                break
+            mover[part] = component.name
+        yield from _scope(plan, number, component.name, record)
+
+
+def _scope(plan: Plan, number: int, name: str, record: OffloadManagerRecord) -> Iterator[Problem]:
+    """Yields a problem for an optimizer whose updates depend on more than a manager's way of stepping provides."""
+    allowed, found = record.scope(plan.offload[number].config), scope_of(plan.optimizer)
+    if allowed == "global" or WIDTH[found] <= WIDTH[allowed]:
+        return
+    looks = "may look at all gradients at once" if found == "unknown" else "looks at all gradients at once"
+    message = f"`{name}` steps the optimizer with some weights at a time, but `{plan.optimizer.name}` {looks}"
+    hint = "use an optimizer such as `core.adamw`"
+    if found == "unknown":
+        hint += ', or say `scope = "elementwise"` in [optimizer] where an element is updated by its own gradients alone'
+    yield Problem(("offload", number, "use"), message, hint, "offload-optimizer")
+
+
+ONE_EACH: tuple[Role, ...] = ("reducer", "tie")
+"""Roles that must not occur twice: a sum would be summed again."""
+
+Handlers = Sequence[tuple[int, str, GradientHandlerRecord]]
+
+
+def check_handlers(plan: Plan, topology: Topology) -> Iterator[Problem]:
+    """Yields the problems of the plan's gradient handlers; each job that correctness needs must be done exactly once.
+
+    Codes: "handler-missing", "handler-twice", "handler-conflict" (two for one job), "handler-order", "handler-shards".
+    """
+    handlers: Handlers = [
+        (number, one.name, one.record)
+        for number, one in enumerate(plan.gradient_handlers)
+        if isinstance(one.record, GradientHandlerRecord)
+    ]
+    yield from _missing(handlers, topology)
+    yield from _twice(handlers)
+    yield from _order(handlers)
+    yield from _shards(handlers, topology)
+
+
+def sums_ties(plan: Plan) -> bool:
+    """Returns whether a gradient handler of the plan sums the gradients of parameters that several stages hold."""
+    records = (one.record for one in plan.gradient_handlers)
+    return any(isinstance(record, GradientHandlerRecord) and record.role == "tie" for record in records)
+
+
+def _missing(handlers: Handlers, topology: Topology) -> Iterator[Problem]:
+    """Yields a problem if ranks hold the same weights and no handler is a reducer."""
+    ranks = topology.ranks_per_stage
+    if ranks > 1 and not any(record.role == "reducer" for _, _, record in handlers):
+        message = f"{ranks} ranks hold the same weights, but no gradient handler sums their gradients"
+        hint = 'add [[gradient_handlers]] with `use = "core.each"`, or leave the list out'
+        yield Problem(("gradient_handlers",), message, hint, "handler-missing")
+
+
+def _twice(handlers: Handlers) -> Iterator[Problem]:
+    """Yields a problem for a handler listed twice, and for a second handler of a job that must be done once."""
+    seen: dict[str, int] = {}
+    first: dict[Role, str] = {}
+    for number, name, record in handlers:
+        if name in seen:
+            message = f"`{name}` is listed twice"
+            yield Problem(_path(number), message, "keep one of them", "handler-twice")
+            continue
+        seen[name] = number
+        if record.role in ONE_EACH and record.role in first:
+            job = "sum gradients" if record.role == "reducer" else "sum gradients of shared weights"
+            message = f"`{first[record.role]}` and `{name}` both {job}, so the sum would be wrong"
+            yield Problem(_path(number), message, "keep one of them", "handler-conflict")
+        first.setdefault(record.role, name)
+
+
+def _order(handlers: Handlers) -> Iterator[Problem]:
+    """Yields a problem for each pair of handlers in an order that a record's `before` or `after` forbids."""
+    for number, name, record in handlers:
+        for other_number, other, other_record in handlers:
+            if other_number < number and other_record.role in record.before:
+                yield _wrong_order(number, name, "before", other, other_record.role)
+            elif other_number > number and other_record.role in record.after:
+                yield _wrong_order(number, name, "after", other, other_record.role)
+
+
+def _shards(handlers: Handlers, topology: Topology) -> Iterator[Problem]:
+    """Yields a problem for a handler that needs whole gradients, after a reducer that leaves only a part of each to a rank."""
+    reducer = ""
+    for number, name, record in handlers:
+        if reducer and record.role in ("tie", "transform") and not record.takes_shards:
+            message = f"`{name}` works on whole gradients, of which `{reducer}` leaves a part to each rank"
+            yield Problem(_path(number), message, "take a reducer such as `dp.bucketed`", "handler-shards")
+        if record.role == "reducer" and record.result == "shard" and topology.ranks_per_stage > 1:
+            reducer = name
+
+
+def _wrong_order(number: int, name: str, word: str, other: str, role: Role) -> Problem:
+    message = f"`{name}` must come {word} `{other}`: it works {word} every {role}"
+    return Problem(_path(number), message, f"move its table {word} that of `{other}`", "handler-order")
+
+
+def _path(number: int) -> KeyPath:
+    return ("gradient_handlers", number, "use")

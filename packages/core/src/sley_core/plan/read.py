@@ -1,4 +1,7 @@
-"""Reads a file or a text into a `Document` and applies `--set`; every failure has its own code."""
+"""Reads a plan into a `Document`: its file or text, the plan that it extends, and the overrides of `--set`.
+
+Every failure has its own code.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,8 @@ from typing import Any
 import tomli
 
 from sley_core.errors import Diagnostic, KeyPath, Place, PlanError, dotted
-from sley_core.plan.document import Document, Override, first_of, plain
-from sley_core.plan.extends import extended
-from sley_core.plan.locate import index
-from sley_core.plan.overrides import apply
+from sley_core.plan.document import Document, Override, first_of, index, plain
+from sley_core.table import expanded
 from sley_core.words import is_utf8, printable, shown
 
 DEEPEST = 32
@@ -230,3 +231,184 @@ def _near(path: Path) -> str | None:
 def _lowered(message: str) -> str:
     message = re.sub(r" \(at .*\)$", "", message)
     return message[:1].lower() + message[1:]
+
+
+_BARE_WORD = re.compile(r"[^\s\"'\[\]{}=,#](?:[^\"'\[\]{}=,#\n]*[^\s\"'\[\]{}=,#])?")
+_QUOTE = "VALUE is TOML; a string needs quotes, which the shell takes away: --set 'run.name=\"first try\"'"
+
+
+def apply(tables: dict[str, Any], text: str) -> KeyPath:
+    """Sets in `tables` the value that `text` gives, creating tables on the path; returns the path that was set.
+
+    A number is an index into an array; the number after its last item appends one. Raises PlanError "set-invalid",
+    without a place.
+    """
+    if not is_utf8(text):
+        raise PlanError("set-invalid", f"`{printable(text)}` is not UTF-8")
+    name, equals, value_text = _split(text)
+    if not equals:
+        raise PlanError("set-invalid", f"`{text}` is not of the form key.path=VALUE", hint=_QUOTE)
+    parts = _key(name)
+    value = _value(value_text)
+    here: Any = tables
+    path: KeyPath = ()
+    for part, following in zip(parts, (*parts[1:], None), strict=True):
+        key = _step(here, part, path)
+        path = (*path, key)
+        if following is None:
+            here[key] = value
+            break
+        if isinstance(here, dict):
+            here.setdefault(key, [] if following == "0" else {})
+        here = here[key]
+        if not isinstance(here, dict | list):
+            raise PlanError("set-invalid", f"`{dotted(path)}` is {shown(here)}, which has no keys")
+    return path
+
+
+def _step(here: Any, part: str, path: KeyPath) -> str | int:
+    """Returns the key or index that `part` means in the table or array `here`; appends an empty item if it is the next."""
+    if isinstance(here, dict):
+        return part
+    if not part.isdecimal() or int(part) > len(here):
+        count = f"0 to {len(here)}" if here else "0"
+        raise PlanError("set-invalid", f"`{dotted(path)}` is an array: `{part}` must be a number, {count}")
+    if int(part) == len(here):
+        here.append({})
+    return int(part)
+
+
+def _split(text: str) -> tuple[str, str, str]:
+    """Returns the text before the first equals sign outside quotes, the sign or "", and the text after it."""
+    match = re.match(r"((?:[^=\"']|\"(?:[^\"\\]|\\.)*\"|'[^']*')*)(=?)", text)
+    assert match, text
+    return match[1].strip(), match[2], text[match.end() :].strip()
+
+
+def _key(name: str) -> list[str]:
+    """Returns the parts of a dotted key, quoted as in TOML; raises PlanError "set-invalid"."""
+    try:
+        nested: Any = tomli.loads(f"{name} = 0") if "\n" not in name else {}
+    except (tomli.TOMLDecodeError, RecursionError):
+        nested = {}
+    parts = []
+    while isinstance(nested, dict) and len(nested) == 1:
+        ((part, nested),) = nested.items()
+        parts.append(part)
+    if nested != 0 or not parts:
+        raise PlanError("set-invalid", f"`{name}` is not a key path such as `gradient_handlers.0.bucket_mb`")
+    return parts
+
+
+def _value(text: str) -> Any:
+    """Returns the TOML value of `text`, or `text` itself if it is a bare word; raises PlanError "set-invalid"."""
+    try:
+        found = tomli.loads(f"value = {text}")
+        if found.keys() == {"value"}:
+            return found["value"]
+    except (tomli.TOMLDecodeError, ValueError, RecursionError):
+        if _BARE_WORD.fullmatch(text):
+            return text
+    raise PlanError("set-invalid", f"{shown(text)} is neither a TOML value nor a bare word", hint=_QUOTE)
+
+
+KEY = "extends"
+
+_UNREADABLE = frozenset({"plan-missing", "plan-is-folder", "plan-unreadable"})
+_DEEPEST = 32
+_DECIDES = ("use", "factory")
+"""Keys that decide what a table's other keys mean."""
+
+
+def extended(document: Document, read: Callable[[str], Document], chain: tuple[Path, ...] = ()) -> Document:
+    """Returns the document with what it does not say taken from its base; unchanged if it has no `extends`.
+
+    read: returns the document of a file without its bases. chain: the files that led here. Raises PlanError at the key
+    `extends`: "wrong-type", "extends-missing" for a file that cannot be read, "extends-cycle"; and the base's own errors, at
+    their places.
+    """
+    if KEY not in document.tables:
+        return document
+    given = document.tables[KEY]
+    if not isinstance(given, str) or not given:
+        raise _refused(document, "wrong-type", f"`{KEY}` must be the path of a plan, not {shown(given)}")
+    if document.folder is None:
+        raise _refused(
+            document, "extends-missing", f"a text without a folder has nothing that `{given}` is relative to"
+        )
+    chain = chain or (_real(Path(document.folder, Path(document.file).name)),)
+    try:
+        given = expanded(given)
+    except ValueError as error:
+        raise _refused(document, "extends-missing", str(error)) from None
+    path = Path(document.folder, given)
+    if _real(path) in chain or len(chain) > _DEEPEST:
+        way = " extends ".join(f"`{one.name}`" for one in (*chain, path))
+        raise _refused(document, "extends-cycle", f"the plan extends itself: {way}", "take one `extends` out")
+    # The name to show: relative to the first file's name, as a person would write it.
+    name = os.path.normpath(Path(document.file).parent / given)
+    try:
+        base = read(name if _real(Path(name)) == _real(path) else str(path))
+    except PlanError as error:
+        first = error.diagnostics[0]
+        if first.code not in _UNREADABLE:
+            raise
+        raise _refused(
+            document, "extends-missing", f"what it extends is not there: {first.message}", first.hint
+        ) from None
+    return _merged(document, extended(_at_home(base), read, (*chain, _real(path))))
+
+
+def _at_home(base: Document) -> Document:
+    """Returns a base without its `source_folder`, as in a resolved plan, in which its own relative paths start."""
+    tables = dict(base.tables)
+    given = tables.pop("source_folder", None)
+    try:
+        folder = Path(base.folder or Path(), expanded(given)) if isinstance(given, str) else base.folder
+    except ValueError as error:
+        found = base.diagnostic("wrong-value", f"`source_folder`: {error}", ("source_folder",))
+        raise PlanError.many([found]) from None
+    return replace(base, tables=tables, folder=folder)
+
+
+def _merged(own: Document, base: Document) -> Document:
+    """Returns `own` merged with `base`; each path taken from the base is recorded with its document."""
+    taken: list[KeyPath] = []
+    tables = _joined({key: value for key, value in own.tables.items() if key != KEY}, base.tables, (), taken)
+    known = {*base.spots, *base.bases}
+    bases = {path: base.owner(path) for path in known if any(path[: len(start)] == start for start in taken)}
+    return replace(own, tables=tables, bases=bases)
+
+
+def joined(own: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """Returns both tables merged by the rules of `extends`; `own` has precedence."""
+    return _joined(own, base, (), [])
+
+
+def _joined(own: dict[str, Any], base: dict[str, Any], path: KeyPath, taken: list[KeyPath]) -> dict[str, Any]:
+    """Returns both tables merged, in the base's order; appends to `taken` the paths whose values are the base's."""
+    if path and any(key in own and own[key] != base.get(key) for key in _DECIDES):
+        return own
+    found: dict[str, Any] = {}
+    for key in dict.fromkeys([*base, *own]):
+        here = (*path, key)
+        if key not in own:
+            found[key] = base[key]
+            taken.append(here)
+        elif isinstance(own[key], dict) and isinstance(base.get(key), dict):
+            found[key] = _joined(own[key], base[key], here, taken)
+        else:
+            found[key] = own[key]
+    return found
+
+
+def _refused(document: Document, code: str, message: str, hint: str | None = None) -> PlanError:
+    """Returns a PlanError placed at the key `extends`."""
+    found: Diagnostic = document.diagnostic(code, message, (KEY,), hint)
+    error = PlanError.many([found])
+    assert isinstance(error, PlanError), error
+    return error
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))

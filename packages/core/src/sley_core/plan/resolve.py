@@ -1,4 +1,5 @@
-"""Resolves a document into a `Plan`: loads the plugins it names, checks every table, writes the defaults in.
+"""Resolves a document into a `Plan`: loads the plugins that it names, checks its top level and every table, and adds the
+defaults.
 
 All problems are collected, except those in tables of a missing plugin, which are not known.
 """
@@ -7,28 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import ValidationError
 
 from sley_core.discovery import CORE
 from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError, dotted
 from sley_core.plan.check_tables import check_tables
-from sley_core.plan.defaults import default_list, default_of, is_named_by, no_factory, of_core, without_default
-from sley_core.plan.document import MOST_PROBLEMS, Document, by_place
-from sley_core.plan.faults import faults
+from sley_core.plan.defaults import default_list, default_of, is_named_by, no_factory, of_core, origins, without_default
+from sley_core.plan.document import MOST_PROBLEMS, Document, by_place, first_of
+from sley_core.plan.faults import faults, unknown_key
 from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word
 from sley_core.plan.loader import Loader, Plugin
-from sley_core.plan.origins import origins
-from sley_core.plan.own_names import NameFault, OwnNames
-from sley_core.plan.paths import validated
+from sley_core.plan.names import NameFault, OwnNames, Reference, references
 from sley_core.plan.plan import Component, Plan
-from sley_core.plan.references import Reference, references
-from sley_core.plan.tables import DRAWN_STEP, OPTIONAL, TABLES, RunTable, TimelineTable
-from sley_core.plan.top_level import top_level_faults
-from sley_core.table import Table, expanded, written
-from sley_core.words import shown
+from sley_core.plan.tables import DRAWN_STEP, FORMAT, OPTIONAL, TABLES, RunTable, TimelineTable
+from sley_core.table import BasePath, Table, expanded, written
+from sley_core.words import shown, suggestion
 
 AnyTable = TypeVar("AnyTable", bound=Table)
 
@@ -301,3 +299,65 @@ class _Resolver:
     ) -> None:
         at: Literal["key", "value"] = "key" if at_key else "value"
         self.problems.append(self.document.diagnostic(code, message, path, hint, at))
+
+
+TOP_LEVEL = ("plan", "source_folder", *TABLES, *OPTIONAL, *(table.key for table in COMPONENTS))
+
+
+def top_level_faults(document: Document) -> list[Diagnostic]:
+    """Returns problems for an unsupported format, and for tables and keys that no plan has."""
+    found = []
+    version = document.tables.get("plan", FORMAT)
+    if version != FORMAT or isinstance(version, bool):
+        message = f"`plan` is the format of the plan, {FORMAT}, not {shown(version)}"
+        found.append(document.diagnostic("plan-format", message, ("plan",)))
+    unknown = [key for key in document.tables if key not in TOP_LEVEL]
+    return found + first_of(unknown, partial(_unknown, document), "the plan")
+
+
+def _unknown(document: Document, key: str) -> Diagnostic:
+    """Returns the diagnostic of an unknown top-level key or table, with a suggestion."""
+    if not isinstance(document.tables[key], dict | list):
+        return unknown_key(key, TOP_LEVEL, (key,), document, "a plan", _elsewhere(key, document.tables))
+    tables = [name for name in TOP_LEVEL if name not in ("plan", "source_folder")]
+    hint = suggestion(key, tables, f"its tables are {', '.join(tables)}")
+    return document.diagnostic("unknown-table", f"`{key}` is not a table of a plan", (key,), hint, "key")
+
+
+def _elsewhere(key: str, tables: Mapping[str, Any]) -> str | None:
+    """Returns a hint which table has `key`: the only one of this plan that contains it, or the only one whose model has it;
+    else None.
+    """
+    here = [name for name, table in tables.items() if isinstance(table, dict) and key in table]
+    known = [name for name, model in {**TABLES, **OPTIONAL}.items() if key in model.model_fields]
+    found = here if len(here) == 1 else known
+    return f"did you mean `{found[0]}.{key}`?" if len(found) == 1 else None
+
+
+def validated(model: type[AnyTable], given: Mapping[str, Any], path: KeyPath, document: Document) -> AnyTable:
+    """Returns `given`, the table at `path`, as a `model`. Raises pydantic's ValidationError."""
+    keys = _with_paths(model, given, path, document) if document.bases else given
+    return model.model_validate(keys, context={"folder": document.folder})
+
+
+def _with_paths(model: type[Table], given: Mapping[str, Any], path: KeyPath, document: Document) -> dict[str, Any]:
+    """Returns the keys of a table; each path that a file of another folder contains has that folder with it."""
+    found = dict(given)
+    for key, value in given.items():
+        info = model.model_fields.get(key)
+        if info is not None and _takes_path(info.annotation):
+            found[key] = _with_folder(value, (*path, key), document)
+    return found
+
+
+def _with_folder(value: Any, path: KeyPath, document: Document) -> Any:
+    """Returns a path, or a list of paths, with its folder if it comes from another folder than the plan's."""
+    if isinstance(value, list):
+        return [_with_folder(item, (*path, number), document) for number, item in enumerate(value)]
+    folder = document.folder_of(path)
+    is_elsewhere = isinstance(value, str) and folder is not None and folder != document.folder
+    return BasePath(folder, value) if is_elsewhere and folder else value
+
+
+def _takes_path(annotation: Any) -> bool:
+    return annotation is Path or any(map(_takes_path, get_args(annotation)))

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sley_core.errors import PluginError, SleyError
-from sley_core.plan.check_offload import check_offload
+from sley_core.plan.check import check_offload
 from sley_core.plan.load import with_tables
 from sley_core.plan.loader import Loader, Plugin
 from sley_core.plan.plan import Component, Plan
