@@ -11,7 +11,7 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.groups import Groups, make_groups
 from sley_core.comm.world import World
-from sley_core.engine.layout import by_reduce_group
+from sley_core.engine.buffers import by_reduce_group
 from sley_core.plan.load import plan_from_dict
 from sley_core.topology import GroupEntry
 from sley_testing.parity import assert_close_gradients

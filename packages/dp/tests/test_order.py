@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import sley_core.engine.gradient_buffers
+import sley_core.engine.buffers
 from sley_core.assemble import assemble
 from sley_core.comm.transport.direct import Direct
 from sley_core.comm.world import World
-from sley_core.engine.flat import ALIGNMENT_BYTES
-from sley_core.engine.gradient_buffers import GradientBuffer
+from sley_core.engine.buffers import ALIGNMENT_BYTES, GradientBuffer
 from sley_core.plan.load import plan_from_dict
 from sley_dp.buckets import fill
 from sley_testing.parity import assert_close_gradients
@@ -85,7 +84,7 @@ def memory_of_buffers(tables, folder):
             made.append((StorageWeakRef(storage), storage.nbytes()))
             most = max(most, sum({one.cdata: size for one, size in made if not one.expired()}.values()))
 
-    sley_core.engine.gradient_buffers.GradientBuffer = Counted
+    sley_core.engine.buffers.GradientBuffer = Counted
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         for step in range(4):
             if step == 3:

@@ -14,7 +14,7 @@ from sley_core.comm.groups import make_groups
 from sley_core.comm.sent_bytes import SentBytes
 from sley_core.comm.world import World
 from sley_core.engine.book import Entry
-from sley_core.engine.flat import FlatBuffer
+from sley_core.engine.buffers import FlatBuffer
 from sley_core.plan.load import plan_from_dict
 from sley_core.topology import Topology
 from sley_dp.low_rank import as_matrix

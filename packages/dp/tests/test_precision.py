@@ -10,7 +10,7 @@ import torch
 from sley_core.comm.groups import make_groups
 from sley_core.comm.sent_bytes import SentBytes
 from sley_core.engine.book import Entry
-from sley_core.engine.flat import FlatBuffer
+from sley_core.engine.buffers import FlatBuffer
 from sley_core.topology import Topology
 from sley_dp.config import BF16_TOLERANCE
 from sley_dp.narrow import Narrow

@@ -16,13 +16,13 @@ from sley_core.comm.malloc import keep_freed_memory
 from sley_core.draft import DTYPES, Draft, draft_of, dtypes, formats_of
 from sley_core.engine import layer_costs
 from sley_core.engine.book import ParameterBook
+from sley_core.engine.buffers import by_reduce_group, loose
 from sley_core.engine.canonical.cost import cost_note
 from sley_core.engine.canonical.model_check import check_model
 from sley_core.engine.canonical.order import CanonicalOrder
 from sley_core.engine.extra_state import check_extra_states
 from sley_core.engine.foretold import Foretold, foretold
 from sley_core.engine.gradient_hooks import check_hooks
-from sley_core.engine.layout import by_reduce_group, loose
 from sley_core.engine.left_over import refuse_left_over
 from sley_core.engine.load import WeightLoader, names_of
 from sley_core.engine.parts import Parts

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sley_core.checkpoint.trees import StateLeaf, joined, leaves
-from sley_core.engine.cuts import Span
+from sley_core.engine.buffers import Span
 from sley_core.engine.step_events import step_buckets
 from sley_core.errors import RunError
 from sley_core.factory import cause

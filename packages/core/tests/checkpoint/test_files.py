@@ -16,7 +16,7 @@ from sley_core.checkpoint.reader import Checkpoint
 from sley_core.checkpoint.rectangles import all_of, rectangles
 from sley_core.checkpoint.regions import Region
 from sley_core.checkpoint.trees import joined, leaves
-from sley_core.engine.cuts import Span
+from sley_core.engine.buffers import Span
 from sley_core.engine.shards import Shard
 from sley_core.errors import RunError
 from sley_core.json_values import from_json, to_json

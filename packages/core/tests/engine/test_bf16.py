@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sley_core.engine.flat import ALIGNMENT_BYTES
+from sley_core.engine.buffers import ALIGNMENT_BYTES
 from sley_core.protocols import GradientHandler
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.runs import record, same_on_all

@@ -1,12 +1,18 @@
 """Gives plugins the parts of a run that they are attached to: parameters, gradients, and where a step stands."""
 
 from sley_core.engine.book import Entry, ParameterBook
+from sley_core.engine.buffers import ALIGNMENT as SHARD_ALIGNMENT
+from sley_core.engine.buffers import (
+    ALIGNMENT_BYTES,
+    Cut,
+    FlatBuffer,
+    GradientBuffer,
+    Layout,
+    Planner,
+    offsets,
+    views_of,
+)
 from sley_core.engine.canonical.tree_sums import TreeSums
-from sley_core.engine.cuts import ALIGNMENT as SHARD_ALIGNMENT
-from sley_core.engine.cuts import Cut
-from sley_core.engine.flat import ALIGNMENT_BYTES, FlatBuffer, offsets, views_of
-from sley_core.engine.gradient_buffers import GradientBuffer
-from sley_core.engine.layout import Layout, Planner
 from sley_core.engine.parts import Parts
 from sley_core.engine.slot import add_at
 from sley_core.engine.step_state import MicroStep, Phase, StepState

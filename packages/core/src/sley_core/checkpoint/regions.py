@@ -11,7 +11,7 @@ from sley_core.checkpoint.rectangles import Rectangle, all_of, rectangles
 
 if TYPE_CHECKING:
     from sley_core.engine.book import Entry
-    from sley_core.engine.cuts import Span
+    from sley_core.engine.buffers import Span
     from sley_core.engine.shards import Shard
 
 

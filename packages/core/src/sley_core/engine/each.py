@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from sley_core.comm.collectives import Pending, all_reduce
 from sley_core.comm.sent_bytes import SentBytes
+from sley_core.engine.buffers import Layout
 from sley_core.engine.canonical.tree_sums import TreeSums
-from sley_core.engine.layout import Layout
 from sley_core.protocols import GradientHandler, HandlerExchange
 
 if TYPE_CHECKING:

@@ -7,10 +7,8 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from sley_core.engine.book import Entry
+from sley_core.engine.buffers import GradientBuffer, Piece, Span, pieces_of
 from sley_core.engine.canonical.slot import CanonicalSlot
-from sley_core.engine.cuts import Span
-from sley_core.engine.gradient_buffers import GradientBuffer, pieces_of
-from sley_core.engine.layout import Piece
 from sley_core.engine.slot import LooseSlot, Slot
 from sley_core.engine.slot_faults import frozen, without_gradients
 

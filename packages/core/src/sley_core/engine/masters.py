@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.engine.book import Entry
-from sley_core.engine.cuts import Span
-from sley_core.engine.flat import FlatBuffer
+from sley_core.engine.buffers import FlatBuffer, Span
 from sley_core.engine.store import GradientStore
 from sley_core.engine.weights import WeightStore
 from sley_core.errors import RunError

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 
 if TYPE_CHECKING:
-    from sley_core.engine.cuts import Span
+    from sley_core.engine.buffers import Span
     from sley_core.engine.masters import Stepped
     from sley_core.engine.update import Update
 

@@ -26,11 +26,10 @@ from torch import Tensor
 
 from sley_core.actions.action import Action
 from sley_core.engine.book import Entry, ParameterBook, TrainedSet
+from sley_core.engine.buffers import GradientMemory, Planner, by_reduce_group
 from sley_core.engine.canonical.order import CanonicalOrder
 from sley_core.engine.canonical.slot import CanonicalSlot
 from sley_core.engine.contributions import Contributions
-from sley_core.engine.gradient_buffers import GradientMemory
-from sley_core.engine.layout import Planner, by_reduce_group
 from sley_core.engine.slot import (
     Autograd,
     Habit,

@@ -23,8 +23,8 @@ from sley_core.comm.collectives import all_reduce
 from sley_core.comm.compare import exchanges_differ, exchanges_of
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups
+from sley_core.engine.buffers import Piece
 from sley_core.engine.canonical.totals import ExactTotals
-from sley_core.engine.layout import Piece
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters, Stepped
 from sley_core.engine.norms import joined_norm

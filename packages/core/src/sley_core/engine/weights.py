@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from sley_core.comm.copies import free, grow
 from sley_core.engine.book import Entry
-from sley_core.engine.cuts import ALIGNMENT
-from sley_core.engine.flat import FlatBuffer
+from sley_core.engine.buffers import ALIGNMENT, FlatBuffer
 from sley_core.errors import RunError
 from sley_core.model.formats import is_kept, parameter_format
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sley_core.actions.action import Action, Kind
-from sley_core.engine.layout import by_reduce_group, loose
+from sley_core.engine.buffers import by_reduce_group, loose
 from sley_core.errors import RunError
 
 

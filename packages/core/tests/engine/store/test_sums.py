@@ -8,7 +8,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from sley_core.engine.layout import by_reduce_group
+from sley_core.engine.buffers import by_reduce_group
 from sley_core.errors import RunError
 
 

@@ -15,8 +15,8 @@ from sley_core.engine.canonical.losses import spread, tree_sum
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
+    from sley_core.engine.buffers import Piece
     from sley_core.engine.canonical.order import CanonicalOrder
-    from sley_core.engine.layout import Piece
 
 
 class ExactTotals:

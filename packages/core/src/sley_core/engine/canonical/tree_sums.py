@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from sley_core.comm.groups import Group
     from sley_core.comm.sent_bytes import SentBytes
     from sley_core.comm.transport.protocol import Work
+    from sley_core.engine.buffers import GradientBuffer
     from sley_core.engine.canonical.order import CanonicalOrder
-    from sley_core.engine.gradient_buffers import GradientBuffer
     from sley_core.engine.store import GradientStore
 
 NUM_SLOTS = 2

@@ -1,0 +1,355 @@
+"""Flat buffers, the layout of gradients in them, and the part of each that this rank reduces and steps.
+
+    | a a a a a . . . | b b . . . . . . | c c c c c c c . |      . padding, always zero
+    0                 offset of b       offset of c
+
+One tensor has many aligned views, so an operation over the buffer is one call instead of one per tensor, and no step allocates
+memory for it. Of a buffer that is cut (ZeRO's partitions) each rank of a group keeps one part:
+
+    buffer   | a a a a a . | b b b . . . | c c . . . . |
+    parts    | rank 0          | rank 1            |          rank 0: all of a, the first elements of b
+
+A part may begin anywhere within an entry, so only element-wise operations can work on parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from operator import mul
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sley_core.comm.copies import free, grow
+from sley_core.comm.marks import checksum
+from sley_core.engine.book import Entry
+from sley_core.engine.slot import LooseSlot
+from sley_core.errors import RunError
+
+ALIGNMENT_BYTES = 256
+"""Every view starts at a multiple of this: suits vector loads and NCCL's copy paths, and equals the CUDA allocator's."""
+
+
+class FlatBuffer:
+    """Holds `len(shapes)` contiguous, aligned views into one zeroed tensor `data` of `dtype` on `device`.
+
+    data: shape [numel], padding included. views: in the order of `shapes`. Padding stays zero as long as only views are
+    written, so a sum or a norm over `data` is one over the views. memory: becomes `data`, and must be zeroed; left out, it is
+    allocated. alignment: of each view, in elements; left out, ALIGNMENT_BYTES. multiple: `numel` divides into that many aligned
+    parts.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: Tensor | None = None,
+        *,
+        alignment: int | None = None,
+        multiple: int = 1,
+    ) -> None:
+        alignment = alignment or ALIGNMENT_BYTES // dtype.itemsize
+        self.offsets, numel = offsets(shapes, alignment, multiple)
+        self.data: Tensor = torch.zeros(numel, dtype=dtype, device=device) if memory is None else memory
+        assert self.data.shape == (numel,), f"{self.data.shape} for {numel} elements"
+        self.views = views_of(self.data, self.offsets, shapes)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+
+def offsets(shapes: Sequence[Sequence[int]], alignment: int, multiple: int = 1) -> tuple[list[int], int]:
+    """Returns the offset of each shape, in elements and a multiple of `alignment`, and the number of elements of the buffer.
+
+    multiple: above 1, that number divides into as many aligned parts, each of at least one `alignment`.
+    """
+    starts: list[int] = []
+    end = 0
+    for shape in shapes:
+        starts.append(end)
+        end += -(-prod(shape) // alignment) * alignment
+    if multiple > 1:
+        end = max(1, -(-end // (multiple * alignment))) * multiple * alignment
+    return starts, end
+
+
+def views_of(flat: Tensor, starts: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Returns a contiguous view of `flat`, [numel], for each of `shapes`, which begins at that element of `starts`."""
+    before, numel = int(flat.storage_offset()), flat.numel()
+    views = []
+    for start, shape in zip(starts, shapes, strict=True):
+        assert start + prod(shape) <= numel, f"{shape} at {start} of {numel} elements"
+        strides = list(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if len(shape) else []
+        # one call where a slice and its `view` are two, for each weight that is gathered and for each gradient
+        views.append(flat.as_strided(tuple(shape), strides, before + start))
+    return views
+
+
+ALIGNMENT = 128
+"""Alignment, in elements, of the entries of a buffer that is cut. Gradients, working weights and masters have the same offsets,
+at multiples of 256 bytes in every format of two bytes or more.
+"""
+
+
+class Span(NamedTuple):
+    """Names the elements `first` to `last` (exclusive) of an entry's flattened parameter, as this rank holds it."""
+
+    first: int
+    last: int
+
+    @property
+    def numel(self) -> int:
+        return self.last - self.first
+
+    def shape_in(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape in which the elements are stepped: the `whole` shape if these are all of its elements, else flat
+        with leading dims of size 1. So the number of dims stays: an optimizer may treat matrices otherwise than vectors.
+        """
+        if self.numel == prod(whole):
+            return tuple(whole)
+        return (*(1 for _ in whole[1:]), self.numel)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Names this rank's part of a buffer: number `index` of `count` equal ones, over the ranks of the group `axis`.
+
+    If that group is only a part of the reduce group, the ranks of other such groups have copies of the part.
+    """
+
+    axis: str
+    count: int
+    index: int
+
+    def bounds(self, numel: int) -> tuple[int, int]:
+        """Returns the first element of the part and the one after its last, in a buffer of `numel` elements, which `count`
+        divides.
+        """
+        size, rest = divmod(numel, self.count)
+        assert rest == 0, f"{numel} elements over {self.count} ranks"
+        return size * self.index, size * (self.index + 1)
+
+    def span(self, start: int, numel: int, total: int) -> Span:
+        """Returns which of the `numel` elements of an entry that begins at `start` lie in this part, counted from `start`;
+        maybe none.
+
+        total: the number of elements of the buffer.
+        """
+        begin, end = self.bounds(total)
+        first = min(max(begin - start, 0), numel)
+        return Span(first, max(first, min(end - start, numel)))
+
+
+WHOLE = Cut("", 1, 0)
+"""The cut of a buffer that is not divided: one part, the whole."""
+
+
+class Layout(NamedTuple):
+    """Says how a reducer wants the gradients: which lie side by side, and in which order they are reported ready.
+
+    buffers: lists of entries of one family. order: the same entries; not their concatenation if buffers of several reduce
+    groups are filled side by side. Equal on all ranks of every reduce group. loose: entries of `order` that lie in no buffer,
+    because nobody reduces them. cuts: for each buffer, the part whose sum this rank gets; None, or no list at all, for the
+    whole. is_fixed: whether it must not change, since masters and optimizer states follow it: then no parameter may be frozen
+    or unfrozen.
+    """
+
+    buffers: list[list[Entry]]
+    order: list[Entry]
+    loose: Sequence[Entry] = ()
+    cuts: Sequence[Cut | None] = ()
+    is_fixed: bool = False
+
+    @property
+    def cut_lists(self) -> list[tuple[list[Entry], Cut | None]]:
+        """The buffers that are not empty, each with its cut."""
+        cuts = self.cuts or [None] * len(self.buffers)
+        return [(entries, cut) for entries, cut in zip(self.buffers, cuts, strict=True) if entries]
+
+    def check(self, trainable: Sequence[Entry]) -> None:
+        """Asserts that `order`, and `buffers` with `loose`, name each of `trainable` (in the order of the book) exactly
+        once.
+        """
+        for entries in (self.order, [entry for buffer in (*self.buffers, self.loose) for entry in buffer]):
+            named = sorted(entry.index for entry in entries)
+            assert named == [entry.index for entry in trainable], "a layout names every trainable entry once"
+
+
+class Piece(NamedTuple):
+    """Groups gradients that enter a norm with the same factor: tensors of one dtype, their reduce group, and how many stages
+    hold a copy.
+
+    num_shards: how many ranks of the reduce group share one copy, each with other elements. stages: those that hold a copy, if
+    the tensors are of a buffer.
+    """
+
+    tensors: list[Tensor]
+    reduce_group: str
+    num_holders: int
+    num_shards: int = 1
+    stages: tuple[int, ...] = ()
+
+
+Planner = Callable[[list[Entry]], Layout]
+"""Lays out the given entries, which come in reverse order of use."""
+
+
+def loose(entries: list[Entry]) -> Layout:
+    """Returns a layout without buffers, for a run without a reduction."""
+    return Layout([], entries, entries)
+
+
+def by_reduce_group(entries: list[Entry]) -> Layout:
+    """Returns a layout with one buffer for each family of entries, in the order given."""
+    families: dict[tuple[object, ...], list[Entry]] = {}
+    for entry in entries:
+        families.setdefault(entry.family, []).append(entry)
+    return Layout(list(families.values()), entries)
+
+
+class GradientBuffer(FlatBuffer):
+    """Holds the gradients of some entries of one family, side by side in `memory`; `num_holders` stages hold a copy of each.
+
+    cut: the part whose sum this rank gets; None for all of it. is_whole: whether `data` holds this rank's own contributions or
+    the whole sum; false once a reducer has begun to sum a buffer that is cut.
+    """
+
+    def __init__(self, entries: Sequence[Entry], memory: Tensor, cut: Cut | None = None) -> None:
+        shapes = [entry.parameter.shape for entry in entries]
+        super().__init__(shapes, memory.dtype, memory.device, memory, **_spacing(cut))
+        self.entries = list(entries)
+        self.cut = cut
+        self.num_shards = cut.count if cut else 1
+        self.is_whole = True
+        self.reduce_group = entries[0].reduce_group
+        self.stages = entries[0].stages
+        self.num_holders = len(self.stages)
+        assert all(entry.family == entries[0].family for entry in entries), f"{entries} do not reduce together"
+
+    @cached_property
+    def contents(self) -> int:
+        """Checksum of the entries' names in order; equal on all ranks that sum the buffer."""
+        return checksum(entry.name for entry in self.entries)
+
+    @cached_property
+    def own(self) -> Tensor:
+        """The part of `data` whose sum this rank gets, [numel / count]; `data` itself if nothing is cut."""
+        if self.cut is None:
+            return self.data
+        first, last = self.cut.bounds(self.data.numel())
+        return self.data[first:last]
+
+    @cached_property
+    def spans(self) -> dict[Entry, Span]:
+        """The elements of each entry that lie in this rank's part; may be none."""
+        places = zip(self.entries, self.offsets, strict=True)
+        cut = self.cut or WHOLE
+        return {entry: cut.span(start, entry.numel, self.data.numel()) for entry, start in places}
+
+    @cached_property
+    def parts(self) -> dict[Entry, Tensor]:
+        """Each entry's gradient in this rank's part: views in the shape of its span (`Span.shape_in`)."""
+        return self.views_in(self.own)
+
+    def views_in(self, memory: Tensor) -> dict[Entry, Tensor]:
+        """Returns views of `memory` [as long as `own`], one per entry, at the entry's place in this rank's part; each has the
+        shape of its span.
+        """
+        begin, _ = (self.cut or WHOLE).bounds(self.data.numel())
+        found = {}
+        for entry, start in zip(self.entries, self.offsets, strict=True):
+            span = self.spans[entry]
+            first = max(start + span.first - begin, 0) if span.numel else 0
+            found[entry] = memory[first : first + span.numel].view(span.shape_in(entry.parameter.shape))
+        return found
+
+    def check_whole(self, entry: Entry) -> None:
+        """Raises RunError `gradient-sharded` once the buffer's reduction has begun, if this rank gets a part of the sum."""
+        if not self.is_whole:
+            raise RunError(
+                "gradient-sharded",
+                f"the gradient of the parameter {entry.name!r} is reduced to shards, of which this rank has one",
+                hint="read `store.part(entry)`, the elements `store.span(entry)` of it",
+            )
+
+    def zero_padding(self) -> None:
+        """Zeroes the padding in this rank's part: a reduction may leave any values there."""
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
+
+    @cached_property
+    def _gaps(self) -> list[Tensor]:
+        ends = [*self.offsets[1:], self.data.numel()]
+        begin, end = (self.cut or WHOLE).bounds(self.data.numel())
+        return [
+            self.data[max(start + entry.numel, begin) : min(until, end)]
+            for entry, start, until in zip(self.entries, self.offsets, ends, strict=True)
+            if max(start + entry.numel, begin) < min(until, end)
+        ]
+
+
+def pieces_of(buffers: Iterable[GradientBuffer], loose: Iterable[LooseSlot]) -> Iterator[Piece]:
+    """Yields all gradients in as few tensors as possible: one per buffer, then lists of the unbuffered ones.
+
+    Of a buffer that is cut, yields this rank's part.
+    """
+    for buffer in buffers:
+        yield Piece([buffer.own], buffer.reduce_group, buffer.num_holders, buffer.num_shards, buffer.stages)
+    families: dict[tuple[str, int], list[Tensor]] = {}
+    for slot in loose:
+        slot.check_nothing_came_late()
+        family = (slot.entry.reduce_group, len(slot.entry.stages))
+        families.setdefault(family, []).append(slot.view)
+    for (reduce_group, num_holders), tensors in families.items():
+        yield Piece(tensors, reduce_group, num_holders)
+
+
+def _spacing(cut: Cut | None) -> dict[str, Any]:
+    return {} if cut is None else {"alignment": ALIGNMENT, "multiple": cut.count}
+
+
+class GradientMemory:
+    """Holds the memory of all buffers of a layout in one tensor, which the next layout takes over if it has the same size.
+
+    Buffers in another order take as many bytes. If memory were freed and allocated anew, it would be page-faulted in again, and
+    malloc would leave a gap where it was.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._data = torch.empty(0, dtype=dtype, device=device)
+        self._num_freed = 0
+
+    def forget(self) -> None:
+        """Drops the memory, so that the next layout allocates new one: a collective in flight may still write into this."""
+        self._data = self._data.new_empty(0)
+
+    def free(self) -> None:
+        """Frees the memory on the device; buffers stay valid objects without memory."""
+        self._num_freed = free(self._data)
+
+    def build(self) -> None:
+        """Allocates the memory of all buffers again, zeroed: padding too, since norms run over it."""
+        grow(self._data, self._num_freed)
+        self._data.zero_()
+
+    def buffers(self, lists: Sequence[tuple[Sequence[Entry], Cut | None]]) -> list[GradientBuffer]:
+        """Returns one zeroed buffer for each list of entries. Buffers of the previous layout must not be used any more."""
+        plain = {"alignment": ALIGNMENT_BYTES // self._data.dtype.itemsize}
+        sizes = [
+            offsets([entry.parameter.shape for entry in entries], **(_spacing(cut) or plain))[1]
+            for entries, cut in lists
+        ]
+        if self._data.numel() == sum(sizes):
+            self._data.zero_()
+        else:
+            self.forget()
+            self._data = self._data.new_zeros(sum(sizes))
+        parts = torch.split(self._data, sizes)
+        return [GradientBuffer(entries, part, cut) for (entries, cut), part in zip(lists, parts, strict=True)]
