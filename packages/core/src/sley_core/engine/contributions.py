@@ -9,8 +9,7 @@ from torch import Tensor
 from sley_core.engine.book import Entry
 from sley_core.engine.canonical.order import Arrival, CanonicalOrder
 from sley_core.engine.gradient_views import GradientViews
-from sley_core.engine.slot import Autograd, Slot
-from sley_core.engine.slot_faults import by_autograd
+from sley_core.engine.slot import Autograd, Slot, by_autograd
 from sley_core.engine.step_state import StepState
 
 

@@ -9,8 +9,7 @@ from torch import Tensor
 from sley_core.engine.book import Entry
 from sley_core.engine.buffers import GradientBuffer, Piece, Span, pieces_of
 from sley_core.engine.canonical.slot import CanonicalSlot
-from sley_core.engine.slot import LooseSlot, Slot
-from sley_core.engine.slot_faults import frozen, without_gradients
+from sley_core.engine.slot import LooseSlot, Slot, frozen, without_gradients
 
 
 class GradientViews:

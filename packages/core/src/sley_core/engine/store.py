@@ -36,9 +36,13 @@ from sley_core.engine.slot import (
     LooseSlot,
     Slot,
     State,
+    assigned,
+    check_not_sharded,
+    frozen_within,
     mark_irregular,
+    reached_within,
+    shards_fixed,
 )
-from sley_core.engine.slot_faults import assigned, check_not_sharded, frozen_within, reached_within, shards_fixed
 from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError, closed
 from sley_core.memory.state import is_away
