@@ -16,7 +16,7 @@ from sley_core.engine.direct_embedding import add_rows_directly
 from sley_core.engine.execute import Executor
 from sley_core.engine.position_probe import PositionProbe
 from sley_core.engine.positions import OverPositions
-from sley_core.engine.stand_in import close_stand_ins
+from sley_core.engine.shards import close_stand_ins
 from sley_core.engine.stepper import Stepper
 from sley_core.engine.whole_sequences import WholeSequences, is_of_whole_sequences
 from sley_core.engine.written import WriteWatch

@@ -1,8 +1,7 @@
 """Gives weight communicators a rank's part of a weight, what stands in for the whole one, and products of split backwards."""
 
 from sley_core.engine.direct import Asked, asked_of, no_view
-from sley_core.engine.shards import AXIS, Shard
-from sley_core.engine.stand_in import StandIn, stand_in
+from sley_core.engine.shards import AXIS, Shard, StandIn, stand_in
 from sley_core.weight_files.copy import write_tensors
 from sley_core.weight_files.write import write_text
 

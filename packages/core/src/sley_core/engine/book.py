@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
-from sley_core.engine.shards import REDUCE_GROUP, Shard, Shards
-from sley_core.engine.stand_in import StandIn
+from sley_core.engine.shards import REDUCE_GROUP, Shard, Shards, StandIn
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:

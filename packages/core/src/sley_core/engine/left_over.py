@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sley_core.engine.stand_in import FACE, GRADIENT, OF_SHARD
+from sley_core.engine.shards import FACE, GRADIENT, OF_SHARD
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sley_core.engine.book import Entry
-from sley_core.engine.stand_in import sharded_read
+from sley_core.engine.shards import sharded_read
 from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.engine.fingerprint import fingerprint
-from sley_core.engine.stand_in import StandIn
+from sley_core.engine.shards import StandIn
 from sley_core.errors import RunError
 from sley_core.model.buffers import is_per_rank, refuse_written
 
