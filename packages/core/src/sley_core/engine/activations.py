@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sley_core.engine.containers import copied, parts_of
+from sley_core.engine.boundary import copied, parts_of
 from sley_core.engine.step_state import Phase
 from sley_core.errors import RunError
 from sley_core.model.storage import sum_of_bits, version_of

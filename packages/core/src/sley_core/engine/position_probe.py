@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.engine.activations import is_aside, tensors_in
-from sley_core.engine.containers import copied
+from sley_core.engine.boundary import copied
 from sley_core.engine.step_state import Phase
 from sley_core.errors import RunError
 
