@@ -25,7 +25,7 @@ from sley_core.actions.lower import lower
 from sley_core.actions.schedule import Schedule
 from sley_core.actions.simulate import simulate
 from sley_core.actions.timeline import TimedAction, Timeline
-from sley_core.engine.clock import ActionClock
+from sley_core.engine.timeline import ActionClock
 from sley_core.plan.load import plan_from_dict
 from sley_testing.ranks import Ranks
 

@@ -14,9 +14,8 @@ from sley_core.data.feed import Feed
 from sley_core.data.slices import Slices
 from sley_core.data.vocabulary import check_tokens
 from sley_core.engine.evaluate import Evaluation, ForwardOnly
-from sley_core.engine.profile import StepProfiler
 from sley_core.engine.step_batch import BatchSplitter
-from sley_core.engine.timeline import StepTimeline
+from sley_core.engine.timeline import StepProfiler, StepTimeline
 from sley_core.equipment import Outputs, Samples, rows_of
 from sley_core.metrics.parts import keepers_of
 from sley_core.metrics.throughput import Meter

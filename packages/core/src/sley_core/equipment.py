@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from sley_core.data.feed import Feed
     from sley_core.engine.evaluate import Evaluation, ForwardOnly
     from sley_core.engine.parts import Parts
-    from sley_core.engine.profile import StepProfiler
     from sley_core.engine.step_batch import BatchSplitter
-    from sley_core.engine.timeline import StepTimeline
+    from sley_core.engine.timeline import StepProfiler, StepTimeline
     from sley_core.metrics.throughput import Meter
     from sley_core.model.buffers import BufferWatch
     from sley_core.protocols import MetricsWriter

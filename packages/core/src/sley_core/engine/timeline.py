@@ -1,11 +1,11 @@
-"""`timeline.svg` and `timeline.json` in the run's folder: a measured step of all ranks, and the same lists in simulated time.
+"""Times the actions of a step and draws it; records torch's profile of some steps.
 
     before_step ──> the step ──> write
-     all ranks meet,              gathers all ranks' spans to rank 0,
-     clocks start                 which simulates and draws
+     all ranks meet,              gathers all ranks' spans to rank 0, which simulates the same lists with measured costs,
+     clocks start                 and draws `timeline.svg` and `timeline.json` in the run's folder
 
-The prediction uses for each action the median of what its kind took at its place in the measured step, and links that take no
-time: what the schedule would give if no message took time and no action longer than usual.
+On CUDA a clock records events on the stream and reads them when the step is over; the host does not wait in between. The
+prediction uses for each action the median of what its kind took at its place in the measured step, and links that take no time.
 
 Ranks of one machine read one clock. On other machines clocks start when the rank leaves a gathering over `control`, so their
 rows are shifted by as much as ranks leave it apart: a fraction of a millisecond on an idle network.
@@ -14,9 +14,13 @@ rows are shifted by as much as ranks leave it apart: a fraction of a millisecond
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 from sley_core.actions.action import Action, Kind
 from sley_core.actions.costs import Costs
@@ -25,13 +29,47 @@ from sley_core.actions.draw_trace import chrome_trace
 from sley_core.actions.simulate import simulate
 from sley_core.actions.timeline import TimedAction, Timeline
 from sley_core.comm.collectives import gather_objects
-from sley_core.engine.clock import ActionClock
+from sley_core.comm.device import Device
 from sley_core.json_text import write_whole
 
 if TYPE_CHECKING:
+    from sley_core.comm.device import Moment
     from sley_core.comm.groups import Groups
     from sley_core.engine.stepper import Stepper
     from sley_core.topology import Topology
+
+
+class ActionClock:
+    """Records when the actions of one step run: call `begin`, then `start` and `stop(action)` around each."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._noted: list[tuple[Action, Moment, Moment]] = []
+        self.zero_s = time.perf_counter()
+        """When it began: `time.perf_counter()` of the host."""
+        self._zero = self._started = device.moment()
+
+    def begin(self) -> None:
+        """Sets time zero; the device must be idle."""
+        self.zero_s = time.perf_counter()
+        self._zero = self._device.moment()
+
+    def start(self) -> None:
+        """Records that the next action's inputs have arrived."""
+        self._started = self._device.moment()
+
+    def stop(self, action: Action) -> None:
+        """Records that `action` is over; on CUDA it does not wait."""
+        self._noted.append((action, self._started, self._device.moment()))
+
+    def spans(self, stage: int) -> list[TimedAction]:
+        """Returns the recorded actions in order, in seconds since `begin`; waits until the device has finished them."""
+        seconds = self._device.seconds_between
+        return [
+            TimedAction(stage, action, seconds(self._zero, start), seconds(self._zero, stop))
+            for action, start, stop in self._noted
+        ]
+
 
 PICTURE = "timeline.svg"
 TRACE = "timeline.json"
@@ -134,3 +172,33 @@ def _on_one_clock(everyone: list[tuple[str, float, list[TimedAction]]]) -> list[
         late_s = began_s - zero_s if name == machine else 0.0
         found.append([span._replace(start_s=span.start_s + late_s, end_s=span.end_s + late_s) for span in spans])
     return found
+
+
+class StepProfiler:
+    """Records steps `first` to `last` (counted from 1, both included) into `folder/trace-rank{rank}.json`."""
+
+    def __init__(self, first: int, last: int, folder: Path, rank: int, device: Device) -> None:
+        self.first = first
+        self.last = last
+        self.path = folder / f"trace-rank{rank}.json"
+        self._cuda = device.type == "cuda"
+        self._profile: torch.profiler.profile | None = None
+
+    def before_step(self, number: int) -> None:
+        """Starts the recording if `number` is the first step to record."""
+        if number == self.first:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
+            # There is only one cycle; without `acc_events` torch 2.11 warns that events of former cycles are dropped.
+            self._profile = profile(activities=activities, acc_events=True)
+            self._profile.start()
+
+    def after_step(self, number: int) -> None:
+        if number == self.last:
+            self.close()
+
+    def close(self) -> None:
+        """Stops the recording and writes the file; a run that ends within the range writes its part."""
+        if self._profile is not None:
+            recorded, self._profile = self._profile, None
+            recorded.stop()
+            recorded.export_chrome_trace(str(self.path))
