@@ -1,12 +1,12 @@
 """What crosses from one stage to the next: tensors in containers, with a description on which both ends agree.
 
-A description is plain data: equal for equal shapes, dtypes and structure, and JSON on the wire. A tensor that occurs in two places
-is still one tensor on the other side, even if that varies with the data: each place has a leaf, and the later leaves are marked
-`same_as`.
+A description is plain data: equal for equal shapes, dtypes and structure, and JSON on the wire. A tensor that occurs in two
+places is still one tensor on the other side, even if that varies with the data: each place has a leaf, and the later leaves are
+marked `same_as`.
 
 Containers are tuples, lists and dicts, named tuples, dataclasses and the types that torch's pytrees know (transformers'
-ModelOutput). A type is sent by its name, `module:Class`, and looked up among the modules that the receiving process has imported.
-Ranks run one program, so the receiver finds the type that the sender used; no code runs but what rebuilds the value.
+ModelOutput). A type is sent by its name, `module:Class`, and looked up among the modules that the receiving process has
+imported. Ranks run one program, so the receiver finds the type that the sender used; no code runs but what rebuilds the value.
 """
 
 from __future__ import annotations

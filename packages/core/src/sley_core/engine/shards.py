@@ -2,9 +2,9 @@
 
     5 rows over 2 ranks     | 0 1 2 | 3 4 . |      . a row of zeros, which no gradient ever changes
 
-A shard is an equal range of rows (dim 0) or columns (dim 1), as the communicator decides; the last ones are padded with zeros, so
-buffers, buckets and messages have the same shape on every rank. Initial values are drawn for the full weight and then cut, so
-they do not depend on the layout.
+A shard is an equal range of rows (dim 0) or columns (dim 1), as the communicator decides; the last ones are padded with zeros,
+so buffers, buckets and messages have the same shape on every rank. Initial values are drawn for the full weight and then cut,
+so they do not depend on the layout.
 
     module.weight ──> StandIn   shape, size, numel, len: of the full weight;  dtype, device: of the shard
                          │      values: refused with the parameter's name, whenever code reads them
