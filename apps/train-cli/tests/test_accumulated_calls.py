@@ -49,7 +49,7 @@ LAYOUTS: dict[str, tuple[int, Tables]] = {
     "dp2 each": (2, {"parallel": {"dp": 2}}),
     "dp2 powersgd in full rank": (
         2,
-        {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.powersgd", "start_step": 9}]},
+        {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "powersgd.reducer", "start_step": 9}]},
     ),
     "1f1b, tied": (2, {"parallel": {"pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}, "model__tie_embeddings": True}),
     "zero bubble v": (2, {"parallel": {"pp": 2}, "pipeline": {"use": "pp.zero_bubble_v"}}),

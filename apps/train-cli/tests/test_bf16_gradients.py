@@ -117,6 +117,6 @@ def test_a_checkpoint_goes_on_with_the_same_bits(texts: Path, tmp_path: Path):
 
 
 def test_low_rank_sums_are_refused_in_the_plan(texts: Path):
-    tables = changed(PLAN, parallel={"dp": 2}, gradient_handlers=[{"use": "dp.powersgd", "start_step": 2}])
+    tables = changed(PLAN, parallel={"dp": 2}, gradient_handlers=[{"use": "powersgd.reducer", "start_step": 2}])
     (problem,) = check_plan(plan_from_dict(tables, texts), 2)
     assert problem.code == "handler-precision"

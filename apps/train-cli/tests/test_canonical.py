@@ -114,7 +114,7 @@ def test_weights_that_a_layer_uses_more_than_once(ranks: Any, monkeypatch: Any, 
     ("changes", "path"),
     [
         ({"gradient_handlers": [{"use": "dp.bucketed", "reduction": "bf16"}]}, "gradient_handlers.0.use"),
-        ({"gradient_handlers": [{"use": "dp.powersgd"}]}, "gradient_handlers.0.use"),
+        ({"gradient_handlers": [{"use": "powersgd.reducer"}]}, "gradient_handlers.0.use"),
         ({"gradient_handlers": [{"use": "dp.sharded", "shards": 2}]}, "gradient_handlers.0.shards"),
         ({"weights": {"use": "isp.communicator", "head": "vocabulary"}}, "weights.head"),
         ({"weights": {"use": "isp.communicator", "embedding": "hidden"}}, "weights.embedding"),

@@ -41,7 +41,7 @@ REDUCERS: dict[str, dict[str, Any]] = {
     "each": {"use": "core.each"},
     "bucketed": {"use": "dp.bucketed"},
     "bf16": {"use": "dp.bucketed", "reduction": "bf16"},
-    "low rank": {"use": "dp.powersgd", "rank": 1, "start_step": 2},
+    "low rank": {"use": "powersgd.reducer", "rank": 1, "start_step": 2},
 }
 SENT = "sent_bytes_per_step"
 

@@ -51,7 +51,7 @@ LAYOUTS: dict[str, Tables] = {
     "each": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "core.each"}]},
     "bucketed": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed"}]},
     "small buckets": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.001}]},
-    "powersgd": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.powersgd", "rank": 1}]},
+    "powersgd": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "powersgd.reducer", "rank": 1}]},
     "tied stages": {"parallel": {"pp": 2, "dp": 1}, **PIPELINE},
     "replicated stages": {
         "parallel": {"pp": 2, "dp": 2},

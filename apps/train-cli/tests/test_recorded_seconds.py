@@ -115,7 +115,7 @@ def test_sharded_layers_that_run_again_are_recorded() -> None:
 RECOMPUTING = "core.recompute", "memory.selective"
 SHARDS = {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}}
 SLICES = {"parallel": {"sp": 2}, "sequence": {"use": "isp.all_to_all"}}
-RANKS = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.powersgd", "start_step": 1}]}
+RANKS = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "powersgd.reducer", "start_step": 1}]}
 
 
 @pytest.mark.sample(1)

@@ -24,14 +24,3 @@ class TestNarrow(GradientHandlerContract):
 
 class TestSharded(GradientHandlerContract):
     handler: ClassVar[dict] = {"use": "dp.sharded", "bucket_mb": 1e-5}
-
-
-class TestPowerSGD(GradientHandlerContract):
-    """Rank 1, which is the least; a larger rank would leave the small matrices of the contract's model whole."""
-
-    handler: ClassVar[dict] = {"use": "dp.powersgd", "rank": 1, "bucket_mb": 1e-5}
-
-
-@pytest.mark.campaign
-class TestPowerSGDWithoutFeedbackAfterPlainSums(GradientHandlerContract):
-    handler: ClassVar[dict] = {"use": "dp.powersgd", "rank": 1, "start_step": 2, "error_feedback": False}

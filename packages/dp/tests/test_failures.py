@@ -17,7 +17,6 @@ from sley_core.engine.buffers import FlatBuffer
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_dp.narrow import Narrow
-from sley_dp.powersgd import LowRankSums
 from sley_dp.sums import Exact
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.runs import record
@@ -97,7 +96,7 @@ def steps_with_failures(tables, folder, late=None):
     return found
 
 
-@pytest.mark.parametrize("handler", [{}, {"reduction": "bf16"}, {"use": "dp.powersgd", "rank": 1}])
+@pytest.mark.parametrize("handler", [{}, {"reduction": "bf16"}])
 def test_steps_after_failed_ones_are_as_if_there_had_been_none(ranks, small, own, handler):
     """Whichever micro-batch fails and however much of it is done, the next gradients are bit for bit those of a clean run."""
     tables = small(handler | {"bucket_mb": 0.0005}, batch__global_size=4)
@@ -111,7 +110,6 @@ def test_steps_after_failed_ones_are_as_if_there_had_been_none(ranks, small, own
     ("handler", "owner"),
     [
         ({"bucket_mb": 0.0005}, "sley_core.comm.transport.direct:Direct"),
-        ({"use": "dp.powersgd", "rank": 1}, "sley_dp.powersgd"),
         ({"use": "core.each"}, "sley_core.engine.each"),
     ],
 )
@@ -147,7 +145,6 @@ class Counted:
     [
         ("sley_dp.sums", lambda: Exact(SentBytes())),
         ("sley_dp.narrow", lambda: Narrow(SentBytes())),
-        ("sley_dp.powersgd", lambda: LowRankSums(rank=1, error_feedback=True, seed=0, sent=SentBytes())),
     ],
 )
 def test_forgetting_waits_for_all_that_is_under_way(monkeypatch, module, sums):
@@ -193,7 +190,7 @@ def steps_until_it_ends(tables, folder):
     return done, None, []
 
 
-@pytest.mark.parametrize("handler", [{}, {"reduction": "bf16"}, {"use": "dp.powersgd", "rank": 1}])
+@pytest.mark.parametrize("handler", [{}, {"reduction": "bf16"}])
 def test_what_is_no_number_on_one_rank_ends_all_in_the_same_step(ranks, small, own, handler):
     """In fp32, where no scale is tried: all ranks see the same norm, also through an inexact sum."""
     assert ranks(2)(steps_until_it_ends, small(handler), own) == [(2, "not-finite", [4, 5])] * 2

@@ -144,7 +144,7 @@ def unchanged_in_the_first_step(tables, folder):
     return seen
 
 
-@pytest.mark.parametrize("handler", [{"use": "core.each"}, {"use": "dp.bucketed"}, {"use": "dp.powersgd", "rank": 1}])
+@pytest.mark.parametrize("handler", [{"use": "core.each"}, {"use": "dp.bucketed"}])
 def test_a_reducer_leaves_weights_alone(ranks, small, own, handler):
     """Gradients are summed, not weights averaged, by `core.each`, the simple form, as by the others."""
     assert ranks(2)(unchanged_in_the_first_step, small(handler), own) == [[True], [True]]

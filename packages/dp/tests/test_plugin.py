@@ -17,7 +17,6 @@ from sley_dp.config import BF16_TOLERANCE
 HANDLERS = [
     {"use": "dp.bucketed"},
     {"use": "dp.bucketed", "reduction": "bf16"},
-    {"use": "dp.powersgd"},
     {"use": "dp.sharded"},
 ]
 
@@ -32,7 +31,7 @@ def test_records_are_listed_without_torch():
         "print([name for name in sys.modules if name.startswith(('torch', 'sley_dp.bucketed', 'sley_pp', 'sley_isp'))])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["['bucketed', 'sharded', 'powersgd']", "[]"]
+    assert done.stdout.splitlines() == ["['bucketed', 'sharded']", "[]"]
 
 
 @pytest.mark.parametrize("handler", HANDLERS)
@@ -49,7 +48,7 @@ def test_an_inexact_sum_says_so(small):
     for handler in HANDLERS:
         (component,) = plan_from_dict(small(handler)).gradient_handlers
         found.append((component.record.exact, component.record.tolerance_with(component.config)))
-    assert found == [(True, 0.0), (True, BF16_TOLERANCE), (False, 0.75), (True, 0.0)]
+    assert found == [(True, 0.0), (True, BF16_TOLERANCE), (True, 0.0)]
 
 
 def test_nothing_runs_that_the_plan_does_not_name(small):
@@ -67,8 +66,7 @@ def test_nothing_runs_that_the_plan_does_not_name(small):
         ({"bucket_mb": 0.0}, "out-of-range", "above 0"),
         ({"reduction": "fp16"}, "wrong-value", '"same" or "bf16"'),
         ({"start": "hope"}, "wrong-value", '"check" or "broadcast"'),
-        ({"use": "dp.powersgd", "rank": 0}, "out-of-range", "at least 1"),
-        ({"use": "dp.powersgd", "reduction": "bf16"}, "unknown-key", "is not a key of `dp.powersgd`"),
+        ({"use": "dp.powersgd"}, "unknown-record", "it is `powersgd.reducer` now"),
         ({"use": "dp.buckets"}, "unknown-record", "has no"),
         ({"use": "dp.sharded", "shards": 1}, "out-of-range", "at least 2"),
     ],
@@ -79,21 +77,6 @@ def test_wrong_tables(small, handler, code, words):
     (found,) = caught.value.diagnostics
     assert found.code == code
     assert words in f"{found.message} {found.hint}"
-
-
-def test_a_compression_that_would_never_begin_is_refused(small):
-    (found,) = check_plan(plan_from_dict(small({"use": "dp.powersgd", "start_step": 9})), 2)
-    assert (found.code, found.path) == ("beyond-the-run", ("gradient_handlers", 0, "start_step"))
-    assert found.message == "the run has 8 steps, so nothing would be compressed"
-    assert check_plan(plan_from_dict(small({"use": "dp.powersgd", "start_step": 8})), 2) == []
-
-
-def test_what_is_given_later_has_no_loss_scale(small):
-    """A compression's memory holds gradients as they came: of another scale, or infinite."""
-    plan = plan_from_dict(small({"use": "dp.powersgd"}) | {"precision": {"compute": "fp16"}})
-    assert [one.code for one in check_plan(plan, 2)] == ["handler-precision"]
-    plan = plan_from_dict(small({"use": "dp.bucketed"}) | {"precision": {"compute": "fp16"}})
-    assert check_plan(plan, 2) == []
 
 
 @pytest.mark.parametrize("handler", HANDLERS)

@@ -18,10 +18,9 @@ def test_other_values_on_every_rank_become_those_of_the_first(ranks, small, own)
         assert_same_bits(alone.first, rank.first)
 
 
-@pytest.mark.parametrize("handler", [{}, {"use": "dp.powersgd"}])
-def test_other_values_are_refused_by_name(ranks, small, own, handler):
+def test_other_values_are_refused_by_name(ranks, small, own):
     """On every rank, before the first step, as `core.each` does."""
-    tables = small(handler, model__factory="dp_parts:own_values")
+    tables = small(model__factory="dp_parts:own_values")
     with pytest.raises(RunError) as caught:
         ranks(2)(record, tables, 1, folder=own)
     (found,) = caught.value.diagnostics

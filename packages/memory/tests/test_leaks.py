@@ -111,8 +111,8 @@ LAYOUTS = {
     "slices of sequences": ("sley_isp", {"parallel": {"sp": 2}, "sequence": {"use": "isp.all_to_all"}}),
     "sharded optimizer": ("sley_dp", {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded"}]}),
     "low-rank gradients": (
-        "sley_dp",
-        {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.powersgd", "rank": 1, "start_step": 2}]},
+        "sley_powersgd",
+        {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "powersgd.reducer", "rank": 1, "start_step": 2}]},
     ),
     "narrow sums": (
         "sley_dp",

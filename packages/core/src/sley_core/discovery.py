@@ -24,6 +24,8 @@ from typing import Any
 GROUP = "sley.plugins"
 CORE = "core"
 CORE_DIST = "sley-core"
+EXAMPLES = frozenset({"narrow", "powersgd", "topk", "watch"})
+"""Plugins in examples/plugins of Sley's repository."""
 
 NEWER_CORE = "a newer sley-core (`git pull` in the clone of Sley's repository that it is installed from)"
 """How to get a newer core, in words: from a clone, as in `to_install`."""
@@ -116,7 +118,8 @@ def to_install(name: str, extra: str = "") -> str:
 
 def folder_of(name: str, extra: str = "") -> str:
     """Returns the folder of one of Sley's own packages in a clone, with the extra, in pip's syntax."""
-    return f"packages/{name}[{extra}]" if extra else f"packages/{name}"
+    folder = f"examples/plugins/sley-{name}" if name in EXAMPLES else f"packages/{name}"
+    return f"{folder}[{extra}]" if extra else folder
 
 
 _NAME = re.compile(r"[^\W_](?:[\w.-]*[^\W_])?")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sley_core.api.plan import Positive, PositiveFloat, Table
+from sley_core.api.plan import PositiveFloat, Table
 
 BF16_TOLERANCE = 2**-7
 """Each rank's term and the sum are rounded to bf16 once, by 2^-8 at most; ranks whose terms cancel may be further off."""
@@ -48,16 +48,3 @@ class ShardedConfig(ReducerConfig):
 
     shards: Annotated[int, Field(ge=2)] | None = None
     """How many neighbouring ranks share one copy of masters and states; left out, all ranks that share a weight."""
-
-
-class PowerSGDConfig(ReducerConfig):
-    """Sums low-rank approximations of gradients; the error of a step is added to the next step's gradients."""
-
-    rank: Positive = 4
-    """Columns of the two factors that are sent for a matrix; more columns are more accurate and larger."""
-
-    start_step: Positive = 1
-    """The first step to compress, counted from 1 as in `metrics.jsonl`; earlier steps have exact sums."""
-
-    error_feedback: bool = True
-    """Keep the error of a step and add it to the next step's gradients; this takes a copy of the gradients."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sley_core.hookspecs import hookimpl
 from sley_core.records import AS_IT_IS, GradientHandlerRecord, Problem, ProcessGroupRecord
-from sley_dp.config import BucketedConfig, PowerSGDConfig, ShardedConfig
+from sley_dp.config import BucketedConfig, ShardedConfig
 from sley_dp.shard_groups import check_one_copy, check_shards, shard_groups
 
 if TYPE_CHECKING:
@@ -41,15 +41,6 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             variants=AS_IT_IS,
             summary="Flat buckets, of which each rank steps a part: optimizer states and masters are shared (ZeRO-1).",
         ),
-        GradientHandlerRecord(
-            name="powersgd",
-            config=PowerSGDConfig,
-            build="sley_dp.powersgd:PowerSGD",
-            role="reducer",
-            exact=False,
-            tolerance=0.75,
-            summary="Flat buckets of low-rank approximations, with error feedback; not exact.",
-        ),
     ]
 
 
@@ -62,21 +53,9 @@ def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[ProcessGroup
 
 @hookimpl
 def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[Problem]:
-    """Yields problems of the options of `dp.sharded` and `dp.powersgd`."""
+    """Yields problems of the options of `dp.sharded`."""
     for number, handler in enumerate(plan.gradient_handlers):
         if isinstance(handler.config, ShardedConfig):
             yield from check_shards(topology, handler.config.shards, number)
             if plan.parallel.reduction == "canonical":
                 yield from check_one_copy(topology, handler.config.shards, number)
-        if isinstance(handler.config, PowerSGDConfig) and handler.config.start_step > plan.run.steps:
-            message = f"the run has {plan.run.steps} steps, so nothing would be compressed"
-            hint = f"use start_step = {plan.run.steps} or less, or `dp.bucketed`"
-            yield Problem(("gradient_handlers", number, "start_step"), message, hint, "beyond-the-run")
-        if isinstance(handler.config, PowerSGDConfig) and plan.precision.compute == "fp16":
-            message = "`dp.powersgd` gives later what it left out, and fp16's scale and skipped steps would spoil that"
-            hint = 'use compute = "bf16", or `dp.bucketed`'
-            yield Problem(("gradient_handlers", number, "use"), message, hint, "handler-precision")
-        if isinstance(handler.config, PowerSGDConfig) and plan.precision.gradients == "bf16":
-            message = "`dp.powersgd` factorises gradients, which torch cannot do in bf16"
-            hint = 'leave `[precision] gradients` out, or take `dp.bucketed` with reduction = "bf16"'
-            yield Problem(("gradient_handlers", number, "use"), message, hint, "handler-precision")

@@ -33,8 +33,8 @@ LAYOUTS = {
         {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded", "bucket_mb": 0.002}]},
     ),
     "low-rank gradients": (
-        "sley_dp",
-        {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.powersgd", "rank": 1, "start_step": 2}]},
+        "sley_powersgd",
+        {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "powersgd.reducer", "rank": 1, "start_step": 2}]},
     ),
 }
 

@@ -38,8 +38,13 @@ FIRST_PARTY = ("dp", "isp", "memory", "models", "pp")
 """Plugins of Sley's own distributions `sley-<name>`."""
 
 
-MOVED = {"core.llama": "models.llama", "core.text": "data.text", "core.tokens": "data.tokens"}
-"""Records that core had, and where they are."""
+MOVED = {
+    "core.llama": "models.llama",
+    "core.text": "data.text",
+    "core.tokens": "data.tokens",
+    "dp.powersgd": "powersgd.reducer",
+}
+"""Former names of records, and the present ones."""
 
 BUILT_IN = EntryPoint(CORE, "sley_core.plugin", GROUP)
 """Core's own plugin, if core runs from a folder that was never installed."""

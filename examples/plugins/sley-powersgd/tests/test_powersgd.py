@@ -1,4 +1,4 @@
-"""`dp.powersgd`: what it approximates, what it keeps for later, and that torch's own does the same."""
+"""`powersgd.reducer` computes the sums of torch's hook, loses no gradient, and keeps the contract of gradient handlers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sley_core.engine.book import Entry
 from sley_core.engine.buffers import FlatBuffer
 from sley_core.plan.load import plan_from_dict
 from sley_core.topology import Topology
-from sley_dp.low_rank import as_matrix
-from sley_dp.plugin import sley_gradient_handlers
-from sley_dp.powersgd import LowRankSums
+from sley_powersgd.handler import LowRankSums
+from sley_powersgd.low_rank import as_matrix
+from sley_powersgd.plugin import sley_gradient_handlers
 from sley_testing.contract import ALONE, EACH, observe
 from sley_testing.parity import assert_close_gradients, assert_same_bits, relative_errors
 from sley_testing.runs import assert_parity, record, same_on_all
@@ -57,7 +57,7 @@ def summed(sums, buffer, group, values):
     """What `sums` makes of this rank's `values`."""
     for view, value in zip(buffer.views, values, strict=True):
         view.copy_(value)
-    sums.start(buffer, group)
+    sums.start(dict(zip(buffer.entries, buffer.views, strict=True)), group)
     sums.finish()
     return [view.clone() for view in buffer.views]
 
@@ -97,8 +97,8 @@ def beside_torch(rank, error_feedback, dtype, num_steps=5):
     for step in range(num_steps):
         values = gradients(step, dtype=dtype)
         if step == 0:
-            ours._divided(buffer)
-            factors = [ours._states[entry].q.flatten() for entry in buffer.entries if entry in ours._states]
+            ours._divide(dict(zip(buffer.entries, buffer.views, strict=True)))
+            factors = [ours.states[entry].q.flatten() for entry in buffer.entries if entry in ours.states]
             theirs.q_memory_dict[0] = torch.cat(factors)
             theirs.p_memory_dict[0] = torch.zeros((24 + 50) * rank, dtype=dtype)
         bucket = TorchBucket([value.clone() for value in values])
@@ -106,7 +106,7 @@ def beside_torch(rank, error_feedback, dtype, num_steps=5):
         pairs.append((summed(ours, buffer, group, values), [view * group.size for view in bucket.views]))
     errors = None
     if error_feedback:
-        mine = torch.cat([ours._states[buffer.entries[at]].error.flatten() for at in (0, 2)])
+        mine = torch.cat([ours.states[buffer.entries[at]].error.flatten() for at in (0, 2)])
         their_parts = TorchBucket.split(theirs.error_dict[0], values)
         errors = torch.stack([mine, torch.cat([their_parts[0], their_parts[2]])])
         dist.all_reduce(errors)
@@ -142,8 +142,8 @@ def totals(rank, error_feedback, num_steps):
     kept = torch.zeros_like(buffer.data)
     for entry, view in zip(buffer.entries, buffer.views, strict=True):
         view.zero_()
-        if error_feedback and entry in sums._states:
-            as_matrix(view, rank).copy_(sums._states[entry].error)
+        if error_feedback and entry in sums.states:
+            as_matrix(view, rank).copy_(sums.states[entry].error)
     kept.copy_(buffer.data)
     for total in (due, kept):
         dist.all_reduce(total)
@@ -190,9 +190,7 @@ def test_a_parameter_without_gradient_at_first_is_trained_later(ranks, rank):
 
 def test_a_gradient_of_low_rank_is_summed_exactly(ranks, small, own, batches):
     """Equal samples on both ranks: a linear's gradient has rank 1, and the run is the exact one."""
-    tables = small(
-        {"use": "dp.powersgd", "rank": 1, "bucket_mb": 0.0005}, precision__compute="fp64", batch__global_size=2
-    )
+    tables = small({"rank": 1, "bucket_mb": 0.0005}, precision__compute="fp64", batch__global_size=2)
     given = batches((3, 3), (8, 8), (5, 5))
     found = ranks(2)(record, tables, 3, folder=own, batches=given)
     assert_parity(record(tables, 3, folder=own, batches=given), found, "fp64")
@@ -200,9 +198,9 @@ def test_a_gradient_of_low_rank_is_summed_exactly(ranks, small, own, batches):
 
 
 def test_plain_sums_come_before_the_start_step(ranks, small, own):
-    """Bit for bit those of `dp.bucketed`; the step itself, counted from 1, is the first that is compressed."""
-    compressed = small({"use": "dp.powersgd", "rank": 1, "start_step": 3})
-    exact = ranks(2)(record, small({"use": "dp.bucketed"}), 3, folder=own)
+    """Bit for bit those of `core.each`; the step itself, counted from 1, is the first that is compressed."""
+    compressed = small({"rank": 1, "start_step": 3})
+    exact = ranks(2)(record, small({"use": "core.each"}), 3, folder=own)
     for one, other in zip(exact, ranks(2)(record, compressed, 3, folder=own), strict=True):
         for before, after in zip(one.gradients[:2], other.gradients[:2], strict=True):
             assert_same_bits(before, after)
@@ -223,16 +221,16 @@ def given_and_kept(tables, folder, frozen_in=()):
             for entry in run.store.entries:
                 given[entry.name] += run.store.gradient(entry)
         (handler,) = run.stepper.handlers
-        states = handler.sums._states if tables["gradient_handlers"][0]["use"] == "dp.powersgd" else {}
+        states = handler.sums.states if tables["gradient_handlers"][0]["use"] == "powersgd.reducer" else {}
         kept = {entry.name: state.error.clone() for entry, state in states.items()}
     return given, kept
 
 
-def test_a_new_layout_loses_nothing(ranks, small, own):
-    """Buckets are filled anew after the first step; what parameters are owed moves along."""
+def test_small_buckets_lose_nothing(ranks, small, own):
+    """A bucket for each gradient or two: over six steps, given plus kept is due."""
     plans = [
         small(handler, optimizer__lr=1e-12, precision__compute="fp64")
-        for handler in ({"use": "dp.bucketed"}, {"use": "dp.powersgd", "rank": 1, "bucket_mb": 0.0005})
+        for handler in ({"use": "core.each"}, {"rank": 1, "bucket_mb": 0.0005})
     ]
     due, _ = ranks(2)(given_and_kept, plans[0], own)[0]
     both = ranks(2)(given_and_kept, plans[1], own)
@@ -243,7 +241,7 @@ def test_a_new_layout_loses_nothing(ranks, small, own):
 
 def test_what_was_owed_to_a_frozen_parameter_is_forgotten(ranks, small, own):
     """It would belong to a model of long ago: it starts anew as if it had never been trained; others are not concerned."""
-    tables = small({"use": "dp.powersgd", "rank": 1}, optimizer__lr=1e-12, precision__compute="fp64")
+    tables = small({"rank": 1}, optimizer__lr=1e-12, precision__compute="fp64")
     never, later, first = (ranks(2)(given_and_kept, tables, own, steps) for steps in ((), (2, 3), (0, 1, 2, 3)))
     for (_, one), (_, two), (_, three) in zip(never, later, first, strict=True):
         assert torch.allclose(one["layer0.weight"], two["layer0.weight"], rtol=1e-8)
@@ -253,12 +251,12 @@ def test_what_was_owed_to_a_frozen_parameter_is_forgotten(ranks, small, own):
 
 def test_its_tolerance_is_what_the_contract_measures(ranks):
     """The worst relative error of the contract's first step; what is tolerated is not much more."""
-    (record,) = [each for each in sley_gradient_handlers() if each.name == "powersgd"]
+    (record,) = [each for each in sley_gradient_handlers() if each.name == "reducer"]
     assert not record.exact
     errors = []
     for num_micros in (1, 3):
         exact, _ = ranks(2)(observe, [EACH], num_micros, False)
-        found, _ = ranks(2)(observe, [{"use": "dp.powersgd", "rank": 1}], num_micros, False)
+        found, _ = ranks(2)(observe, [{"use": "powersgd.reducer", "rank": 1}], num_micros, False)
         errors += relative_errors(exact.gradients[0], found.gradients[0], floor=1e-9).values()
         assert all(torch.equal(v, found.gradients[0][k]) for k, v in exact.gradients[0].items() if k.startswith(ALONE))
     assert 0.8 * record.tolerance < max(errors) <= record.tolerance
@@ -271,9 +269,7 @@ def test_training_with_feedback_keeps_up(ranks, small, own, batches):
     exact, compressed = (
         [
             row["loss"]
-            for row in ranks(2)(
-                record, small({"use": "dp.powersgd", "rank": 1} | extra, **changes), 50, folder=own, batches=given
-            )[0].rows
+            for row in ranks(2)(record, small({"rank": 1} | extra, **changes), 50, folder=own, batches=given)[0].rows
         ]
         for extra in ({"start_step": 50}, {})
     )

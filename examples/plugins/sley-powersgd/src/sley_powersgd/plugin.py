@@ -1,0 +1,47 @@
+"""Declares the record and the checks of the plugin `powersgd`. Imports no torch: plans are checked without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from sley_core.hookspecs import hookimpl
+from sley_core.records import GradientHandlerRecord, Problem
+from sley_powersgd.config import PowerSGDConfig
+
+if TYPE_CHECKING:
+    from sley_core.api.plan import Plan
+
+
+@hookimpl
+def sley_gradient_handlers() -> Iterable[GradientHandlerRecord]:
+    return [
+        GradientHandlerRecord(
+            name="reducer",
+            config=PowerSGDConfig,
+            build="sley_powersgd.handler:PowerSGD",
+            role="reducer",
+            exact=False,
+            tolerance=0.75,
+            summary="Sums of low-rank approximations, with error feedback; not exact.",
+        )
+    ]
+
+
+@hookimpl
+def sley_check_plan(plan: Plan) -> Iterable[Problem]:
+    """Yields a problem for a compression that would never start, and for precisions that it cannot work in."""
+    for number, handler in enumerate(plan.gradient_handlers):
+        if not isinstance(handler.config, PowerSGDConfig):
+            continue
+        path = ("gradient_handlers", number)
+        if handler.config.start_step > plan.run.steps:
+            message = f"the run has {plan.run.steps} steps, so nothing would be compressed"
+            hint = f"use start_step = {plan.run.steps} or less, or `core.each`"
+            yield Problem((*path, "start_step"), message, hint, "beyond-the-run")
+        if plan.precision.compute == "fp16":
+            message = "`powersgd.reducer` adds errors of earlier steps, whose fp16 loss scale may be another one"
+            yield Problem((*path, "use"), message, 'use compute = "bf16", or `core.each`', "handler-precision")
+        if plan.precision.gradients == "bf16":
+            message = "`powersgd.reducer` factorises gradients, which torch cannot do in bf16"
+            yield Problem((*path, "use"), message, "leave `[precision] gradients` out", "handler-precision")
