@@ -10,7 +10,7 @@ import gc
 import torch
 
 from protocol import Step
-from sley_core.metrics.memory import resident_mb
+from sley_core.metrics.throughput import resident_mb
 from sley_testing.live_bytes import memory_profile, peak_bytes
 
 

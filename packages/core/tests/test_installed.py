@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from sley_core.installed import is_installed
+from sley_core.factory import is_installed
 
 
 def test_python_and_packages_are_libraries_and_a_project_is_not() -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from sley_core.optim.scope import ELEMENTWISE, PER_MATRIX
+from sley_core.optim.config import ELEMENTWISE, PER_MATRIX
 from sley_testing.optimizer_contract import OptimizerContract
 
 pytestmark = pytest.mark.usefixtures("wrong")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sley_core.errors import RunError
 from sley_core.records import ModelRecord
-from sley_core.weight_files.copy import write_tensors
+from sley_core.weight_files.write import write_tensors
 from train_cli.own_names import ModuleNames, own_names
 
 if TYPE_CHECKING:

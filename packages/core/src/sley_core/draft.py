@@ -18,7 +18,7 @@ from sley_core.errors import PlanError
 from sley_core.model import modes
 from sley_core.model.build import build_on_meta
 from sley_core.model.formats import is_kept
-from sley_core.optim.groups import frozen
+from sley_core.optim.build import frozen
 from sley_core.records import steps_on_host
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from sley_core.errors import KeyPath, PlanError, SleyError
-from sley_core.installed import is_installed
 from sley_core.words import suggestion
 
 
@@ -89,3 +89,19 @@ def cause(error: BaseException) -> str:
 def _refused(name: str, path: KeyPath, why: str) -> PlanError:
     message = f"`{name}` cannot be called with these options: {why}"
     return PlanError("factory-options", message, path=(*path, "options"))
+
+
+LIBRARIES = frozenset({"site-packages", "dist-packages"})
+"""Names of folders into which packages are installed, in whatever environment."""
+
+_STDLIB = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")]
+
+
+def is_installed(file: str) -> bool:
+    """Returns whether `file` belongs to Python or to an installed package; not to an editable one.
+
+    Compares whole folder names: a project may lie beside its environment, under a name that begins with the environment's, or
+    in it.
+    """
+    path = Path(file)
+    return not LIBRARIES.isdisjoint(path.parts) or any(path.is_relative_to(folder) for folder in _STDLIB)

@@ -11,8 +11,7 @@ from torch import Tensor
 from sley_core.engine.states import named_tensors, optimizer_states
 from sley_core.memory.holdings import Held, Holdings
 from sley_core.memory.protocols import Holds, HoldsMessages, Trims
-from sley_core.memory.report import MoveNumbers
-from sley_core.memory.run_memory import RunMemory
+from sley_core.memory.run_memory import MoveNumbers, RunMemory
 from sley_core.memory.state import Part
 from sley_core.records import OffloadManagerRecord
 

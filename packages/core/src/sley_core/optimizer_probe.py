@@ -25,8 +25,11 @@ from sley_core.factory import cause
 from sley_core.generators import comparable_state, generators_of_optimizer, seed_host, seed_own, seeded
 from sley_core.json_values import from_json, to_json
 from sley_core.optim.shared import (
+    Traits,
     attributes_of,
     copied,
+    has_modes,
+    in_training,
     inner_optimizers,
     load,
     options_to_save,
@@ -34,8 +37,8 @@ from sley_core.optim.shared import (
     own_states,
     shared_to_save,
     shared_values,
+    with_own_gradients,
 )
-from sley_core.optim.traits import Traits, has_modes, in_training, with_own_gradients
 
 if TYPE_CHECKING:
     from sley_core.records import Scope

@@ -10,9 +10,7 @@ from sley_core.data.config import TextConfig, TokensConfig
 from sley_core.engine.config import EachConfig, GradientNormsConfig, KeepConfig, RecomputeConfig
 from sley_core.hookspecs import hookimpl
 from sley_core.losses.config import CrossEntropyConfig
-from sley_core.metrics.check import check_metrics
-from sley_core.metrics.config import JsonlConfig, TensorboardConfig, WandbConfig
-from sley_core.optim.check import check_learning_rate
+from sley_core.metrics.config import JsonlConfig, TensorboardConfig, WandbConfig, check_metrics
 from sley_core.optim.config import (
     AdamWConfig,
     ConstantConfig,
@@ -21,6 +19,7 @@ from sley_core.optim.config import (
     SGDConfig,
     WarmupStableDecayConfig,
 )
+from sley_core.optim.learning_rate import check_learning_rate
 from sley_core.records import (
     AS_IT_IS,
     ActivationPolicyRecord,
@@ -59,10 +58,8 @@ def sley_records() -> list[Record]:
             name="recompute", config=RecomputeConfig, build=f"{activations}:recompute", variants=AS_IT_IS
         ),
         MetricsWriterRecord(name="jsonl", config=JsonlConfig, build=f"{metrics}.jsonl:JsonlWriter"),
-        MetricsWriterRecord(
-            name="tensorboard", config=TensorboardConfig, build=f"{metrics}.tensorboard:TensorboardWriter"
-        ),
-        MetricsWriterRecord(name="wandb", config=WandbConfig, build=f"{metrics}.wandb:WandbWriter"),
+        MetricsWriterRecord(name="tensorboard", config=TensorboardConfig, build=f"{metrics}.writers:TensorboardWriter"),
+        MetricsWriterRecord(name="wandb", config=WandbConfig, build=f"{metrics}.writers:WandbWriter"),
     ]
 
 

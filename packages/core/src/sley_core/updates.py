@@ -12,9 +12,9 @@ from sley_core.engine.masters import HOST, Masters
 from sley_core.engine.skips import Skips
 from sley_core.engine.update import Update
 from sley_core.errors import PlanError
-from sley_core.optim.groups import EVERYWHERE_ALIKE, parameter_groups
-from sley_core.optim.scope import scope_of
-from sley_core.optim.traits import PLAIN, Traits
+from sley_core.optim.build import EVERYWHERE_ALIKE, parameter_groups
+from sley_core.optim.config import scope_of
+from sley_core.optim.shared import PLAIN, Traits
 from sley_core.optimizer_probe import ToyParameters, Unfit, examine
 from sley_core.records import OffloadManagerRecord, steps_on_host
 

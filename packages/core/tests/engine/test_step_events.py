@@ -13,7 +13,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.step_events import step_buckets
 from sley_core.errors import RunError
-from sley_core.optim.late import with_late_gradients
+from sley_core.optim.build import with_late_gradients
 from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import small_plan

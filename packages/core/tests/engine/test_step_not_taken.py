@@ -11,7 +11,7 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import RunError
-from sley_core.optim.skip import skips_on_device, step_if
+from sley_core.optim.shared import skips_on_device, step_if
 from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.runs import weights

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sley_core.metrics.flops import device_peak_flops, flops_per_token, model_flops_per_token, peak_flops
+from sley_core.metrics.throughput import device_peak_flops, flops_per_token, model_flops_per_token, peak_flops
 
 
 def test_the_formula_on_numbers_worked_out_by_hand() -> None:

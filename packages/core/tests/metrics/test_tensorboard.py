@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-from sley_core.metrics import check
-from sley_core.metrics.check import check_metrics
-from sley_core.metrics.config import TensorboardConfig
-from sley_core.metrics.tensorboard import TensorboardWriter
+from sley_core.metrics import config
+from sley_core.metrics.config import TensorboardConfig, check_metrics
+from sley_core.metrics.writers import TensorboardWriter
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.protocols import MetricsWriter
@@ -39,7 +38,7 @@ def test_both_writers_may_be_listed() -> None:
 
 
 def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    monkeypatch.setattr(config, "find_spec", lambda name: None)
     (problem,) = check_metrics(plan_with("core.jsonl", "core.tensorboard"))
     assert (problem.code, problem.path) == ("tensorboard-missing", ("metrics", 1, "use"))
     assert problem.hint is not None

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from sley_core.data.dataset import DataInfo, Field
-from sley_core.metrics import memory
-from sley_core.metrics.memory import memory_mb, resident_mb
-from sley_core.metrics.throughput import Meter
+from sley_core.metrics import throughput
+from sley_core.metrics.throughput import Meter, memory_mb, resident_mb
 from sley_testing.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -65,7 +64,7 @@ def test_the_high_water_mark_rises_and_stays(ranks: Callable[..., Ranks]) -> Non
 
 def test_without_proc_the_system_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     known = resident_mb()
-    monkeypatch.setattr(memory, "STATUS", tmp_path / "none")
+    monkeypatch.setattr(throughput, "STATUS", tmp_path / "none")
     assert memory_mb(CPU) >= known * 0.9
     (tmp_path / "none").write_text("Name:\tpython\n")
     assert memory_mb(CPU) >= known * 0.9

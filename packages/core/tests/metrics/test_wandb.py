@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from sley_core.errors import RunError
-from sley_core.metrics import check
-from sley_core.metrics.check import check_metrics
-from sley_core.metrics.config import WandbConfig
-from sley_core.metrics.wandb import WandbWriter
+from sley_core.metrics import config
+from sley_core.metrics.config import WandbConfig, check_metrics
+from sley_core.metrics.writers import WandbWriter
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import small_plan
 
@@ -76,7 +75,7 @@ def test_a_run_that_cannot_begin_says_what_to_do(tmp_path: Path, runs: Runs, mon
 
 def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_from_dict(small_plan(metrics=[{"use": "core.wandb", "project": "p"}]))
-    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    monkeypatch.setattr(config, "find_spec", lambda name: None)
     (problem,) = check_metrics(plan)
     assert (problem.code, problem.path) == ("wandb-missing", ("metrics", 0, "use"))
     assert problem.hint is not None

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sley_core.optim.build import adamw, sgd
+from sley_core.optim.build import EVERYWHERE_ALIKE, adamw, sgd
 from sley_core.optim.config import AdamWConfig, SGDConfig
-from sley_core.optim.groups import EVERYWHERE_ALIKE
 
 CPU = torch.device("cpu")
 SIZE = 200

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from torch import nn
 
 from sley_core.errors import PlanError
+from sley_core.optim.build import frozen, parameter_groups, scale_learning_rate
 from sley_core.optim.config import GroupConfig, OptimizerConfig
-from sley_core.optim.groups import frozen, parameter_groups, scale_learning_rate
 
 NAMES = ["embed.weight", "blocks.0.norm.weight", "blocks.0.linear.weight", "blocks.0.linear.bias", "head.weight"]
 

@@ -1,4 +1,4 @@
-"""Tables, schedules, groups and writers are there before torch is, so that checks answer at once."""
+"""Tables, schedules and writers are there before torch is, so that checks answer at once."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import pytest
 MODULES = [
     "losses.config",
     "optim.config",
-    "optim.groups",
     "optim.learning_rate",
-    "optim.check",
-    "metrics.check",
     "metrics.config",
     "json_text",
     "metrics.jsonl",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sley_core.optim.scope import ELEMENTWISE, PER_MATRIX
+from sley_core.optim.config import ELEMENTWISE, PER_MATRIX
 
 
 def stepped(kind, cuts):

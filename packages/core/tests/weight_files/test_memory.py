@@ -15,8 +15,8 @@ from sley_core.data.dataset import DataInfo, Field
 from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
-from sley_core.weight_files.copy import write_tensors
 from sley_core.weight_files.read import WeightFiles
+from sley_core.weight_files.write import write_tensors
 from sley_models import hf
 from sley_models.config import LlamaConfig
 from sley_models.hf_config import to_hf_config

@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sley_core.errors import RunError
-from sley_core.weight_files.copy import write_tensors
 from sley_core.weight_files.read import INDEX, TensorKind, WeightFiles
-from sley_core.weight_files.write import Spec, TensorFile, split, unfinished
+from sley_core.weight_files.write import Spec, TensorFile, split, unfinished, write_tensors
 
 VALUES: dict[str, Tensor] = {
     "odd": torch.tensor([True, False, True]),

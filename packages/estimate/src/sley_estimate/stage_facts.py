@@ -13,8 +13,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.draft import DTYPES, dtypes
 from sley_core.errors import PlanError
-from sley_core.optim.skip import skips_on_device
-from sley_core.optim.traits import in_training
+from sley_core.optim.shared import in_training, skips_on_device
 from sley_core.records import steps_on_host
 from sley_core.topology import TIE
 from sley_estimate.seconds.groups import groups_at_once, slowest

@@ -28,9 +28,9 @@ from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.generators import generators_of_optimizer, seed_own, seeded
 from sley_core.model.seeds import derive
-from sley_core.optim.groups import parameter_groups
-from sley_core.optim.scope import scope_of
-from sley_core.optim.traits import in_training
+from sley_core.optim.build import parameter_groups
+from sley_core.optim.config import scope_of
+from sley_core.optim.shared import in_training
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_core.updates import try_optimizer

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from sley_core.comm import occasions
-from sley_core.installed import is_installed
+from sley_core.factory import is_installed
 
 OURS = ("sley_", "train_cli")
 """How the names of modules begin in which nothing may change."""

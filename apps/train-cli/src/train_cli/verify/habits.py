@@ -23,7 +23,7 @@ import sley_core
 from sley_core.engine.activations import tensors_in
 from sley_core.engine.fingerprint import fingerprint
 from sley_core.generators import comparable_state, own_generators
-from sley_core.optim.traits import has_modes
+from sley_core.optim.shared import has_modes
 from sley_testing.plain import PlainLoop
 from train_cli.verify.findings import SeenHabit
 

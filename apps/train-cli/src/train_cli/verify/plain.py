@@ -21,7 +21,7 @@ from sley_core.errors import RunError, UsageError
 from sley_core.generators import IN_USE
 from sley_core.model import modes
 from sley_core.model.layers import Layer, Model, as_model
-from sley_core.optim.groups import scale_learning_rate
+from sley_core.optim.build import scale_learning_rate
 from sley_testing.plain import NothingToTrainError
 from sley_testing.runs import weights
 from train_cli.verify.habits import HabitLoop

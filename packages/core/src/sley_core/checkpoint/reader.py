@@ -20,7 +20,7 @@ from sley_core.checkpoint.rectangles import Rectangle, all_of
 from sley_core.checkpoint.tensor_file import InFile, bytes_of, header_bytes, parsed
 from sley_core.errors import RunError
 from sley_core.files.folders import ReadableFolder, open_folder
-from sley_core.weight_files.dtypes import BY_NAME
+from sley_core.weight_files.write import BY_NAME
 
 _GUESS_BYTES = 1 << 16
 """Of a header; a longer one is read a second time."""

@@ -15,7 +15,7 @@ from sley_core.engine.extra_state import set_extra_state, with_extra_state
 from sley_core.errors import RunError
 from sley_core.json_values import from_json
 from sley_core.optim.shared import attributes_of, copied, load, shared_values
-from sley_core.weight_files.dtypes import BY_NAME
+from sley_core.weight_files.write import BY_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

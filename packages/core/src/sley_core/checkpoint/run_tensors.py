@@ -25,7 +25,7 @@ from sley_core.errors import RunError
 from sley_core.generators import host_state, set_host_state
 from sley_core.json_values import from_json, to_json
 from sley_core.optim.shared import options_to_save, shared_to_save
-from sley_core.weight_files.dtypes import DTYPES
+from sley_core.weight_files.write import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

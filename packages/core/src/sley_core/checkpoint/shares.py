@@ -10,7 +10,7 @@ from sley_core.checkpoint.index import TensorFacts
 from sley_core.checkpoint.rectangles import Rectangle, all_of
 from sley_core.checkpoint.tensor_file import TensorPiece
 from sley_core.errors import RunError
-from sley_core.weight_files.dtypes import BY_NAME, DTYPES
+from sley_core.weight_files.write import BY_NAME, DTYPES
 
 
 class Listed(NamedTuple):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sley_core.checkpoint.rectangles import Rectangle
-from sley_core.weight_files.dtypes import BY_NAME, DTYPES
+from sley_core.weight_files.write import BY_NAME, DTYPES
 
 CHUNK_BYTES = 16 << 20
 """What is handed to the system at once: the lock of Python is free meanwhile."""

@@ -14,7 +14,7 @@ from sley_core.checkpoint.restore import extra_states, load_one
 from sley_core.checkpoint.verify import newest, ready, verify
 from sley_core.errors import RunError
 from sley_core.files.folders import open_folder
-from sley_core.optim.traits import in_training
+from sley_core.optim.shared import in_training
 from sley_core.plan.loader import Loader
 from sley_core.plan.read import read_text
 from sley_core.plan.resolve import resolve

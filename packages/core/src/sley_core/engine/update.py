@@ -35,10 +35,18 @@ from sley_core.engine.store import GradientStore
 from sley_core.engine.totals import LOSS, NORM, USUAL, StepTotals, Votes, allow_a_step
 from sley_core.generators import IN_USE, generators_of_optimizer, seed_own
 from sley_core.model.seeds import derive
-from sley_core.optim.groups import scale_learning_rate
-from sley_core.optim.shared import attributes_of, copied, shared_values
-from sley_core.optim.skip import skips_on_device, step_if
-from sley_core.optim.traits import PLAIN, Traits, in_training, with_own_gradients
+from sley_core.optim.build import scale_learning_rate
+from sley_core.optim.shared import (
+    PLAIN,
+    Traits,
+    attributes_of,
+    copied,
+    in_training,
+    shared_values,
+    skips_on_device,
+    step_if,
+    with_own_gradients,
+)
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sley_core.errors import dotted
-from sley_core.memory.report import CountsOf
+from sley_core.memory.run_memory import CountsOf
 from sley_core.protocols import Counts, Keeps
 
 if TYPE_CHECKING:

@@ -1,18 +1,19 @@
-"""Tells what a step took: its part of a metrics row, from a batch's size and the time of the step."""
+"""Measures a step for its metrics row: tokens and samples per second, share of the device's FLOP/s, peak memory."""
 
 from __future__ import annotations
 
 import math
+import os
+import re
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-
-from sley_core.metrics.flops import device_peak_flops, model_flops_per_token
-from sley_core.metrics.memory import memory_mb
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import DataInfo
@@ -27,7 +28,7 @@ class Meter:
     """Counts what a batch has, as the dataset declares it, and measures steps.
 
     unit: "tokens", the positions of the first field that has a sequence dim, or "samples" if no field has one.
-    flops_per_token: see `sley_core.metrics.flops`. peak_flops: FLOP/s of all devices of the run together, None if not
+    flops_per_token: see `sley_core.metrics.throughput`. peak_flops: FLOP/s of all devices of the run together, None if not
     known.
     """
 
@@ -91,3 +92,129 @@ class Meter:
             self._measured_at = now
             self._memory = memory_mb(self.device)
         return self._memory
+
+
+Peaks = dict[str, float]
+"""Dense FLOP/s by type, in units of 1e12: `tf32` is fp32 through tensor cores. fp64 is that of tensor cores."""
+
+_A100: Peaks = {"fp64": 19.5, "fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}
+_H100: Peaks = {"fp64": 67.0, "fp32": 67.0, "tf32": 494.5, "bf16": 989.4, "fp16": 989.4}
+_H100_PCIE: Peaks = {"fp64": 51.0, "fp32": 51.0, "tf32": 378.0, "bf16": 756.0, "fp16": 756.0}
+_HOPPER_NVL: Peaks = {"fp64": 60.0, "fp32": 60.0, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5}
+_B200: Peaks = {"fp64": 37.0, "fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp16": 2250.0}
+_GB200: Peaks = {"fp64": 40.0, "fp32": 80.0, "tf32": 1250.0, "bf16": 2500.0, "fp16": 2500.0}
+
+PEAKS: tuple[tuple[str, Peaks], ...] = (
+    (r"\bA100\b", _A100),
+    (r"\bH100\b.*\bPCIe\b", _H100_PCIE),
+    (r"\b(H100|H200)\b.*\bNVL\b", _HOPPER_NVL),
+    (r"\b(H100|H200|GH200)\b", _H100),
+    (r"\bGB200\b", _GB200),
+    (r"\bB200\b", _B200),
+)
+"""Patterns of device names, the first that is found counts, and what NVIDIA's datasheets of them give (A100 80GB 2021,
+H100 2023, H200 2024, GH200 2023, HGX B200 and GB200 NVL72 2024), halved where they count structured sparsity."""
+
+
+def peak_flops(device_name: str, compute: str) -> float | None:
+    """Returns the dense FLOP/s of a device in the dtype `compute` (fp64, fp32, tf32, bf16, fp16), None if not known.
+
+    device_name: as `torch.cuda.get_device_name` gives it. A MIG slice is a part of a device and not known.
+    """
+    if "MIG" in device_name:
+        return None
+    for pattern, peaks in PEAKS:
+        if re.search(pattern, device_name):
+            return peaks[compute] * 1e12 if compute in peaks else None
+    return None
+
+
+def device_peak_flops(device: torch.device, compute: str) -> float | None:
+    """Returns the dense FLOP/s of this device in the plan's `precision.compute`; None for a CPU and if not known."""
+    if device.type != "cuda":
+        return None
+    if compute == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        compute = "tf32"
+    return peak_flops(torch.cuda.get_device_name(device), compute)
+
+
+def flops_per_token(num_matmul_parameters: int, attention_width: int, sequence: int) -> float:
+    """Returns 6 N + 6 W S: the FLOPs of one token's forward and backward through a causal model.
+
+    Every parameter that multiplies a token costs 2 FLOPs forward and 4 backward. A layer of causal attention, whose
+    heads are W = heads x head_dim wide together, takes 2 W FLOPs for its scores and 2 W for its context per position
+    that is seen, S / 2 of them on average, and twice that backward. Source: PaLM (Chowdhery et al., 2022), appendix B,
+    which counts the whole square, 12 W S; halved for the causal mask.
+
+    attention_width: the sum of W over all layers. sequence: S, in tokens; of packed documents too, so that numbers of
+    runs with equal sequences compare.
+    """
+    return 6.0 * num_matmul_parameters + 6.0 * attention_width * sequence
+
+
+def model_flops_per_token(layers: Iterable[nn.Module], sequence: int, whole: Mapping[int, int] | None = None) -> float:
+    """Returns `flops_per_token` of any model, counted from its modules, which may be on meta.
+
+    A matrix counts if it is the own `weight`, of two dims or more, of a module that is not an embedding: linears,
+    convolutions of stride 1, and a tied head, whose weight multiplies once more there. Attention counts if a module
+    declares `attention_width = heads * head_dim`; a model that does not declare it is counted without its attention.
+
+    whole: the full number of elements of sharded parameters, by id.
+    """
+    whole = whole or {}
+    num_parameters = 0
+    attention_width = 0
+    for layer in layers:
+        for module in layer.modules():
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, torch.Tensor) and weight.ndim >= 2 and not isinstance(module, _LOOK_UP):
+                num_parameters += whole.get(id(weight), weight.numel())
+            attention_width += getattr(module, "attention_width", 0)
+    return flops_per_token(num_parameters, attention_width, sequence)
+
+
+_LOOK_UP = (nn.Embedding, nn.EmbeddingBag)
+
+
+STATUS, STATM = Path("/proc/self/status"), Path("/proc/self/statm")
+
+
+def memory_mb(device: torch.device) -> float:
+    """Returns the peak in MiB: of torch's allocations on a CUDA device, of this process's resident set on a CPU.
+
+    The resident set includes everything: torch's libraries (some 200 MiB), threads' stacks, mapped files.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resident_mb()
+
+
+def resident_mb() -> float:
+    """Returns the largest resident set of this process, in MiB.
+
+    From /proc if there is one: getrusage would report the parent's peak if that was higher at the fork.
+    """
+    try:
+        status = STATUS.read_bytes()
+        return int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0]) / 2**10
+    except (OSError, IndexError):
+        return _resource_mb()
+
+
+def private_mb() -> float:
+    """Returns the memory that this process holds now for itself alone, in MiB: without mapped files, of which more is resident
+    the more is read. 0 where the kernel does not tell.
+    """
+    try:
+        _, resident, shared, *_ = STATM.read_bytes().split(maxsplit=3)
+    except (OSError, ValueError):
+        return 0.0
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def _resource_mb() -> float:
+    """Returns the largest resident set of this process in MiB, as getrusage tells it."""
+    import resource  # there is none on Windows
+
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

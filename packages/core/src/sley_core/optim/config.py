@@ -1,11 +1,12 @@
-"""The tables `[optimizer]` and `[learning_rate]` of core. Imports no torch."""
+"""The tables `[optimizer]` and `[learning_rate]` of core, and the scope of an update. Imports no torch."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from sley_core.records import OptimizerRecord
 from sley_core.table import (
     Array,
     FactoryPath,
@@ -16,6 +17,11 @@ from sley_core.table import (
     PositiveFloat,
     Table,
 )
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Component
+    from sley_core.records import Scope
+
 
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
@@ -147,3 +153,29 @@ class WarmupStableDecayConfig(DecayConfig):
 
     shape: Literal["linear", "cosine", "sqrt"] = "linear"
     """How it falls; `sqrt` is steep first (Hägele et al., 2024, 1-sqrt)."""
+
+
+ELEMENTWISE = frozenset(
+    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+)
+"""torch.optim's classes of which an element's update takes nothing but its own gradient, its own states and the step."""
+
+PER_MATRIX = frozenset({"Adafactor", "Muon"})
+"""Those that look at rows, columns or a root mean square of a whole parameter."""
+
+
+def scope_of(optimizer: Component) -> Scope | Literal["unknown"]:
+    """Returns the scope that the record or the factory's table declares; else that of torch.optim's own classes.
+
+    "unknown" for another class without a declaration.
+    """
+    if isinstance(optimizer.record, OptimizerRecord):
+        return optimizer.record.scope
+    config = optimizer.config
+    assert isinstance(config, FactoryOptimizerConfig), config
+    if config.scope is not None:
+        return "per_matrix" if config.scope == "matrix" else config.scope
+    module, _, name = config.factory.partition(":")
+    if module != "torch.optim" and not module.startswith("torch.optim."):
+        return "unknown"
+    return "elementwise" if name in ELEMENTWISE else "per_matrix" if name in PER_MATRIX else "unknown"

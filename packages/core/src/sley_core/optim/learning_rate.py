@@ -13,10 +13,15 @@ rate and has exactly `min_ratio` at its end, the run's last step unless `decay_s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from sley_core.errors import PlanError
 from sley_core.optim.config import ConstantConfig, CosineConfig, LinearConfig, WarmupStableDecayConfig
+from sley_core.records import Problem
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
 
 Factor = Callable[[int], float]
 """The share of the full rate at a step."""
@@ -86,3 +91,14 @@ def _fall(shape: Shape, warmup_steps: int, last_full: int, decay_steps: int, min
 
 def _warmup(step: int, warmup_steps: int) -> float:
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+
+
+def check_learning_rate(plan: Plan) -> Iterable[Problem]:
+    """Yields a problem if the parts of `core.warmup_stable_decay` do not fit into the run; core's other curves always do."""
+    config = plan.learning_rate.config
+    if isinstance(config, WarmupStableDecayConfig):
+        try:
+            warmup_stable_decay(config, plan.run.steps)
+        except PlanError as error:
+            for found in error.diagnostics:
+                yield Problem(found.path, found.message, found.hint, found.code)

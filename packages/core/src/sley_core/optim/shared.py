@@ -1,4 +1,5 @@
-"""What an optimizer keeps for all of its parameters together: options of its groups, states under keys of its own, attributes.
+"""What an optimizer keeps or needs beside the states of its parameters: options of its groups, states under keys of its own,
+attributes, gradients, a seed for each step, two modes; and how a step is skipped on the device.
 
 torch knows no place for a number that belongs to the optimizer, such as a count of steps, so classes keep it where they
 like. Here each such value has a name, so that a step in buckets counts once, and a checkpoint has it.
@@ -7,15 +8,20 @@ like. Here each such value has a name, so that a step in buckets counts once, an
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sley_core.errors import RunError
+
+if TYPE_CHECKING:
+    import torch
+
 
 Shared: TypeAlias = dict[tuple[str, Any, Any], Any]
 """Values by place: `("option", number of the group, key)`, `("state", "", key)` and `("attribute", path, name)`."""
@@ -240,3 +246,66 @@ def _of_torch() -> frozenset[str]:
             "_step_supports_amp_scaling",
         }
     )
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Says how an optimizer behaves. keeps_gradients: it keeps the gradient itself, not a copy. draws: its steps draw from
+    torch's generators. has_modes: it has `train()` and `eval()`, as schedule-free ones do: after `eval()` the weights are those
+    to evaluate and to save.
+    """
+
+    keeps_gradients: bool = False
+    draws: bool = False
+    has_modes: bool = False
+
+
+PLAIN = Traits()
+"""The traits of torch's own optimizers."""
+
+
+def has_modes(optimizer: object) -> bool:
+    """Returns whether an optimizer has `train()` and `eval()`."""
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+
+
+def in_training(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Calls `train()` of an optimizer that has modes; returns the same `optimizer`."""
+    if has_modes(optimizer):
+        optimizer.train()  # type: ignore[attr-defined]  # it has it
+    return optimizer
+
+
+def with_own_gradients(optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Callable[[], Any]:
+    """Returns a function that gives each parameter a copy of its gradient, which nobody else writes, and calls `step`."""
+
+    def stepped() -> Any:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
+        return step()
+
+    return stepped
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether `step_if` can skip a step of `optimizer`: torch's fused ones read a flag in their kernels.
+
+    Not in the first step, in which SGD creates its momentum from what the kernel would have written.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def step_if(optimizer: torch.optim.Optimizer, allowed: Tensor) -> None:
+    """Calls `optimizer.step()`, which changes no weight, state or step count if `allowed`, a bool on the device, is
+    false.
+
+    Does not synchronise with the device.
+    """
+    fused: Any = optimizer
+    fused.grad_scale, fused.found_inf = None, (~allowed).float()
+    try:
+        optimizer.step()
+    finally:
+        del fused.grad_scale, fused.found_inf

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sley_core.discovery import to_install
 from sley_core.errors import Diagnostic, KeyPath, PlanError
-from sley_core.optim.config import FactoryOptimizerConfig
-from sley_core.optim.scope import scope_of
+from sley_core.optim.config import FactoryOptimizerConfig, scope_of
 from sley_core.plan.check_tables import check_tables
 from sley_core.plan.document import by_place
 from sley_core.plan.tables import OPTIONAL, TABLES, ModelConfig

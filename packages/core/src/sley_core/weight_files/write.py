@@ -11,19 +11,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sley_core.errors import RunError
-from sley_core.weight_files.dtypes import DTYPES
 from sley_core.weight_files.read import INDEX, SINGLE
+
+if TYPE_CHECKING:
+    from sley_core.weight_files.read import Tensors
+
 
 FILE_BYTES = 5 * 10**9
 """The size of a file at most, as Hugging Face's own; a larger tensor has a file for itself."""
@@ -31,6 +34,18 @@ FILE_BYTES = 5 * 10**9
 OURS = ("model*.safetensors", INDEX)
 """Names of files of weights."""
 
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+} | {whole: f"I{8 * whole.itemsize}" for whole in (torch.int64, torch.int32, torch.int16, torch.int8)}
+
+BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
 
@@ -239,3 +254,37 @@ def _sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_tensors(
+    out: Path,
+    source: Tensors,
+    names: Iterable[tuple[str, str]],
+    max_file_bytes: int,
+    more: Callable[[Path], None] | None = None,
+) -> list[str]:
+    """Writes tensors of `source` into the new folder `out`; returns the names of the files.
+
+    names: (name in the source, name in the files) of each tensor that is written. more: writes what else the folder is to
+    have, into the folder that it is given. `out` is there when all of it is on the disk, or not at all. Raises RunError
+    "weight-files" if it cannot be written.
+    """
+    origin = {theirs: ours for ours, theirs in names}
+    specs = [Spec(theirs, *source.kind(ours)) for theirs, ours in origin.items()]
+    lists = split(specs, max_file_bytes)
+    files = dict(zip(file_names(len(lists)), lists, strict=True))
+    try:
+        scratch = begin(out, ours=())
+        with TensorFiles(scratch, files) as written:
+            for spec in specs:
+                written.add(spec.name, source.tensor(origin[spec.name]))
+            written.close()
+        if more is not None:
+            more(scratch)
+        complete(out, files)
+    except BaseException as error:  # Ctrl-C too
+        discard(out)
+        if isinstance(error, OSError):
+            raise RunError("weight-files", unwritten(error, out)) from None
+        raise
+    return list(files)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sley_core.actions.action import Action, Transfer
 from sley_core.comm import progress as standing_at
-from sley_core.metrics.memory import private_mb
+from sley_core.metrics.throughput import private_mb
 from sley_doctor.reports.usage import used
 from sley_doctor.reports.work_file import WorkFile
 from sley_doctor.reports.work_record import (
