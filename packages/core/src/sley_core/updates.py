@@ -105,7 +105,7 @@ def try_optimizer(
     options = [{**rates, "weight_decay": config.weight_decay}, {**rates, "weight_decay": 0.0}]
     given = ToyParameters(options, (max(ndims, default=1), min(ndims, default=1)), dtype, place)
     build = partial(_built, plan.optimizer, place)
-    return examine(build, given, scope_of(plan.optimizer), lr_changes=lr_changes)
+    return examine(build, given, scope_of(plan.optimizer.record, plan.optimizer.config), lr_changes=lr_changes)
 
 
 def _built(optimizer: Component, place: torch.device, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

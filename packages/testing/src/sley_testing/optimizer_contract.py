@@ -215,7 +215,8 @@ class OptimizerContract:
 
     def test_parameters_may_be_stepped_one_by_one(self) -> None:
         """With the bits of one step, whatever it counts; as managers of memory do it."""
-        if scope_of(plan_from_dict(self._plan()).optimizer) in ("global", "unknown"):
+        optimizer = plan_from_dict(self._plan()).optimizer
+        if scope_of(optimizer.record, optimizer.config) in ("global", "unknown"):
             pytest.skip("its scope says that it needs all parameters at once")
         tables = self._plan()
         seen = train(tables, one_by_one=True)

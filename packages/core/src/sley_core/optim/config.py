@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from sley_core.records import OptimizerRecord
+from sley_core.records import OptimizerRecord, Record, Scope
 from sley_core.table import (
     Array,
     FactoryPath,
@@ -17,11 +17,6 @@ from sley_core.table import (
     PositiveFloat,
     Table,
 )
-
-if TYPE_CHECKING:
-    from sley_core.plan.plan import Component
-    from sley_core.records import Scope
-
 
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
@@ -164,14 +159,13 @@ PER_MATRIX = frozenset({"Adafactor", "Muon"})
 """Those that look at rows, columns or a root mean square of a whole parameter."""
 
 
-def scope_of(optimizer: Component) -> Scope | Literal["unknown"]:
-    """Returns the scope that the record or the factory's table declares; else that of torch.optim's own classes.
+def scope_of(record: Record | None, config: Table) -> Scope | Literal["unknown"]:
+    """Returns the scope that an optimizer's record or its table (of a factory) declares; else that of torch.optim's own classes.
 
     "unknown" for another class without a declaration.
     """
-    if isinstance(optimizer.record, OptimizerRecord):
-        return optimizer.record.scope
-    config = optimizer.config
+    if isinstance(record, OptimizerRecord):
+        return record.scope
     assert isinstance(config, FactoryOptimizerConfig), config
     if config.scope is not None:
         return "per_matrix" if config.scope == "matrix" else config.scope

@@ -164,7 +164,7 @@ LOOKS = {"per_matrix": "looks at whole matrices", "global": "looks at all gradie
 
 def _optimizer(plan: Plan, topology: Topology) -> Iterator[Problem]:
     """Yields a problem if the optimizer needs full matrices or the full model and a rank has only a part."""
-    scope = scope_of(plan.optimizer)
+    scope = scope_of(plan.optimizer.record, plan.optimizer.config)
     by = _divider(plan, topology) if scope != "elementwise" else None
     if by is None and scope in ("global", "unknown") and topology.pp > 1:
         by = f"`pp = {topology.pp}` leaves a part of the model to a rank"
@@ -273,7 +273,7 @@ def check_offload(plan: Plan) -> Iterator[Problem]:
 
 def _scope(plan: Plan, number: int, name: str, record: OffloadManagerRecord) -> Iterator[Problem]:
     """Yields a problem for an optimizer whose updates depend on more than a manager's way of stepping provides."""
-    allowed, found = record.scope(plan.offload[number].config), scope_of(plan.optimizer)
+    allowed, found = record.scope(plan.offload[number].config), scope_of(plan.optimizer.record, plan.optimizer.config)
     if allowed == "global" or WIDTH[found] <= WIDTH[allowed]:
         return
     looks = "may look at all gradients at once" if found == "unknown" else "looks at all gradients at once"
