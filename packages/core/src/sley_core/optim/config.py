@@ -160,7 +160,7 @@ PER_MATRIX = frozenset({"Adafactor", "Muon"})
 
 
 def scope_of(record: Record | None, config: Table) -> Scope | Literal["unknown"]:
-    """Returns the scope that an optimizer's record or its table (of a factory) declares; else that of torch.optim's own classes.
+    """Returns the scope that the record or the factory's table declares; else that of torch.optim's own classes.
 
     "unknown" for another class without a declaration.
     """
