@@ -17,15 +17,12 @@ from league_faults import FAULTS, fault
 from parity_page import league, write_league
 
 from sley_core.comm.world import World
-from sley_core.errors import RunError
+from sley_testing.league.play import play, take
+from sley_testing.league.result import Result, in_lines
+from sley_testing.league.row import LeagueRow
+from sley_testing.league.rows import ROWS
 from sley_testing.plans import changed
-from train_cli.faults import Fault
-from train_cli.league.measure import play, take
-from train_cli.league.result import Result
-from train_cli.league.row import LeagueRow
-from train_cli.league.rows import ROWS
-from train_cli.league.table import in_lines
-from train_cli.verify import measure
+from sley_testing.verify import measure
 
 for _plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
     pytest.importorskip(_plugin)
@@ -41,13 +38,13 @@ def on_a_rank(rows: Sequence[LeagueRow], folder: Path, faulty: str | None) -> No
         take(rows, world, folder)
 
 
-def forked(ranks: Any, faulty: str | None, rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> Fault:
+def forked(ranks: Any, faulty: str | None, rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> str:
     """As the command starts ranks, but forked."""
     if num_ranks > 1:
         ranks(num_ranks, 120)(on_a_rank, rows, folder, faulty)
     else:
         on_a_rank(rows, folder, faulty)
-    return Fault((), 0)
+    return ""
 
 
 @pytest.fixture
@@ -111,10 +108,10 @@ def test_a_row_whose_ranks_fail_is_named_and_the_others_are_played(ranks: Any, t
     broken, fine = row("tied-stages"), row("clip-pp")
     started: list[list[str]] = []
 
-    def fail_first(rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> Fault:
+    def fail_first(rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> str:
         started.append([one.name for one in rows])
         if len(started) == 1:
-            return Fault.of(RunError("link-lost", "stage 1 is gone"))
+            return "stage 1 is gone"
         return forked(ranks, None, rows, num_ranks, folder)
 
     found = list(play([broken, fine], tmp_path, fail_first))
@@ -137,7 +134,7 @@ def test_a_row_that_one_process_cannot_take_is_named(played: Played) -> None:
 
 @pytest.mark.parametrize("what", ["own_weights", "_unclipped"])
 def test_what_no_rank_compares_does_not_hold(ranks: Any, tmp_path: Path, what: str) -> None:
-    def without_norms(rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> Fault:
+    def without_norms(rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> str:
         whole = getattr(measure, what)
 
         def part(*given: Any) -> dict[str, Any]:
@@ -155,7 +152,7 @@ def test_what_no_rank_compares_does_not_hold(ranks: Any, tmp_path: Path, what: s
 def test_what_no_rank_compares_in_a_later_layout_does_not_hold(ranks: Any, tmp_path: Path, what: str) -> None:
     """Only the first step, and so the first layout, was looked at."""
 
-    def without_norms_later(rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> Fault:
+    def without_norms_later(rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> str:
         whole = getattr(measure, what)
 
         def part(run: Any, *more: Any) -> dict[str, Any]:
@@ -230,7 +227,7 @@ def test_a_plugin_that_a_row_needs_is_named_before_anything_runs(cli: Any, monke
     lacking = replace(
         row("accumulation"), tables=changed(row("accumulation").tables, pipeline={"use": "absent.schedule"})
     )
-    monkeypatch.setattr("train_cli.league.rows.ROWS", (lacking,))
+    monkeypatch.setattr("train_cli.verify.ROWS", (lacking,))
     result = cli("verify", "--league")
     assert (result.code, "error[plugin-unknown]" in result.err) == (4, True), result.err
 

@@ -16,11 +16,11 @@ from sley_core.errors import UsageError
 from sley_core.plan.load import load_plan, plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_testing.plans import Tables, changed, small_plan
-from train_cli.commands.verify import refuse_dropout
+from sley_testing.verify.findings import Limits, RankFindings, differences, in_words, read
+from sley_testing.verify.measure import compare, keep, limits
 from train_cli.faults import Fault
 from train_cli.one_process import in_layout, in_one_process
-from train_cli.verify.findings import Limits, RankFindings, differences, in_words, read
-from train_cli.verify.measure import compare, keep, limits
+from train_cli.verify import refuse_dropout
 
 ROOT = Path(__file__).parents[3]
 OWN = Path(__file__).parent / "own"

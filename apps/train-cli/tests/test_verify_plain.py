@@ -13,12 +13,12 @@ from sley_core.comm.world import World
 from sley_core.errors import RunError, UsageError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import Tables, small_plan
+from sley_testing.verify.findings import SeenHabit, differences, in_words, read
+from sley_testing.verify.measure import check_complete, compare, limits
+from sley_testing.verify.plain import keep_plain, refuse_unlike
 from train_cli import lazy
 from train_cli.main import main
 from train_cli.one_process import in_layout, in_one_process
-from train_cli.verify.findings import SeenHabit, differences, in_words, read
-from train_cli.verify.measure import check_complete, compare, limits
-from train_cli.verify.plain import keep_plain, refuse_unlike
 
 OWN = Path(__file__).parent / "own"
 

@@ -20,7 +20,7 @@ from sley_core.engine.update import CLIP_EPSILON
 from sley_core.errors import RunError
 from sley_testing.parity import relative_errors
 from sley_testing.runs import BF16_SUMS, GRADIENTS, WEIGHTS, gradients, weights
-from train_cli.verify.findings import Compared, Kind, Limits, RankFindings
+from sley_testing.verify.findings import Compared, Kind, Limits, RankFindings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

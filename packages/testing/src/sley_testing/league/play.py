@@ -3,29 +3,42 @@
 this process     one process of each row, and a plain loop ──> numbers, gradients, weights of each step, in a folder
 its ranks        the row's layouts                         ──> each compares what it holds ──> findings
 this process     findings ──> a result for each row
+
+The plain loop shares nothing with the engine: torch's autograd and optimizer, one document after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+import math
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.errors import EXIT_OK, RunError
-from train_cli.faults import Fault
-from train_cli.league.plain import keep_plain
-from train_cli.league.result import Result, judged
-from train_cli.league.row import LeagueRow, by_ranks
-from train_cli.verify.findings import read
-from train_cli.verify.measure import Beside, check_complete, keep
+from sley_core.data.dataset import DataContext
+from sley_core.engine.update import CLIP_EPSILON
+from sley_core.errors import RunError, SleyError
+from sley_core.optim.config import AdamWConfig
+from sley_testing.league.parts import DrawnSamples
+from sley_testing.league.result import Result, judged
+from sley_testing.league.row import LeagueRow, by_ranks
+from sley_testing.plain import Batch, Named, PlainLoop, decay_groups
+from sley_testing.verify.findings import read
+from sley_testing.verify.measure import Beside, check_complete, file_of, keep
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
-Start: TypeAlias = Callable[[Sequence[LeagueRow], int, Path], Fault]
-"""Calls `take` on so many ranks, for these rows and this folder, and returns how they ended."""
+Start: TypeAlias = Callable[[Sequence[LeagueRow], int, Path], str]
+"""Calls `take` on so many ranks, for these rows and this folder; returns why they failed, or nothing."""
 
 ALONE, PLAIN = "alone", "plain"
 """The folders of a row's references."""
@@ -42,20 +55,23 @@ def play(rows: Sequence[LeagueRow], folder: Path, start: Start) -> Iterator[Resu
             keep_references(row, folder / row.name)
             kept.append(row)
         except Exception as error:
-            yield Result(row, failed=f"as one process: {_reason(Fault.of(error))}")
+            yield Result(row, failed=f"as one process: {reason(error)}")
     for num_ranks, left in by_ranks(kept).items():
         while left:
-            fault = start(left, num_ranks, folder)
+            failed = start(left, num_ranks, folder)
             done = [row for row in left if _is_done(row, folder)]
             yield from (_result(row, folder) for row in done)
             left = [row for row in left if row not in done]
             if left:
-                assert fault.exit_code != EXIT_OK, f"no rank failed, and {left[0].name} was not compared"
-                yield Result(left.pop(0), failed=_reason(fault))
+                assert failed, f"no rank failed, and {left[0].name} was not compared"
+                yield Result(left.pop(0), failed=failed)
 
 
-def _reason(fault: Fault) -> str:
-    return fault.diagnostics[0].message if fault.diagnostics else "its ranks have ended without a word"
+def reason(error: Exception) -> str:
+    """Returns the message of an error in one line."""
+    if isinstance(error, SleyError):
+        return error.diagnostics[0].message
+    return "".join(traceback.format_exception_only(error)).strip()
 
 
 def keep_references(row: LeagueRow, folder: Path) -> None:
@@ -122,3 +138,52 @@ def _result(row: LeagueRow, folder: Path) -> Result:
         except RunError as error:
             return Result(row, failed=error.diagnostics[0].message)
     return judged(row, found[ALONE], found.get(PLAIN))
+
+
+def keep_plain(plan: Plan, num_steps: int, first: Path, folder: Path) -> None:
+    """Takes the steps of `plan` in a plain loop and keeps their results in `folder`, as `measure.keep` does for a run.
+
+    first: the folder of a run that began with the same weights. Each micro-batch is one document, so nothing can attend across
+    two, and the loop's loss is written without ranks.
+    """
+    options = plan.data.config.options
+    samples, held_out = DrawnSamples(**options), DrawnSamples(DataContext(split="held_out"), **options)
+    config = plan.optimizer.config
+    assert isinstance(config, AdamWConfig), config
+
+    def adamw(named: Named) -> torch.optim.Optimizer:
+        groups = decay_groups([one for one in named if one[1].requires_grad], config.weight_decay)
+        first, second = config.betas
+        return torch.optim.AdamW(groups, lr=config.lr, betas=(first, second), eps=config.eps)
+
+    clip = math.inf if config.clip_norm is None else config.clip_norm
+    loop = PlainLoop(plan.model.build(samples.info), _SumOfLabels(), optimizer=adamw, clip_norm=clip)
+    loop.load(load_file(file_of(first, 0, "weights")))
+    save_file(loop.weights, file_of(folder, 0, "weights"))
+    for number in range(num_steps):
+        size = plan.batch.global_size
+        step = loop.step(_apart(samples, range(number * size, (number + 1) * size)))
+        row = {"step": number + 1, "loss": step.loss, "grad_norm": step.grad_norm}
+        if plan.evaluation is not None:
+            row["held_out_loss"] = loop.evaluate(_apart(held_out, range(len(held_out))))
+        (folder / f"row-{number + 1}.json").write_text(json.dumps(row), "utf-8")
+        factor = min(1.0, clip / (step.grad_norm + CLIP_EPSILON))
+        gradients = {name: gradient / factor for name, gradient in step.gradients.items()}
+        save_file(gradients, file_of(folder, number + 1, "gradients"))
+        save_file(step.weights, file_of(folder, number + 1, "weights"))
+
+
+def _apart(samples: DrawnSamples, indices: Iterable[int]) -> list[Batch]:
+    """Returns the documents of these samples, a micro-batch each."""
+    return [document for index in indices for document in samples.apart(index)]
+
+
+class _SumOfLabels:
+    """Computes cross-entropy directly, as a sum over the labels that count and the number of these."""
+
+    def weight(self, batch: Batch) -> float:
+        return float((batch["labels"] >= 0).sum())
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        counts = batch["labels"] >= 0
+        return F.cross_entropy(output[counts], batch["labels"][counts], reduction="sum")

@@ -24,8 +24,8 @@ from sley_core.model.layers import Layer, Model, as_model
 from sley_core.optim.build import scale_learning_rate
 from sley_testing.plain import NothingToTrainError
 from sley_testing.runs import weights
-from train_cli.verify.habits import HabitLoop
-from train_cli.verify.measure import file_of, own_weights
+from sley_testing.verify.habits import HabitLoop
+from sley_testing.verify.measure import file_of, own_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
-    from train_cli.verify.findings import SeenHabit
+    from sley_testing.verify.findings import SeenHabit
 
 
 class _Grouped(NamedTuple):

@@ -25,7 +25,7 @@ from sley_core.engine.fingerprint import fingerprint
 from sley_core.generators import comparable_state, own_generators
 from sley_core.optim.shared import has_modes
 from sley_testing.plain import PlainLoop
-from train_cli.verify.findings import SeenHabit
+from sley_testing.verify.findings import SeenHabit
 
 TORCH = str(Path(torch.__file__).parent)
 OURS = (str(Path(sley_core.__file__).parent), inspect.getfile(PlainLoop), __file__)

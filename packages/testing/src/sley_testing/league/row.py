@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import Tables, changed
-from train_cli.one_process import in_layout, in_one_process
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
+
+ONE_PROCESS: Tables = {
+    "parallel": {"dp": 1},
+    "gradient_handlers": [],
+    **dict.fromkeys(("pipeline", "weights", "sequence", "activations", "offload")),
+}
+"""The changes that leave a row's plan without its layout."""
 
 LIMIT = 1e-6
 """The relative error that a row in fp32 may have: of losses, norms, gradients and weights alike, in every step."""
@@ -52,11 +58,11 @@ class LeagueRow:
 
     def plans(self) -> list[Plan]:
         """Returns the plan of each layout. Raises SleyError for what the plan's checks find, such as a missing plugin."""
-        return [in_layout(self._plan(layout)) for layout in self.layouts]
+        return [self._plan(layout) for layout in self.layouts]
 
     def plan_alone(self) -> Plan:
         """Returns the plan of one process that computes the same."""
-        return in_one_process(self._plan({**self.layouts[0], **self.alone}))
+        return self._plan({**self.layouts[0], **ONE_PROCESS, **self.alone})
 
     @property
     def layout(self) -> str:
