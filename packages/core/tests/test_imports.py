@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -97,3 +98,22 @@ def test_nothing_below_the_run_names_it():
     names = {name for name, targets in graph().items() if "sley_core.run" in targets}
     below = {name for name in names if not name.startswith(ABOVE)}
     assert below - {"sley_core"} == set()
+
+
+REPOSITORY = Path(__file__).parents[3]
+TOOLS = ("estimate", "testing", "doctor")
+SIMULATION = re.compile(r"\bis_(fake|real|silent)\b|\bsimulation (is|else)\b|\bif (not )?\S*simulation\b")
+
+
+def test_few_places_ask_whether_a_world_is_real():
+    """Plugins never do: groups, devices and tensors of a fake world behave so that they need not."""
+    asking = [
+        (package.name, f"{file.relative_to(REPOSITORY)}:{number}: {line.strip()}")
+        for package in (REPOSITORY / "packages").iterdir()
+        if package.name not in TOOLS
+        for file in (package / "src").rglob("*.py")
+        for number, line in enumerate(file.read_text("utf-8").splitlines(), 1)
+        if SIMULATION.search(line)
+    ]
+    assert [place for name, place in asking if name != "core"] == []
+    assert len(asking) <= 5, "\n".join(place for _, place in asking)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from sley_core.comm import echo
 from sley_core.comm.world import World
 from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_dict
+from sley_estimate.calibrate import echo
 from sley_estimate.calibrate.layers import measure_layers
 from sley_estimate.testing.short_calibration import shortly
 from sley_testing.plans import small_plan

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sley_core.attach import stepper_of
 from sley_core.comm.groups import Groups
 from sley_core.comm.malloc import keep_freed_memory
 from sley_core.draft import DTYPES, Draft, draft_of, dtypes, formats_of
-from sley_core.engine import layer_costs
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.buffers import by_reduce_group, loose
 from sley_core.engine.canonical.cost import cost_note
 from sley_core.engine.canonical.model_check import check_model
 from sley_core.engine.canonical.order import CanonicalOrder
 from sley_core.engine.extra_state import check_extra_states
-from sley_core.engine.foretold import Foretold, foretold
 from sley_core.engine.gradient_hooks import check_hooks
 from sley_core.engine.left_over import refuse_left_over
 from sley_core.engine.load import WeightLoader, names_of
@@ -37,9 +35,8 @@ from sley_core.engine.weight_queue import WeightQueue
 from sley_core.engine.weights import WeightStore
 from sley_core.equip import checkpoints_of, outputs_of, samples_of
 from sley_core.equipment import AssemblyFacts
-from sley_core.errors import KeyPath, PlanError
+from sley_core.errors import PlanError
 from sley_core.join import join
-from sley_core.model.imagine import imagine
 from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
 from sley_core.offload import memory_of, move_numbers
@@ -48,9 +45,10 @@ from sley_core.run import Run
 from sley_core.uncompiled import leave_compiler_out
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from sley_core.comm.world import World
+    from sley_core.engine.boundary import Description
     from sley_core.engine.shards import Shards
     from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
@@ -79,8 +77,6 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
     """Assembles the run as `assemble` describes. undo: collects what detaches each part from the model; the run closes it."""
     if problems := check_plan(plan, world.size):
         raise PlanError.many(problems)
-    if plan.run.keep_freed_memory and world.device.torch_device.type == "cpu" and not world.is_fake:
-        keep_freed_memory()
     if not plan.model.config.compile:
         leave_compiler_out()
     topology = plan.topology(world.size)
@@ -89,9 +85,8 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
     names, sizes = names_of(model.layers), model.num_parameters()
     stage = draft.stage.at(topology.coordinates(world.rank).stage)
     groups = join(plan, world, topology, model, stage, dataset)
-    announced = None
-    if world.is_fake and world.device.is_real and topology.pp > 1:
-        announced = foretold(plan, stage, dataset, dtypes(plan)[0])
+    simulation = world.simulation
+    announced = simulation.announced(plan, stage, dataset, dtypes(plan)[0]) if simulation else None
     apart = _attach_attention(plan, groups, model, undo)
     communicator: WeightCommunicator | None = plan.weights.build() if plan.weights else None
     if communicator is not None:
@@ -103,18 +98,16 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
     if plan.parallel.reduction == "canonical":
         check_model(stage.stages, model.per_rank_buffers)
     book = ParameterBook(stage.chunks, stage.stages, shards)
-    if world.is_fake:
-        cut_on_meta(stage.layers, shards)
+    has_values = _materialize(plan, world, model, stage, shards)
     with world.device.in_use():
-        _materialize(plan, world, model, stage, shards)
         parts = make_parts(plan, world, topology, groups, stage.layers, book, announced)
         numbers = move_numbers(plan, parts)
-        stepper = stepper_of(plan, parts, model, stage, dataset.info, communicator, undo, apart)
-        samples = samples_of(plan, parts, model, dataset, stepper)
+        stepper = stepper_of(plan, parts, model, stage, dataset.info, communicator, undo, apart, checks=has_values)
+        samples = samples_of(plan, parts, model, dataset, stepper, has_feed=has_values)
         memory = memory_of(plan, parts, stepper, numbers, undo)
     if parts.store.canonical is not None:
         notes.append(cost_note(parts, plan.num_micros(topology)))
-    if not world.is_fake:
+    if has_values:
         check_extra_states(stage.layers)
         refuse_left_over(model, stage.layers)  # last, since the code above still uses other ranks' layers
     return Run(
@@ -126,7 +119,7 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
         memory,
         WeightLoader(names, parts, stepper.update.masters),
         checkpoints_of(plan, parts, stepper, samples, memory, model, folder),
-        AssemblyFacts(*sizes, notes, _found(plan, world, draft.costs)),
+        AssemblyFacts(*sizes, notes, draft.found),
     )
 
 
@@ -142,15 +135,14 @@ def _attach_attention(plan: Plan, groups: Groups, model: Model, undo: ExitStack)
     return attention.apart
 
 
-def _materialize(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> None:
-    """Gives this rank's layers memory and first values; in a fake world layers are cut already, and at most get fake
-    tensors.
-    """
-    if not world.device.is_real:
-        return
-    if world.is_fake:
-        imagine(stage.layers, dtype=dtypes(plan)[1], device=world.device.torch_device)
-        return
+def _materialize(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> bool:
+    """Gives this rank's layers memory and first values, in a fake world only shapes; returns whether tensors have values."""
+    if world.simulation is not None:
+        cut_on_meta(stage.layers, shards)
+        world.simulation.fill(stage.layers, dtypes(plan)[1])
+        return False
+    if plan.run.keep_freed_memory and world.device.type == "cpu":
+        keep_freed_memory()
     materialize(
         model.layers,
         seed=plan.run.seed,
@@ -160,6 +152,7 @@ def _materialize(plan: Plan, world: World, model: Model, stage: Stage, shards: S
         owned={layer.name for layer in stage.layers},
         cut={key: shard.cut for key, shard in shards.items()},
     )
+    return True
 
 
 def make_parts(
@@ -169,7 +162,7 @@ def make_parts(
     groups: Groups,
     layers: Sequence[Layer],
     book: ParameterBook,
-    announced: Foretold | None = None,
+    announced: Callable[[int, int], Description] | None = None,
 ) -> Parts:
     """Makes the parts to which plugins are attached; the gradient store has no buffers if no other rank holds this one's
     weights.
@@ -196,9 +189,3 @@ def make_parts(
         pool=Pools(plan),
         foretold=announced,
     )
-
-
-def _found(plan: Plan, world: World, costs: list[float]) -> dict[KeyPath, Any]:
-    """Returns values of the resolved plan that only the run could determine, by their path."""
-    is_timed = layer_costs.are_timed(plan) and not world.is_fake
-    return {("partition", "layer_costs"): costs} if is_timed else {}

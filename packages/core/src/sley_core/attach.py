@@ -42,10 +42,13 @@ def stepper_of(
     communicator: WeightCommunicator | None,
     undo: ExitStack,
     apart: Sequence[str] | None = None,
+    *,
+    checks: bool,
 ) -> Stepper:
     """Attaches all plugins' objects to `parts`, and returns the stepper of this rank; `undo` detaches them.
 
-    apart: patterns of names of layers that are not asked whether they mix positions; None if none is.
+    apart: patterns of names of layers that are not asked whether they mix positions; None if none is. checks: whether what the
+    model's code does is checked by the values of tensors.
     """
     topology, device = parts.topology, parts.world.device
     hooks: list[SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
@@ -62,7 +65,7 @@ def stepper_of(
     check_no_parameters(loss := plan.loss.build())
     if hasattr(loss, "attach"):
         loss.attach(parts)
-    update = make_update(plan, parts, model)
+    update = make_update(plan, parts, model, checks=checks)
     if communicator is not None:
         communicator.attach(parts)
         undo.callback(close_stand_ins, parts.book)
@@ -73,7 +76,7 @@ def stepper_of(
     parts.numbers.agree()
     standing = parts.groups.progress.standing = parts.store.state.standing
     fields = sliced_info(info, topology.sp).fields
-    is_asked = apart is not None and topology.sp > 1 and not parts.world.is_fake
+    is_asked = checks and apart is not None and topology.sp > 1
     caller = LayerCaller(
         device,
         plan.run.seed,
@@ -83,14 +86,14 @@ def stepper_of(
         parts.waits,
         standing,
         plan.limits.data_timeout_s,
-        None if parts.world.is_fake else WriteWatch(parts, model.per_rank_buffers),
+        WriteWatch(parts, model.per_rank_buffers) if checks else None,
         PositionProbe(fields, (info.sequence or 0) // topology.sp, apart or ()) if is_asked else None,
     )
     is_additive = (
         isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits
     )  # core's own: a sum over positions
     is_whole = topology.sp > 1 and is_of_whole_sequences(plan)
-    asks = topology.sp > 1 and not is_additive and not is_whole and not parts.world.is_fake
+    asks = checks and topology.sp > 1 and not is_additive and not is_whole
     over_positions = OverPositions(loss, fields) if asks else None
     is_canonical = parts.store.canonical is not None
     executor = Executor(
@@ -107,7 +110,7 @@ def stepper_of(
         WholeSequences(fields, parts.groups["sp"]) if is_whole else None,
         keeps_apart=is_canonical,
     )
-    compare = None if parts.world.is_fake else CopyComparison(parts, model.per_rank_buffers)
+    compare = CopyComparison(parts, model.per_rank_buffers) if checks else None
     stepper = Stepper(
         executor, stage.lists, parts.store, handlers, update, parts.groups, device, undo, compare, parts.events
     )

@@ -14,7 +14,7 @@ from sley_core.data.slices import POSITIONS, sliced_info
 from sley_core.engine import layer_costs
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.stage import stage_of
-from sley_core.errors import PlanError
+from sley_core.errors import KeyPath, PlanError
 from sley_core.model import modes
 from sley_core.model.build import build_on_meta
 from sley_core.model.formats import is_kept
@@ -36,14 +36,14 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, 
 class Draft:
     """Holds what a plan's run is made of before anything has memory. The model, on meta, and the dataset are for one run only.
 
-    stage: of any rank. costs: of each layer, by which the model was cut. notes: for the user.
+    stage: of any rank. notes: for the user. found: values of the resolved plan that only a run could determine, by their path.
     """
 
     dataset: AnyDataset
     model: Model
     stage: Stage
-    costs: list[float]
     notes: list[str]
+    found: dict[KeyPath, Any]
 
 
 def draft_of(plan: Plan, world: World) -> Draft:
@@ -54,9 +54,15 @@ def draft_of(plan: Plan, world: World) -> Draft:
     with world.all_or_none(plan.limits.collective_timeout_s):  # one host may lack a file, or what a factory needs
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
         model = draft_model(plan, dataset.info)
-    costs, notes = layer_costs_of(plan, world, model)
-    notes = [*notes, *modes.notes_of(model.layers)]
-    return Draft(dataset, model, stage_of(plan, plan.topology(world.size), world.rank, model, costs), costs, notes)
+    costs, found = layer_costs.by_parameters(model), dict[KeyPath, Any]()
+    notes = [*modes.notes_of(model.layers)]
+    if layer_costs.are_timed(plan) and world.simulation is None:
+        costs = layer_costs.timed(plan, world, partial(draft_model, plan), dtypes(plan)[0])
+        found["partition", "layer_costs"] = costs
+    elif layer_costs.are_timed(plan):
+        name = plan.partition.name if plan.partition else ""
+        notes.insert(0, f"`{name}` times layers in a run; here they are cut by parameters")
+    return Draft(dataset, model, stage_of(plan, plan.topology(world.size), world.rank, model, costs), notes, found)
 
 
 def draft_model(plan: Plan, info: DataInfo) -> Model:
@@ -87,19 +93,6 @@ def _check_positions(plan: Plan, model: Model) -> None:
         )
         hint = f"name `{POSITIONS}` in the forward that needs them; or `[sequence] positions = false` if none does"
         raise PlanError.many([plan.diagnostic("sequence-positions", message, ("parallel", "sp"), hint)])
-
-
-def layer_costs_of(plan: Plan, world: World, model: Model) -> tuple[list[float], list[str]]:
-    """Returns each layer's cost for the partition, and notes for the user. If the plan wants layers timed, it times them, and
-    is a collective.
-    """
-    if not layer_costs.are_timed(plan):
-        return layer_costs.by_parameters(model), []
-    if world.is_fake:
-        assert plan.partition is not None, "a partition is timed"
-        name = plan.partition.name
-        return layer_costs.by_parameters(model), [f"`{name}` times layers in a run; here they are cut by parameters"]
-    return layer_costs.timed(plan, world, partial(draft_model, plan), dtypes(plan)[0]), []
 
 
 def dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:

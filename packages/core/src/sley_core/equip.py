@@ -33,8 +33,12 @@ if TYPE_CHECKING:
     from sley_core.topology import Topology
 
 
-def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper) -> Samples:
-    """Returns the training samples, their meter and the evaluation; in a fake world nothing is read."""
+def samples_of(
+    plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper, *, has_feed: bool
+) -> Samples:
+    """Returns the training samples, their meter and the evaluation. has_feed: whether samples are read; else steps are given
+    theirs.
+    """
     executor, topology, groups = stepper.executor, parts.topology, parts.groups
     whole = executor.whole
     loss = executor.loss if executor.has_loss and whole is None else None
@@ -52,7 +56,7 @@ def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, step
     forward = ForwardOnly(executor, stepper.lists, modules, groups, parts.world.device, stepper.agreement)
     reads = frozenset(name for layer in model.layers for name in layer.fields)
     samples = Samples(dataset, splitter, Meter.of(parts, model.layers, dataset.info), forward, reads)
-    if parts.world.is_fake:  # steps are given their samples
+    if not has_feed:
         return samples
     rows = rows_of(plan.batch.global_size, parts)
     config: Any = plan.data.config

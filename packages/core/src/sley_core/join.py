@@ -41,7 +41,7 @@ def join(plan: Plan, world: World, topology: Topology, model: Model, stage: Stag
     extra = [*tie_groups(stage, topology), *plugin_groups(plan, topology)]
     attaches = plan.parallel.cross_memory_attach
     groups = world.groups(topology, plan.limits.collective_timeout_s, extra, attaches=attaches)
-    if not world.is_fake:
+    if world.simulation is None:
         _agree(plan, [*topology.groups(), *extra], groups["control"], model, dataset)
     return groups
 

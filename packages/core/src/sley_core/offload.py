@@ -51,7 +51,7 @@ def memory_of(plan: Plan, parts: Parts, stepper: Stepper, numbers: MoveNumbers |
         parts.world.device.torch_device, parts.store, sources, partial(_states_of, update), partial(_trim, trims)
     )
     managers: list[OffloadManager] = [component.build() for component in plan.offload]
-    for manager in managers:
+    for manager in managers if parts.world.device.type != "meta" else ():  # nothing moves where nothing has memory
         manager.attach(parts, holdings)
         undo.callback(manager.detach)
     if numbers is not None:

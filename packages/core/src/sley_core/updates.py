@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sley_core.draft import dtypes
 from sley_core.engine.loss_scale import LossScale
-from sley_core.engine.masters import HOST, Masters
+from sley_core.engine.masters import Masters
 from sley_core.engine.skips import Skips
 from sley_core.engine.update import Update
 from sley_core.errors import PlanError
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Component, Plan
 
 
-def make_update(plan: Plan, parts: Parts, model: Model) -> Update:
+def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Update:
     """Builds masters and optimizer for the trainable parameters, and rounds the frozen ones to the working dtype; returns the
-    update. model: the whole one, whose parameters say on what kinds an optimizer of the user's own is tried.
+    update. model: the whole one, whose parameters say on what kinds an optimizer of the user's own is tried. checks: whether it
+    is tried.
 
     Raises PlanError `optimizer-unfit`, the same on every rank, if it cannot be stepped right.
     """
     config: Any = plan.optimizer.config
     device = parts.world.device
-    host = HOST if device.is_real else device.torch_device  # what has no memory has no host either
-    home = host if any(steps_on_host(manager.record) for manager in plan.offload) else None
+    home = device.host if any(steps_on_host(manager.record) for manager in plan.offload) else None
     masters = Masters(parts.weights, parts.store, dtypes(plan)[1], home)
     masters.add(parts.book.trainable)
     for entry in parts.book:
@@ -48,7 +48,7 @@ def make_update(plan: Plan, parts: Parts, model: Model) -> Update:
     is_alike = parts.store.canonical is not None and plan.optimizer.record is not None and place.type == "cpu"
     groups_of = partial(parameter_groups, config=config, more=EVERYWHERE_ALIKE if is_alike else None)
     factor = plan.learning_rate.build(plan.run.steps)
-    is_tried = not plan.optimizer.name.startswith("core.") and device.is_real and not parts.world.is_fake
+    is_tried = checks and not plan.optimizer.name.startswith("core.")
     traits = _traits(plan, model, factor, masters.wide, place) if is_tried else PLAIN
     return Update(
         parts.store,

@@ -11,7 +11,7 @@ from sley_core.comm.transport.silent import Silent
 
 def silent() -> tuple[Silent, Members, list[int]]:
     """A transport of two ranks, who they are, and the elements for which it has taken memory so far."""
-    members, taken = Members("dp", (0, 1), 0, is_silent=True), list[int]()
+    members, taken = Members("dp", (0, 1), 0), list[int]()
 
     def scratch(own: Tensor) -> None:
         taken.append(own.numel())

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from sley_core.comm.collectives import all_reduce
-from sley_core.comm.groups import _new_group
+from sley_core.comm.groups import make_communicator
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_LANE, GroupEntry, Topology
@@ -261,7 +261,7 @@ def test_a_group_of_gloo_beside_nccl_takes_no_part_in_a_split_of_its_communicato
     with World.fake(0, 4):
         dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
         monkeypatch.setattr("sley_core.comm.groups.dist.new_group", new_group)
-        _new_group(GroupEntry("some", DEFAULT_LANE, (1, 2)), 0, backend, timedelta(seconds=1))
+        make_communicator(GroupEntry("some", DEFAULT_LANE, (1, 2)), 0, backend, timedelta(seconds=1))
         assert seen == [bound]
         assert dist.group.WORLD.bound_device_id == torch.device("cuda", 0)
         dist.group.WORLD.bound_device_id = None

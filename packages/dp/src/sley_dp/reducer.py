@@ -69,7 +69,7 @@ class BucketReducer(GradientHandler):
         self._store = parts.store
         self._groups = parts.groups
         self._store.lay_out(self._plan)
-        if self._start == "broadcast" and not parts.world.is_fake:
+        if self._start == "broadcast":
             broadcast_values(parts)
 
     def begin_step(self, step: StepState) -> None:

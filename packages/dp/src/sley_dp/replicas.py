@@ -40,10 +40,10 @@ def _replicated(parts: Parts) -> Iterator[tuple[str, Tensor, Group]]:
     """Yields name, value and group: parameters with their reduce group, buffers with the stage's; in the order of the book."""
     for entry in parts.book:
         group = parts.groups[entry.reduce_group]
-        if group.size > 1 and entry.numel:
+        if group.has_peers and entry.numel:
             yield entry.name, entry.parameter.detach(), group
     stage = parts.groups["stage"]
-    for layer in parts.layers if stage.size > 1 else ():
+    for layer in parts.layers if stage.has_peers else ():
         for name, buffer in layer.module.named_buffers(layer.name):
             if buffer.numel():
                 yield name, buffer, stage

@@ -46,7 +46,7 @@ class Sharded(GradientHandler):
         """
         self._parts = parts
         parts.store.lay_out(self._plan)
-        if self._start == "broadcast" and not parts.world.is_fake:
+        if self._start == "broadcast":
             broadcast_values(parts)
         self.buckets = [Bucket(buffer) for buffer in parts.store.buffers]
         self._bucket_of = {entry: bucket for bucket in self.buckets for entry in bucket.buffer.entries}

@@ -6,7 +6,7 @@ torch.distributed renames functions between versions; this module hides the diff
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,9 @@ from torch import Tensor
 from sley_core.comm.groups import Group
 from sley_core.comm.guard import Turn, guarded, message_turn, turn_of
 from sley_core.comm.texts import gather_values
-from sley_core.comm.transport.silent import told
+from sley_core.comm.verbs import Op
 from sley_core.topology import DEFAULT_LANE
 
-Op = Literal["sum", "max", "min"]
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -55,8 +54,8 @@ class Pending:
         return self._work is None or bool(self._work.is_completed())
 
 
-class SilentPending(Pending):
-    """Is the handle of an exchange in a fake world, which is complete; `waits` is called where the rank would wait for it."""
+class Imitated(Pending):
+    """Is the handle of an exchange with members that do not exist; `waits` is called where the rank would wait for it."""
 
     __slots__ = ("_waits",)
 
@@ -99,12 +98,8 @@ def all_reduce(tensor: Tensor, group: Group, op: Op = "sum", *, what: str) -> Pe
     """
     if group.size == 1:
         return Pending()
-    if group.is_silent:
-        return SilentPending(told(group, "sum", DEFAULT_LANE, tensor.nbytes))
-    if group.echo is not None:
-        if op == "sum":
-            group.echo.all_reduce(tensor, what=what)
-        return Pending()
+    if group.imitate is not None:
+        return Imitated(group.imitate(op, tensor, tensor, DEFAULT_LANE, what))
     turn = turn_of("all-reduce", group, what, num_bytes=tensor.nbytes)
     return Pending(guarded(lambda: dist.all_reduce(tensor, OPS[op], group=group.lane(), async_op=True), turn), turn)
 
@@ -113,10 +108,8 @@ def broadcast(tensor: Tensor, group: Group, *, what: str) -> Pending:
     """Starts a broadcast of `tensor` in place from the first rank of `group`; returns its handle."""
     if group.size == 1:
         return Pending()
-    if group.is_silent:
-        return SilentPending(told(group, "gather", DEFAULT_LANE, tensor.nbytes))
-    if group.echo is not None:  # this rank is the first, so it has the value
-        return Pending()
+    if group.imitate is not None:
+        return Imitated(group.imitate("broadcast", tensor, tensor, DEFAULT_LANE, what))
     turn = turn_of("broadcast", group, what, num_bytes=tensor.nbytes)
     first = group.ranks[0]
     return Pending(guarded(lambda: dist.broadcast(tensor, src=first, group=group.lane(), async_op=True), turn), turn)
@@ -130,11 +123,8 @@ def all_to_all(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane:
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
-    if group.is_silent:
-        return SilentPending(told(group, "swap", lane, tensor.nbytes))
-    if group.echo is not None:
-        group.echo.all_to_all(output, tensor, what=what)
-        return Pending()
+    if group.imitate is not None:
+        return Imitated(group.imitate("swap", output, tensor, lane, what))
     turn = turn_of("all-to-all", group, what, lane, tensor.nbytes)
     work = guarded(lambda: dist.all_to_all_single(output, tensor, group=group.lane(lane), async_op=True), turn)
     return Pending(work, turn)
@@ -145,11 +135,8 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane:
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
-    if group.is_silent:
-        return SilentPending(told(group, "gather", lane, output.nbytes))
-    if group.echo is not None:
-        group.echo.all_gather([output.view(-1)], [tensor.view(-1)], what=what)
-        return Pending()
+    if group.imitate is not None:
+        return Imitated(group.imitate("gather", output, tensor, lane, what))
     turn = turn_of("all-gather", group, what, lane, tensor.nbytes)
     work = guarded(lambda: all_gather_single(output, tensor, group=group.lane(lane), async_op=True), turn)
     return Pending(work, turn)
@@ -160,11 +147,8 @@ def send_to(tensor: Tensor, group: Group, lane: str, peer: int, *, what: str) ->
 
     Calls the communicator itself, which numbers members as `group` does: the overhead of `dist.isend` is a fifth of the call.
     """
-    if group.is_silent:
-        return Pending()
-    if group.echo is not None:
-        group.echo.send(tensor, lane)
-        return Pending()
+    if group.imitate is not None:
+        return Imitated(group.imitate("send", tensor, tensor, lane, what))
     turn = message_turn("send", group, what, lane, group.coord, peer, tensor.nbytes)
     sent = tensor.to("cpu", copy=True) if goes_by_host(tensor, group, lane) else tensor
     return Pending(guarded(lambda: group.lane(lane).send([sent], peer, 0), turn), turn)
@@ -174,10 +158,8 @@ def receive_from(tensor: Tensor, group: Group, lane: str, peer: int, *, what: st
     """Starts to receive into `tensor` (contiguous) from the member of `group` at coordinate `peer`, on `lane`; returns its
     handle.
     """
-    if group.is_silent:
-        return Pending()
-    if (echo := group.echo) is not None:  # looked up at the wait: the message may be sent after this call
-        return SilentPending(lambda: echo.receive(tensor, lane, what))
+    if group.imitate is not None:
+        return Imitated(group.imitate("receive", tensor, tensor, lane, what))
     turn = message_turn("receive", group, what, lane, peer, group.coord, tensor.nbytes)
     if goes_by_host(tensor, group, lane):
         came = torch.empty_like(tensor, device="cpu")
@@ -189,9 +171,9 @@ def gather_objects(value: Any, group: Group, *, what: str) -> list[Any]:
     """Gathers every rank's `value` (small, serialisable as JSON); returns them in the order of the group's ranks. Blocks. For
     the group `control` only.
 
-    In a fake world, or an imagined group, the values of all ranks are this one's.
+    Where the other members do not exist, the values of all ranks are this one's.
     """
-    if group.size == 1 or group.is_silent or group.echo is not None:
+    if not group.has_peers:
         return [value] * group.size
     found: list[Any] = guarded(
         lambda: gather_values(value, group.lane()), turn_of("all-gather of objects", group, what)

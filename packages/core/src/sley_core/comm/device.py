@@ -80,11 +80,6 @@ class Device:
         return self.torch_device.type
 
     @property
-    def exchanges_as(self) -> torch.device:
-        """Returns a device of the kind by which ranks choose how they exchange tensors: its own kind."""
-        return self.torch_device
-
-    @property
     def backend(self) -> str:
         """Returns the communication backend of this device's groups: gloo for a CPU, NCCL for CUDA; gloo too where ranks share
         a device, which NCCL refuses unless it is told to.
@@ -94,9 +89,9 @@ class Device:
         return BACKENDS[self.type]
 
     @property
-    def is_real(self) -> bool:
-        """Returns whether tensors on it have memory."""
-        return self.type != "meta"
+    def host(self) -> torch.device:
+        """Returns the device of the host's memory, where tensors without memory stay on meta."""
+        return self.torch_device if self.type == "meta" else torch.device("cpu")
 
     @property
     def is_async(self) -> bool:

@@ -5,7 +5,7 @@ Nothing runs on the default group after start-up, and `new_group` is called only
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it
 
-from sley_core.comm.echo import Echo, EchoTransports, NoCommunicators
 from sley_core.comm.exchange_log import ExchangeLog
 from sley_core.comm.guard import HINT, first_line
 from sley_core.comm.members import Members
@@ -25,12 +24,12 @@ from sley_core.comm.transport.choose import (
     connected,
     is_from_host,
     message_transports,
-    silent_transports,
 )
 from sley_core.comm.transport.protocol import Transport
+from sley_core.comm.verbs import Imitate
 from sley_core.errors import RunError
 from sley_core.records import TransportRecord
-from sley_core.topology import AXES, DEFAULT_LANE, LANES, TIE, GroupEntry, Topology
+from sley_core.topology import AXES, DEFAULT_LANE, TIE, GroupEntry, Topology
 
 _HOST = torch.device("cpu")
 
@@ -40,13 +39,18 @@ class Group(Members):
     """Holds the ranks of one axis with which this rank communicates, with one communicator and one transport per lane.
 
     A group of one rank has no communicator, and every collective on it is the identity. log: of the exchanges without marks.
-    echo: imitates the exchanges if the other ranks do not exist (`imagined`).
+    imitate: takes the place of exchanges if the other ranks do not exist.
     """
 
     lanes: dict[str, dist.ProcessGroup]
     transports: dict[str, Transport] = field(default_factory=dict)
     log: ExchangeLog = field(default_factory=ExchangeLog)
-    echo: Echo | None = field(default=None, compare=False, repr=False)
+    imitate: Imitate | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other ranks exist in this group with which this one can compare, or from which it can take, values."""
+        return self.size > 1 and self.imitate is None
 
     def lane(self, name: str = DEFAULT_LANE) -> dist.ProcessGroup:
         """Returns the communicator of lane `name`; a group of one rank has none."""
@@ -111,45 +115,46 @@ def make_groups(
     Raises RunError `group-failed` if a member does not join within `timeout`.
     """
     lanes: dict[str, dict[str, dist.ProcessGroup]] = {}
-    members: dict[str, tuple[int, ...]] = {}
     shared: dict[tuple[tuple[int, ...], str, str], dist.ProcessGroup | None] = {}
+    lines = []
     for entry in [*topology.groups(), *extra]:
         is_member = rank in entry.ranks
         if is_member:
-            members[entry.axis] = entry.ranks
-        elif backend == "fake":  # no other ranks, so torch's count of groups need not match theirs
-            continue
+            lines.append(entry)
         if len(entry.ranks) == 1:
             continue
-        used = "gloo" if entry.backend == "gloo" and backend != "fake" else backend
+        used = "gloo" if entry.backend == "gloo" else backend
         key = (entry.ranks, entry.lane, used)
         if key not in shared:
-            shared[key] = _new_group(entry, rank, used, timeout)
+            shared[key] = make_communicator(entry, rank, used, timeout)
         joined = shared[key]
         assert (joined is not None) == is_member, f"rank {rank} of {entry.label}: {joined}"
         if joined is not None:
             lanes.setdefault(entry.axis, {})[entry.lane] = joined
-    for axis in (*AXES, *(entry.axis for entry in extra if not entry.axis.startswith(TIE))):
-        members.setdefault(axis, (rank,))
     progress = Progress(store=_store_of(lanes), timeout_s=timeout.total_seconds())
-    is_silent = backend == "fake"
-    groups = {
-        axis: _group(Members(axis, ranks, rank, progress=progress, is_silent=is_silent), lanes.get(axis, {}), device)
-        for axis, ranks in members.items()
-    }
-    if attaches and topology.world > 1 and (is_silent or is_from_host(backend, device)):
-        lane = None if is_silent else lanes["control"][DEFAULT_LANE]
-        asking = dict.fromkeys(entry.axis for entry in extra if entry.attaches)
-        _attach(groups, (*_attaching(topology), *asking), common_transports(groups["control"], lane), device, timeout)
+    groups = {}
+    for axis, ranks in members_of(lines, extra, rank).items():
+        log, own = ExchangeLog(), lanes.get(axis, {})
+        transports = message_transports(Members(axis, ranks, rank, progress=progress), own, log, device)
+        groups[axis] = Group(axis, ranks, rank, own, transports, log, progress=progress)
+    if attaches and topology.world > 1 and is_from_host(backend, device):
+        records = common_transports(groups["control"], lanes["control"][DEFAULT_LANE])
+        _attach(groups, attaching(topology, extra), records, timeout)
     return Groups(groups, progress)
 
 
+def members_of(lines: Iterable[GroupEntry], extra: Iterable[GroupEntry], rank: int) -> dict[str, tuple[int, ...]]:
+    """Returns the ranks of this rank's group of each axis. lines: those that name it. extra: all of plugins and ties.
+
+    Where no line of an axis names it, it is alone there; a tie exists only on the ranks that have it.
+    """
+    axes = (*AXES, *(entry.axis for entry in extra if not entry.axis.startswith(TIE)))
+    found = {entry.axis: entry.ranks for entry in lines}
+    return found | {axis: (rank,) for axis in axes if axis not in found}
+
+
 def _attach(
-    groups: Mapping[str, Group],
-    axes: Sequence[str],
-    records: Sequence[TransportRecord],
-    device: torch.device,
-    timeout: timedelta,
+    groups: Mapping[str, Group], axes: Sequence[str], records: Sequence[TransportRecord], timeout: timedelta
 ) -> None:
     """Gives the groups of `axes` one of the transports `records`, where their ranks can reach each other by it.
 
@@ -157,21 +162,9 @@ def _attach(
     """
     for axis in axes:
         group = groups[axis]
-        if group.is_silent and records:
-            group.transports.update(silent_transports(group, group.lanes, device, records))
-        elif not group.is_silent and group.size > 1:
+        if group.size > 1:
             same = Members(axis, group.ranks, group.rank, progress=group.progress)
             group.transports.update(connected(same, group.lanes, records, timeout.total_seconds()))
-
-
-def imagined(axis: str, echo: Echo, size: int) -> Group:
-    """Returns a group of `size` ranks of which this one is the first and the others do not exist: each exchange is imitated by
-    `echo` and complete at once, for timing what lies between exchanges.
-
-    Raises NotImaginedError for what an echo does not imitate, such as the communicator itself.
-    """
-    transports: dict[str, Transport] = EchoTransports(dict.fromkeys(LANES.get(axis, (DEFAULT_LANE,)), echo))
-    return Group(axis, tuple(range(size)), 0, NoCommunicators(), transports, echo=echo)
 
 
 def _store_of(lanes: Mapping[str, Mapping[str, dist.ProcessGroup]]) -> Store | None:
@@ -180,27 +173,16 @@ def _store_of(lanes: Mapping[str, Mapping[str, dist.ProcessGroup]]) -> Store | N
     return control.get_group_store() if control is not None and dist.get_backend(control) == "gloo" else None
 
 
-def _group(members: Members, lanes: dict[str, dist.ProcessGroup], device: torch.device) -> Group:
-    """Returns the group of `members`, with transports that exchange messages."""
-    log = ExchangeLog()
-    if members.is_silent:
-        transports = silent_transports(members, lanes, device)
-    else:
-        transports = message_transports(members, lanes, log, device)
-    same = members.progress
-    silent = members.is_silent
-    return Group(members.axis, members.ranks, members.rank, lanes, transports, log, progress=same, is_silent=silent)
-
-
-def _attaching(topology: Topology) -> tuple[str, ...]:
+def attaching(topology: Topology, extra: Sequence[GroupEntry]) -> tuple[str, ...]:
     """Returns the axes whose exchanges may use cross-memory attach: those over which weights are gathered, those over which an
-    entry's gradient may be a partial sum, and the one that exchanges slices of sequences.
+    entry's gradient may be a partial sum, the one that exchanges slices of sequences, and those of `extra` that ask for it.
     """
     weights = ("wp", "stage", "wdp") if topology.wp > 1 else ("stage",)
-    return (*weights, "sp") if topology.sp > 1 else weights
+    sequences = ("sp",) if topology.sp > 1 else ()
+    return (*weights, *sequences, *dict.fromkeys(entry.axis for entry in extra if entry.attaches))
 
 
-def _new_group(entry: GroupEntry, rank: int, backend: str, timeout: timedelta) -> dist.ProcessGroup | None:
+def make_communicator(entry: GroupEntry, rank: int, backend: str, timeout: timedelta) -> dist.ProcessGroup | None:
     """Makes a communicator, and returns it, or None on a rank outside of it. All ranks of the world call it. Raises RunError
     `group-failed`.
     """

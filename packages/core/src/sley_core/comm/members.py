@@ -13,15 +13,12 @@ class Members:
     """Names the ranks of one axis with which this rank communicates.
 
     ranks: global, ascending. rank: this one's, among them. progress: what this rank has exchanged in all of its groups.
-    is_silent: whether the world is fake, so that the others do not exist: an exchange with them is complete at once and
-    transfers nothing.
     """
 
     axis: str
     ranks: tuple[int, ...]
     rank: int
     progress: Progress = field(default_factory=Progress, compare=False, repr=False, kw_only=True)
-    is_silent: bool = field(default=False, compare=False, repr=False, kw_only=True)
 
     @property
     def size(self) -> int:

@@ -25,6 +25,7 @@ from sley_core.comm import occasions
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups, make_groups
 from sley_core.comm.guard import first_line
+from sley_core.comm.simulation import Simulation
 from sley_core.comm.texts import gather_values, value_of_first
 from sley_core.errors import RunError
 from sley_core.topology import GroupEntry, Topology
@@ -43,13 +44,16 @@ class Met(Protocol):
 
 @dataclass
 class World(AbstractContextManager["World"]):
-    """Represents one rank's view of the world. Use it as a context manager: it leaves the default group that it joined."""
+    """Represents one rank's view of the world. Use it as a context manager: it leaves the default group that it joined.
+
+    simulation: what a fake world has in place of peers and values; None in a real one.
+    """
 
     rank: int
     size: int
     device: Device
     owns_default_group: bool = False
-    is_fake: bool = False
+    simulation: Simulation | None = None
     made: list[Groups] = field(default_factory=list, repr=False)
     meeting: Met | None = None
 
@@ -104,16 +108,18 @@ class World(AbstractContextManager["World"]):
         return cls(rank, size, picked, owns_default_group=True, meeting=meeting)
 
     @classmethod
-    def fake(cls, rank: int, size: int, device: Device | None = None) -> World:
+    def fake(cls, rank: int, size: int, device: Device | None = None, simulation: Simulation | None = None) -> World:
         """Returns rank `rank` of a world of `size` ranks that do not exist, with torch's fake backend.
 
-        device: one whose tensors have no values; left out, meta: a run can be assembled there, but cannot step.
+        device: one whose tensors have no values; left out, meta. simulation: takes the place of what is not there; left out,
+        a run can be assembled, but cannot step.
         """
         # torch's own would put `[rank0]:` before an error that ends the process, once for each such world.
         hook = sys.excepthook
         dist.init_process_group("fake", rank=rank, world_size=size)
         sys.excepthook = hook
-        return cls(rank, size, device or Device(torch.device("meta")), owns_default_group=True, is_fake=True)
+        picked = device or Device(torch.device("meta"))
+        return cls(rank, size, picked, owns_default_group=True, simulation=simulation or Simulation())
 
     def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:
         """Returns a context manager for work that each rank does alone and that may fail on any: all ranks continue, or all
@@ -183,15 +189,19 @@ class World(AbstractContextManager["World"]):
         attaches: whether CPU ranks of one host may read each other's memory (cross-memory attach).
         """
         assert topology.world == self.size, f"a topology of {topology.world} ranks in a world of {self.size}"
-        groups = make_groups(
-            topology,
-            self.rank,
-            backend="fake" if self.is_fake else self.device.backend,
-            timeout=timedelta(seconds=timeout_s),
-            extra=extra,
-            device=self.device.exchanges_as,
-            attaches=attaches,
-        )
+        timeout, device = timedelta(seconds=timeout_s), self.device
+        if self.simulation is not None:
+            groups = self.simulation.groups(topology, self.rank, timeout, extra, attaches=attaches)
+        else:
+            groups = make_groups(
+                topology,
+                self.rank,
+                backend=device.backend,
+                timeout=timeout,
+                extra=extra,
+                device=device.torch_device,
+                attaches=attaches,
+            )
         self.made.append(groups)
         return groups
 

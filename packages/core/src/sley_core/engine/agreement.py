@@ -96,7 +96,7 @@ class Agreement:
         digits = weight_digits(weights) if self._has_digits else []
         self.weight = weight_of(digits) if digits else sum(weights)
         self._refusal = refusal
-        if self._everyone.size == 1 or self._everyone.is_silent:
+        if not self._everyone.has_peers:
             return self
         num_micros = batch.num_micros if batch else 0
         self._facts = [

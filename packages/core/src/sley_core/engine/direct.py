@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 from sley_core.engine.weight_queue import Handover, WeightQueue
 from sley_core.model.patch import ForwardPatch
-from sley_core.model.plain import is_plain
+from sley_core.model.stand_ins import is_plain
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device

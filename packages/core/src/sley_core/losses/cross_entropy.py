@@ -16,8 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from sley_core.errors import PlanError, RunError
 from sley_core.losses.config import CrossEntropyConfig
-from sley_core.model.alike import alike
-from sley_core.model.device_kind import device_kind
+from sley_core.model.stand_ins import alike, device_kind
 from sley_core.protocols import Loss, SplitLogits
 
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}

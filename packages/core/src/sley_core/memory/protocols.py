@@ -26,7 +26,9 @@ class OffloadManager(Protocol):
         ...
 
     def attach(self, parts: Parts, holdings: Holdings) -> None:
-        """Called once, when the run is complete; from then on `parts.events` calls it in steps."""
+        """Called once, when the run is complete; from then on `parts.events` calls it in steps. Where tensors have no memory,
+        as while a plan is checked, it is not called, and nothing is to be moved.
+        """
 
     def offload(self, part: Part) -> Callable[[], None]:
         """Starts to move `part` off the device, between two steps; does nothing if it is away. Returns a function that waits

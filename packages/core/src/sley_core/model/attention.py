@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sley_core.model.device_kind import device_kind
 from sley_core.model.fields import once_per_field
+from sley_core.model.stand_ins import device_kind
 
 _HALF = (torch.bfloat16, torch.float16)
 

@@ -17,18 +17,10 @@ from sley_estimate.bytes.fake_tensors import FakeTensors
 
 @dataclass(frozen=True)
 class FakeDevice(Device):
-    """Stands for `torch_device`. kind: of the device on which the plan would run: "cpu" or "cuda". tensors: makes what lies on
-    it. copies: between it and its host.
-    """
+    """Stands for `torch_device`. tensors: makes what lies on it. copies: between it and its host."""
 
-    kind: str = field(kw_only=True)
     tensors: FakeTensors = field(kw_only=True)
     copies: FakeCopies = field(kw_only=True)
-
-    @property
-    def exchanges_as(self) -> torch.device:
-        """Returns a device of the plan's kind: gloo takes memory beside what ranks exchange, and NCCL does not."""
-        return torch.device(self.kind)
 
     def in_use(self) -> AbstractContextManager[object]:
         return self.tensors

@@ -25,8 +25,7 @@ from sley_core.comm.world import World
 from sley_core.engine.on_meta import micro_batch
 from sley_core.errors import RunError
 from sley_core.memory.state import PARTS
-from sley_core.model.alike import counted
-from sley_core.model.device_kind import standing_for
+from sley_core.model.stand_ins import counted, standing_for
 from sley_estimate.bytes.cuda_kernels import as_on_cuda
 from sley_estimate.bytes.cycles import MemoryCycles, collected, only_new_objects
 from sley_estimate.bytes.fake_copies import FakeCopies
@@ -36,6 +35,7 @@ from sley_estimate.bytes.ledger import Ledger, MemoryPiece, StepPlace
 from sley_estimate.bytes.limited import limited
 from sley_estimate.bytes.micros import fewest_micros, least_micros
 from sley_estimate.bytes.recipes import Recipes
+from sley_estimate.bytes.simulation import TakenSteps
 from sley_estimate.bytes.standing import RunStanding
 from sley_estimate.layers.fused import Notes
 
@@ -198,10 +198,10 @@ def fake_run(
     tensors = FakeTensors(ledger, recipes or Recipes(), has_scratch=not is_cuda)
     is_ahead = is_cuda if runs_ahead is None else runs_ahead
     copies = FakeCopies(tensors, runs_ahead=is_ahead)
-    device = FakeDevice(torch.device("cpu"), kind="cuda" if is_cuda else "cpu", tensors=tensors, copies=copies)
+    device = FakeDevice(torch.device("cpu"), tensors=tensors, copies=copies)
     limit = limited(plan.limits.estimate_timeout_s)
     on_device = standing_for("cuda") if is_ahead else nullcontext()
-    world_of = World.fake(rank, size, device)
+    world_of = World.fake(rank, size, device, TakenSteps(tensors, "cuda" if is_cuda else "cpu"))
     with (
         only_new_objects(),
         limit,

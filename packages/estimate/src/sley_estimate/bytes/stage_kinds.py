@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from sley_core.actions.action import Action
 from sley_core.draft import dtypes
-from sley_core.engine.foretold import foretold
 from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.plan.write import leaves
 from sley_estimate.bytes.micros import fewest_micros, least_micros
+from sley_estimate.bytes.simulation import foretold
 from sley_estimate.layers.distinct import layer_keys
 
 if TYPE_CHECKING:

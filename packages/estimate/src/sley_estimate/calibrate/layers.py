@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sley_core.comm.echo import Echo, NotImaginedError
-from sley_core.comm.groups import imagined
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.draft import DTYPES, draft_model, dtypes
@@ -25,6 +23,7 @@ from sley_core.plan.check import check_plan
 from sley_core.records import ActivationPolicyRecord, copies_to_host
 from sley_estimate.bench.layer_bench import LayerBench
 from sley_estimate.bench.layer_calls import Handed
+from sley_estimate.calibrate.echo import Echo, NotImaginedError, imagined
 from sley_estimate.layers.distinct import layer_keys
 from sley_estimate.layers.variants import Variant, with_variant
 from sley_estimate.search.choices import choices_of

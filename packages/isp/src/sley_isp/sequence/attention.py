@@ -105,7 +105,7 @@ def _over_group(
         whole = heads_of_all(group, *given, contents=contents)
     else:
         whole = tuple(heads_of_all(group, tensor, contents=contents)[0] for tensor in given)
-    if not group.is_silent:  # the test needs tensors with values
+    if group.has_peers:
         proof.ask(AttentionCall(attention, whole, rest, more, given[-1].shape[-2], group.size))
     context = attention(*whole, *rest, **more)
     batch, length = whole[0].shape[:2]

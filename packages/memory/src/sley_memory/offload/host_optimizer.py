@@ -76,8 +76,7 @@ class HostOptimizer(OffloadManager):
         """Takes the run's gradient store and two copy streams of its device, and registers itself for the update."""
         self._store = parts.store
         self._device = parts.world.device
-        if self._device.is_real:
-            self._streams = Streams(self._device.copy_stream)
+        self._streams = Streams(self._device.copy_stream)
         parts.events.step_in_buckets = self._step
 
     def offload(self, part: Part) -> Callable[[], None]:
@@ -98,8 +97,7 @@ class HostOptimizer(OffloadManager):
         return self._moved[part]
 
     def detach(self) -> None:
-        if self._device.is_real:
-            self._streams.wait()  # of a step that failed; host memory goes with this object
+        self._streams.wait()  # of a step that failed; host memory goes with this object
 
     def _step(self, stepped: Sequence[Stepped]) -> Iterator[Sequence[Stepped]]:
         """Yields each bucket when its gradients are on the host, to be stepped there, and sends its weights to the device

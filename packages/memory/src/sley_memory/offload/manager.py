@@ -77,10 +77,8 @@ class Manager(OffloadManager):
         return self.config.moves
 
     def attach(self, parts: Parts, holdings: Holdings) -> None:
-        """Makes the mover of each part, and its copy streams and host memory. Does nothing on a device without memory."""
+        """Makes the mover of each part, and its copy streams and host memory."""
         device = parts.world.device
-        if not device.is_real:
-            return
         budget = self.config.host_budget_mb
         streams, bucket = Streams(device.copy_stream), int(self.config.bucket_mb * MB)
         arena = Arena(device.host_memory, streams.wait, None if budget is None else int(budget * MB))

@@ -16,7 +16,6 @@ from sley_core.comm.texts import gather_values
 from sley_core.comm.transport.backend import Backend, can_coalesce
 from sley_core.comm.transport.direct import Direct
 from sley_core.comm.transport.protocol import Transport
-from sley_core.comm.transport.silent import Silent, nothing
 from sley_core.errors import PluginError
 from sley_core.records import TransportRecord
 
@@ -64,15 +63,12 @@ def installed_transports() -> tuple[TransportRecord, ...]:
     return tuple(records)
 
 
-def common_transports(everyone: Members, lane: dist.ProcessGroup | None) -> tuple[TransportRecord, ...]:
-    """Returns the installed transports that every rank of the world has; a collective of `everyone` over `lane`, or none if
-    there is none, in a fake world.
+def common_transports(everyone: Members, lane: dist.ProcessGroup) -> tuple[TransportRecord, ...]:
+    """Returns the installed transports that every rank of the world has; a collective of `everyone` over `lane`.
 
     A host may lack a package that another has, and connecting is a collective.
     """
     mine = installed_transports()
-    if lane is None:
-        return mine
     gather = partial(gather_values, [record.name for record in mine], lane)
     theirs = [set(names) for names in guarded(gather, turn_of("comparing", everyone, "installed transports"))]
     return tuple(record for record in mine if all(record.name in names for names in theirs))
@@ -95,22 +91,3 @@ def connected(
         if found:
             return found
     return {}
-
-
-def silent_transports(
-    members: Members,
-    lanes: Mapping[str, dist.ProcessGroup],
-    device: torch.device,
-    records: Sequence[TransportRecord] = (),
-) -> dict[str, Transport]:
-    """Returns transports that exchange nothing for `lanes` of a fake world; they take memory as those of a real one on `device`
-    do.
-
-    records: the transports that CPU ranks would use, as they do where all of them are on one host; the first counts.
-    """
-    if device.type != "cpu":
-        return {name: Silent(members, name) for name in lanes}
-    if records:
-        scratch = records[0].load(records[0].scratch) if records[0].scratch else nothing
-        return {name: Silent(members, name, scratch=scratch) for name in lanes}
-    return {name: Silent(members, name, Direct(members, name, lane).num_scratch_rows) for name, lane in lanes.items()}

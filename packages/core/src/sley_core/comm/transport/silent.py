@@ -6,16 +6,20 @@ transport takes it, by that one's own functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.comm.members import Members
 from sley_core.comm.progress import Standing
 from sley_core.comm.transport.alone import Done
+from sley_core.comm.transport.direct import Direct
 from sley_core.comm.transport.protocol import Transport, Work
 from sley_core.comm.verbs import Collective
+from sley_core.records import TransportRecord
 
 
 def no_rows(num_rows: int) -> int:
@@ -118,3 +122,22 @@ class Silent(Transport):
         """Takes the memory that a sum takes, for one tensor after the other."""
         for one in own:
             self._scratch(one)
+
+
+def silent_transports(
+    members: Members,
+    lanes: Mapping[str, dist.ProcessGroup],
+    device: torch.device,
+    records: Sequence[TransportRecord] = (),
+) -> dict[str, Transport]:
+    """Returns transports that exchange nothing for `lanes` of a fake world; they take memory as those of a real one on `device`
+    do.
+
+    records: the transports that CPU ranks would use, as they do where all of them are on one host; the first counts.
+    """
+    if device.type != "cpu":
+        return {name: Silent(members, name) for name in lanes}
+    if records:
+        scratch = records[0].load(records[0].scratch) if records[0].scratch else nothing
+        return {name: Silent(members, name, scratch=scratch) for name in lanes}
+    return {name: Silent(members, name, Direct(members, name, lane).num_scratch_rows) for name, lane in lanes.items()}

@@ -1,26 +1,52 @@
-"""What other stages would announce in a fake world, where nobody is there to send it: found by calling the layers on meta."""
+"""Takes the place of peers and values in a fake world whose ranks take steps.
+
+Layers get tensors without values, exchanges take the memory that those of the plan's device take, and what other stages would
+announce follows from the layers, which are called on meta.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
+
+from sley_core.comm.simulation import Simulation
 from sley_core.engine.boundary import Description, unflatten
 from sley_core.engine.in_flight import describe
 from sley_core.engine.on_meta import meta_micro_batch, meta_output, meta_state
 from sley_core.errors import RunError
+from sley_core.model.formats import buffer_format
 from sley_core.model.kinds import kind_of
+from sley_core.model.layers import like
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-    from torch import Tensor
+    from collections.abc import Iterable, Sequence
 
     from sley_core.actions.placement import Placement
     from sley_core.data.dataset import AnyDataset
     from sley_core.engine.stage import Stage
     from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
+    from sley_estimate.bytes.fake_tensors import FakeTensors
+
+
+class TakenSteps(Simulation):
+    """Lets a rank take steps whose tensors `tensors` makes. kind: of the device on which the plan would run, "cpu" or "cuda":
+    gloo takes memory beside what ranks exchange, and NCCL does not.
+    """
+
+    def __init__(self, tensors: FakeTensors, kind: str) -> None:
+        self.device = torch.device(kind)
+        self._tensors = tensors
+
+    def announced(self, plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) -> Foretold | None:
+        return foretold(plan, stage, dataset, dtype) if plan.parallel.pp > 1 else None
+
+    def fill(self, layers: Sequence[Layer], dtype: torch.dtype) -> None:
+        """Gives `layers` tensors without values, on the host."""
+        with self._tensors:
+            imagine(layers, dtype=dtype, device=torch.device("cpu"))
 
 
 class Foretold:
@@ -83,3 +109,31 @@ def _output(layer: Layer, args: tuple[Any, ...], fields: Any, state: dict[str, T
             f"{type(error).__name__}: {first}",
             hint="what a layer returns must follow from the shapes of what it is given",
         ) from error
+
+
+def imagine(layers: Iterable[Layer], *, dtype: torch.dtype, device: torch.device) -> None:
+    """Replaces the parameters of `layers`, on meta, and their buffers by new tensors on `device`, of the dtypes that
+    `materialize` gives them; shared tensors stay shared. Called where new tensors have no values.
+
+    Of other tensors that layers hold, those on meta move to `device` in place.
+    """
+    # By id of the old tensor, which is kept too, so that its id is not reused.
+    parameters: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    buffers: dict[int, tuple[Tensor, Tensor]] = {}
+    for layer in layers:
+        for module in layer.module.modules():
+            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if id(parameter) not in parameters:
+                    new = torch.empty(parameter.shape, dtype=dtype, device=device)
+                    parameters[id(parameter)] = parameter, like(parameter, new)
+                setattr(module, name, parameters[id(parameter)][1])
+            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                if id(buffer) not in buffers:
+                    new = torch.empty_like(buffer, dtype=buffer_format(buffer, dtype), device=device)
+                    buffers[id(buffer)] = buffer, new
+                setattr(module, name, buffers[id(buffer)][1])
+        for held in layer.held:
+            if held.ref is not None and held.tensor.is_meta:
+                value = torch.empty_like(held.tensor, device=device)
+                same = like(held.tensor, value) if isinstance(held.tensor, nn.Parameter) else value
+                torch.utils.swap_tensors(held.tensor, same)  # type: ignore[no-untyped-call]  # torch's

@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
+from sley_core.comm.groups import Group
 from sley_core.comm.transport.alone import Done
 from sley_core.comm.transport.protocol import Transport, Work, put
+from sley_core.topology import DEFAULT_LANE, LANES
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device, Span
+    from sley_core.comm.verbs import Exchange
 
 
 class NotImaginedError(Exception):
@@ -61,12 +64,25 @@ class Echo(Transport):
     def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
         return self._timed(lambda: tensor.detach().mul_(self._size))
 
-    def send(self, tensor: Tensor, lane: str) -> None:
-        """Keeps the last message of its kind (lane, size, dtype), for `receive`."""
-        self._sent[_kind(tensor, lane)] = tensor.detach()
+    def imitate(self, kind: Exchange, result: Tensor, given: Tensor, lane: str, what: str) -> Callable[[], None]:
+        """Imitates an exchange without a transport (`Imitate`). This rank is the first, so a broadcast has its value."""
+        match kind:
+            case "sum":
+                self.all_reduce(result, what=what)
+            case "swap":
+                self.all_to_all(result, given, what=what)
+            case "gather":
+                self.all_gather([result.view(-1)], [given.view(-1)], what=what)
+            case "send":
+                self._sent[_kind(given, lane)] = given.detach()
+            case "receive":  # looked up at the wait: the message may be sent after this call
+                return lambda: self._receive(result, lane, what)
+        return _waits_for_nothing
 
-    def receive(self, tensor: Tensor, lane: str, what: str) -> None:
-        """Fills `tensor` with the last message of its kind that was sent. Raises NotImaginedError if there was none."""
+    def _receive(self, tensor: Tensor, lane: str, what: str) -> None:
+        """Fills `tensor` with the last message of its kind (lane, size, dtype) that was sent. Raises NotImaginedError if there
+        was none.
+        """
         sent = self._sent.get(_kind(tensor, lane))
         if sent is None:
             raise NotImaginedError(f"waits for a message ({what}) like which it has sent none itself")
@@ -92,6 +108,20 @@ class EchoTransports(dict[str, Transport]):
 
     def __missing__(self, lane: str) -> Transport:
         raise NotImaginedError(f"asks for a transport of the lane `{lane}`, which its group does not have")
+
+
+def imagined(axis: str, echo: Echo, size: int) -> Group:
+    """Returns a group of `size` ranks of which this one is the first and the others do not exist: each exchange is imitated by
+    `echo` and complete at once, for timing what lies between exchanges.
+
+    Raises NotImaginedError for what an echo does not imitate, such as the communicator itself.
+    """
+    transports: dict[str, Transport] = EchoTransports(dict.fromkeys(LANES.get(axis, (DEFAULT_LANE,)), echo))
+    return Group(axis, tuple(range(size)), 0, NoCommunicators(), transports, imitate=echo.imitate)
+
+
+def _waits_for_nothing() -> None:
+    """Is called where a rank waits for an exchange that is complete."""
 
 
 def _kind(tensor: Tensor, lane: str) -> tuple[object, ...]:
