@@ -21,6 +21,7 @@ from sley_core.engine.canonical.model_check import check_model
 from sley_core.engine.canonical.order import CanonicalOrder
 from sley_core.engine.extra_state import check_extra_states
 from sley_core.engine.gradient_hooks import check_hooks
+from sley_core.engine.gradients import GradientStore
 from sley_core.engine.left_over import refuse_left_over
 from sley_core.engine.load import WeightLoader, names_of
 from sley_core.engine.parts import Parts
@@ -29,7 +30,6 @@ from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
 from sley_core.engine.stage import Stage
 from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.step_state import StepState
-from sley_core.engine.store import GradientStore
 from sley_core.engine.waits import Waits
 from sley_core.engine.weight_queue import WeightQueue
 from sley_core.engine.weights import WeightStore

@@ -32,8 +32,8 @@ from sley_core.errors import RunError
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
+    from sley_core.engine.gradients import GradientStore
     from sley_core.engine.step_batch import StepBatch
-    from sley_core.engine.store import GradientStore
 
 NEXT, TRAINED, MICROS, BATCH = range(4)
 _WEIGHT, _REFUSALS = 4, 5

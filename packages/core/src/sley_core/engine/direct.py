@@ -25,7 +25,7 @@ from sley_core.model.stand_ins import is_plain
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
     from sley_core.engine.book import Entry, ParameterBook
-    from sley_core.engine.store import GradientStore
+    from sley_core.engine.gradients import GradientStore
     from sley_core.model.layers import Layer
 
 BiasSink = Callable[[Tensor], None]

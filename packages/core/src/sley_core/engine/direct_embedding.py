@@ -20,7 +20,7 @@ from sley_core.model.patch import ForwardPatch
 
 if TYPE_CHECKING:
     from sley_core.engine.book import Entry, ParameterBook
-    from sley_core.engine.store import GradientStore
+    from sley_core.engine.gradients import GradientStore
     from sley_core.engine.weight_queue import WeightQueue
     from sley_core.model.layers import Layer
 

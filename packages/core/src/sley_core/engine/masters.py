@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sley_core.engine.book import Entry
 from sley_core.engine.buffers import FlatBuffer, Span
-from sley_core.engine.store import GradientStore
+from sley_core.engine.gradients import GradientStore
 from sley_core.engine.weights import WeightStore
 from sley_core.errors import RunError
 

@@ -13,8 +13,8 @@ from sley_core.comm.compare import differing
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
+    from sley_core.engine.gradients import GradientStore
     from sley_core.engine.parts import Parts
-    from sley_core.engine.store import GradientStore
     from sley_core.engine.totals import PendingTotals, StepResult
 
 SHOWN = 16

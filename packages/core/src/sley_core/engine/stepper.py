@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
     from sley_core.engine.book import Entry
     from sley_core.engine.execute import Executor
+    from sley_core.engine.gradients import GradientStore
     from sley_core.engine.lists import Lists
     from sley_core.engine.step_batch import StepBatch
     from sley_core.engine.step_state import StepState
-    from sley_core.engine.store import GradientStore
     from sley_core.engine.timeline import ActionClock
     from sley_core.engine.update import Update
     from sley_core.protocols import GradientHandler

@@ -13,8 +13,8 @@ from sley_core.memory.state import PARTS, Part
 if TYPE_CHECKING:
     import torch
 
+    from sley_core.engine.gradients import GradientStore
     from sley_core.engine.masters import Stepped
-    from sley_core.engine.store import GradientStore
 
 Held = Callable[[], Iterable[tuple[str, Tensor]]]
 

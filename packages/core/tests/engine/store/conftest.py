@@ -13,8 +13,8 @@ from sley_core.actions.lower import lower
 from sley_core.actions.placement import loop
 from sley_core.engine.book import Entry, ParameterBook
 from sley_core.engine.buffers import Planner, by_reduce_group, loose
+from sley_core.engine.gradients import GradientStore
 from sley_core.engine.step_state import StepState
-from sley_core.engine.store import GradientStore
 from sley_core.model.layers import Layer
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sley_core.comm.transport.protocol import Work
     from sley_core.engine.buffers import GradientBuffer
     from sley_core.engine.canonical.order import CanonicalOrder
-    from sley_core.engine.store import GradientStore
+    from sley_core.engine.gradients import GradientStore
 
 NUM_SLOTS = 2
 """Sums in flight at a time: while one is gathered, the next is exchanged. This bounds the copies of gradients."""

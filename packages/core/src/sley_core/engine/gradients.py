@@ -17,7 +17,7 @@ wrong tensors without an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,10 +26,9 @@ from torch import Tensor
 
 from sley_core.actions.action import Action
 from sley_core.engine.book import Entry, ParameterBook, TrainedSet
-from sley_core.engine.buffers import GradientMemory, Planner, by_reduce_group
-from sley_core.engine.canonical.order import CanonicalOrder
+from sley_core.engine.buffers import GradientBuffer, GradientMemory, Piece, Planner, Span, by_reduce_group, pieces_of
+from sley_core.engine.canonical.order import Arrival, CanonicalOrder
 from sley_core.engine.canonical.slot import CanonicalSlot
-from sley_core.engine.contributions import Contributions
 from sley_core.engine.slot import (
     Autograd,
     Habit,
@@ -37,15 +36,225 @@ from sley_core.engine.slot import (
     Slot,
     State,
     assigned,
+    by_autograd,
     check_not_sharded,
+    frozen,
     frozen_within,
     mark_irregular,
     reached_within,
     shards_fixed,
+    without_gradients,
 )
 from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError, closed
 from sley_core.memory.state import is_away
+
+
+class GradientViews:
+    """Gives readers access to the gradients; the subclass `GradientStore` lays them out and fills them."""
+
+    def __init__(self) -> None:
+        self.buffers: list[GradientBuffer] = []
+        self._apart: list[GradientBuffer] = []
+        self._slots: dict[Entry, Slot] = {}
+        self._order: list[Slot] = []
+        self._cut: dict[Entry, GradientBuffer] = {}
+        self._seen: list[Entry] = []
+        self._are_freed = False
+
+    def __contains__(self, entry: Entry) -> bool:
+        """Whether `entry` has a slot: it is trainable, or was when this step began."""
+        return entry in self._slots
+
+    def gradient(self, entry: Entry) -> Tensor:
+        """Returns the gradient of `entry`, a view: its parameter's shape, the store's dtype.
+
+        Raises RunError if it is frozen or was discarded by an offload, and `gradient-sharded` once a reducer leaves only a part
+        of it to this rank.
+        """
+        if entry not in self._slots:
+            raise frozen(entry)
+        if self._are_freed:
+            raise without_gradients()
+        if entry in self._cut:
+            self._cut[entry].check_whole(entry)
+        return self._slots[entry].view
+
+    def part(self, entry: Entry) -> Tensor:
+        """Returns the part of the gradient of `entry` that this rank gets, a view: all of it, or the elements of `span`, in its
+        shape.
+        """
+        if self._are_freed:
+            raise without_gradients()
+        return self._cut[entry].parts[entry] if entry in self._cut else self.gradient(entry)
+
+    def parts(self, entries: Sequence[Entry]) -> list[Tensor | None]:
+        """Returns `part` of each of `entries`, None for a frozen one; one call, since every step reads all of them."""
+        if self._are_freed:
+            raise without_gradients()
+        cut, slots = self._cut, self._slots
+        return [
+            cut[entry].parts[entry] if entry in cut else slots[entry].view if entry in slots else None
+            for entry in entries
+        ]
+
+    def span(self, entry: Entry) -> Span | None:
+        """Returns which elements of its gradient this rank gets, maybe none; None if the reducer leaves the whole gradient to
+        each rank.
+        """
+        return self._cut[entry].spans[entry] if entry in self._cut else None
+
+    def num_shards(self, entry: Entry) -> int:
+        """Returns how many ranks of the entry's reduce group share one copy of its reduced gradient; 1 if each has all of
+        it.
+        """
+        return self._cut[entry].num_shards if entry in self._cut else 1
+
+    def partial(self, entry: Entry) -> list[Tensor]:
+        """Returns the partial sums that a reducer combines with other ranks', if sums are canonical: one per node of each use
+        of the parameter, in the order of `canonical.nodes`; the first is the gradient's view.
+        """
+        slot = self._slots[entry]
+        assert isinstance(slot, CanonicalSlot), f"{entry.name} is summed in any order"
+        return slot.rows
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The entries that have a slot, in the order in which they are reported ready."""
+        return [slot.entry for slot in self._order]
+
+    @property
+    def seen_order(self) -> list[Entry]:
+        """The entries in the order in which the first step completed them; empty before. Local to this rank."""
+        return list(self._seen)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all gradients; those outside the buffers count while they exist."""
+        loose = sum(slot.view.nbytes for slot in self._order if isinstance(slot, LooseSlot))
+        return sum(buffer.num_bytes for buffer in (*self.buffers, *self._apart)) + loose
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields name and view of each gradient, whether or not it has memory."""
+        return ((slot.entry.name, slot.view) for slot in self._order)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yields all gradients in as few tensors as possible: this rank's part of each buffer, then lists of the unbuffered
+        ones.
+        """
+        return pieces_of([*self.buffers, *self._apart], (slot for slot in self._order if isinstance(slot, LooseSlot)))
+
+
+class Contributions(GradientViews):
+    """Takes contributions to gradients; the subclass `GradientStore` decides what each makes ready.
+
+    canonical: the numbering of micro-batches if gradients are summed in one order whatever the layout; else None.
+    """
+
+    def __init__(self, state: StepState, canonical: CanonicalOrder | None) -> None:
+        super().__init__()
+        self.state = state
+        self.canonical = canonical
+        self._products: set[Entry] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all gradients, and of the partial sums that exist during a step."""
+        return super().num_bytes + (self.canonical.spares.num_bytes if self.canonical is not None else 0)
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors held for gradients, by name: those of `GradientViews.held`, and partial sums."""
+        yield from super().held()
+        if self.canonical is not None:
+            yield from ((f"partial sum {at}", one) for at, one in enumerate(self.canonical.spares.made))
+
+    def check_open(self, entry: Entry) -> None:
+        """Raises RunError `gradient-complete` if no step runs and the gradient of `entry` is that of the step before."""
+        self._slots[entry].check_open(self.state)
+
+    def add(self, entry: Entry, gradient: Tensor) -> None:
+        """Adds a contribution computed outside autograd, of the parameter's shape and any floating dtype; may report the entry
+        ready.
+        """
+        self.put(entry, gradient)
+        self.passed(entry)
+
+    def put(self, entry: Entry, gradient: Tensor, layer: str = "") -> None:
+        """Adds as `add` does, but does not count the pass: autograd, or a later call of `passed`, says that it was the last.
+
+        layer: the layer whose use of the parameter it comes from; only needed if several hold it and sums are canonical.
+        """
+        slot = self._entered(entry, layer)
+        slot.take(gradient)
+        slot.contributions += 1
+
+    def add_of_micros(self, entry: Entry, gradients: Mapping[int, Tensor], layer: str) -> None:
+        """Adds contributions keyed by the global number of their micro-batch, and may report the entry ready. For canonical
+        sums: a communicator brings the contributions of other ranks' micro-batches to this rank's shard.
+        """
+        slot = self._slots[entry]
+        slot.check_open(self.state)
+        for micro, gradient in gradients.items():
+            slot.enter(Arrival(entry.layers.index(layer), micro))
+            slot.take(gradient)
+            slot.contributions += 1
+        self._passed(slot)
+
+    def add_product(self, entry: Entry, left: Tensor, right: Tensor) -> None:
+        """Adds left^T right, for left [n, out] and right [n, in] in the store's dtype, without allocating; may report the entry
+        ready.
+        """
+        self.put_product(entry, left, right)
+        self.passed(entry)
+
+    def put_product(self, entry: Entry, left: Tensor, right: Tensor, layer: str = "") -> None:
+        """Adds as `add_product` does, but does not count the pass, as `put`."""
+        slot = self._entered(entry, layer)
+        slot.take_product(left, right)
+        slot.contributions += 1
+
+    def passed(self, entry: Entry) -> None:
+        """Counts a pass: the running action has contributed to `entry`, once or for the last time. May report entries ready."""
+        self._passed(self._slots[entry])
+
+    def add_rows(self, entry: Entry, indices: Tensor, rows: Tensor) -> None:
+        """Adds `rows` [n, width], of any floating dtype, at their `indices` [n] of an embedding table's gradient; may report it
+        ready.
+        """
+        self.put_rows(entry, indices, rows)
+        self.passed(entry)
+
+    def put_rows(self, entry: Entry, indices: Tensor, rows: Tensor, layer: str = "") -> None:
+        """Adds as `add_rows` does, but does not count the pass, as `put`."""
+        slot = self._entered(entry, layer)
+        slot.take_rows(indices, rows)
+        slot.contributions += 1
+
+    def expect_products(self, entry: Entry) -> None:
+        """Records that from now on `entry` gets contributions by `add_product` and the like, besides any from autograd."""
+        self._products.add(entry)
+        if entry in self._slots and self._slots[entry].autograd is Autograd.IN_VIEW:
+            self._slots[entry].autograd = Autograd.COPIED
+
+    def _entered(self, entry: Entry, layer: str) -> Slot:
+        """Returns the slot of `entry`, prepared for a contribution of `layer`. Raises RunError `gradient-complete` if it is
+        complete.
+        """
+        slot = self._slots[entry]
+        slot.check_open(self.state)
+        if self.canonical is not None:
+            slot.enter(self.canonical.arrival(entry, layer))
+        return slot
+
+    def _enter_autograd(self, slot: Slot, order: CanonicalOrder) -> None:
+        if slot.entry in self._products:
+            raise by_autograd(slot.entry)
+        slot.enter(order.arrival(slot.entry))
+
+    def _passed(self, slot: Slot) -> None:
+        """Counts a pass; may report entries ready."""
+        raise NotImplementedError
+
 
 Ready = Callable[[Entry], None]
 
