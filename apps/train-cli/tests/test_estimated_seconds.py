@@ -21,8 +21,8 @@ from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext, DataInfo, Field
 from sley_core.data.factory import open_dataset
 from sley_core.draft import draft_model
+from sley_core.engine.direct import WeightQueue
 from sley_core.engine.on_meta import meta_micro_batch
-from sley_core.engine.weight_queue import WeightQueue
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_estimate.bench import layer_bench, lead

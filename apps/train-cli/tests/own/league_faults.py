@@ -111,7 +111,7 @@ def sums_ties_twice(original: Any, self: Any, step: Any) -> None:
     original(self, step)
 
 
-@wrong("sley_core.engine.weight_queue:WeightQueue.run", "split-backward-dp", "split-backward-wp")
+@wrong("sley_core.engine.direct:WeightQueue.run", "split-backward-dp", "split-backward-wp")
 def drops_last_weight_gradients(original: Any, self: Any, place: tuple[int, int]) -> None:
     """What the last micro-batch adds comes too late to be summed."""
     if place[1] == 3:

@@ -19,6 +19,7 @@ from sley_core.engine.buffers import by_reduce_group, loose
 from sley_core.engine.canonical.cost import cost_note
 from sley_core.engine.canonical.model_check import check_model
 from sley_core.engine.canonical.order import CanonicalOrder
+from sley_core.engine.direct import WeightQueue
 from sley_core.engine.extra_state import check_extra_states
 from sley_core.engine.gradient_hooks import check_hooks
 from sley_core.engine.gradients import GradientStore
@@ -31,7 +32,6 @@ from sley_core.engine.stage import Stage
 from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.step_state import StepState
 from sley_core.engine.waits import Waits
-from sley_core.engine.weight_queue import WeightQueue
 from sley_core.engine.weights import WeightStore
 from sley_core.equip import checkpoints_of, outputs_of, samples_of
 from sley_core.equipment import AssemblyFacts

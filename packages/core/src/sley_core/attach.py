@@ -11,8 +11,7 @@ from sley_core.engine.call import LayerCaller
 from sley_core.engine.compiled import compile_layers
 from sley_core.engine.copies_alike import CopyComparison
 from sley_core.engine.crossing import Crossing
-from sley_core.engine.direct import accumulate_directly, accumulates_directly
-from sley_core.engine.direct_embedding import add_rows_directly
+from sley_core.engine.direct import accumulate_directly, accumulates_directly, add_rows_directly
 from sley_core.engine.execute import Executor
 from sley_core.engine.position_probe import PositionProbe
 from sley_core.engine.positions import OverPositions

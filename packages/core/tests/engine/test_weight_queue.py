@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sley_core.engine.weight_queue import Handover, WeightQueue
+from sley_core.engine.direct import Handover, WeightQueue
 from sley_core.errors import RunError
 
 PLACE = (0, 0)

@@ -13,11 +13,11 @@ from sley_core.engine.buffers import (
     views_of,
 )
 from sley_core.engine.canonical.tree_sums import TreeSums
+from sley_core.engine.direct import Handover, WeightQueue
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import Parts
 from sley_core.engine.slot import add_at
 from sley_core.engine.step_state import MicroStep, Phase, StepState
-from sley_core.engine.weight_queue import Handover, WeightQueue
 from sley_core.engine.weights import WeightBuffer
 
 __all__ = [

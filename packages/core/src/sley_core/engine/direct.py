@@ -1,12 +1,17 @@
-"""Weight gradients of linears, accumulated by the matrix product itself into the gradient store.
+"""Weight gradients of linears and embeddings that are added to the gradient store without autograd, at once or deferred.
 
 Autograd allocates a result for the product g^T x, and the store then copies or adds it: one more write and one more pass than
 needed. Here the product accumulates into the slot (`addmm`), as Megatron's fused weight gradients do. The sums are the same;
-their order within the product is the kernel's, so fp32 results may differ in the last bits.
+their order within the product is the kernel's, so fp32 results may differ in the last bits. Rows of an embedding table's
+gradient are added one by one in the store's dtype, in the order of the tokens: the dense table of autograd is never allocated.
+
+A split backward is one traversal: while D runs, linears give (output gradient, input) to a queue instead of multiplying, and W
+multiplies them into the store. Other parameters get their gradient in D. Recomputation therefore runs once.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from enum import Enum
@@ -18,15 +23,142 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from sley_core.engine.weight_queue import Handover, WeightQueue
+from sley_core.errors import RunError
 from sley_core.model.patch import ForwardPatch
 from sley_core.model.stand_ins import is_plain
+from sley_core.model.storage import sum_of_bits, version_of
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
     from sley_core.engine.book import Entry, ParameterBook
     from sley_core.engine.gradients import GradientStore
     from sley_core.model.layers import Layer
+
+Place = tuple[int, int]
+"""Chunk and micro-batch."""
+
+Work = Callable[[], None]
+
+
+class WeightQueue:
+    """Holds the closures of every D until its W runs.
+
+    D opens `collecting(place)`; within it linears call `put`. W calls `run(place)`. on_last: called with the entry when
+    `run` has done its last product, however often a linear was used.
+    """
+
+    def __init__(self) -> None:
+        self.on_last: Callable[[Entry], None] | None = None
+        self._queued: dict[Place, list[tuple[Work, Entry | None]]] = {}
+        self._open: Place | None = None
+
+    @property
+    def is_collecting(self) -> bool:
+        return self._open is not None
+
+    @contextmanager
+    def collecting(self, place: Place) -> Iterator[None]:
+        """Returns a context manager in which `put` queues for `place`."""
+        assert self._open is None, f"D of {place} within that of {self._open}"
+        self._queued[place] = []
+        self._open = place
+        try:
+            yield
+        finally:
+            self._open = None
+
+    def put(self, work: Work, entry: Entry | None = None) -> None:
+        """Queues `work`, a closure that holds a linear's input and output gradient. entry: the parameter to which it
+        contributes, for `on_last`.
+        """
+        assert self._open is not None, "no D is running"
+        self._queued[self._open].append((work, entry))
+
+    @torch.no_grad()
+    def run(self, place: Place) -> None:
+        """Runs the work that D of `place` queued, and frees each piece's tensors before the next piece."""
+        queued = self._queued.pop(place)
+        left = Counter(entry for _, entry in queued)
+        queued.reverse()
+        while queued:
+            work, entry = queued.pop()
+            work()
+            del work  # frees its tensors before the next one multiplies
+            left[entry] -= 1
+            if entry is not None and not left[entry] and self.on_last is not None:
+                self.on_last(entry)
+
+    def clear(self) -> None:
+        """Discards all queued work, after a failed step."""
+        self._queued.clear()
+        self._open = None
+
+
+_OWN = 2
+"""References to the storage of a tensor that nobody else has: the tensor's, and that of the storage object that is asked."""
+
+
+class Handover:
+    """Is the sink of one linear: multiplies at once, or queues while a D is collecting.
+
+    Between D and W, a hook or the backward of another branch may write in place to the output gradient, if it has that too. So
+    until the first W has shown whether that happens, such a gradient is copied, and after that only if it does.
+
+    entry: the weight's entry, for the queue's `on_last`.
+    """
+
+    def __init__(
+        self, multiply: Callable[[Tensor, Tensor], None], queue: WeightQueue, entry: Entry | None = None
+    ) -> None:
+        self.multiply = multiply
+        self.queue = queue
+        self.entry = entry
+        self._copies: bool | None = None
+
+    def __call__(self, rows: Tensor, inputs: Tensor, *, is_shared: bool = False) -> None:
+        """Multiplies or queues `rows` [n, out] and `inputs` [n, in]. is_shared: what `shares` says of the gradient of which
+        `rows` is a view.
+        """
+        if not self.queue.is_collecting:
+            self.multiply(rows, inputs)
+        elif is_shared and self._copies is not False:
+            self.queue.put(partial(self._of_copy, rows.clone(), rows, inputs, version_of(inputs)), self.entry)
+        else:
+            self.queue.put(partial(self._of_own, rows, inputs, version_of(rows), version_of(inputs)), self.entry)
+
+    def shares(self, gradient: Tensor) -> bool:
+        """Returns whether `gradient`, which the running backward was given, is to be queued and somebody else has its memory.
+        To be asked before any view of it is made.
+        """
+        if not self.queue.is_collecting:
+            return False
+        storage = gradient.untyped_storage()
+        tensors: int = gradient._use_count()  # type: ignore[attr-defined]  # torch's, without a stub
+        return tensors > 1 or torch._C._storage_Use_Count(storage._cdata) > _OWN
+
+    def _of_copy(self, copied: Tensor, rows: Tensor, inputs: Tensor, version: int) -> None:
+        if self._copies is None:
+            now, then = sum_of_bits(rows), sum_of_bits(copied)
+            self._copies = now is not None and then is not None and not torch.equal(now, then)
+        self._multiply(copied, inputs, is_written=version_of(inputs) != version)
+
+    def _of_own(self, rows: Tensor, inputs: Tensor, version: int, version_of_inputs: int) -> None:
+        is_written = version_of(rows) != version or version_of(inputs) != version_of_inputs
+        self._multiply(rows, inputs, is_written=is_written)
+
+    def _multiply(self, rows: Tensor, inputs: Tensor, *, is_written: bool) -> None:
+        """Multiplies, or raises RunError `gradient-written` if what is multiplied is no longer what D queued."""
+        if is_written:
+            of = f"the parameter {self.entry.name!r}" if self.entry is not None else "a sharded linear"
+            raise RunError(
+                "gradient-written",
+                f"the backward of {of} is split, and its input or its output's gradient is written on in place between the "
+                "two halves, by a hook or the backward of another layer",
+                hint="return a new tensor there (`gradient.clamp(...)` in place of `clamp_`), or use a schedule that does not "
+                "split backwards, as `pp.one_f_one_b`",
+            )
+        self.multiply(rows, inputs)
+
 
 BiasSink = Callable[[Tensor], None]
 """Takes g [n, out] and adds the sum of its rows to a bias's gradient [out]."""
@@ -225,3 +357,81 @@ def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 def has_shards(book: ParameterBook, name: str, module: nn.Module) -> bool:
     """Returns whether a parameter of `module`, named `name` in `book`, is sharded."""
     return any(book[f"{name}.{one}"].shard is not None for one, held in module._parameters.items() if held is not None)
+
+
+class DirectEmbedding(torch.autograd.Function):
+    """Computes `F.embedding` with a backward that gives the gradient's rows to `sink`, if the backward would accumulate
+    them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding_idx: int | None, sink: Handover) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.sink, ctx.padding_idx, ctx.num_rows = sink, padding_idx, weight.shape[0]
+        return no_view(F.embedding(tokens, weight, padding_idx))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
+        """Gives the rows to `sink` if they are to be accumulated; returns the dense gradient if `autograd.grad` or
+        `create_graph` wants it.
+        """
+        (tokens,) = ctx.saved_tensors
+        asked = asked_of(ctx)
+        if asked is Asked.SUM and not torch.is_grad_enabled():
+            is_shared = ctx.sink.shares(gradient)
+            rows, flat = gradient.reshape(-1, gradient.shape[-1]), tokens.reshape(-1)
+            ctx.sink(without_padding(rows, flat, ctx.padding_idx), flat, is_shared=is_shared)
+            return None, None, None, None
+        if asked is Asked.NOTHING:
+            return None, None, None, None
+        padding = -1 if ctx.padding_idx is None else ctx.padding_idx
+        table = torch.ops.aten.embedding_dense_backward(gradient, tokens, ctx.num_rows, padding, False)
+        return None, table, None, None
+
+
+def without_padding(rows: Tensor, tokens: Tensor, padding_idx: int | None) -> Tensor:
+    """Returns `rows` [n, width] with zeros where `tokens` [n] are padding, whose row is not trained."""
+    return rows if padding_idx is None else rows.masked_fill((tokens == padding_idx).unsqueeze(1), 0.0)
+
+
+def embedding_forward(embedding: nn.Embedding, weight: Tensor, sink: Handover, input: Tensor) -> Tensor:
+    """Runs the forward of `embedding` while a run is open. The last parameter is named as that of `nn.Embedding.forward`.
+
+    weight: the parameter that the store knows; if the module now has another, autograd handles that.
+    """
+    held = embedding.weight
+    is_own = held is weight and held.requires_grad and not held._backward_hooks
+    if not is_own or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return F.embedding(input, held, embedding.padding_idx)
+    found: Tensor = DirectEmbedding.apply(input, held, embedding.padding_idx, sink)  # type: ignore[no-untyped-call]  # torch's
+    return found
+
+
+def is_plain_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Returns whether `module` is exactly torch's embedding, without `max_norm`, `sparse` or `scale_grad_by_freq`."""
+    if type(module) is not nn.Embedding or "forward" in module.__dict__ or module._parameters.get("weight") is None:
+        return False
+    return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+
+
+def add_rows_directly(
+    layers: Iterable[Layer], book: ParameterBook, store: GradientStore, queue: WeightQueue
+) -> Callable[[], None]:
+    """Patches every plain, unsharded `nn.Embedding` of `layers` to add its gradient's rows to `store` directly. Returns a
+    function that undoes it.
+
+    queue: takes the rows instead while a D runs.
+    """
+    patches = ExitStack()
+    for layer in layers:
+        for name, module in layer.module.named_modules(prefix=layer.name):
+            if is_plain_embedding(module) and not has_shards(book, name, module):
+                entry = book[f"{name}.weight"]
+                sink = Handover(partial(_put_rows, store, entry, layer.name), queue, entry)
+                patches.callback(ForwardPatch(module, partial(embedding_forward, module, module.weight, sink)).undo)
+                store.expect_products(entry)
+    return patches.close
+
+
+def _put_rows(store: GradientStore, entry: Entry, layer: str, rows: Tensor, tokens: Tensor) -> None:
+    store.put_rows(entry, tokens, rows, layer)

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from sley_core.comm.world import World
     from sley_core.engine.book import ParameterBook
     from sley_core.engine.boundary import Description
+    from sley_core.engine.direct import WeightQueue
     from sley_core.engine.gradients import GradientStore
     from sley_core.engine.pools import Pools
     from sley_core.engine.step_numbers import StepNumbers
     from sley_core.engine.waits import Waits
-    from sley_core.engine.weight_queue import WeightQueue
     from sley_core.engine.weights import WeightStore
     from sley_core.model.layers import Layer
     from sley_core.plan.tables import BatchTable, LimitsTable, PrecisionTable, RunTable

@@ -21,10 +21,9 @@ from sley_core.data.cut import cut
 from sley_core.data.feed import Feed
 from sley_core.data.slices import Slices
 from sley_core.engine.call import LayerCaller
-from sley_core.engine.direct import accumulates_directly, queued_products
+from sley_core.engine.direct import WeightQueue, accumulates_directly, queued_products
 from sley_core.engine.in_flight import describe
 from sley_core.engine.kept_tensors import KeptTensors
-from sley_core.engine.weight_queue import WeightQueue
 from sley_core.model.materialize import materialize
 from sley_estimate.bench.layer_calls import Half, Halves, Handed, LayerCalls
 from sley_estimate.bench.layer_gradients import LayerGradients

@@ -24,7 +24,7 @@ from sley_estimate.bench.lead import Lead, seconds_of_an_empty_backward
 if TYPE_CHECKING:
     from sley_core.comm.device import Device, Span
     from sley_core.engine.call import LayerCaller
-    from sley_core.engine.weight_queue import WeightQueue
+    from sley_core.engine.direct import WeightQueue
     from sley_core.model.layers import Layer
     from sley_core.protocols import Loss
 

@@ -21,10 +21,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from sley_core.engine.boundary import Description
-from sley_core.engine.direct import is_plain_linear, queued_products
+from sley_core.engine.direct import WeightQueue, is_plain_linear, queued_products
 from sley_core.engine.in_flight import InFlight, describe, edges_of
 from sley_core.engine.step_state import MicroStep, Phase
-from sley_core.engine.weight_queue import WeightQueue
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.fields import computed_from
 from sley_estimate.layers.fused import FusedKernels

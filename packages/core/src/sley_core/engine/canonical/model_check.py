@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from sley_core.engine.direct import is_plain_linear
-from sley_core.engine.direct_embedding import is_plain_embedding
+from sley_core.engine.direct import is_plain_embedding, is_plain_linear
 from sley_core.errors import Diagnostic, PlanError
 from sley_core.model.layers import MODEL
 
