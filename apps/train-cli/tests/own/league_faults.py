@@ -170,7 +170,7 @@ def begins_with_the_first_sample(original: Any, self: Any, state: Any) -> None:
     """A run that goes on has its first samples again."""
 
 
-@wrong("sley_core.engine.masters:Masters.write_back", "bf16-masters")
+@wrong("sley_core.engine.weights:Masters.write_back", "bf16-masters")
 def rounds_masters(original: Any, self: Any) -> None:
     """What bf16 cannot keep is lost in every step."""
     with torch.no_grad():

@@ -18,10 +18,10 @@ from sley_core.records import OffloadManagerRecord
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
-    from sley_core.engine.masters import Stepped
     from sley_core.engine.parts import Parts
     from sley_core.engine.stepper import Stepper
     from sley_core.engine.update import Update
+    from sley_core.engine.weights import Stepped
     from sley_core.memory.protocols import OffloadManager
     from sley_core.plan.plan import Component, Plan
 

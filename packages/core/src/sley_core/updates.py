@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from sley_core.draft import dtypes
 from sley_core.engine.loss_scale import LossScale
-from sley_core.engine.masters import Masters
 from sley_core.engine.skips import Skips
 from sley_core.engine.update import Update
+from sley_core.engine.weights import Masters
 from sley_core.errors import PlanError
 from sley_core.optim.build import EVERYWHERE_ALIKE, parameter_groups
 from sley_core.optim.config import scope_of

@@ -1,7 +1,7 @@
 """Gives offload managers, pools and activation policies what a run holds, and the means to move it."""
 
 from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, free, grow, make_room
-from sley_core.engine.masters import Stepped
+from sley_core.engine.weights import Stepped
 from sley_core.memory.holdings import Holding, Holdings, storage_id
 from sley_core.memory.protocols import OffloadManager
 from sley_core.memory.state import PARTS, Moved, Part, Where, is_away

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from sley_core.checkpoint.reader import Checkpoint
-    from sley_core.engine.masters import Stepped
+    from sley_core.engine.weights import Stepped
     from sley_core.optim.shared import Shared
 
 

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sley_core.comm.device import Device
-    from sley_core.engine.masters import Stepped
     from sley_core.engine.parts import Parts
     from sley_core.engine.update import Update
+    from sley_core.engine.weights import Stepped
     from sley_core.memory.run_memory import RunMemory
     from sley_core.protocols import Keeps
 

@@ -24,8 +24,8 @@ from sley_core.factory import cause
 
 if TYPE_CHECKING:
     from sley_core.engine.book import Entry
-    from sley_core.engine.masters import Masters
     from sley_core.engine.parts import Parts
+    from sley_core.engine.weights import Masters
     from sley_core.model.layers import Layer
 
 Pairs = Iterable[tuple[str, Tensor]]

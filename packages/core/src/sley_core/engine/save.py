@@ -37,8 +37,8 @@ from sley_core.weight_files.write import (
 
 if TYPE_CHECKING:
     from sley_core.engine.book import Entry
-    from sley_core.engine.masters import Masters
     from sley_core.engine.parts import Parts
+    from sley_core.engine.weights import Masters
     from sley_core.model.layers import Layer
 
 Precision = Literal["working", "full"]

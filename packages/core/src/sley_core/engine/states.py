@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_flatten_with_path
 
 if TYPE_CHECKING:
     from sley_core.engine.buffers import Span
-    from sley_core.engine.masters import Stepped
     from sley_core.engine.update import Update
+    from sley_core.engine.weights import Stepped
 
 MASTER = "master"
 

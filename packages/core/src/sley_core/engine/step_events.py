@@ -12,7 +12,7 @@ from sley_core.optim.shared import Shared, can_compare, changed, copied, put, sa
 if TYPE_CHECKING:
     import torch
 
-    from sley_core.engine.masters import Stepped
+    from sley_core.engine.weights import Stepped
     from sley_core.memory.state import Part
 
 Event: TypeAlias = Callable[[], None]

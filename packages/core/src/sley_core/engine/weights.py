@@ -1,4 +1,4 @@
-"""Working weights as views of flat buffers, and the completion of those that other ranks have stepped.
+"""The weights: where working weights lie, and what the optimizer steps: them, fp32 masters, or a rank's part of either.
 
     lay_out ──> adopt: values move in, masters are made ──> updated: ranks have stepped their parts ──> settle ─┐
                                                                ^                                               │
@@ -6,12 +6,22 @@
 
 Weights lie in buffers only if a part of the run asks for it: `torch.save` of one such parameter saves its whole buffer, unless
 it is cloned. Only this module sets a parameter's `.data`, when masters are made; tied modules keep one object.
+
+A bf16 weight of 1.0 cannot take an update of 0.001; its master can, and the working weight changes once updates have added up.
+The dtype in which gradients are accumulated is the store's, and does not depend on that of the weights. If a reducer leaves
+only a part of a gradient to this rank, only that part is stepped, and only that part has a master.
+
+Between two steps a program may write to working weights (`load_state_dict` on a layer, `p.copy_` under no_grad, `p.data = `):
+the master takes those values over before the next step. If nobody wrote a weight, its master keeps its digits. Writes through
+`p.data` itself (`p.data.copy_`) do not increment the version counter and cannot be detected: use `p.copy_` or
+`Run.load_weights`. The optimizer may write what it steps in any way, `p.data = ` too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,7 +29,8 @@ from torch import Tensor, nn
 
 from sley_core.comm.copies import free, grow
 from sley_core.engine.book import Entry
-from sley_core.engine.buffers import ALIGNMENT, FlatBuffer
+from sley_core.engine.buffers import ALIGNMENT, FlatBuffer, Span
+from sley_core.engine.gradients import GradientStore
 from sley_core.errors import RunError
 from sley_core.model.formats import is_kept, parameter_format
 
@@ -186,3 +197,233 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
     """Returns storage and place in it: the same while memory is away, and for fake tensors, which `is_set_to` does not take."""
     storage: int = tensor.untyped_storage()._cdata
     return storage, int(tensor.storage_offset())
+
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """Holds the parameter that the optimizer steps for one entry; its gradient is what the store's `part` returns.
+
+    original: the working weight that the entry's modules hold; the same object if there is no master and no span. span: which
+    elements of it are stepped here, if other ranks step the others; `parameter` has the span's shape then.
+    """
+
+    entry: Entry
+    parameter: nn.Parameter
+    original: nn.Parameter
+    span: Span | None = None
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def working(self) -> Tensor:
+        """The elements of the working weight that `parameter` stands for, a view of the same shape."""
+        return _elements(self.original.detach(), self.span)
+
+    @property
+    def decays(self) -> bool:
+        return self.entry.decays
+
+
+class _Master:
+    """Holds the master of the elements `span` of `parameter`. working: these elements. seen: the parameter's state when these
+    were last known to be the master, rounded.
+    """
+
+    def __init__(self, master: Tensor, parameter: nn.Parameter, span: Span | None) -> None:
+        self.master = master
+        self.parameter = parameter
+        self.span = span
+        self.look()
+
+    def look(self) -> None:
+        """Records the working weight and its present state."""
+        self.working = _elements(self.parameter.detach(), self.span)
+        self.seen = self.state
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Version, storage, and place in the storage: the same while memory is away, and when it is back at another address.
+        `working` keeps its storage alive, so no other storage has that number.
+        """
+        storage: int = self.parameter.untyped_storage()._cdata
+        return self.parameter._version, storage, int(self.parameter.storage_offset())
+
+
+class Masters:
+    """Holds what the optimizer steps for each entry, in the order in which entries were added.
+
+    weights: the store of the working weights, with their dtype. store: says which elements this rank steps. wide: dtype of what
+    is stepped. If it is that of the weights, the parameters themselves, or views of them, are stepped. Else parameters are
+    narrowed to that of the weights, and their former values kept as masters: in one flat buffer for each call of `add`, and one
+    for this rank's part of each cut buffer.
+
+    home: the device on which masters lie and are stepped; None for that of the parameters. With a home there are always
+    masters, and whoever steps them copies gradients there and weights back.
+    """
+
+    def __init__(
+        self, weights: WeightStore, store: GradientStore, wide: torch.dtype, home: torch.device | None = None
+    ) -> None:
+        self.weights = weights
+        self.store = store
+        self.dtype = weights.dtype
+        self.wide = wide
+        self.home = home
+        self.stepped: list[Stepped] = []
+        self._originals: list[tuple[Entry, nn.Parameter]] = []
+        self._flats: list[FlatBuffer] = []
+        self._masters: dict[int, _Master] = {}  # by the id of their parameters
+
+    def add(self, entries: Sequence[Entry]) -> list[Stepped]:
+        """Takes charge of `entries`, narrowing their parameters if needed; returns what the optimizer steps for them.
+
+        Leaves out entries of which this rank steps no element.
+        """
+        narrow = [entry for entry in entries if self.weights.dtype_of(entry) != self.wide or self.home is not None]
+        masters = self._wide_copies(narrow)
+        added = []
+        for entry in entries:
+            self.weights.adopt(entry)
+            parameter, span = entry.parameter, self.store.span(entry)
+            self._originals.append((entry, parameter))
+            if span is not None and not span.numel:
+                continue
+            if entry in masters:
+                self._masters[id(parameter)] = _Master(masters[entry], parameter, span)
+                stepped = nn.Parameter(masters[entry])
+            else:
+                stepped = parameter if span is None else nn.Parameter(_elements(parameter.detach(), span))
+            added.append(Stepped(entry, stepped, parameter, span))
+        self.stepped += added
+        return added
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the masters; 0 if the parameters are stepped directly."""
+        return sum(flat.num_bytes for flat in self._flats)
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields name and value of each master; none if the parameters are stepped directly."""
+        for stepped in self.stepped:
+            if self.has_master(stepped):
+                yield stepped.name, stepped.parameter
+
+    def has_master(self, stepped: Stepped) -> bool:
+        """Returns whether the stepped parameter is a copy, not the working weight or a view of it."""
+        return id(stepped.original) in self._masters
+
+    def take_gradients(self, store: GradientStore) -> None:
+        """Sets `grad` of each stepped parameter to its gradient in `store`: a view, or a copy if the store has another type;
+        None while the entry is frozen. With a `home`, whoever steps sets it.
+
+        Calls `follow` first. Raises RunError `weight-replaced`.
+        """
+        self.follow()
+        if self.home is not None:
+            return
+        gradients = store.parts([stepped.entry for stepped in self.stepped])
+        for stepped, gradient in zip(self.stepped, gradients, strict=True):
+            stepped.parameter.grad = None if gradient is None else gradient.to(stepped.parameter.dtype)
+
+    def write_back(self, *, are_sent: bool | None = None) -> None:
+        """Copies masters, rounded, into the working weights; drops the references to gradients. Weights of which other ranks
+        step parts may be incomplete until `weights.settle`. are_sent: whether they are there already; left out, with a `home`,
+        where whoever steps sends them.
+        """
+        self._take_back()
+        if every := list(self._masters.values()):
+            if not (self.home is not None if are_sent is None else are_sent):
+                torch._foreach_copy_([one.working for one in every], [one.master for one in every])
+            for one in every:
+                one.seen = one.state
+        for stepped in self.stepped:
+            if stepped.parameter is not stepped.original:
+                stepped.parameter.grad = None
+        self.weights.updated()
+
+    @torch.no_grad()
+    def _take_back(self) -> None:
+        """Copies the values of parameters that the optimizer has pointed elsewhere (`p.data = value`) into the run's memory:
+        masters and parts of weights are read there, not through the parameter.
+        """
+        for stepped in self.stepped:
+            if stepped.parameter is stepped.original:
+                continue
+            known = self._masters.get(id(stepped.original))
+            if known is not None:
+                address = known.master.data_ptr()
+            else:
+                assert stepped.span is not None, stepped.name
+                address = stepped.original.data_ptr() + stepped.span.first * stepped.original.element_size()
+            if stepped.parameter.data_ptr() != address:
+                place = stepped.working if known is None else known.master
+                place.copy_(stepped.parameter.detach())
+                stepped.parameter.data = place
+
+    @torch.no_grad()
+    def set(self, entry: Entry, value: Tensor) -> None:
+        """Sets the entry's weight and its master to `value`, of its parameter's shape, at the master's full precision."""
+        self.weights.hold()
+        parameter = entry.parameter
+        value = value.to(self.wide)  # first to `wide` on every rank, with a master or not: the same bits everywhere
+        parameter.copy_(value)
+        known = self._masters.get(id(parameter))
+        if known is not None:
+            known.master.copy_(_elements(value, known.span))
+            known.look()
+
+    @property
+    def were_written(self) -> bool:
+        """Whether a program wrote to weights since masters last followed them; works while memory is away."""
+        return not self.weights.are_in_place or any(one.seen != one.state for one in self._masters.values())
+
+    def follow(self) -> None:
+        """Copies values that a program wrote to working weights into their masters; detected by version and storage, without a
+        device sync. Weights and masters must be on the device. Raises RunError `weight-replaced`.
+        """
+        for entry, original in self._originals:
+            now = entry.parameter
+            if now is not original or now.dtype != self.weights.dtype_of(entry):
+                raise RunError(
+                    "weight-replaced",
+                    f"the parameter {entry.name!r} is another object, or of another type, than what the optimizer steps",
+                    hint="write into it under torch.no_grad() (`parameter.copy_(value)`), or use `run.load_weights`",
+                )
+        self.weights.hold()
+        for one in self._masters.values():
+            if one.seen != one.state:
+                one.look()
+                master, working = one.master, one.working.to(one.master.device)
+                # only elements whose rounded value differs: the others keep the digits that the working weight cannot hold
+                master.copy_(torch.where(working != master.to(working.dtype), working.to(master.dtype), master))
+
+    def _wide_copies(self, entries: Sequence[Entry]) -> dict[Entry, Tensor]:
+        """Copies the values of `entries` into new flat buffers of the wide dtype: whole ones into one, and for each cut
+        gradient buffer one as long as this rank's part of it. Returns the copies, in the shape in which they are stepped.
+        """
+        if not entries:
+            return {}
+        device = self.home or entries[0].parameter.device
+        whole = [entry for entry in entries if self.store.span(entry) is None]
+        flat = FlatBuffer([entry.parameter.shape for entry in whole], self.wide, device)
+        copies = dict(zip(whole, flat.views, strict=True))
+        self._flats.append(flat)
+        added = set(entries)
+        for buffer in self.store.buffers:
+            if buffer.cut and added.issuperset(buffer.entries):
+                part = FlatBuffer([buffer.own.shape], self.wide, device)
+                copies |= buffer.views_in(part.data)
+                self._flats.append(part)
+        for entry, copy in copies.items():
+            copy.copy_(_elements(entry.parameter.detach(), self.store.span(entry)))
+        return copies
+
+
+def _elements(value: Tensor, span: Span | None) -> Tensor:
+    """Returns the elements `span` of `value`, in its shape; `value` itself if there is no span."""
+    return value if span is None else value.reshape(-1)[span.first : span.last].view(span.shape_in(value.shape))

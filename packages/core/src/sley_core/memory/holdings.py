@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from sley_core.engine.gradients import GradientStore
-    from sley_core.engine.masters import Stepped
+    from sley_core.engine.weights import Stepped
 
 Held = Callable[[], Iterable[tuple[str, Tensor]]]
 

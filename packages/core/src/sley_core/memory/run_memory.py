@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.comm.device import Device
-    from sley_core.engine.masters import Masters
     from sley_core.engine.step_numbers import StepNumbers
+    from sley_core.engine.weights import Masters
     from sley_core.memory.holdings import Holdings
     from sley_core.memory.protocols import OffloadManager
     from sley_core.memory.state import Part
