@@ -7,8 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sley_core.draft import dtypes
-from sley_core.engine.loss_scale import LossScale
-from sley_core.engine.skips import Skips
+from sley_core.engine.totals import LossScale, Skips
 from sley_core.engine.update import Update
 from sley_core.engine.weights import Masters
 from sley_core.errors import PlanError

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sley_core.engine.loss_scale import LARGEST, LossScale
+from sley_core.engine.totals import LARGEST, LossScale
 from sley_core.errors import RunError
 from sley_core.plan.tables import LossScaleTable
 from sley_testing.parity import assert_close_gradients, assert_same_bits

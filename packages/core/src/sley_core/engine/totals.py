@@ -1,17 +1,45 @@
-"""A step's totals, equal on all ranks, and their way to the host: read at once on CPU, a step later on CUDA."""
+"""A step's totals, equal on all ranks, and what follows from them: fp16's loss scale, a skipped step, a refused one.
+
+Totals are read at once on CPU, a step later on CUDA.
+
+The loss scale lifts gradients above fp16's smallest numbers, and is lowered when they exceed its largest:
+
+    `growth_interval` steps in a row without overflow ──> scale x growth_factor
+    an overflow on any rank of the world              ──> nobody steps; scale x backoff_factor, but not below min_scale
+    an overflow at min_scale                          ──> RunError: the scale is not the cause
+
+The rule is that of torch.amp.GradScaler, which has no minimum and would skip for ever (Micikevicius et al., 2018, Mixed
+Precision Training, section 3.2). All ranks see the same votes, so all have the same scale without sending it.
+
+With `on_nan = "skip"` a step whose loss or gradient norm is not finite changes neither weights nor masters nor optimizer
+states, and the learning-rate schedule does not count it:
+
+    step n: update, totals ──> copy to the host ──┐
+    step n + 1: forward, backward ────────────────┴─> settle: was n skipped? ──> its learning rate, update
+
+On CUDA the optimizer's kernels skip it, and the host learns of it before it sets the next learning rate: meanwhile the device
+has a whole forward and backward to do, so it does not wait for the host. All ranks have the same totals, so all skip alike.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sley_core.comm.compare import Exchanges
+from sley_core.comm.collectives import gather_objects
+from sley_core.comm.compare import Exchanges, differing
 from sley_core.comm.device import Device
+from sley_core.errors import RunError
+
+if TYPE_CHECKING:
+    from sley_core.engine.gradients import GradientStore
+    from sley_core.engine.parts import Parts
+    from sley_core.plan.tables import LossScaleTable
 
 
 class Votes(NamedTuple):
@@ -104,3 +132,212 @@ class PendingTotals:
         skipped, numbers = (False, more) if scale is None else (more[0] > 0, more[1:])
         mean = loss / weight if weight else 0.0
         return StepResult(mean, grad_norm, weight, stops > 0, saves > 0, differs != 0, numbers, scale, skipped)
+
+
+LARGEST = 3.4028234663852886e38
+"""The largest fp32 number: the gradient of the loss starts as scale / weight in the loss's own type."""
+
+
+class LossScale:
+    """Holds the loss scale of the next step. value: the factor of its loss. num_skipped: steps skipped so far."""
+
+    def __init__(self, config: LossScaleTable) -> None:
+        self.config = config
+        self.value = config.init_scale
+        self.num_skipped = 0
+        self._num_good = 0
+
+    def update(self, step: int, *, overflowed: bool) -> None:
+        """Adjusts the scale after the vote on step number `step`, counted from 0.
+
+        Raises RunError `loss-scale-exhausted`, on all ranks alike, for an overflow at the smallest scale.
+        """
+        config = self.config
+        if overflowed:
+            if self.value <= config.min_scale:
+                raise RunError(
+                    "loss-scale-exhausted",
+                    f"the gradients of step {step + 1} overflow although the loss scale is at its smallest, {self.value:g}; "
+                    f"{self.num_skipped} steps were skipped before",
+                    hint='lower the learning rate, look at the data of this step, or compute in "bf16"',
+                )
+            self.value = max(self.value * config.backoff_factor, config.min_scale)
+            self.num_skipped += 1
+            self._num_good = 0
+            return
+        self._num_good += 1
+        if self._num_good == config.growth_interval:
+            self._num_good = 0
+            if self.value * config.growth_factor <= LARGEST:
+                self.value *= config.growth_factor
+
+    def state(self) -> dict[str, float | int]:
+        """Returns what a checkpoint keeps, the same on every rank."""
+        return {"value": self.value, "num_good": self._num_good, "num_skipped": self.num_skipped}
+
+    def restore(self, state: Mapping[str, float | int]) -> None:
+        """Restores the state that `state` returned."""
+        self.value = float(state["value"])
+        self._num_good = int(state["num_good"])
+        self.num_skipped = int(state["num_skipped"])
+
+
+class Skips:
+    """Counts skipped steps. most: how many in a row are allowed. num_skipped: all so far. num_in_a_row: up to the last one
+    settled.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.num_skipped = 0
+        self.num_in_a_row = 0
+        self._unread: PendingTotals | None = None
+
+    def follow(self, totals: PendingTotals) -> None:
+        """Remembers the totals of the step that was launched last; the previous one must be settled."""
+        assert self._unread is None, "a step was launched before the one before it was counted"
+        self._unread = totals
+
+    def settle(self, totals: PendingTotals | None = None) -> None:
+        """Counts the step that was launched last, once; waits for its totals, and for nothing later on the device.
+
+        totals: counts only if that step's totals are these.
+        """
+        if self._unread is None or (totals is not None and totals is not self._unread):
+            return
+        read, self._unread = self._unread, None
+        if is_no_number(read.read()):
+            self.num_skipped += 1
+            self.num_in_a_row += 1
+        else:
+            self.num_in_a_row = 0
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether more steps in a row were skipped than the plan allows."""
+        return self.num_in_a_row > self.most
+
+    def state(self) -> dict[str, int]:
+        """Returns what a checkpoint keeps, the same on every rank."""
+        self.settle()
+        return {"num_skipped": self.num_skipped, "num_in_a_row": self.num_in_a_row}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Restores the state that `state` returned."""
+        self.num_skipped, self.num_in_a_row = int(state["num_skipped"]), int(state["num_in_a_row"])
+        self._unread = None
+
+
+SHOWN = 16
+"""How many samples a message names."""
+
+
+class RankReport(NamedTuple):
+    """Holds what one rank knows. loss: its part of the sum. bad: place in the backward's order, and name, of the first
+    parameter whose gradient is not finite on this rank, if there is any. samples: their numbers.
+    """
+
+    loss: float
+    bad: tuple[int, str] | None
+    samples: tuple[int, ...]
+
+
+def is_refused(result: StepResult) -> bool:
+    """Returns whether the step with this `result` was not taken because of an error; a skip by fp16's loss scale is no
+    error.
+    """
+    return result.ranks_differ or (not result.skipped and not (result.is_finite and result.weight > 0))
+
+
+def is_no_number(result: StepResult) -> bool:
+    """Returns whether the step was not taken only because its loss or gradient norm is not finite, which `on_nan = "skip"`
+    allows.
+
+    False for a step that fp16's loss scale skips, and for one with another error.
+    """
+    return not result.is_finite and not (result.ranks_differ or result.skipped) and result.weight > 0
+
+
+def refusal(
+    parts: Parts,
+    number: int,
+    result: StepResult,
+    totals: PendingTotals,
+    samples: Sequence[int],
+    *,
+    is_latest: bool,
+    num_skipped: int = 0,
+) -> RunError:
+    """Returns the error of the refused step `number`, the same on all ranks. A blocking collective on `control`: all ranks call
+    it.
+
+    "not-finite": the loss or the norm is not finite. "nothing-counts": the loss weight of the global batch is 0, so there is no
+    mean (torch's own cross-entropy gives NaN if all labels are ignored). "ranks-differ": some ranks exchanged other weights or
+    gradients than the others.
+
+    samples: this rank's in that step, empty if a program brought them. is_latest: whether the store has its gradients.
+    num_skipped: how many steps just before it were skipped.
+    """
+    if is_latest:
+        parts.store.state.was_taken = False
+    if result.ranks_differ:
+        return differing(f"step {number}", totals.own_exchanges, parts.groups["control"])
+    own = RankReport(
+        float(totals.own_loss), _first_bad(parts.store) if is_latest else None, tuple(samples[: SHOWN + 1])
+    )
+    # All ranks have the same totals, so all come here, in the same step.
+    seen = [
+        RankReport(*one) for one in gather_objects(own, parts.groups["control"], what="losses that are not finite")
+    ]  # it sends JSON
+    if result.is_finite:
+        return RunError(
+            "nothing-counts",
+            f"step {number}: the loss weight of the batch is {result.weight:g}, so there is no mean to take a step by"
+            + _samples(range(len(seen)), seen),
+            hint="look at the data of this step: all of its labels are ignored",
+        )
+    before = f"; the {num_skipped} before it were skipped" if num_skipped else ""
+    return RunError(
+        "not-finite",
+        f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}{before}{_where(parts, seen)}",
+        hint="lower the learning rate, add [optimizer] clip_norm, or look at the data of this step; no weight was changed",
+    )
+
+
+def _first_bad(store: GradientStore) -> tuple[int, str] | None:
+    """Returns place and name of the first parameter, in backward order, whose gradient is not finite: the one nearest to the
+    cause.
+    """
+    for place, entry in enumerate(store.entries):
+        if not bool(torch.isfinite(store.part(entry)).all()):
+            return place, entry.name
+    return None
+
+
+def _where(parts: Parts, seen: Sequence[RankReport]) -> str:
+    """Returns in words the ranks (of several) whose loss is not finite, the parameter of the last stage with such gradients
+    whose gradient went bad first, and the samples that these ranks had.
+    """
+    bad = [rank for rank, one in enumerate(seen) if not math.isfinite(one.loss)]
+    text = ""
+    if bad:
+        whose = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
+        what = " or ".join(dict.fromkeys("NaN" if math.isnan(seen[rank].loss) else "infinite" for rank in bad))
+        text += f"; the loss of {whose} is {what}" if len(seen) > 1 else ""
+    size = parts.topology.ranks_per_stage
+    for stage in reversed(range(parts.topology.pp)):
+        # each rank of a stage may have its own part of every gradient
+        if found := [one.bad for one in seen[stage * size : (stage + 1) * size] if one.bad is not None]:
+            _, name = min(map(tuple, found))
+            text += f"; first in the gradient of {name!r}" + (f" (stage {stage})" if parts.topology.pp > 1 else "")
+            break
+    return text + _samples(bad or range(len(seen)), seen)
+
+
+def _samples(ranks: Sequence[int], seen: Sequence[RankReport]) -> str:
+    """Returns in words the first samples that `ranks` had in the step; "" if none is known."""
+    numbers = list(dict.fromkeys(number for rank in ranks for number in seen[rank].samples))
+    if not numbers:
+        return ""
+    more = ", ..." if len(numbers) > SHOWN else ""
+    return f"; samples {', '.join(map(str, numbers[:SHOWN]))}{more}"

@@ -26,12 +26,10 @@ from sley_core.comm.groups import Groups
 from sley_core.engine.buffers import Piece
 from sley_core.engine.canonical.totals import ExactTotals
 from sley_core.engine.gradients import GradientStore
-from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.norms import joined_norm
-from sley_core.engine.skips import Skips
 from sley_core.engine.step_events import StepEvents, step_buckets
 from sley_core.engine.step_numbers import StepNumbers
-from sley_core.engine.totals import LOSS, NORM, USUAL, StepTotals, Votes, allow_a_step
+from sley_core.engine.totals import LOSS, NORM, USUAL, LossScale, Skips, StepTotals, Votes, allow_a_step
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.generators import IN_USE, generators_of_optimizer, seed_own
 from sley_core.model.seeds import derive
