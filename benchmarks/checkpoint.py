@@ -32,7 +32,7 @@ from sley_core.assemble import assemble
 from sley_core.checkpoint.live_bytes import CHUNK_BYTES
 from sley_core.checkpoint.tensor_file import bytes_of
 from sley_core.comm.world import World
-from sley_core.engine.states import states_of
+from sley_core.engine.update import states_of
 from sley_core.files.direct_files import crc_of_file, write_file
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run

@@ -10,7 +10,7 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.states import states_of
+from sley_core.engine.update import states_of
 from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan

@@ -7,7 +7,7 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.states import states_of
+from sley_core.engine.update import states_of
 from sley_core.errors import PlanError
 from sley_core.memory.state import Where
 from sley_core.plan.check import check_plan

@@ -8,7 +8,7 @@ from odd_parts import PLAN
 from parking import BETWEEN, EVERYTHING, running, sha
 
 from sley_core.comm.copies import HostStream
-from sley_core.engine.states import states_of
+from sley_core.engine.update import states_of
 
 pytestmark = pytest.mark.timeout(120)
 

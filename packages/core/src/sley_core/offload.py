@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sley_core.engine.states import named_tensors, optimizer_states
+from sley_core.engine.update import named_tensors, optimizer_states
 from sley_core.memory.holdings import Held, Holdings
 from sley_core.memory.protocols import Holds, HoldsMessages, Trims
 from sley_core.memory.run_memory import MoveNumbers, RunMemory

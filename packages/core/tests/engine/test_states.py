@@ -6,7 +6,7 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.states import MASTER, states_of
+from sley_core.engine.update import MASTER, states_of
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import small_plan
 

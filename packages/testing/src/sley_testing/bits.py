@@ -20,7 +20,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.collectives import all_gather
 from sley_core.comm.world import World
 from sley_core.engine.shards import AXIS
-from sley_core.engine.states import states_of
+from sley_core.engine.update import states_of
 from sley_core.plan.load import plan_from_dict
 from sley_core.topology import DEFAULT_LANE
 

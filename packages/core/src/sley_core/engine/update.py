@@ -5,19 +5,24 @@ the norm of the full model in every layout. On CUDA nothing here waits for the d
 fp16, and optimizers that cannot skip a step on the device. There the host must know whether a step is taken.
 
 If the loss or the norm is not finite, or the batch has weight 0, no rank steps: weights, masters and optimizer states stay as
-they were, and the code that reads the totals raises, or counts a skipped step (`skips`).
+they were, and the code that reads the totals raises, or counts a skipped step (`Skips`).
+
+On a CPU torch adds the squares of a tensor one after the other in the tensor's own dtype: over ten million fp32 elements the
+norm is off by 4e-4 (measured), and the error depends on how gradients lie in buffers, i.e. on the layout. Along the rows of a
+matrix it adds in vectors, so a long tensor is viewed as rows, whose norms are combined in float64.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten_with_path
 
 from sley_core.comm.collectives import all_reduce
 from sley_core.comm.compare import exchanges_differ, exchanges_of
@@ -26,7 +31,6 @@ from sley_core.comm.groups import Groups
 from sley_core.engine.buffers import Piece
 from sley_core.engine.canonical.totals import ExactTotals
 from sley_core.engine.gradients import GradientStore
-from sley_core.engine.norms import joined_norm
 from sley_core.engine.step_events import StepEvents, step_buckets
 from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.totals import LOSS, NORM, USUAL, LossScale, Skips, StepTotals, Votes, allow_a_step
@@ -45,6 +49,9 @@ from sley_core.optim.shared import (
     step_if,
     with_own_gradients,
 )
+
+if TYPE_CHECKING:
+    from sley_core.engine.buffers import Span
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
@@ -296,3 +303,79 @@ class Update:
             return
         for piece in pieces:  # at least fp32: a factor of bf16 would have 8 bits
             torch._foreach_mul_(piece.tensors, factor.to(torch.promote_types(piece.tensors[0].dtype, torch.float32)))
+
+
+MASTER = "master"
+
+
+class HeldState(NamedTuple):
+    """Holds a tensor that this rank keeps for the parameter `name` of the book.
+
+    span: the elements of its flattened parameter (of a shard, if weights are sharded) that it is for; None for all. state:
+    `master`, or the optimizer's own key, such as `exp_avg`, for a nested state its path (`factors.0`); a counter, such as
+    `step`, belongs to the whole parameter.
+    """
+
+    name: str
+    span: Span | None
+    state: str
+    tensor: Tensor
+
+
+def states_of(update: Update) -> Iterator[HeldState]:
+    """Yields masters and optimizer states of this rank, live tensors; no states if the optimizer has not made them yet."""
+    for stepped in update.masters.stepped:
+        if update.masters.has_master(stepped):
+            yield HeldState(stepped.name, stepped.span, MASTER, stepped.parameter.detach())
+        for state, tensor in optimizer_states(update, stepped):
+            yield HeldState(stepped.name, stepped.span, state, tensor)
+
+
+def optimizer_states(update: Update, stepped: Stepped) -> Iterator[tuple[str, Tensor]]:
+    """Yields name and tensor of what the optimizer keeps for one parameter, nested ones too; nothing before its first step."""
+    return named_tensors(update.optimizer.state.get(stepped.parameter, {}))
+
+
+def named_tensors(nested: object) -> Iterator[tuple[str, Tensor]]:
+    """Yields path and tensor of the tensors in nested dicts, lists and tuples; the path is as `factors.0`, "" for a bare
+    tensor.
+    """
+    for path, value in tree_flatten_with_path(nested)[0]:
+        if isinstance(value, Tensor):
+            yield ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), value
+
+
+ROW = 1024
+LONG = 4 * ROW
+"""Tensors of at least this many elements are viewed as rows. For 16,384 elements, few of them large as in an embedding's
+gradient, the error without rows was 1.2e-6 (measured).
+"""
+
+
+def joined_norm(tensors: Sequence[Tensor], kind: float) -> Tensor:
+    """Returns the norm over all elements of `tensors`, which have one device and dtype, as a float64 scalar. kind: p; may be
+    inf.
+    """
+    least = LONG if kind == 2 else ROW  # other powers lose more
+    wide = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else None
+    norms, short = [], []
+    for one in tensors:
+        if one.device.type != "cpu" or one.numel() < least:
+            short.append(one)
+        else:
+            norms += _norms_of_rows(one, kind, wide)
+    if short:
+        # As torch.nn.utils.get_total_norm, without its sorting by device and dtype: here all have the same.
+        norms.append(torch.stack(torch._foreach_norm(short, kind, dtype=wide)))
+    joined: Tensor = torch.linalg.vector_norm(torch.cat(norms), kind, dtype=torch.float64)
+    return joined
+
+
+def _norms_of_rows(long: Tensor, kind: float, wide: torch.dtype | None) -> list[Tensor]:
+    """Returns the norms of the rows of `long`, and of the remainder, computed in `wide`."""
+    left = long.numel() % ROW
+    if not left:  # most weights: a call of torch costs as much as the norm of a small one
+        return [torch.linalg.vector_norm(long.reshape(-1, ROW), kind, dim=1, dtype=wide)]
+    flat = long.reshape(-1)
+    rows = torch.linalg.vector_norm(flat[:-left].view(-1, ROW), kind, dim=1, dtype=wide)
+    return [rows, torch.linalg.vector_norm(flat[-left:], kind, dtype=wide).reshape(1)]
