@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from sley_core.checkpoint.trees import StateLeaf, joined, leaves
 from sley_core.engine.buffers import Span
-from sley_core.engine.step_events import step_buckets
+from sley_core.engine.update import step_buckets
 from sley_core.errors import RunError
 from sley_core.factory import cause
 from sley_core.generators import comparable_state, generators_of_optimizer, seed_host, seed_own, seeded

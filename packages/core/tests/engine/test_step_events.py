@@ -11,7 +11,7 @@ from torch import nn
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.step_events import step_buckets
+from sley_core.engine.update import step_buckets
 from sley_core.errors import RunError
 from sley_core.optim.build import with_late_gradients
 from sley_core.plan.load import plan_from_dict

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,19 +31,25 @@ from sley_core.comm.groups import Groups
 from sley_core.engine.buffers import Piece
 from sley_core.engine.canonical.totals import ExactTotals
 from sley_core.engine.gradients import GradientStore
-from sley_core.engine.step_events import StepEvents, step_buckets
+from sley_core.engine.step_events import Buckets, StepEvents
 from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.totals import LOSS, NORM, USUAL, LossScale, Skips, StepTotals, Votes, allow_a_step
 from sley_core.engine.weights import Masters, Stepped
+from sley_core.errors import RunError
 from sley_core.generators import IN_USE, generators_of_optimizer, seed_own
 from sley_core.model.seeds import derive
 from sley_core.optim.build import scale_learning_rate
 from sley_core.optim.shared import (
     PLAIN,
+    Shared,
     Traits,
     attributes_of,
+    can_compare,
+    changed,
     copied,
     in_training,
+    put,
+    same,
     shared_values,
     skips_on_device,
     step_if,
@@ -379,3 +385,74 @@ def _norms_of_rows(long: Tensor, kind: float, wide: torch.dtype | None) -> list[
     flat = long.reshape(-1)
     rows = torch.linalg.vector_norm(flat[:-left].view(-1, ROW), kind, dim=1, dtype=wide)
     return [rows, torch.linalg.vector_norm(flat[-left:], kind, dtype=wide).reshape(1)]
+
+
+def step_buckets(
+    optimizer: torch.optim.Optimizer, stepped: Sequence[Stepped], buckets: Buckets, step: Callable[[], None]
+) -> None:
+    """Calls `step`, which steps `optimizer`, once for each bucket, with only the bucket's parameters in the groups.
+
+    Gives the same update as one call if each parameter's update depends on no other parameter. Each call finds what the
+    optimizer keeps for all parameters, such as a count of steps, as it was before the first. Raises RunError
+    `optimizer-counts-steps` if two calls leave different values.
+    """
+    groups = _Groups(optimizer)
+    before = copied(shared_values(optimizer))
+    after: Shared = {}
+    try:
+        with closing(buckets(stepped)) as order:  # type: ignore[type-var]  # a generator
+            for bucket in order:
+                groups.choose(bucket)
+                if after:
+                    put(optimizer, copied(before))
+                step()
+                before |= groups.added()
+                found = changed(before, shared_values(optimizer))
+                for place, value in found.items():
+                    if place in after and can_compare(value) and not same(value, after[place]):
+                        raise _counts(optimizer, place)
+                after |= found
+        if after:
+            put(optimizer, before | after)
+    finally:
+        groups.restore()
+
+
+class _Groups:
+    """The groups of an optimizer, of which only the parameters of one bucket are stepped at a time."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._whole: list[list[Any]] = [group["params"] for group in optimizer.param_groups]
+
+    def choose(self, bucket: Sequence[Stepped]) -> None:
+        """Leaves only the parameters of `bucket` in the groups."""
+        chosen = {id(one.parameter) for one in bucket}
+        for group, parameters in zip(self._optimizer.param_groups, self._whole, strict=True):
+            group["params"] = [parameter for parameter in parameters if id(parameter) in chosen]
+
+    def added(self) -> Shared:
+        """Returns the options of groups that a step has made, of parameters from other groups."""
+        number = len(self._whole)
+        new = self._optimizer.param_groups[number:]
+        moved = {id(parameter) for group in new for parameter in group["params"]}
+        if new:
+            self._whole = [[one for one in every if id(one) not in moved] for every in self._whole]
+            self._whole += [group["params"] for group in new]
+            every = shared_values(self._optimizer)
+            return copied({at: one for at, one in every.items() if at[0] == "option" and at[1] >= number})
+        return {}
+
+    def restore(self) -> None:
+        """Puts all parameters back."""
+        for group, parameters in zip(self._optimizer.param_groups, self._whole, strict=True):
+            group["params"] = parameters
+
+
+def _counts(optimizer: torch.optim.Optimizer, place: tuple[str, Any, Any]) -> RunError:
+    return RunError(
+        "optimizer-counts-steps",
+        f"{type(optimizer).__name__} computes its {place[0]} {place[2]!r} from the parameters that it steps, so it cannot be "
+        "stepped bucket by bucket",
+        hint='use `when = "idle"`, or an optimizer that keeps its numbers with each parameter',
+    )
