@@ -186,6 +186,6 @@ def make_parts(
         Waits(),
         WeightQueue(),
         StepNumbers(groups),
-        pool=Pools(plan),
+        pool=Pools(plan.pools, lambda name: plan.build_named("memory_pools", name)),
         foretold=announced,
     )

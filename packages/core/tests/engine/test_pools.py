@@ -65,7 +65,8 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> Pools:
     tables = small_plan(
         scheduler_hooks=[{"use": "own.user", "pools": ["large"]}], pools={"large": {"use": "own.sized", "size": 64}}
     )
-    return Pools(plan_from_dict(tables, loader=loader_of({"own": Plugin()})))
+    plan = plan_from_dict(tables, loader=loader_of({"own": Plugin()}))
+    return Pools(plan.pools, lambda name: plan.build_named("memory_pools", name))
 
 
 def test_one_pool_for_all_who_name_it(pools: Pools) -> None:

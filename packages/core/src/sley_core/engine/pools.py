@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from sley_core.errors import PlanError
 from sley_core.words import suggestion
@@ -11,18 +11,18 @@ from sley_core.words import suggestion
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sley_core.plan.plan import Plan
     from sley_core.protocols import MemoryPool
 
 
 class Pools:
     """Makes each pool when it is first asked for: that of a table `[pools.NAME]`, or of a record with its defaults.
 
-    made: the pools made so far, by name.
+    tables: the plan's `[pools]`. build: makes the pool of a record. made: the pools made so far, by name.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, tables: Mapping[str, Any], build: Callable[[str], MemoryPool]) -> None:
+        self._tables = tables
+        self._build = build
         self.made: dict[str, MemoryPool] = {}
 
     def __call__(self, name: str) -> MemoryPool:
@@ -31,7 +31,13 @@ class Pools:
         Raises PlanError `unknown-name` or `unknown-record`, and PluginError for a plugin that cannot be loaded.
         """
         if name not in self.made:
-            self.made[name] = self._make(name)
+            if name in self._tables:
+                self.made[name] = self._tables[name].build()
+            elif "." in name:
+                self.made[name] = self._build(name)
+            else:
+                hint = suggestion(name, self._tables, 'add it to the plan, or name a record, "plugin.record"')
+                raise PlanError("unknown-name", f"the plan has no table [pools.{name}]", hint=hint)
         return self.made[name]
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
@@ -42,14 +48,3 @@ class Pools:
     def labels(self) -> Mapping[str, MemoryPool]:
         """Returns the pools by what a plan calls them: `pools.NAME`, or the name of a record."""
         return {name if "." in name else f"pools.{name}": pool for name, pool in self.made.items()}
-
-    def _make(self, name: str) -> MemoryPool:
-        """Builds the pool of the table `[pools.name]`, or of the record `name`. Raises PlanError `unknown-name` if there is
-        neither.
-        """
-        own = self._plan.pools
-        if name not in own and "." not in name:
-            hint = suggestion(name, own, 'add it to the plan, or name a record, "plugin.record"')
-            raise PlanError("unknown-name", f"the plan has no table [pools.{name}]", hint=hint)
-        made: MemoryPool = own[name].build() if name in own else self._plan.build_named("memory_pools", name)
-        return made
