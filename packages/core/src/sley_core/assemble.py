@@ -25,13 +25,10 @@ from sley_core.engine.gradient_hooks import check_hooks
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.left_over import refuse_left_over
 from sley_core.engine.load import WeightLoader, names_of
-from sley_core.engine.parts import Parts
-from sley_core.engine.pools import Pools
+from sley_core.engine.parts import Parts, Pools, StepNumbers, Waits
 from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
 from sley_core.engine.stage import Stage
-from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.step_state import StepState
-from sley_core.engine.waits import Waits
 from sley_core.engine.weights import WeightStore
 from sley_core.equip import checkpoints_of, outputs_of, samples_of
 from sley_core.equipment import AssemblyFacts

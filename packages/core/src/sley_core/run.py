@@ -36,11 +36,10 @@ if TYPE_CHECKING:
     from sley_core.checkpoint.checkpoints import Checkpoints
     from sley_core.checkpoint.loading import Restored
     from sley_core.engine.load import LoadedWeights, WeightLoader
-    from sley_core.engine.parts import Parts
+    from sley_core.engine.parts import IsDue, Parts, Wait
     from sley_core.engine.save import Precision
     from sley_core.engine.step_batch import GivenBatch
     from sley_core.engine.stepper import Stepper
-    from sley_core.engine.waits import IsDue, Wait
     from sley_core.equipment import AssemblyFacts, Outputs, Samples
     from sley_core.memory.run_memory import RunMemory
     from sley_core.memory.state import Part

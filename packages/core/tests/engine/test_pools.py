@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sley_core.engine.pools import Pools
+from sley_core.engine.parts import Pools
 from sley_core.errors import PlanError
 from sley_core.hookspecs import hookimpl
 from sley_core.metrics.parts import counts_of

@@ -11,7 +11,7 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.step_numbers import StepNumbers
+from sley_core.engine.parts import StepNumbers
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 

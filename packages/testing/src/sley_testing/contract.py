@@ -27,7 +27,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.engine.buffers import by_reduce_group
-from sley_core.engine.step_numbers import StepNumbers
+from sley_core.engine.parts import StepNumbers
 from sley_core.plan.load import plan_from_dict
 from sley_core.records import GradientHandlerRecord
 from sley_core.run import Run

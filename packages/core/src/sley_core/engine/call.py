@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from sley_core.comm.progress import Standing
 from sley_core.engine.activations import Keep
+from sley_core.engine.parts import Waits
 from sley_core.engine.step_state import MicroStep, Phase
-from sley_core.engine.waits import Waits
 from sley_core.errors import PlanError, RunError, note_origin
 from sley_core.generators import IN_USE, own_generators, seed_own
 from sley_core.model.formats import formats_hint

@@ -1,27 +1,221 @@
-"""One rank's part of a run, complete and immutable, as plugins get it."""
+"""One rank's part of a run as plugins get it, complete and immutable, and what they register with in it.
+
+`Waits`: callbacks before a layer's weights are used. `StepEvents`: moments of a step. `StepNumbers`: numbers of each step's
+row. `Pools`: memory that users of one name share.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from sley_core.engine.step_events import StepEvents
+import torch
+from torch import Tensor
+
+from sley_core.comm.collectives import gather_objects
+from sley_core.errors import PlanError, RunError
+from sley_core.words import suggestion
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
     from sley_core.comm.world import World
-    from sley_core.engine.book import ParameterBook
+    from sley_core.engine.book import Entry, ParameterBook
     from sley_core.engine.boundary import Description
     from sley_core.engine.direct import WeightQueue
     from sley_core.engine.gradients import GradientStore
-    from sley_core.engine.pools import Pools
-    from sley_core.engine.step_numbers import StepNumbers
-    from sley_core.engine.waits import Waits
-    from sley_core.engine.weights import WeightStore
+    from sley_core.engine.weights import Stepped, WeightStore
+    from sley_core.memory.state import Part
     from sley_core.model.layers import Layer
     from sley_core.plan.tables import BatchTable, LimitsTable, PrecisionTable, RunTable
+    from sley_core.protocols import MemoryPool
     from sley_core.topology import Topology
+
+Wait = Callable[[], None]
+IsDue = Callable[[], bool]
+
+
+class Waits:
+    """Holds callbacks by the name of a layer, in the order in which they were registered."""
+
+    def __init__(self) -> None:
+        self._waits: dict[str, list[tuple[Wait, IsDue | None]]] = {}
+
+    def before_layer(self, name: str, wait: Wait, is_due: IsDue | None = None) -> None:
+        """Registers `wait`, to be called before every use of the weights of layer `name`; with `is_due`, only if that returns
+        True.
+
+        is_due: returns whether some of the weights are missing; must be cheap, change nothing, and return the same on all ranks
+        that hold shards of the layer: between a step's begin and end these read each other's shards only while nothing is due.
+        """
+        self._waits.setdefault(name, []).append((wait, is_due))
+
+    def wait_for(self, name: str) -> bool:
+        """Calls the due callbacks of layer `name`; returns whether there were any."""
+        found = False
+        for wait, is_due in self._waits.get(name, ()):
+            if is_due is None or is_due():
+                wait()
+                found = True
+        return found
+
+    def is_due(self, name: str) -> bool:
+        """Returns whether the next use of the weights of layer `name` would call anything."""
+        return any(is_due is None or is_due() for _, is_due in self._waits.get(name, ()))
+
+
+Event: TypeAlias = Callable[[], None]
+Buckets: TypeAlias = Callable[[Sequence["Stepped"]], Iterator[Sequence["Stepped"]]]
+"""Given all that is stepped, yields it in buckets. Each bucket is stepped after it is yielded and before the next one is
+requested; the iterator is closed if that fails.
+"""
+
+
+class StepEvents:
+    """Lists what a step calls, in the order of registration, on this rank alone: none of it may communicate.
+
+    began: before the first forward. gradients_done: all gradients are reduced, and nothing is updated yet. after_update: after
+    the update of any step that did not raise, taken or not.
+
+    came_back: between two steps, with the name of a part of the run's memory that is on the device again, or on its way. Its
+    tensors, views and hooks are those from before, but their addresses may be others: for a plugin that has kept any, as a CUDA
+    graph or a registered buffer does.
+
+    step_in_buckets: makes the optimizer step one bucket at a time; None steps everything at once.
+    """
+
+    def __init__(self) -> None:
+        self.began: list[Event] = []
+        self.gradients_done: list[Event] = []
+        self.after_update: list[Event] = []
+        self.came_back: list[Callable[[Part], None]] = []
+        self.step_in_buckets: Buckets | None = None
+
+
+def call(events: Sequence[Event]) -> None:
+    """Calls each of `events`."""
+    for event in events:
+        event()
+
+
+Share = Callable[[], "Tensor | float"]
+Of = Literal["sum", "root"]
+
+
+class StepNumbers:
+    """Collects the numbers that plugins add to the rows of a run.
+
+    names: the numbers of all ranks, in one order on all of them, once they have agreed.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self.names: tuple[str, ...] = ()
+        self._groups = groups
+        self._shares: dict[str, Share] = {}
+        self._kinds: dict[str, Of] = {}
+        self._is_agreed = False
+
+    def add(self, name: str, share: Share, of: Of = "sum") -> None:
+        """Adds a number to every row from the first step on; called while plugins are attached, on any of the ranks.
+
+        name: with a slash, `plugin/number`, so that it differs from core's. share: returns this rank's part of the number, a
+        float or a scalar on the device; called once per step, when gradients are reduced, unscaled and not yet clipped. Ranks
+        that have not added the name contribute 0. of: the row gets the "sum" over all ranks or the square "root" of it.
+
+        Raises RunError `number-name` for a name that is taken or has no slash, and `number-late` once ranks have agreed.
+        """
+        if self._is_agreed:
+            raise RunError(
+                "number-late", f"the number {name!r} comes after plugins are attached", hint="add it in `attach`"
+            )
+        if "/" not in name or name in self._shares:
+            why = "is there already" if name in self._shares else "has no slash"
+            raise RunError("number-name", f"the number {name!r} {why}", hint="name it `plugin/number`")
+        self._shares[name] = share
+        self._kinds[name] = of
+
+    def fraction(self, entry: Entry) -> float:
+        """Returns the factor for a share summed over `entry`'s elements, so that the sum over all ranks counts each element
+        once.
+
+        Ranks of its reduce group hold the same gradient, and so do the stages of a tie.
+        """
+        return 1.0 / (self._groups[entry.reduce_group].size * len(entry.stages))
+
+    def agree(self) -> None:
+        """Merges the numbers of all ranks into one list, the same on all; a blocking collective over all ranks of the world.
+
+        Raises RunError `number-name` on all ranks if one name is a sum on one rank and a root on another.
+        """
+        self._is_agreed = True
+        found: dict[str, Of] = {}
+        for kinds in gather_objects(self._kinds, self._groups["control"], what="the numbers that plugins add to rows"):
+            for name, kind in kinds.items():
+                if found.setdefault(name, kind) != kind:
+                    raise RunError("number-name", f"the number {name!r} is a sum on one rank and a root on another")
+        self._kinds = dict(sorted(found.items()))
+        self.names = tuple(self._kinds)
+
+    def own(self, device: torch.device) -> Tensor:
+        """Returns this rank's shares, float64 [numbers] on `device`; 0 for names that this rank did not add."""
+        shares = [self._shares[name]() if name in self._shares else 0.0 for name in self.names]
+        values = torch.zeros(len(shares), dtype=torch.float64)
+        on_device: dict[int, Tensor] = {}
+        for at, share in enumerate(shares):
+            if isinstance(share, Tensor) and share.device.type != "cpu":
+                on_device[at] = share.detach()
+            else:
+                values[at] = float(share)
+        values = values.to(device)
+        for at, share in on_device.items():
+            values[at] = share
+        return values
+
+    def row(self, sums: Sequence[float]) -> dict[str, float]:
+        """Returns the numbers for the row, by name, from their `sums` over all ranks."""
+        numbers = zip(self._kinds.items(), sums, strict=True)
+        return {name: _root(number) if of == "root" else number for (name, of), number in numbers}
+
+
+def _root(number: float) -> float:
+    return math.sqrt(number) if number >= 0 else math.nan
+
+
+class Pools:
+    """Makes each pool when it is first asked for: that of a table `[pools.NAME]`, or of a record with its defaults.
+
+    tables: the plan's `[pools]`. build: makes the pool of a record. made: the pools made so far, by name.
+    """
+
+    def __init__(self, tables: Mapping[str, Any], build: Callable[[str], MemoryPool]) -> None:
+        self._tables = tables
+        self._build = build
+        self.made: dict[str, MemoryPool] = {}
+
+    def __call__(self, name: str) -> MemoryPool:
+        """Returns the pool of the table `[pools.name]`, or of the record `name`, as `isp.slots`.
+
+        Raises PlanError `unknown-name` or `unknown-record`, and PluginError for a plugin that cannot be loaded.
+        """
+        if name not in self.made:
+            if name in self._tables:
+                self.made[name] = self._tables[name].build()
+            elif "." in name:
+                self.made[name] = self._build(name)
+            else:
+                hint = suggestion(name, self._tables, 'add it to the plan, or name a record, "plugin.record"')
+                raise PlanError("unknown-name", f"the plan has no table [pools.{name}]", hint=hint)
+        return self.made[name]
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors that the pools report, named `pool.what`."""
+        for name, pool in self.made.items():
+            yield from ((f"{name}.{what}", tensor) for what, tensor in pool.held())
+
+    def labels(self) -> Mapping[str, MemoryPool]:
+        """Returns the pools by what a plan calls them: `pools.NAME`, or the name of a record."""
+        return {name if "." in name else f"pools.{name}": pool for name, pool in self.made.items()}
 
 
 @dataclass(frozen=True)

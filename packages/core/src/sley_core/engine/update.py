@@ -31,8 +31,7 @@ from sley_core.comm.groups import Groups
 from sley_core.engine.buffers import Piece
 from sley_core.engine.canonical.totals import ExactTotals
 from sley_core.engine.gradients import GradientStore
-from sley_core.engine.step_events import Buckets, StepEvents
-from sley_core.engine.step_numbers import StepNumbers
+from sley_core.engine.parts import Buckets, StepEvents, StepNumbers
 from sley_core.engine.totals import LOSS, NORM, USUAL, LossScale, Skips, StepTotals, Votes, allow_a_step
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import RunError

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.comm.device import Device
-    from sley_core.engine.step_numbers import StepNumbers
+    from sley_core.engine.parts import StepNumbers
     from sley_core.engine.weights import Masters
     from sley_core.memory.holdings import Holdings
     from sley_core.memory.protocols import OffloadManager

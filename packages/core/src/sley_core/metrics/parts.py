@@ -9,7 +9,7 @@ from sley_core.memory.run_memory import CountsOf
 from sley_core.protocols import Counts, Keeps
 
 if TYPE_CHECKING:
-    from sley_core.engine.pools import Pools
+    from sley_core.engine.parts import Pools
     from sley_core.engine.stepper import Stepper
     from sley_core.memory.run_memory import RunMemory
     from sley_core.plan.plan import Component, Plan
