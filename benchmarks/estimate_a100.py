@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from sley_core.actions.lower import lower
 from sley_core.actions.placement import loop
-from sley_core.engine.activations import Recompute
+from sley_core.engine.call import Recompute
 from sley_core.model.layers import Layer
 from sley_core.protocols import Loss
 from sley_estimate.layers.operators import LayerWork

@@ -240,7 +240,7 @@ class Picky:
 
     @hookimpl
     def sley_records(self) -> list[ActivationPolicyRecord]:
-        build = "sley_core.engine.activations:keep"
+        build = "sley_core.engine.call:keep"
         return [
             ActivationPolicyRecord(name="never", config=Table, build=build, variants=({},)),
             ActivationPolicyRecord(name="away", config=Table, build=build, variants=({},), copies=True),

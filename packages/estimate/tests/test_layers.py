@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.draft import draft_model
-from sley_core.engine.activations import Keep, Recompute
+from sley_core.engine.call import Keep, Recompute
 from sley_core.engine.in_flight import describe
 from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.errors import PlanError

@@ -7,8 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from sley_core.data.slices import sliced_info
-from sley_core.engine.call import LayerCaller
-from sley_core.engine.compiled import compile_layers
+from sley_core.engine.call import LayerCaller, compile_layers
 from sley_core.engine.copies_alike import CopyComparison
 from sley_core.engine.crossing import Crossing
 from sley_core.engine.direct import accumulate_directly, accumulates_directly, add_rows_directly

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @hookimpl
 def sley_records() -> list[Record]:
     loss = "sley_core.losses.cross_entropy:CrossEntropy"
-    rates, activations, metrics = "sley_core.optim.learning_rate", "sley_core.engine.activations", "sley_core.metrics"
+    rates, activations, metrics = "sley_core.optim.learning_rate", "sley_core.engine.call", "sley_core.metrics"
     return [
         DatasetRecord(name="text", config=TextConfig, build="sley_core.data.text:TextDataset"),
         DatasetRecord(name="tokens", config=TokensConfig, build="sley_core.data.tokens:TokensDataset"),

@@ -38,7 +38,7 @@ class KeepConfig(Table):
 
 
 def policies():
-    return [ActivationPolicyRecord(name="keep", config=KeepConfig, build="sley_core.engine.activations:keep")]
+    return [ActivationPolicyRecord(name="keep", config=KeepConfig, build="sley_core.engine.call:keep")]
 
 
 def refused(tables, odd, loader=None):

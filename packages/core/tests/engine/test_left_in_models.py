@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.compiled import compile_layers
+from sley_core.engine.call import compile_layers
 from sley_core.errors import RunError
 from sley_core.model.layers import Layer
 from sley_core.plan.load import plan_from_dict

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sley_core.draft import DTYPES
-from sley_core.engine.activations import Keep
+from sley_core.engine.call import Keep
 from sley_core.errors import PlanError
 from sley_core.hookspecs import hookimpl
 from sley_core.plan.load import plan_from_dict

@@ -22,7 +22,7 @@ class Deep(Table):
 class Outsider:
     @hookimpl
     def sley_records(self):
-        build = "sley_core.engine.activations:keep"
+        build = "sley_core.engine.call:keep"
         return [
             ActivationPolicyRecord(name="deep", config=Deep, build=build, variants=({}, {"depth": 3})),
             ActivationPolicyRecord(name="silent", config=Deep, build=build),
@@ -71,7 +71,7 @@ def test_a_variant_that_is_no_table_of_its_record_is_skipped_by_name():
     class Wrong:
         @hookimpl
         def sley_records(self):
-            build = "sley_core.engine.activations:keep"
+            build = "sley_core.engine.call:keep"
             return [ActivationPolicyRecord(name="w", config=Deep, build=build, variants=({"dept": 1}, {"depth": 2}))]
 
     choices = choices_of(plan_with({"bad": Wrong()}))

@@ -1,7 +1,7 @@
 """Gives plugins and models of one's own layers, patches of their forwards, attention, seeds, and a loss's chunks."""
 
 from sley_core.data.dataset import DataInfo
-from sley_core.engine.activations import Recompute, aside, is_aside, tensors_in
+from sley_core.engine.call import Recompute, aside, is_aside, tensors_in
 from sley_core.engine.position_probe import as_it_was, attended
 from sley_core.losses.cross_entropy import chunks, wide
 from sley_core.model.attention import Attention

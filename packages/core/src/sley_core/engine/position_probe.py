@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sley_core.engine.activations import is_aside, tensors_in
 from sley_core.engine.boundary import copied
+from sley_core.engine.call import is_aside, tensors_in
 from sley_core.engine.step_state import Phase
 from sley_core.errors import RunError
 

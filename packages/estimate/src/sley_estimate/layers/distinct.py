@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from sley_core.engine.activations import Keep
+from sley_core.engine.call import Keep
 from sley_core.model.kinds import kind_of, plain
 
 if TYPE_CHECKING:
