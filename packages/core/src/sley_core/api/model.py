@@ -2,7 +2,7 @@
 
 from sley_core.data.dataset import DataInfo
 from sley_core.engine.call import Recompute, aside, is_aside, tensors_in
-from sley_core.engine.position_probe import as_it_was, attended
+from sley_core.engine.positions import as_it_was, attended
 from sley_core.losses.cross_entropy import chunks, wide
 from sley_core.model.attention import Attention
 from sley_core.model.fields import once_per_field

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from sley_core.actions.action import Action
     from sley_core.comm.device import Device
     from sley_core.engine.config import KeepConfig, RecomputeConfig
-    from sley_core.engine.position_probe import PositionProbe
+    from sley_core.engine.positions import PositionProbe
     from sley_core.engine.written import WriteWatch
     from sley_core.model.layers import Layer
     from sley_core.protocols import SchedulerHook

@@ -1,7 +1,7 @@
 """Finds torch modules, other than attention, that look along a sequence: on each rank they would see only one slice.
 
 They are recognised by their class. A forward that uses `roll`, `cumsum` or a mean over positions is found in the first step,
-when layers are asked (`sley_core.engine.position_probe`).
+when layers are asked (`sley_core.engine.positions`).
 """
 
 from __future__ import annotations
