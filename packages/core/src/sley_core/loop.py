@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sley_core.comm.progress import BETWEEN, DEVICE
-from sley_core.engine.outputs import Collected
+from sley_core.engine.evaluate import Collected
 from sley_core.engine.totals import Votes, is_no_number, is_refused, refusal
 from sley_core.errors import RunError
 

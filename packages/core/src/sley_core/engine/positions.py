@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from sley_core.engine.boundary import copied
 from sley_core.engine.call import is_aside, tensors_in
-from sley_core.engine.outputs import gathered, spot_of, whole
+from sley_core.engine.evaluate import gathered, spot_of, whole
 from sley_core.engine.step_state import Phase
 from sley_core.errors import RunError
 from sley_core.records import LossRecord
