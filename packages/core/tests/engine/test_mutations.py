@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from sley_core.comm.groups import Group, Groups
-from sley_core.engine.loss_weight import BatchWeight
+from sley_core.engine.step_batch import BatchWeight
 from sley_testing.runs import alone, assert_parity, record
 
 ENTRY = "blocks.1.inner.weight"

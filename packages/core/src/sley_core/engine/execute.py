@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from sley_core.data.dataset import Batch, Field
     from sley_core.engine.crossing import Crossing
     from sley_core.engine.gradients import GradientStore
-    from sley_core.engine.loss_weight import BatchWeight
     from sley_core.engine.positions import OverPositions, WholeSequences
+    from sley_core.engine.step_batch import BatchWeight
     from sley_core.engine.timeline import ActionClock
     from sley_core.model.layers import Layer
     from sley_core.protocols import Loss, SchedulerHook, WeightCommunicator

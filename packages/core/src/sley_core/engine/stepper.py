@@ -17,8 +17,8 @@ from sley_core.comm.collectives import all_reduce
 from sley_core.comm.progress import BETWEEN, REDUCTION, UPDATE
 from sley_core.engine import written
 from sley_core.engine.agreement import Agreement
-from sley_core.engine.loss_weight import BatchWeight
 from sley_core.engine.parts import StepEvents, call
+from sley_core.engine.step_batch import BatchWeight
 from sley_core.engine.totals import PendingTotals, Votes, is_no_number
 from sley_core.errors import RunError, closed
 
