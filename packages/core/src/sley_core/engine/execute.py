@@ -29,8 +29,8 @@ from sley_core.protocols import SplitLogits
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
     from sley_core.data.dataset import Batch, Field
-    from sley_core.engine.crossing import Crossing
     from sley_core.engine.gradients import GradientStore
+    from sley_core.engine.in_flight import Crossing
     from sley_core.engine.positions import OverPositions, WholeSequences
     from sley_core.engine.step_batch import BatchWeight
     from sley_core.engine.timeline import ActionClock
