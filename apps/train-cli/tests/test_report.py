@@ -21,10 +21,8 @@ from sley_core.actions.timeline import TimedAction, Timeline
 from sley_core.errors import UsageError
 from sley_core.metrics.jsonl import rows
 from sley_doctor.reports.fault_report import LaunchReport, write_launch
-from sley_doctor.run_report.charts import thinned
-from sley_doctor.run_report.drawn_step import ends, placement_of, read_trace, times_of_stages
-from sley_doctor.run_report.page import MAX_BYTES, page
-from sley_doctor.run_report.recorded import RecordedRun
+from sley_doctor.run_report.drawn_step import ends, placement_of, read_trace, thinned, times_of_stages
+from sley_doctor.run_report.page import MAX_BYTES, RecordedRun, page
 
 Cli = Callable[..., Result]
 

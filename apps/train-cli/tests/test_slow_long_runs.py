@@ -8,11 +8,9 @@ from dataclasses import replace
 import pytest
 from written_records import USUAL, replicas, stages
 
-from sley_doctor.reports.work_file import FEWER_LINES, MOST_LINES
-from sley_doctor.reports.work_merge import fewer
+from sley_doctor.reports.work_file import FEWER_LINES, MOST_LINES, fewer
 from sley_doctor.reports.work_record import Window, WorkRecord
-from sley_doctor.slow.growth import growths
-from sley_doctor.slow.judge import judge
+from sley_doctor.slow.judge import growths, judge
 
 LONG = 900
 SLOW = {**USUAL, "B0": 0.1}

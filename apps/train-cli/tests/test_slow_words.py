@@ -10,7 +10,7 @@ import pytest
 from written_records import USUAL, record, replicas, stages, window
 
 from sley_doctor.reports.work_record import MOST_DETAILED, Queue, line, read
-from sley_doctor.run_report.waiting import waiting
+from sley_doctor.run_report.page import waiting
 from sley_doctor.slow.blocks import MOST_BLOCKS, blocks_of
 from sley_doctor.slow.judge import judge
 from sley_doctor.slow.words import waits_of, work_in_words

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from sley_doctor.reports import work_file
-from sley_doctor.reports.work_file import MOST_LINES, WorkFile
-from sley_doctor.reports.work_merge import fewer, merged
+from sley_doctor.reports.work_file import MOST_LINES, MOST_MESSAGES, WorkFile, fewer, merged
 from sley_doctor.reports.work_record import Queue, SeenMessage, Spread, Start, Usage, Window, line, read, roundness
-from sley_doctor.reports.work_samples import MOST_MESSAGES
 
 START = Start(0, 1, 0, "here", 1, "cpu", 1.0)
 STEPS = 10

@@ -16,9 +16,9 @@ from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_doctor.reports import work_recorder
+from sley_doctor.reports.work_file import MOST_MESSAGES, WorkSamples, spread
 from sley_doctor.reports.work_record import BETWEEN, DATA, DEVICE, EVALUATION, UPDATE, Spread, Window, WorkRecord, read
 from sley_doctor.reports.work_recorder import DETAILED, recorded_work
-from sley_doctor.reports.work_samples import MOST_MESSAGES, WorkSamples, spread
 from sley_testing.failing import fail_once
 from sley_testing.plans import small_plan
 

@@ -19,8 +19,7 @@ from sley_doctor.reports.fault_report import FoundReports, read
 from sley_doctor.reports.work_record import WorkRecord
 from sley_doctor.slow.judge import Judgement, judge
 from sley_doctor.slow.words import cause_in_words, last_seen, nobody, remedy, work_in_words
-from sley_doctor.verdict.state import RunState, state_in_words, state_of
-from sley_doctor.verdict.verdict import Verdict, evidence, verdict
+from sley_doctor.verdict.verdict import RunState, Verdict, evidence, state_in_words, state_of, verdict
 from train_cli.options import FormatOption, OutputFormat
 from train_cli.recorder import FAULTS
 

@@ -11,7 +11,7 @@ import typer
 from sley_core.discovery import to_install
 from sley_core.errors import PluginError, UsageError
 from sley_core.json_text import write_whole
-from sley_doctor.run_report.recorded import read_runs
+from sley_doctor.run_report.page import read_runs
 from train_cli.console import say
 
 NAME = "report.html"

@@ -26,8 +26,7 @@ from torch import Tensor
 from sley_core.actions.action import Action, Transfer
 from sley_core.comm import progress as standing_at
 from sley_core.metrics.throughput import private_mb
-from sley_doctor.reports.usage import used
-from sley_doctor.reports.work_file import WorkFile
+from sley_doctor.reports.work_file import WorkFile, WorkSamples
 from sley_doctor.reports.work_record import (
     BEGINNING,
     BETWEEN,
@@ -38,10 +37,10 @@ from sley_doctor.reports.work_record import (
     REDUCTION,
     UPDATE,
     Start,
+    Usage,
     Window,
     line,
 )
-from sley_doctor.reports.work_samples import WorkSamples
 from train_cli.recorder import WORK
 
 if TYPE_CHECKING:
@@ -49,6 +48,21 @@ if TYPE_CHECKING:
     from sley_core.data.feed import Feed
     from sley_core.engine.parts import Parts
     from sley_core.model.layers import Layer
+
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+
+def used() -> Usage:
+    """Returns what this process has used since its start, over all its threads."""
+    if resource is None:
+        return Usage(0.0, 0.0, 0, 0, 0)
+    found = resource.getrusage(resource.RUSAGE_SELF)
+    return Usage(found.ru_utime, found.ru_stime, found.ru_minflt, found.ru_majflt, found.ru_nivcsw)
+
 
 DETAILED, LONG_S = 4, 1.0
 """Of a run's steps, one in so many, and those after a step that took so long: windows of such steps have few."""

@@ -5,21 +5,176 @@ A section without content stands there with the reason, so that nobody looks for
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
+import tomli
 
 from sley_core.actions.draw_svg import draw_svg
-from sley_core.errors import UsageError
-from sley_doctor.run_report.charts import MAX_RUNS, Curve, chart, look
-from sley_doctor.run_report.drawn_step import MEASURED, PREDICTED, StageTimes, ends, placement_of, times_of_stages
-from sley_doctor.run_report.recorded import RecordedRun
-from sley_doctor.run_report.waiting import KINDS, waiting
+from sley_core.actions.timeline import Timeline
+from sley_core.errors import UsageError, dotted
+from sley_core.metrics.jsonl import rows
+from sley_core.metrics.summary import NAME as SUMMARY
+from sley_core.plan.write import inline, leaves
+from sley_core.run_files import PLAN
+from sley_doctor.reports.fault_report import FoundReports
+from sley_doctor.reports.fault_report import read as read_faults
+from sley_doctor.reports.work_record import DATA, DEVICE, UPDATE, WorkRecord
+from sley_doctor.reports.work_record import read as read_work
+from sley_doctor.run_report.drawn_step import (
+    MAX_RUNS,
+    MEASURED,
+    PREDICTED,
+    TRACE,
+    Curve,
+    StageTimes,
+    chart,
+    ends,
+    look,
+    placement_of,
+    read_trace,
+    times_of_stages,
+)
+from sley_doctor.slow.blocks import Block, middle
+from sley_doctor.slow.judge import judge
+from sley_doctor.slow.words import SHOWN_S, cause_in_words, nobody, remedy, waits_of
 from sley_doctor.verdict.verdict import verdict
 from train_cli.opening import memory_of
 from train_cli.progress import duration, rate
+from train_cli.start_record import StartRecord, read_start
+
+Row = Mapping[str, float | int | None]
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """One run. label: its name, or its folder where another run of the report has that name.
+
+    rows: one per optimizer step; a number that was not finite is None. values: of the plan as resolved, as TOML by key. start:
+    None for a run that left no record of it. summary: None while it has not ended. timelines: of one step by title, measured
+    ones first; empty where the plan asked for none. faults: one per attempt that failed. work: by
+    rank, of its last start.
+    """
+
+    label: str
+    folder: Path
+    rows: Sequence[Row]
+    values: Mapping[str, str]
+    start: StartRecord | None
+    summary: Mapping[str, Any] | None
+    timelines: Mapping[str, Timeline]
+    faults: Sequence[FoundReports]
+    work: Sequence[WorkRecord]
+
+
+def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
+    """Returns the runs in `folders`, in that order. Raises UsageError "no-run" for a folder that has none, or is unreadable."""
+    plans = [_plan(folder) for folder in folders]
+    names = [str(plan.get("run", {}).get("name", folder.name)) for plan, folder in zip(plans, folders, strict=True)]
+    labels = [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
+    return [_run(*one) for one in zip(labels, folders, plans, strict=True)]
+
+
+def _plan(folder: Path) -> dict[str, Any]:
+    """Returns the plan in a run's folder as plain data; raises an error if there is none."""
+    try:
+        return tomli.loads((folder / PLAN).read_text("utf-8"))
+    except FileNotFoundError:
+        raise _no_run(folder, f"it has no `{PLAN}`") from None
+    except (OSError, ValueError) as error:
+        raise _no_run(folder, f"its `{PLAN}` cannot be read: {error}") from error
+
+
+def _run(label: str, folder: Path, plan: Mapping[str, Any]) -> RecordedRun:
+    try:
+        return RecordedRun(
+            label,
+            folder,
+            list(rows(folder)),
+            {dotted(path): inline(value) for path, value in leaves(plan)},
+            read_start(folder),
+            json.loads((folder / SUMMARY).read_text("utf-8")) if (folder / SUMMARY).exists() else None,
+            read_trace(folder / TRACE) if (folder / TRACE).exists() else {},
+            read_faults(folder),
+            read_work(folder),
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise _no_run(folder, f"what it holds cannot be read: {error}") from error
+
+
+def _no_run(folder: Path, why: str) -> UsageError:
+    return UsageError("no-run", f"`{folder}` is not the folder of a run: {why}", hint="give the folder: `runs/NAME`")
+
+
+KINDS: Mapping[str, str] = {
+    DATA: "data",
+    "F": "forward",
+    "BD": "backward",
+    "W": "backward for weights",
+    UPDATE: "update",
+}
+"""Places that a column adds up, by name or by the first letter of actions; what is left is the column `else`."""
+
+MOST_RANKS = 32
+
+
+class WaitingRow(NamedTuple):
+    """One rank, in seconds of a step. work: by the kinds of `KINDS`, and what is left. waits: the longest, in words."""
+
+    rank: int
+    stage: int
+    work: Sequence[float]
+    waiting_s: float
+    waits: Sequence[str]
+
+
+class WaitingFigure(NamedTuple):
+    """One run. told: causes in words, with what to do; or that there is none. rows: those ranks first that wait least."""
+
+    label: str
+    told: Sequence[str]
+    rows: Sequence[WaitingRow]
+    note: str = ""
+
+
+def waiting(label: str, records: Sequence[WorkRecord]) -> WaitingFigure:
+    """Returns who waited for whom in a run whose ranks have left `records`."""
+    judged = judge(records)
+    told = [f"{cause_in_words(cause)}; {remedy(cause)}" for cause in judged.causes] or [nobody(judged)]
+    blocks = judged.blocks
+    rows = sorted((_row(rank, blocks) for rank in blocks[0].ranks), key=lambda row: row.waiting_s) if blocks else []
+    note = f"Of {len(rows)} ranks the {MOST_RANKS} that wait least." if len(rows) > MOST_RANKS else ""
+    return WaitingFigure(label, told, rows[:MOST_RANKS], note)
+
+
+def _row(rank: int, blocks: Sequence[Block]) -> WaitingRow:
+    """Returns one rank's row of the table: seconds of work by kind, seconds of waiting, and the longest waits."""
+    own = [block.ranks[rank] for block in blocks]
+    names = [place for place in own[-1].work if place != DEVICE]
+    places = {place: middle(one.work[place].middle for one in own if place in one.work) for place in names}
+    kinds = [sum(seconds for place, seconds in places.items() if _is_of(place, kind)) for kind in KINDS]
+    waits = waits_of(rank, blocks)
+    return WaitingRow(
+        rank,
+        own[0].start.stage,
+        [*kinds, sum(places.values()) - sum(kinds)],
+        sum(seconds for seconds, _ in waits),
+        list(_longest(waits)),
+    )
+
+
+def _is_of(place: str, kind: str) -> bool:
+    return place == kind or (kind.isupper() and place[0] in kind)
+
+
+def _longest(waits: Sequence[tuple[float, str]]) -> Iterator[str]:
+    yield from (f"{seconds * 1e3:.3g} ms {words}" for seconds, words in waits[:2] if seconds >= SHOWN_S)
+
 
 MAX_BYTES = 1_000_000
 
