@@ -18,9 +18,6 @@ from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import Recorded, assert_parity_of_parts, gradients, weights
 
-for plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
-    pytest.importorskip(plugin)
-
 PLAN = small_plan(
     run__steps=9,
     model__num_layers=3,

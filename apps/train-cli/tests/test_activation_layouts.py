@@ -13,9 +13,6 @@ from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import Recorded, assert_same_run, record
 
-for plugin in ("sley_isp", "sley_memory", "sley_pp"):
-    pytest.importorskip(plugin)
-
 PLAN = small_plan(
     model__num_layers=2,
     model__vocab_size=257,

@@ -17,9 +17,6 @@ from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import BF16_SUMS, GRADIENTS, alone, assert_parity_of_parts, gradients, record, weights
 
-for plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
-    pytest.importorskip(plugin)
-
 PLAN = small_plan(
     model__num_layers=3,
     model__heads=2,

@@ -19,9 +19,6 @@ from sley_core.plan.load import plan_from_dict
 from sley_testing.bits import Bits, differing, digest, trained
 from sley_testing.plans import Tables, changed, small_plan
 
-for plugin in ("sley_dp", "sley_isp", "sley_pp"):
-    pytest.importorskip(plugin)
-
 PLAN = small_plan(
     model__num_layers=2,
     model__heads=2,

@@ -61,7 +61,6 @@ def test_a_weight_that_stages_share_and_nobody_sums(
     cli: Cli, own_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the model `check` says that it did not look; with it, and in `run` before a rank starts, it is refused."""
-    pytest.importorskip("sley_pp")
     path = own_model(SHARES_A_WEIGHT)
     pipeline = ["--set", "parallel.dp=1", "--set", "parallel.pp=2", "--set", 'pipeline.use="pp.gpipe"']
     unsummed = [*pipeline, "--set", "gradient_handlers=[]"]
@@ -104,7 +103,6 @@ def test_check_of_what_crosses_between_stages(
     cli: Cli, own_model: Callable[[str], Path], parts: str, code: int
 ) -> None:
     """A number between two layers of one stage is no matter; one that would have to be sent is told with its layer."""
-    pytest.importorskip("sley_pp")
     path = own_model(PASSES_A_NUMBER)
     pipeline = ["--set", "parallel.dp=1", "--set", "parallel.pp=2", "--set", 'pipeline.use="pp.gpipe"']
     pipeline += ["--set", 'partition.use="pp.explicit"', "--set", f"partition.layers={parts}"]

@@ -15,9 +15,6 @@ from sley_core.weight_files.read import WeightFiles
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.resumed import Stretch, assert_goes_on, assert_same_stretch, stretch
 
-for plugin in ("sley_dp", "sley_isp", "sley_pp"):
-    pytest.importorskip(plugin)
-
 PLAN = small_plan(
     run__steps=4,
     model__num_layers=2,

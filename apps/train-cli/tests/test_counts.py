@@ -19,7 +19,6 @@ pytestmark = pytest.mark.timeout(120)
 
 def test_what_a_communicator_counted_is_printed(together: Callable[..., Any], plan: Path, folder: Path) -> None:
     """Two local ranks with sharded weights: gathers, peaks and bytes are in `summary.json`, and `run -v` prints them."""
-    pytest.importorskip("sley_isp")
     sharded = ("--set", "parallel.wp=2", "--set", 'weights.use="isp.communicator"', "--set", "run.steps=3")
     result = together(2, "run", plan, *sharded, "-v")
     assert result.code == 0, result.err
@@ -62,7 +61,6 @@ def counted(plans: dict[str, Any], folder: Path) -> dict[str, tuple[dict[str, An
 
 def test_whatever_exchanges_says_in_one_word_what_it_sends(ranks: Callable[..., Any], texts: Path) -> None:
     """Over two ranks an all-reduce sends as many bytes as it sums."""
-    pytest.importorskip("sley_dp")
     held_out = {"evaluation": {"every": 9, "steps": 3}}
     plans = {
         name: small_plan(parallel={"dp": 2}, gradient_handlers=[table], **held_out) for name, table in REDUCERS.items()
@@ -77,8 +75,6 @@ def test_whatever_exchanges_says_in_one_word_what_it_sends(ranks: Callable[..., 
 
 
 def test_stage_links_ties_and_communicators_say_it_too(ranks: Callable[..., Any], texts: Path) -> None:
-    pytest.importorskip("sley_pp")
-    pytest.importorskip("sley_isp")
     held_out = {"evaluation": {"every": 9, "steps": 3}}
     stages = {"parallel": {"dp": 1, "pp": 2}, "pipeline": {"use": "pp.gpipe"}, "model__tie_embeddings": True}
     weights = {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}}
@@ -102,7 +98,6 @@ def test_nothing_is_counted_aloud_unasked(cli: Callable[..., Any], plan: Path, f
 
 def test_what_offload_managers_moved_is_printed(cli: Callable[..., Any], plan: Path, folder: Path) -> None:
     """States leave in each of three steps, and come in all but the first, which makes them."""
-    pytest.importorskip("sley_memory")
     between = """offload=[{use="memory.optimizer_states", when="between_steps"}]"""
     result = cli("run", plan, "--set", "parallel.dp=1", "--set", "run.steps=3", "--set", between, "-v")
     assert result.code == 0, result.err

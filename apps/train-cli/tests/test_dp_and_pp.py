@@ -22,9 +22,6 @@ from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.recorder import collectives
 from sley_testing.runs import GRADIENTS, Recorded, record
 
-pytest.importorskip("sley_dp")
-pytest.importorskip("sley_pp")
-
 OWN = Path(__file__).parent / "own"
 BUCKETED = {"use": "dp.bucketed", "bucket_mb": 0.0005}
 SHARED = {"use": "pp.shared_modules"}

@@ -15,9 +15,6 @@ import pytest
 import torch
 from drawn_calls import LAYOUTS, OPTIMIZERS, Case, drawn, judge, made, plain_loop
 
-for plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
-    pytest.importorskip(plugin)
-
 SAMPLE = (14, 18, 25, 63)
 """Cases with calls while memory is away."""
 

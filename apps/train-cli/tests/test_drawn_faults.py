@@ -22,9 +22,6 @@ import pytest
 from sley_doctor.reports.fault_report import read
 from sley_doctor.verdict.verdict import Verdict, evidence, verdict
 
-for plugin in ("sley_dp", "sley_isp", "sley_pp"):
-    pytest.importorskip(plugin)
-
 pytestmark = pytest.mark.timeout(3600)
 
 OWN = Path(__file__).parent / "own"

@@ -13,9 +13,6 @@ from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import assert_parity_of_parts, record
 
-for plugin in ("sley_dp", "sley_isp", "sley_pp"):
-    pytest.importorskip(plugin)
-
 PLAN = small_plan(
     model__num_layers=4,
     model__ffn_hidden=27,

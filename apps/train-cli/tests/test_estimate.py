@@ -69,7 +69,6 @@ def test_json_has_the_curve_of_a_step(cli: Cli, plan: Path) -> None:
 
 def test_a_peak_of_the_first_step_is_told_and_drawn(cli: Cli, plan: Path) -> None:
     """States that leave between steps are copied side by side once, behind the first update."""
-    pytest.importorskip("sley_memory")
     states = '[[offload]]\nuse = "memory.optimizer_states"\nwhen = "between_steps"\n'
     plan.write_text(plan.read_text("utf-8") + states, "utf-8")
     result = cli("estimate", plan)

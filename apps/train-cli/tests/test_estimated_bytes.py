@@ -19,9 +19,6 @@ from sley_estimate.bytes.recipes import Recipes
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.real_bytes import RealBytes, real_bytes
 
-for plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
-    pytest.importorskip(plugin)
-
 OWN = Path(__file__).parent / "own"
 EXAMPLES = Path(__file__).parents[3] / "examples" / "plans"
 TIMED = "interleaved"

@@ -33,8 +33,6 @@ from sley_estimate.machine.read import machine_from_dict
 from sley_estimate.machine.tables import MachineFile
 from sley_estimate.seconds_of_plan import estimate_seconds
 
-pytest.importorskip("sley_dp")
-pytest.importorskip("sley_pp")
 pytestmark = pytest.mark.timeout(180)
 
 WIDTH = 64

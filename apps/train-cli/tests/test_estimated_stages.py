@@ -24,9 +24,6 @@ from sley_estimate.recorded.of_plan import records_of
 from sley_estimate.recorded.record import RankRecord
 from sley_testing.plans import Tables, changed, small_plan
 
-for plugin in ("sley_dp", "sley_memory", "sley_pp"):
-    pytest.importorskip(plugin)
-
 PLAN = small_plan(
     model__num_layers=6,
     precision={"compute": "fp32"},

@@ -14,11 +14,8 @@ from sley_estimate.testing.estimates import Compared, compare, machine_for, meas
 from sley_estimate.testing.short_calibration import shortly
 from sley_testing.figures import Figure, note
 
-for plugin in ("sley_dp", "sley_memory"):
-    pytest.importorskip(plugin)
-
 sys.path.insert(0, str(Path(__file__).parent / "own"))
-from twenty_plans import KINDS, twenty_plans  # noqa: E402
+from twenty_plans import KINDS, twenty_plans
 
 BYTES, SECONDS = 0.03, 0.10
 """How far the peak and a step may be from what was estimated, relative."""

@@ -15,8 +15,6 @@ from sley_testing.plans import changed, small_plan
 from sley_testing.runs import weights
 
 transformers = pytest.importorskip("transformers")
-for plugin in ("sley_pp", "sley_isp"):
-    pytest.importorskip(plugin)
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 SIZES: dict[str, Any] = {
     "vocab_size": 256,

@@ -15,9 +15,6 @@ from sley_estimate.search.quick import Quick
 from sley_estimate.testing.machines import small_machine
 from sley_testing.plans import small_plan
 
-for plugin in ("sley_dp", "sley_isp", "sley_pp", "sley_memory"):
-    pytest.importorskip(plugin)
-
 SHAPE = {"use": "models.llama", "num_layers": 8, "hidden": 128, "heads": 8, "kv_heads": 4, "ffn_hidden": 320}
 DATA = {"use": "core.text", "source": "python-stdlib", "sequence": 256}
 WORLD = 4

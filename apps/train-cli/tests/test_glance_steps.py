@@ -19,9 +19,6 @@ from sley_estimate.seconds_of_plan import estimate_seconds
 from sley_estimate.testing.machines import small_machine, timed_layers
 from sley_testing.plans import small_plan
 
-for plugin in ("sley_dp", "sley_pp"):
-    pytest.importorskip(plugin)
-
 WORLD = 8
 SLOW = {"latency_s": 1e-5, "bandwidth": 1e7}
 MACHINE = machine_from_dict(small_machine(device__launch_s=1e-6, links__same_host=SLOW, links__ranks_per_host=WORLD))

@@ -188,8 +188,6 @@ PACKED = """
 @pytest.mark.parametrize("sp", [1, 2])
 def test_boundaries_of_documents_are_not_taken_for_a_sequence(cli: Cli, own_model: Own, sp: int) -> None:
     """Neither where a pipeline's boundaries are looked at, nor where all layers are called; whole where slices are not."""
-    pytest.importorskip("sley_pp")
-    pytest.importorskip("sley_isp")
     changes = ["parallel.dp=1", "parallel.pp=2", 'pipeline.use="pp.gpipe"', 'data.documents="pack"']
     if sp > 1:
         changes += [f"parallel.sp={sp}", 'sequence.use="isp.all_to_all"', 'sequence.modules=["up"]']

@@ -15,9 +15,6 @@ from sley_testing.plans import changed, small_plan
 from sley_testing.resumed import assert_goes_on, assert_same_stretch, saving_at, stretch
 from sley_testing.runs import assert_parity_of_parts, record
 
-for plugin in ("sley_dp", "sley_pp", "sley_isp"):
-    pytest.importorskip(plugin)
-
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 PLAN = small_plan(

@@ -24,9 +24,6 @@ from sley_testing.league.rows import ROWS
 from sley_testing.plans import changed
 from sley_testing.verify import measure
 
-for _plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
-    pytest.importorskip(_plugin)
-
 SAMPLE = ("packed-sp", "resume-wp", "tied-stages")
 """Rows whose faults CI puts in; a campaign puts in all."""
 

@@ -13,9 +13,6 @@ from sley_core.model.layers import Model
 from sley_core.plan.load import plan_from_dict
 from sley_testing.traces import Traces, assert_untouched, drafts_kept
 
-for plugin in ("sley_dp", "sley_isp", "sley_pp"):
-    pytest.importorskip(plugin)
-
 BASE: dict[str, Any] = {
     "run": {"name": "left", "steps": 2, "device": "cpu", "seed": 7},
     "model": {"use": "models.llama", "num_layers": 2, "hidden": 16, "heads": 2, "ffn_hidden": 27, "vocab_size": 257},

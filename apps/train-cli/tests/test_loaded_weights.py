@@ -15,9 +15,6 @@ from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import weights
 
-for plugin in ("sley_dp", "sley_pp", "sley_isp"):
-    pytest.importorskip(plugin)
-
 PLAN = small_plan(
     model__tie_embeddings=True,
     data__sequence=16,

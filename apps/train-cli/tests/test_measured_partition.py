@@ -10,7 +10,6 @@ import pytest
 
 from sley_core.plan.load import load_plan
 
-pytest.importorskip("sley_pp")
 pytestmark = pytest.mark.timeout(180)
 
 PIPELINE = """\

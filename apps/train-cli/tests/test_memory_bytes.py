@@ -13,9 +13,6 @@ from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import Tables, changed
 
-for plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
-    pytest.importorskip(plugin)
-
 EXAMPLES = {path.stem: path for path in (Path(__file__).parents[3] / "examples" / "plans").glob("*.toml")}
 KEPT = ("dp-bf16", "on-host", "isp", "pipeline")
 """Those of each run; a campaign has all."""

@@ -11,8 +11,6 @@ from sley_estimate.bytes import rank as steps
 from sley_estimate.bytes.rank import rank_bytes
 from sley_testing.plans import small_plan
 
-pytest.importorskip("sley_pp")
-
 PLAN = small_plan(
     parallel={"pp": 2},
     pipeline={"use": "pp.one_f_one_b"},

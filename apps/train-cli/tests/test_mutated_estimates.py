@@ -17,9 +17,6 @@ from sley_models import llama
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.real_bytes import RealBytes, real_bytes
 
-for plugin in ("sley_dp", "sley_isp", "sley_pp"):
-    pytest.importorskip(plugin)
-
 OFF = 0.01
 PLAN = small_plan(
     model={"use": "models.llama", "num_layers": 1, "hidden": 128, "heads": 4, "vocab_size": 259},

@@ -17,9 +17,6 @@ from parity_page import matrix, write_matrix
 from sley_testing.parity import relative_errors
 from sley_testing.runs import Recorded, record
 
-pytest.importorskip("sley_dp")
-pytest.importorskip("sley_pp")
-
 OWN = Path(__file__).parent / "own"
 SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]
 REDUCERS = ["no dp", "core.each", "dp.bucketed"]

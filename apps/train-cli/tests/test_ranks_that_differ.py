@@ -23,9 +23,6 @@ from sley_core.errors import SleyError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 
-for plugin in ("sley_dp", "sley_isp", "sley_pp"):
-    pytest.importorskip(plugin)
-
 OWN = Path(__file__).parent / "own"
 NUM_STEPS = 3
 LIMIT_S = 30.0

@@ -31,9 +31,6 @@ from sley_estimate.seconds_of_plan import _recorded, estimate_both, estimate_sec
 from sley_estimate.testing.short_calibration import shortly
 from sley_testing.plans import small_plan
 
-for plugin in ("sley_dp", "sley_isp", "sley_pp"):
-    pytest.importorskip(plugin)
-
 FAST = {"latency_s": 1e-5, "bandwidth": 1e10}
 SLOW = {"latency_s": 1e-5, "bandwidth": 1e6}
 
@@ -97,7 +94,6 @@ def test_attention_that_a_policy_keeps_is_not_priced_twice() -> None:
     """Both ways: `memory.selective` runs a layer again but for its attention. So wide, a layer takes much longer than the mask
     of documents, which lists leave out.
     """
-    pytest.importorskip("sley_memory")
     long: dict[str, Any] = {"data": {"use": "core.text", "source": "python-stdlib", "sequence": 512}}
     long |= {"model__hidden": 64, "model__ffn_hidden": 96}
     whole, kept = (plan_from_dict(small_plan(**long, activations={"use": use})) for use in RECOMPUTING)

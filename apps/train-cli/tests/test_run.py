@@ -208,7 +208,6 @@ TABLE = """
 
 
 def test_what_every_rank_holds_whole_is_said(together: Callable[..., Any], own_model: Callable[[str], Path]) -> None:
-    pytest.importorskip("sley_isp")
     shards = ("--set", "parallel.wp=2", "--set", 'weights={use="isp.communicator"}')
     result = together(2, "run", own_model(TABLE), *shards, "--set", "run.steps=1")
     assert result.code == 0, result.err

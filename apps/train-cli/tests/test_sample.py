@@ -103,7 +103,6 @@ def test_a_seed_and_a_number_of_candidates_decide(cli: Any, trained: Trained) ->
 
 
 def test_a_run_of_many_ranks_is_sampled_in_one_process(cli: Any, trained: Trained) -> None:
-    pytest.importorskip("sley_pp")
     run = trained(PLAN, **SLICED)
     expected = likeliest(trained.run, list(b"the"), 5, 24)  # type: ignore[attr-defined]
     result = cli("sample", run, "--prompt", "the", "--temperature", 0, "--tokens", 5)

@@ -21,9 +21,6 @@ from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import weights
 
-for plugin in ("sley_dp", "sley_pp", "sley_isp"):
-    pytest.importorskip(plugin)
-
 Tensors = dict[str, torch.Tensor]
 PLAN = small_plan(
     model__tie_embeddings=True,
@@ -197,7 +194,6 @@ def away(tables: dict[str, Any], texts: Path, to: Path) -> list[str]:
 
 
 def test_memory_that_is_away_on_one_rank_is_told_on_all(ranks: Any, texts: Path, tmp_path: Path) -> None:
-    pytest.importorskip("sley_memory")
     tables = changed(PLAN, parallel={"dp": 2}, offload=[{"use": "memory.everything"}])
     (first, *names), second = ranks(2, timeout_s=100)(away, tables, texts, tmp_path / "w")
     assert second == [first, *names]

@@ -16,8 +16,6 @@ from sley_estimate.commands.estimate import shown
 from sley_estimate.testing.machines import small_machine
 from sley_testing.plans import small_plan
 
-pytest.importorskip("sley_pp")
-
 
 @pytest.fixture
 def given(tmp_path: Path) -> Path:
@@ -133,7 +131,6 @@ def test_an_axis_that_there_is_not_is_refused(searched: Callable[..., Any]) -> N
 def test_states_leave_the_device_where_a_layout_does_not_fit_with_them(
     searched: Callable[..., Any], given: Path
 ) -> None:
-    pytest.importorskip("sley_memory")
     kept = [word for axis in ("pp", "sp", "wp", "micro_size", "reducer", "activations") for word in ("--keep", axis)]
     options = ("--world", "1", "--top", "1", "--rough", *kept)
     done = searched(*options)

@@ -16,9 +16,6 @@ from sley_estimate.search.quick import Quick
 from sley_estimate.testing.machines import small_machine
 from sley_testing.plans import changed, small_plan
 
-for plugin in ("sley_dp", "sley_isp", "sley_pp"):
-    pytest.importorskip(plugin)
-
 WORLD = 16
 MODEL = {"use": "models.llama", "num_layers": 14, "hidden": 64, "heads": 8, "kv_heads": 2, "ffn_hidden": 128}
 PLAN = small_plan(

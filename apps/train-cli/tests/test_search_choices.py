@@ -15,9 +15,6 @@ from sley_estimate.search.quick import Quick
 from sley_estimate.testing.machines import small_machine
 from sley_testing.plans import changed, small_plan
 
-for plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
-    pytest.importorskip(plugin)
-
 WORLD = 4
 
 

@@ -14,9 +14,6 @@ from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import record
 
-for plugin in ("sley_isp", "sley_memory", "sley_pp"):
-    pytest.importorskip(plugin)
-
 PLAN = small_plan(
     model__num_layers=2,
     model__vocab_size=257,

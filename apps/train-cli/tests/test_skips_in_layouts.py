@@ -8,16 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from sley_core.run import Run
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import Recorded, assert_parity_of_parts, record
-
-for plugin in ("sley_dp", "sley_isp", "sley_pp"):
-    pytest.importorskip(plugin)
 
 NUM_STEPS = 3
 PLAN = small_plan(

@@ -11,9 +11,6 @@ from sley_testing.parity import assert_same_bits
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import alone, assert_parity_of_parts, record
 
-for plugin in ("sley_dp", "sley_isp", "sley_pp"):
-    pytest.importorskip(plugin)
-
 PLAN = small_plan(model__num_layers=2, model__heads=2, model__kv_heads=1, evaluation={"every": 2, "steps": 1})
 BUCKETS = [{"use": "dp.bucketed", "bucket_mb": 0.002}]
 

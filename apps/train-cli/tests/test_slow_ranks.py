@@ -19,9 +19,6 @@ from sley_doctor.reports.work_record import read
 from sley_doctor.slow.judge import Cause, Judgement, judge
 from sley_doctor.slow.words import cause_in_words, work_in_words
 
-for plugin in ("sley_dp", "sley_isp", "sley_pp"):
-    pytest.importorskip(plugin)
-
 pytestmark = pytest.mark.timeout(3600)
 
 OWN = Path(__file__).parent / "own"

@@ -28,9 +28,6 @@ from sley_estimate.stage_facts import stage_facts
 from sley_estimate.testing.machines import small_machine
 from sley_testing.plans import changed, small_plan
 
-pytest.importorskip("sley_dp")
-pytest.importorskip("sley_pp")
-
 DATA = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
 
 

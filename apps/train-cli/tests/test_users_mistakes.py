@@ -95,7 +95,6 @@ def test_data_sets(told: Callable[[Path], str], own_model: Own, length: str, act
 
 
 def test_a_step_that_is_too_long_to_check(cli: Cli, plan: Path) -> None:
-    pytest.importorskip("sley_pp")
     many = ("parallel.dp=1", "parallel.pp=2", 'pipeline={use="pp.one_f_one_b"}')
     for more in (("batch.global_size=1000000",), ("parallel.pp=1000000",)):
         result = cli("check", plan, changes=(*many, *more))

@@ -61,8 +61,6 @@ def small(use: str = "", **changes: Any) -> Tables:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_agree_with_one_process(verified: Verified, texts: Path, path: Path) -> None:
-    for plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
-        pytest.importorskip(plugin)
     small = {"data": small_plan()["data"], "batch__global_size": 8, "batch__micro_size": 2, "run__device": "cpu"}
     tables = changed(tomli.loads(path.read_text("utf-8")), **small)
     found, allowed = verified(2, plan_from_dict, tables, texts)
@@ -97,7 +95,6 @@ def test_a_wrong_handler_is_told_by_its_first_parameter(
 def test_a_tie_that_is_summed_twice_is_told_with_its_stage(
     verified: Verified, plugin_folder: Any, texts: Path, tie: str, differs: bool
 ) -> None:
-    pytest.importorskip("sley_pp")
     plugin_folder(OWN, wrong="wrong_reducers")
     found, allowed = verified(1, plan_from_dict, small(tie, **TIED), texts)
     text = "\n".join(in_words(found, allowed, 1))
@@ -171,7 +168,6 @@ def test_canonical_sums_allow_no_error(verified: Verified, texts: Path) -> None:
 
 
 def test_one_process_keeps_what_decides_the_numbers(plugin_folder: Any, texts: Path) -> None:
-    pytest.importorskip("sley_pp")
     tables = small_plan(
         **TIED,
         batch__micro_size=1,

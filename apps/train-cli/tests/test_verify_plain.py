@@ -117,8 +117,6 @@ def test_a_model_without_habits_has_none(texts: Path, tmp_path: Path, more: dict
     ],
 )
 def test_layouts_equal_the_loop(ranks: Any, texts: Path, tmp_path: Path, habit: str, more: dict[str, Any]) -> None:
-    if "pipeline" in more:
-        pytest.importorskip("sley_pp")
     given = tables(habit, **more)
     looked(given, texts, tmp_path, steps=3)
     plan = plan_from_dict(given, texts)

@@ -17,9 +17,6 @@ from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import changed, small_plan
 
 transformers = pytest.importorskip("transformers")
-for plugin in ("sley_dp", "sley_pp", "sley_isp"):
-    pytest.importorskip(plugin)
-
 SIZES: dict[str, Any] = {
     "vocab_size": 260,
     "hidden_size": 16,

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sley_testing.plans import Tables, changed
-
-collect_ignore = (
-    [] if find_spec("sley_estimate") else ["test_estimated_scratch.py", "test_glance.py", "test_sharded_states.py"]
-)
-"""Tests that compare with estimates."""
 
 OWN = Path(__file__).parent / "own"
 PLAN: dict[str, Any] = {

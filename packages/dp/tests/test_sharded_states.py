@@ -11,8 +11,6 @@ from sley_core.engine.update import states_of
 from sley_core.errors import RunError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_estimate.bytes.rank import fake_run
-from sley_testing.plans import small_plan
 
 SHARDED = {"use": "dp.sharded", "bucket_mb": 0.001}
 ADAMW = {"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1}
@@ -120,20 +118,6 @@ def test_no_memory_is_needed_to_see_what_a_run_would_be(small, own):
         assert all(buffer.data.is_meta for buffer in (*run.store.buffers, *run.parts.weights.buffers))
         assert run.groups["dp.shards.stage"].ranks == (4, 5, 6, 7)
         assert run.groups["dp.copies.stage"].ranks == (1, 5)
-
-
-@pytest.mark.parametrize("compute", ["bf16", "fp32"])
-def test_the_start_has_no_weight_twice(texts, compute):
-    """Values as they were made and gradients, both fp32; beside them the bucket to which values move, and masters."""
-    model = {"use": "models.llama", "num_layers": 8, "hidden": 64, "heads": 4}
-    reducer = SHARDED | {"bucket_mb": 0.1}
-    tables = small_plan(model=model, precision={"compute": compute}, batch__global_size=16, gradient_handlers=[reducer])
-    with fake_run(plan_from_dict(tables, texts), 0, 8) as (run, ledger, _):
-        numel = sum(entry.numel for entry in run.book)
-        largest = max(buffer.num_bytes for buffer in run.parts.weights.buffers)
-        peak, _ = ledger.peak()
-    assert largest < 0.1 * 4 * numel
-    assert 8 * numel <= peak < 9 * numel + largest  # and half a byte of masters, and padding
 
 
 def masters_of(tables, folder):

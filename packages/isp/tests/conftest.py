@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,6 @@ PLAN = small_plan(
     optimizer__weight_decay=0.1,
     evaluation={"every": 9, "steps": 1},
 )
-
-collect_ignore = [] if find_spec("sley_estimate") else ["test_glance.py"]
-collect_ignore += [] if find_spec("sley_cma") else ["test_many_under_way.py", "test_waits.py"]
-"""Tests that compare with estimates, or look at what ranks offer to one another."""
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,6 @@ import pytest
 
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import alone, assert_same_run, record
-
-collect_ignore = [] if find_spec("sley_estimate") else ["test_estimated_copies.py", "test_selective.py"]
-"""Tests that compare with estimates."""
 
 OWN = Path(__file__).parent / "own"
 sys.path.insert(0, str(OWN))

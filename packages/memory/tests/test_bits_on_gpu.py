@@ -29,10 +29,8 @@ def test_one_rank(changes: dict[str, Any], texts: Path) -> None:
     assert_same(*three_ways(on_gpu(**changes), texts))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_two_ranks_on_one_device(ranks: Callable[..., Any], layout: tuple[str, dict[str, Any]], texts: Path) -> None:
-    plugin, changes = layout
-    pytest.importorskip(plugin)
+@pytest.mark.parametrize("changes", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_two_ranks_on_one_device(ranks: Callable[..., Any], changes: dict[str, Any], texts: Path) -> None:
     tables = on_gpu(**changes, precision__compute="bf16")
     for found in ranks(2, timeout_s=180, init=False)(three_ways, tables, texts):
         assert_same(*found)

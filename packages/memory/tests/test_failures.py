@@ -132,7 +132,6 @@ def evaluate_and_offload(tables, folder, fails):
 
 def test_nothing_leaves_while_gathers_of_a_failed_evaluation_may_be_at_work(ranks, texts):
     """A peer reads shards where they lie. The next evaluation or step waits until it has; no number is another for it."""
-    pytest.importorskip("sley_isp")
     tables = small_plan(offload=EVERYTHING, parallel={"wp": 2}, weights={"use": "isp.communicator"})
     tables |= {"evaluation": {"every": 100, "steps": 1}}
     failed, plain = (ranks(2)(evaluate_and_offload, tables, texts, fails) for fails in (True, False))
@@ -165,7 +164,6 @@ def backward_by_hand(tables, folder, moves):
 
 def test_shards_are_not_gathered_while_they_are_away(ranks, texts):
     """By a backward whose forward came before they left; torch would read memory that is not there, and so would peers."""
-    pytest.importorskip("sley_isp")
     tables = small_plan(offload=EVERYTHING, parallel={"wp": 2}, weights={"use": "isp.communicator"})
     moved, plain = (ranks(2, 60)(backward_by_hand, tables, texts, moves) for moves in (True, False))
     for (told, gradient, after), (_, wanted, wanted_after) in zip(moved, plain, strict=True):

@@ -44,10 +44,10 @@ ALONE = {
 }
 
 LAYOUTS = {
-    "bucketed": ({"gradient_handlers": [{"use": "dp.bucketed"}]}, "sley_dp"),
-    "sharded optimizer": ({"gradient_handlers": [{"use": "dp.sharded", "bucket_mb": 0.002}]}, "sley_dp"),
-    "pipeline": ({"parallel": {"pp": 2}, "pipeline": {"use": "pp.interleaved", "chunks": 2}}, "sley_pp"),
-    "sharded weights": ({"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}}, "sley_isp"),
+    "bucketed": {"gradient_handlers": [{"use": "dp.bucketed"}]},
+    "sharded optimizer": {"gradient_handlers": [{"use": "dp.sharded", "bucket_mb": 0.002}]},
+    "pipeline": {"parallel": {"pp": 2}, "pipeline": {"use": "pp.interleaved", "chunks": 2}},
+    "sharded weights": {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}},
 }
 
 
@@ -67,10 +67,9 @@ def test_one_process_has_the_same_bits(changes, offload, texts):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("layout", "plugin"), LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_two_ranks_have_the_same_bits(ranks, layout, plugin, texts):
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_two_ranks_have_the_same_bits(ranks, layout, texts):
     """In bf16: with masters that are not the weights, an alias that is lost would be seen."""
-    pytest.importorskip(plugin)
     tables = small_plan(precision__compute="bf16", model__num_layers=4, **layout)
     wanted = ranks(2)(record, tables, STEPS, folder=texts)
     found = ranks(2)(record, changed(tables, offload=SMALL_BUCKETS), STEPS, folder=texts)
@@ -94,8 +93,7 @@ def moved_between(tables, folder):
 
 def test_a_sharded_optimizer_on_the_host_whose_weights_leave_too(ranks, texts):
     """Masters and states on the host, each rank its parts of them; everything else away between every two steps."""
-    pytest.importorskip("sley_dp")
-    tables = small_plan(precision__compute="bf16", parallel={"dp": 2}, **LAYOUTS["sharded optimizer"][0])
+    tables = small_plan(precision__compute="bf16", parallel={"dp": 2}, **LAYOUTS["sharded optimizer"])
     rest = {"use": "memory.everything", "parts": ["weights", "buffers", "gradients", "handlers", "pools", "messages"]}
     plain = ranks(2)(moved_between, tables, texts)
     found = ranks(2)(moved_between, changed(tables, offload=[*SMALL_BUCKETS, rest]), texts)

@@ -173,16 +173,15 @@ def counted(tables, folder, moves):
 
 
 @pytest.mark.parametrize(
-    ("plugin", "changes"),
+    "changes",
     [
-        ("sley_dp", {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.004}]}),
-        ("sley_isp", {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}}),
+        {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.004}]},
+        {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}},
     ],
     ids=["buckets", "sharded weights"],
 )
-def test_each_gradient_is_ready_once_per_step_after_any_number_of_cycles(ranks, plugin, changes, texts):
+def test_each_gradient_is_ready_once_per_step_after_any_number_of_cycles(ranks, changes, texts):
     """What starts a reduction is called as often as without."""
-    pytest.importorskip(plugin)
     for found, names in ranks(2, 60)(counted, small_plan(precision__compute="bf16", **changes), texts, True):
         assert found == [names] * 3
 

@@ -12,13 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.on_meta import micro_batch
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_estimate.bytes.cuda_kernels import as_on_cuda
-from sley_estimate.bytes.rank import fake_run, take_step
 from sley_memory.config import SelectiveConfig
 from sley_memory.selective import ATTENTION, SelectiveRecompute
 from sley_testing.habits import HABITS
@@ -193,20 +190,3 @@ def test_compiled_layers_are_refused(texts: Path) -> None:
     assert [problem.code for problem in check_plan(plan, 1)] == ["selective-compiled"]
     with pytest.raises(PlanError, match="a compiled layer"):
         assemble(plan, World.alone("cpu"))
-
-
-def test_attention_over_documents_on_cuda_is_kept_too(texts: Path) -> None:
-    """There it is one operator of torch's, of another namespace; on tensors without values, as no CPU has it."""
-    tables = small_plan(
-        run__device="cuda",
-        precision={"compute": "bf16"},
-        activations=SELECTIVE,
-        data__documents="pack",
-        batch__global_size=4,
-    )
-    with fake_run(plan_from_dict(tables, texts), 0, 1) as (run, _, _tensors), as_on_cuda():
-        batch = micro_batch(run.plan, run.dataset)
-        take_step(run, [batch, batch])
-        counts = run.counts["memory.selective"]
-    assert counts["recomputed_attentions"] == 0
-    assert counts["kept_attentions"] == 2 * tables["model"]["num_layers"]

@@ -45,17 +45,16 @@ def both_ways(tables, folder):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("tables", "size", "package", "alike"),
+    ("tables", "size", "alike"),
     [
-        (REPLICAS, 2, "sley_core", ("weights", "masters", "optimizer_states")),
-        (PARTS, 2, "sley_dp", ("weights",)),
-        pytest.param(SHARDS, 4, "sley_isp", ("weights", "masters", "optimizer_states"), marks=pytest.mark.campaign),
+        (REPLICAS, 2, ("weights", "masters", "optimizer_states")),
+        (PARTS, 2, ("weights",)),
+        pytest.param(SHARDS, 4, ("weights", "masters", "optimizer_states"), marks=pytest.mark.campaign),
     ],
     ids=["replicas", "sharded optimizer", "sharded weights"],
 )
-def test_each_rank_keeps_its_part_and_has_the_bits_of_one_that_keeps_all(ranks, texts, tables, size, package, alike):
+def test_each_rank_keeps_its_part_and_has_the_bits_of_one_that_keeps_all(ranks, texts, tables, size, alike):
     """What each steps a part of is kept whole, as nobody else has it."""
-    pytest.importorskip(package)
     for plain, whole, shared in ranks(size, 180)(both_ways, tables, texts):
         assert whole[:2] == plain[:2]
         assert shared[:2] == plain[:2]

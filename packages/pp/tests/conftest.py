@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,6 @@ from sley_core.run import Run
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.ranks import Ranks
 from sley_testing.runs import Recorded, alone, assert_parity_of_parts, record
-
-collect_ignore = [] if find_spec("sley_estimate") else ["test_measured.py"]
-"""`pp.measured` times layers by sley-estimate."""
 
 OWN = Path(__file__).parent / "own"
 PLAN = small_plan(

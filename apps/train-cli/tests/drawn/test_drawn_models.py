@@ -14,9 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-for plugin in ("sley_dp", "sley_isp", "sley_pp"):
-    pytest.importorskip(plugin)
-
 OWN = Path(__file__).parent / "own"
 SAMPLE = {1: 3, 2: 4, 3: 2, 4: 2}
 """How many of CI's cases take how many ranks."""

@@ -13,9 +13,6 @@ from lives import End, end, kill_anywhere, kill_in_a_save, live, start, undistur
 
 from sley_testing.plans import Tables, changed, small_plan, write_texts
 
-for plugin in ("sley_dp", "sley_isp", "sley_pp"):
-    pytest.importorskip(plugin)
-
 PLAN = small_plan(
     run={"name": "killed", "steps": 12, "device": "cpu", "seed": 7, "log_every": 100},
     model__num_layers=2,

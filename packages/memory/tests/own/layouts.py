@@ -19,23 +19,18 @@ ALONE = {
 }
 
 LAYOUTS = {
-    "interleaved pipeline": (
-        "sley_pp",
-        {"model__num_layers": 2, "parallel": {"pp": 2}, "pipeline": {"use": "pp.interleaved", "chunks": 2}},
-    ),
-    "sharded weights": ("sley_isp", {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}}),
-    "buckets": (
-        "sley_dp",
-        {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.004}]},
-    ),
-    "sharded optimizer": (
-        "sley_dp",
-        {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded", "bucket_mb": 0.002}]},
-    ),
-    "low-rank gradients": (
-        "sley_powersgd",
-        {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "powersgd.reducer", "rank": 1, "start_step": 2}]},
-    ),
+    "interleaved pipeline": {
+        "model__num_layers": 2,
+        "parallel": {"pp": 2},
+        "pipeline": {"use": "pp.interleaved", "chunks": 2},
+    },
+    "sharded weights": {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}},
+    "buckets": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.004}]},
+    "sharded optimizer": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded", "bucket_mb": 0.002}]},
+    "low-rank gradients": {
+        "parallel": {"dp": 2},
+        "gradient_handlers": [{"use": "powersgd.reducer", "rank": 1, "start_step": 2}],
+    },
 }
 
 

@@ -33,39 +33,38 @@ ATTENTION_KEPT = {"activations": {"use": "memory.selective"}, **EVERYTHING}
 DEEPER = changed(PLAN, model__num_layers=2, optimizer__groups=GROUPS)
 SHARED = [{"use": "dp.sharded", "bucket_mb": 0.002}]
 
-ALONE: dict[str, tuple[Tables, Tables, str]] = {
-    "everything, four micro-batches": (changed(PLAN, batch__micro_size=2), EVERYTHING, "sley_core"),
-    "each part, two groups": (changed(PLAN, optimizer__groups=GROUPS), EACH, "sley_core"),
-    "between steps": (PLAN, BETWEEN, "sley_core"),
+ALONE: dict[str, tuple[Tables, Tables]] = {
+    "everything, four micro-batches": (changed(PLAN, batch__micro_size=2), EVERYTHING),
+    "each part, two groups": (changed(PLAN, optimizer__groups=GROUPS), EACH),
+    "between steps": (PLAN, BETWEEN),
     "between steps, fp32, two groups": (
         changed(PLAN, precision__compute="fp32", optimizer__groups=GROUPS),
         BETWEEN,
-        "sley_core",
     ),
-    "optimizer on the host": (PLAN, ON_HOST, "sley_core"),
-    "shared optimizer": (changed(PLAN, gradient_handlers=SHARED), EVERYTHING, "sley_dp"),
-    "activations on the host": (DEEPER, ACTIVATIONS_AWAY, "sley_core"),
-    "attention kept": (DEEPER, ATTENTION_KEPT, "sley_core"),
+    "optimizer on the host": (PLAN, ON_HOST),
+    "shared optimizer": (changed(PLAN, gradient_handlers=SHARED), EVERYTHING),
+    "activations on the host": (DEEPER, ACTIVATIONS_AWAY),
+    "attention kept": (DEEPER, ATTENTION_KEPT),
 }
-"""Plans of one process: without offload, what adds it, and the package that they need beside core."""
+"""Plans of one process: without offload, and the tables that add it."""
 
 REPLICAS = changed(PLAN, parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}], batch__micro_size=2)
 PARTS = changed(REPLICAS, gradient_handlers=SHARED)
 STAGES = changed(PLAN, parallel={"pp": 2}, pipeline={"use": "pp.interleaved"}, model__num_layers=2, batch__micro_size=2)
 SHARDS = changed(PLAN, parallel={"wp": 2}, weights={"use": "isp.communicator"}, batch__micro_size=2)
 
-ON_TWO: dict[str, tuple[Tables, Tables, str]] = {
-    "replicas": (REPLICAS, EVERYTHING, "sley_core"),
-    "replicas, between steps": (REPLICAS, BETWEEN, "sley_core"),
-    "replicas that share the host's copies": (REPLICAS, SHARED_COPIES, "sley_core"),
-    "shared optimizer": (PARTS, EVERYTHING, "sley_dp"),
-    "shared optimizer, between steps": (PARTS, BETWEEN, "sley_dp"),
-    "interleaved stages": (STAGES, EVERYTHING, "sley_pp"),
-    "interleaved stages, between steps": (STAGES, BETWEEN, "sley_pp"),
-    "interleaved stages, optimizer on the host": (STAGES, ON_HOST, "sley_pp"),
-    "sharded weights": (SHARDS, EVERYTHING, "sley_isp"),
-    "sharded weights, between steps": (SHARDS, BETWEEN, "sley_isp"),
-    "sharded weights, activations on the host": (SHARDS, ACTIVATIONS_AWAY, "sley_isp"),
+ON_TWO: dict[str, tuple[Tables, Tables]] = {
+    "replicas": (REPLICAS, EVERYTHING),
+    "replicas, between steps": (REPLICAS, BETWEEN),
+    "replicas that share the host's copies": (REPLICAS, SHARED_COPIES),
+    "shared optimizer": (PARTS, EVERYTHING),
+    "shared optimizer, between steps": (PARTS, BETWEEN),
+    "interleaved stages": (STAGES, EVERYTHING),
+    "interleaved stages, between steps": (STAGES, BETWEEN),
+    "interleaved stages, optimizer on the host": (STAGES, ON_HOST),
+    "sharded weights": (SHARDS, EVERYTHING),
+    "sharded weights, between steps": (SHARDS, BETWEEN),
+    "sharded weights, activations on the host": (SHARDS, ACTIVATIONS_AWAY),
 }
 """Plans of two ranks."""
 
@@ -80,8 +79,7 @@ micro-batches) at least 1,000.
 @pytest.mark.parametrize("case", ALONE)
 @pytest.mark.parametrize("orders", [SAMPLE, *BLOCKS])
 def test_every_order_gives_the_same_bits(case: str, orders: range, train: Callable[..., str], texts: Path) -> None:
-    tables, moves, package = ALONE[case]
-    pytest.importorskip(package)
+    tables, moves = ALONE[case]
     found = {train(changed(tables, **moves), texts, order) for order in orders}
     assert found == {train(tables, texts)}
 
@@ -93,7 +91,6 @@ def test_every_order_gives_the_same_bits_on_two_ranks(
     case: str, orders: range, train_all: Callable[..., Any], ranks: Callable[..., Any], texts: Path
 ) -> None:
     """Each rank draws an order of its own, and moves what it likes."""
-    tables, moves, package = ON_TWO[case]
-    pytest.importorskip(package)
+    tables, moves = ON_TWO[case]
     for plain, moved in ranks(2, 60 + 30 * len(orders))(train_all, tables, changed(tables, **moves), texts, orders):
         assert set(moved) == {plain}

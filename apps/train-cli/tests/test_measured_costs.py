@@ -22,9 +22,9 @@ SLOW_S = 0.06
 
 PLAN = {
     "run": {"name": "measured", "steps": 3, "device": "cpu"},
-    "model": {"factory": "test_measured:layers"},
-    "data": {"factory": "test_measured:Numbers"},
-    "loss": {"factory": "test_measured:Squares"},
+    "model": {"factory": "test_measured_costs:layers"},
+    "data": {"factory": "test_measured_costs:Numbers"},
+    "loss": {"factory": "test_measured_costs:Squares"},
     "batch": {"global_size": 4, "micro_size": 2},
     "optimizer": {"use": "core.sgd", "lr": 0.1},
     "parallel": {"pp": 2, "dp": 1},

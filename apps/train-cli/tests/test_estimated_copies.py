@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from sley_core.engine.on_meta import micro_batch
 from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_dict
+from sley_estimate.bytes.cuda_kernels import as_on_cuda
 from sley_estimate.bytes.each_rank import first_draft
-from sley_estimate.bytes.rank import rank_bytes
+from sley_estimate.bytes.rank import fake_run, rank_bytes, take_step
 from sley_estimate.machine.read import machine_from_dict
 from sley_estimate.machine.tables import MachineFile
 from sley_estimate.recorded.of_plan import Records, records_of, seconds_of_records
@@ -197,3 +199,20 @@ def test_masters_on_the_host_are_none_of_the_devices_memory(texts: Path) -> None
     assert away.states["masters"] == away.states["optimizer_states"] == 0
     assert here.peak - away.peak == pytest.approx(moved, rel=0.1)
     assert on("cpu", offload=[OPTIMIZER]).states == on("cpu").states
+
+
+def test_attention_over_documents_on_cuda_is_kept_too(texts: Path) -> None:
+    """There it is one operator of torch's, of another namespace; on tensors without values, as no CPU has it."""
+    tables = small_plan(
+        run__device="cuda",
+        precision={"compute": "bf16"},
+        activations={"use": "memory.selective"},
+        data__documents="pack",
+        batch__global_size=4,
+    )
+    with fake_run(plan_from_dict(tables, texts), 0, 1) as (run, _, _tensors), as_on_cuda():
+        batch = micro_batch(run.plan, run.dataset)
+        take_step(run, [batch, batch])
+        counts = run.counts["memory.selective"]
+    assert counts["recomputed_attentions"] == 0
+    assert counts["kept_attentions"] == 2 * tables["model"]["num_layers"]
