@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it
 
     from sley_core.comm.guard import Turn
-    from sley_core.comm.verbs import Collective
 
 SHARE_OF_LIMIT, MOST_S = 1 / 8, 5.0
 """How long a rank waits for the others' writes after a timeout: at most this share of the timeout, and this many seconds."""
@@ -76,16 +75,6 @@ class Standing:
             self.follow_layer("")
 
 
-class Listener(Protocol):
-    """Receives what a rank of a fake world would exchange, and when it would wait for it."""
-
-    def began(self, kind: Collective, axis: str, lane: str, num_bytes: int) -> Callable[[], None]:
-        """Records that an exchange of `num_bytes` begins; returns a function whose first call records that this rank waits for
-        it.
-        """
-        ...
-
-
 class Wait(NamedTuple):
     """Describes a wait for other ranks, for `seconds` up to now or to its end.
 
@@ -106,8 +95,8 @@ class Progress:
     A queue is a sequence of exchanges that the members of a group start in one order: those of one lane, or the messages from
     one rank to another. numbers: how many exchanges of each queue this rank has started. recent: the last `KEPT` of each.
     store: through which ranks exchange what they wait in; None until there is one. timeout_s: the limit of waits. standing:
-    where the rank is in its list. listener: in a fake world, receives what would be exchanged. follow_wait: called at the end
-    of each wait, with the exchange and when the wait began, by `time.perf_counter`.
+    where the rank is in its list. follow_wait: called at the end of each wait, with the exchange and when the wait began, by
+    `time.perf_counter`.
 
     Recording costs under 1 us per exchange (a tuple in a list, and the time); an exchange takes 20 us and more.
     """
@@ -117,7 +106,6 @@ class Progress:
     store: Store | None = None
     timeout_s: float = 0.0
     standing: Standing = field(default_factory=Standing)
-    listener: Listener | None = None
     follow_wait: Callable[[Turn, float], None] | None = None
     _turn: Turn | None = None
     _since: float = 0.0

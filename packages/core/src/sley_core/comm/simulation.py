@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,26 +18,34 @@ from torch import Tensor
 from sley_core.comm.groups import Group, Groups, attaching, make_communicator, members_of
 from sley_core.comm.members import Members
 from sley_core.comm.progress import Progress
-from sley_core.comm.transport.choose import installed_transports
-from sley_core.comm.transport.silent import nobody_listens, silent_transports, told
-from sley_core.comm.verbs import Collective, Exchange, Imitate
+from sley_core.comm.transport.alone import Done
+from sley_core.comm.transport.protocol import Transport, Work
+from sley_core.comm.verbs import Exchange
 
 if TYPE_CHECKING:
     from sley_core.topology import GroupEntry, Topology
 
-_TOLD: Mapping[Exchange, Collective] = {
-    **dict.fromkeys(("sum", "max", "min"), "sum"),
-    **dict.fromkeys(("broadcast", "gather"), "gather"),
-    "swap": "swap",
-}
-"""The kind of collective that a listener hears; it hears of messages from the list of actions."""
+
+class Silent(Transport):
+    """Exchanges nothing: every exchange is over when it begins, and results keep what they held."""
+
+    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
+        return Done()
+
+    def reduce_scatter(
+        self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0
+    ) -> Work:
+        return Done()
+
+    def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
+        return Done()
+
+    def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
+        return Done()
 
 
 class Simulation:
     """Is what a fake world carries, and a real one does not."""
-
-    device = torch.device("meta")
-    """A device of the kind by which ranks choose how they exchange tensors."""
 
     def groups(
         self, topology: Topology, rank: int, timeout: timedelta, extra: Sequence[GroupEntry] = (), *, attaches: bool
@@ -54,9 +63,22 @@ class Simulation:
         groups = {}
         for axis, ranks in members_of(lines, extra, rank).items():
             members, own = Members(axis, ranks, rank, progress=progress), lanes.get(axis, {})
-            transports = silent_transports(members, own, self.device, installed_transports() if axis in axes else ())
-            groups[axis] = Group(axis, ranks, rank, own, transports, progress=progress, imitate=_silence(members))
+            transports = self.transports(members, own, attaches=axis in axes)
+            imitate = partial(self.imitate, members)
+            groups[axis] = Group(axis, ranks, rank, own, transports, progress=progress, imitate=imitate)
         return Groups(groups, progress)
+
+    def transports(
+        self, members: Members, lanes: Mapping[str, dist.ProcessGroup], *, attaches: bool
+    ) -> dict[str, Transport]:
+        """Returns a transport for each of `lanes`. attaches: whether ranks of one host would read each other's memory."""
+        return dict.fromkeys(lanes, Silent())
+
+    def imitate(
+        self, members: Members, kind: Exchange, result: Tensor, given: Tensor, lane: str, what: str
+    ) -> Callable[[], None]:
+        """Imitates an exchange of `members` (`Imitate`): nothing comes, and the result keeps what it held."""
+        return nothing
 
     def announced(self, plan: Any, stage: Any, dataset: Any, dtype: torch.dtype) -> Callable[[int, int], Any] | None:
         """Returns what describes the output of a chunk of another stage (stage, chunk), which that would announce; None if no
@@ -70,10 +92,5 @@ class Simulation:
         """Gives this rank's layers, which are on meta and cut, tensors of `dtype` for a step; here it leaves them there."""
 
 
-def _silence(members: Members) -> Imitate:
-    """Returns what imitates collectives of `members`: nothing comes, and results keep what they held."""
-
-    def imitate(kind: Exchange, result: Tensor, given: Tensor, lane: str, what: str) -> Callable[[], None]:
-        return told(members, _TOLD[kind], lane, result.nbytes) if kind in _TOLD else nobody_listens
-
-    return imitate
+def nothing() -> None:
+    """Is called where a rank would wait for an exchange that is over."""

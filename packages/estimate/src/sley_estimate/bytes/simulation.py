@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.simulation import Simulation
+from sley_core.comm.simulation import Simulation, nothing
+from sley_core.comm.transport.choose import installed_transports
 from sley_core.engine.boundary import Description, unflatten
 from sley_core.engine.in_flight import describe
 from sley_core.engine.on_meta import meta_micro_batch, meta_output, meta_state
@@ -19,11 +20,17 @@ from sley_core.errors import RunError
 from sley_core.model.formats import buffer_format
 from sley_core.model.kinds import kind_of
 from sley_core.model.layers import like
+from sley_estimate.bytes.transports import Tell, imitated_transports
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    import torch.distributed as dist
 
     from sley_core.actions.placement import Placement
+    from sley_core.comm.members import Members
+    from sley_core.comm.transport.protocol import Transport
+    from sley_core.comm.verbs import Collective, Exchange
     from sley_core.data.dataset import AnyDataset
     from sley_core.engine.stage import Stage
     from sley_core.model.layers import Layer
@@ -31,14 +38,36 @@ if TYPE_CHECKING:
     from sley_estimate.bytes.fake_tensors import FakeTensors
 
 
+_TOLD: Mapping[Exchange, Collective] = {
+    **dict.fromkeys(("sum", "max", "min"), "sum"),
+    **dict.fromkeys(("broadcast", "gather"), "gather"),
+    "swap": "swap",
+}
+"""The kind of collective that a listener is told."""
+
+
 class TakenSteps(Simulation):
     """Lets a rank take steps whose tensors `tensors` makes. kind: of the device on which the plan would run, "cpu" or "cuda":
-    gloo takes memory beside what ranks exchange, and NCCL does not.
+    gloo takes memory beside what ranks exchange, and NCCL does not. listener: is told of each collective as it begins, and
+    returns a function that is called where the rank waits for it.
     """
 
     def __init__(self, tensors: FakeTensors, kind: str) -> None:
-        self.device = torch.device(kind)
+        self.listener: Tell = _unheard
+        self._kind = kind
         self._tensors = tensors
+
+    def transports(
+        self, members: Members, lanes: Mapping[str, dist.ProcessGroup], *, attaches: bool
+    ) -> dict[str, Transport]:
+        records = installed_transports() if attaches else ()
+        return imitated_transports(members, lanes, self._kind, self._began, records)
+
+    def imitate(
+        self, members: Members, kind: Exchange, result: Tensor, given: Tensor, lane: str, what: str
+    ) -> Callable[[], None]:
+        """Tells the listener of collectives; the lists of actions tell of messages."""
+        return self._began(_TOLD[kind], members.axis, lane, result.nbytes) if kind in _TOLD else nothing
 
     def announced(self, plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) -> Foretold | None:
         return foretold(plan, stage, dataset, dtype) if plan.parallel.pp > 1 else None
@@ -47,6 +76,13 @@ class TakenSteps(Simulation):
         """Gives `layers` tensors without values, on the host."""
         with self._tensors:
             imagine(layers, dtype=dtype, device=torch.device("cpu"))
+
+    def _began(self, kind: Collective, axis: str, lane: str, num_bytes: int) -> Callable[[], None]:
+        return self.listener(kind, axis, lane, num_bytes)
+
+
+def _unheard(kind: Collective, axis: str, lane: str, num_bytes: int) -> Callable[[], None]:
+    return nothing
 
 
 class Foretold:

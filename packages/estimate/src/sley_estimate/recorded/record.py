@@ -18,6 +18,7 @@ from sley_estimate.bytes.cuda_kernels import CudaKernels
 from sley_estimate.bytes.fake_device import FakeDevice
 from sley_estimate.bytes.micros import fewest_micros, least_micros
 from sley_estimate.bytes.rank import fake_run, take_step
+from sley_estimate.bytes.simulation import TakenSteps
 from sley_estimate.layers.fused import FusedKernels
 from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.recorder import operator_of
@@ -106,9 +107,11 @@ class Recording:
     def follow(self, run: Run, tensors: FakeTensors) -> None:
         """Hears from now on what `run`, which has taken no step yet, exchanges and copies to the host."""
         self._run, self._tensors, self._recorder = run, tensors, StepRecorder()
-        run.groups.progress.listener = self._recorder
-        assert isinstance(run.world.device, FakeDevice), run.world.device
-        run.world.device.copies.listener = self._recorder
+        device, simulation = run.world.device, run.world.simulation
+        assert isinstance(device, FakeDevice), device
+        assert isinstance(simulation, TakenSteps), simulation
+        simulation.listener = self._recorder.began
+        device.copies.listener = self._recorder
 
     def begin(self) -> None:
         """Begins to write the last step down."""

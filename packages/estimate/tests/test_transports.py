@@ -6,21 +6,22 @@ import torch
 from torch import Tensor
 
 from sley_core.comm.members import Members
-from sley_core.comm.transport.silent import Silent
+from sley_core.comm.simulation import nothing
+from sley_estimate.bytes.transports import ImitatedTransport
 
 
-def silent() -> tuple[Silent, Members, list[int]]:
+def imitated() -> tuple[ImitatedTransport, Members, list[int]]:
     """A transport of two ranks, who they are, and the elements for which it has taken memory so far."""
     members, taken = Members("dp", (0, 1), 0), list[int]()
 
     def scratch(own: Tensor) -> None:
         taken.append(own.numel())
 
-    return Silent(members, "reduce", scratch=scratch), members, taken
+    return ImitatedTransport(members, "reduce", lambda *_: nothing, scratch=scratch), members, taken
 
 
 def test_a_sum_is_made_once_where_it_is_awaited() -> None:
-    transport, _, taken = silent()
+    transport, _, taken = imitated()
     works = [
         transport.reduce_scatter([torch.ones(4, 3), torch.ones(2)], [], what="two"),
         transport.all_reduce(torch.ones(7), what="one"),
@@ -37,7 +38,7 @@ def test_a_sum_is_made_once_where_it_is_awaited() -> None:
 
 def test_a_look_in_a_later_entry_finds_that_peers_have_come() -> None:
     """What they offer is read then, but the exchange stays under way: its wait is where the list has it."""
-    transport, members, taken = silent()
+    transport, members, taken = imitated()
     work = transport.reduce_scatter([torch.ones(4, 3)], [], what="one")
     assert not work.test()
     assert not taken

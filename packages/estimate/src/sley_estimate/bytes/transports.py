@@ -1,4 +1,4 @@
-"""Exchanges nothing, in a group whose other members exist in a fake world only: every exchange is over when it begins.
+"""Imitates the transports of a group whose other members do not exist: every exchange is over when it begins.
 
 Nothing comes, and results keep what they held. The memory that an exchange takes beside its tensors is taken as the real
 transport takes it, by that one's own functions.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -27,23 +27,20 @@ def no_rows(num_rows: int) -> int:
     return 0
 
 
-def nothing(own: Tensor) -> None:
+def no_scratch(own: Tensor) -> None:
     """Takes no memory of its own while `own` is summed."""
 
 
-def told(members: Members, kind: Collective, lane: str, num_bytes: int) -> Callable[[], None]:
-    """Tells who listens to this rank, if anybody, that an exchange of `num_bytes` begins on `lane`; returns a function to call
-    where the rank waits for it.
-    """
-    listener = members.progress.listener
-    return nobody_listens if listener is None else listener.began(kind, members.axis, lane, num_bytes)
+class Tell(Protocol):
+    """Records what a rank exchanges."""
+
+    def __call__(self, kind: Collective, axis: str, lane: str, num_bytes: int) -> Callable[[], None]:
+        """Records that an exchange of `num_bytes` begins; returns a function whose first call records that the rank waits for
+        it.
+        """
 
 
-def nobody_listens() -> None:
-    """Tells nobody that the rank waits."""
-
-
-class Silenced(Done):
+class ImitatedWork(Done):
     """An exchange that is over; `waits` is called where the rank would wait for it.
 
     Until then a look at it finds it under way: one that found it done would make the rank wait at once for what a run goes on
@@ -77,21 +74,23 @@ class Silenced(Done):
             self._sums()
 
 
-class Silent(Transport):
+class ImitatedTransport(Transport):
     """Stands for the transport of `lane` that needs `scratch_rows(n)` rows of its callers for a shard of n, and that takes
-    memory by `scratch(own)` while it sums `own`: takes as much, exchanges nothing.
+    memory by `scratch(own)` while it sums `own`: takes as much, exchanges nothing. tell: records what it would exchange.
     """
 
     def __init__(
         self,
         members: Members,
         lane: str,
+        tell: Tell,
         scratch_rows: Callable[[int], int] = no_rows,
-        scratch: Callable[[Tensor], object] = nothing,
+        scratch: Callable[[Tensor], object] = no_scratch,
     ) -> None:
         self._members = members
         self._size = members.size
         self._lane = lane
+        self._tell = tell
         self._scratch_rows = scratch_rows
         self._scratch = scratch
 
@@ -99,24 +98,24 @@ class Silent(Transport):
         return self._scratch_rows(num_rows)
 
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
-        return self._told("gather", wholes)
+        return self._begin("gather", wholes)
 
     def reduce_scatter(
         self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0
     ) -> Work:
-        return self._told("reduce", wholes, [whole[: whole.shape[0] // self._size] for whole in wholes])
+        return self._begin("reduce", wholes, [whole[: whole.shape[0] // self._size] for whole in wholes])
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
-        return self._told("swap", [sent])
+        return self._begin("swap", [sent])
 
     def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
         flat = tensor.view(-1)
-        return self._told("sum", [tensor], [flat[: -(-flat.numel() // self._size)]])
+        return self._begin("sum", [tensor], [flat[: -(-flat.numel() // self._size)]])
 
-    def _told(self, kind: Collective, tensors: Sequence[Tensor], own: Sequence[Tensor] = ()) -> Work:
-        """Tells who listens that an exchange of these tensors begins, and returns its handle. own: what this rank sums."""
-        waits = told(self._members, kind, self._lane, sum(tensor.nbytes for tensor in tensors))
-        return Silenced(waits, partial(self._sum, own), self._members.progress.standing)
+    def _begin(self, kind: Collective, tensors: Sequence[Tensor], own: Sequence[Tensor] = ()) -> Work:
+        """Records that an exchange of these tensors begins, and returns its handle. own: what this rank sums."""
+        waits = self._tell(kind, self._members.axis, self._lane, sum(tensor.nbytes for tensor in tensors))
+        return ImitatedWork(waits, partial(self._sum, own), self._members.progress.standing)
 
     def _sum(self, own: Sequence[Tensor]) -> None:
         """Takes the memory that a sum takes, for one tensor after the other."""
@@ -124,20 +123,24 @@ class Silent(Transport):
             self._scratch(one)
 
 
-def silent_transports(
+def imitated_transports(
     members: Members,
     lanes: Mapping[str, dist.ProcessGroup],
-    device: torch.device,
+    kind: str,
+    tell: Tell,
     records: Sequence[TransportRecord] = (),
 ) -> dict[str, Transport]:
-    """Returns transports that exchange nothing for `lanes` of a fake world; they take memory as those of a real one on `device`
-    do.
+    """Returns transports that exchange nothing for `lanes` of a fake world; they take memory as those of a real one on a device
+    of this kind do.
 
     records: the transports that CPU ranks would use, as they do where all of them are on one host; the first counts.
     """
-    if device.type != "cpu":
-        return {name: Silent(members, name) for name in lanes}
-    if records:
-        scratch = records[0].load(records[0].scratch) if records[0].scratch else nothing
-        return {name: Silent(members, name, scratch=scratch) for name in lanes}
-    return {name: Silent(members, name, Direct(members, name, lane).num_scratch_rows) for name, lane in lanes.items()}
+    scratch, is_direct = no_scratch, kind == "cpu" and not records
+    if kind == "cpu" and records and records[0].scratch:
+        scratch = records[0].load(records[0].scratch)
+    return {
+        name: ImitatedTransport(
+            members, name, tell, Direct(members, name, lane).num_scratch_rows if is_direct else no_rows, scratch
+        )
+        for name, lane in lanes.items()
+    }
