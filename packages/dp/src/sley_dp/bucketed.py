@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from sley_core.api.comm import SentBytes
 from sley_core.api.parts import TreeSums
-from sley_core.protocols import HandlerExchange
 from sley_dp.narrow import WIRE, Narrow
 from sley_dp.reducer import BucketReducer
 from sley_dp.sums import Exact
@@ -37,15 +36,3 @@ class Bucketed(BucketReducer):
     def messages(self) -> Iterator[tuple[str, Tensor]]:
         """Yields name and tensor of what `trim` would free."""
         return self.sums.messages() if isinstance(self.sums, Narrow) else iter(())
-
-    def exchanges(self) -> list[HandlerExchange] | None:
-        """Returns the all-reduce of each bucket, in the order in which they are filled, with its bytes as sent; None with
-        canonical sums.
-        """
-        if self._store.canonical is not None:
-            return None
-        itemsize = (self._wire or self._store.dtype).itemsize
-        return [
-            HandlerExchange("sum", one.reduce_group, one.data.numel() * itemsize, tuple(one.entries))
-            for one in self._store.buffers
-        ]

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 from sley_core.api.comm import SentBytes
 from sley_core.api.parts import SHARD_ALIGNMENT, Cut, Layout, TreeSums
 from sley_core.errors import RunError
-from sley_core.protocols import GradientHandler, HandlerExchange
+from sley_core.protocols import GradientHandler
 from sley_dp.buckets import fill
 from sley_dp.gather import WeightGathers
 from sley_dp.reducer import Bucket
 from sley_dp.replicas import broadcast_values
 from sley_dp.scatter import ShardSums
-from sley_dp.shard_groups import SUMS, copies_axis, shards_axis
+from sley_dp.shard_groups import SUMS, shards_axis
 
 if TYPE_CHECKING:
     from sley_core.api.parts import Entry, Parts, StepState
@@ -85,25 +85,6 @@ class Sharded(GradientHandler):
             assert bucket.missing == 0, f"{bucket.missing} gradients of {bucket.buffer.entries} never came"
         self.sums.finish()
         self.gathers.finish()  # those of layers that were not called in this step, too
-
-    def exchanges(self) -> list[HandlerExchange] | None:
-        """Returns a reduce-scatter for each bucket, sums over other copies of the shards, and all-gathers of weights in forward
-        order; None with canonical sums.
-        """
-        if self._parts.store.canonical is not None:
-            return None
-        found, gathers = [], []
-        for bucket in self.buckets:
-            buffer = bucket.buffer
-            assert buffer.cut is not None, "a buffer that is not cut is no reducer's of shards"
-            entries, axis = tuple(buffer.entries), buffer.cut.axis
-            found.append(HandlerExchange("reduce", axis, buffer.data.nbytes, entries))
-            copies = copies_axis(buffer.reduce_group)
-            if copies in self._parts.groups and self._parts.groups[copies].size > 1:
-                found.append(HandlerExchange("sum", copies, buffer.data.nbytes // buffer.num_shards, entries))
-        for weights, cut in self.gathers.buffers:
-            gathers.append(HandlerExchange("gather", cut.axis, weights.data.nbytes, tuple(weights.entries), "updated"))
-        return found + gathers
 
     def detach(self) -> None:
         """Completes the weights, as far as other ranks still answer."""

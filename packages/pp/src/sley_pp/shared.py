@@ -13,7 +13,7 @@ import torch
 
 from sley_core.api.comm import SentBytes, all_reduce
 from sley_core.errors import RunError
-from sley_core.protocols import GradientHandler, HandlerExchange
+from sley_core.protocols import GradientHandler
 
 if TYPE_CHECKING:
     from sley_core.api.parts import Entry, Parts, StepState
@@ -68,16 +68,6 @@ class SharedModules(GradientHandler):
             assert entry.tie_group is not None, name
             found.setdefault(entry.tie_group, []).append(entry)
         return dict(sorted(found.items()))
-
-    def exchanges(self) -> list[HandlerExchange]:
-        """Returns one sum for each group of ties; a tie that a reducer has cut is counted in full."""
-        size = self._store.dtype.itemsize
-        groups = ((axis, tuple(one for one in ties if one.trainable)) for axis, ties in self._by_group().items())
-        return [
-            HandlerExchange("sum", axis, sum(one.numel for one in ties) * size, ties, "finish")
-            for axis, ties in groups
-            if ties
-        ]
 
     def counts(self) -> dict[str, float]:
         """Returns the bytes that this rank sent in the last step, for the sums of gradients."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import ceil
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sley_core.api.comm import Pending, SentBytes, all_reduce
-from sley_core.protocols import GradientHandler, HandlerExchange
+from sley_core.protocols import GradientHandler
 from sley_topk.config import TopKConfig
 from sley_topk.sparse import SparseSum
 
@@ -89,22 +88,6 @@ class TopK(GradientHandler):
         self._errors = {
             name: error.to(entries[name].parameter.device, copy=True) for name, error in kept.items() if name in entries
         }
-
-    def exchanges(self) -> list[HandlerExchange]:
-        """Returns what a step exchanges."""
-        found: list[HandlerExchange] = []
-        for entry in self._book.trainable:
-            group = self._groups[entry.reduce_group]
-            width = self._store.gradient(entry).element_size()
-            if group.size == 1:
-                continue
-            if not self._is_sparse(entry):
-                found.append(HandlerExchange("sum", entry.reduce_group, entry.numel * width, (entry,)))
-                continue
-            count = ceil(self.config.ratio * entry.numel) * group.size
-            for size in (width, INDEX_BYTES):
-                found.append(HandlerExchange("gather", entry.reduce_group, count * size, (entry,)))
-        return found
 
     def _is_sparse(self, entry: Entry) -> bool:
         return entry.numel >= max(1, self.config.min_numel)

@@ -26,10 +26,6 @@ class Layers(GradientHandler):
     def __init__(self, config: LayersConfig) -> None:
         self.config = config
 
-    def exchanges(self) -> tuple[()]:
-        """Returns nothing: its numbers are part of the sum that ends a step anyway."""
-        return ()
-
     def attach(self, parts: Parts) -> None:
         self._store = parts.store
         of_layer: dict[str, list[tuple[Entry, float]]] = {}

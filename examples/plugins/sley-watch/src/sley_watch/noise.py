@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sley_core.api.comm import all_reduce
-from sley_core.protocols import GradientHandler, HandlerExchange
+from sley_core.protocols import GradientHandler
 from sley_watch.config import NoiseConfig
 
 if TYPE_CHECKING:
@@ -59,10 +59,6 @@ class Noise(GradientHandler):
     def restore_kept(self, kept: Mapping[str, Tensor]) -> None:
         """Takes what `kept` returned, or begins anew."""
         self._averages = kept["averages"].clone() if kept else torch.zeros_like(self._averages)
-
-    def exchanges(self) -> list[HandlerExchange]:
-        """Returns what a step exchanges: one number."""
-        return [HandlerExchange("sum", "dp", self._own.nbytes, tuple(self._book.trainable), "finish")]
 
     def _scale(self) -> float:
         """Returns the noise scale, with this step in the averages. Called when gradients are reduced, and not yet clipped."""

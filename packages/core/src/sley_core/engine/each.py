@@ -8,7 +8,7 @@ from sley_core.comm.collectives import Pending, all_reduce
 from sley_core.comm.sent_bytes import SentBytes
 from sley_core.engine.buffers import Layout
 from sley_core.engine.canonical.tree_sums import TreeSums
-from sley_core.protocols import GradientHandler, HandlerExchange
+from sley_core.protocols import GradientHandler
 
 if TYPE_CHECKING:
     from sley_core.engine.book import Entry
@@ -68,14 +68,6 @@ class Each(GradientHandler):
     def counts(self) -> dict[str, float]:
         """Returns the bytes that this rank sent in the last step."""
         return self._sent.counts()
-
-    def exchanges(self) -> list[HandlerExchange] | None:
-        """Returns one sum for each entry, the last in the book first; None if sums are canonical."""
-        if self._trees is not None:
-            return None
-        size = self._store.dtype.itemsize
-        summed = [entry for entry in self._book if entry.trainable and entry.reduce_group not in self._alone]
-        return [HandlerExchange("sum", one.reduce_group, one.numel * size, (one,)) for one in reversed(summed)]
 
     def _one_by_one(self, entries: list[Entry]) -> Layout:
         """Lays out canonical sums, as the store's `Planner`: a buffer for each entry that is reduced."""

@@ -24,10 +24,6 @@ class GradientNorms(GradientHandler):
     def __init__(self, config: GradientNormsConfig) -> None:
         self.config = config
 
-    def exchanges(self) -> tuple[()]:
-        """Returns nothing: its numbers travel in the sum that ends a step anyway."""
-        return ()
-
     def attach(self, parts: Parts) -> None:
         """Adds one number to the row for each trained parameter: the square root of the sum of all ranks' `_squares`."""
         self._store = parts.store

@@ -9,7 +9,6 @@ from sley_core.protocols.records import Counts, Keeps, MetricsWriter, Rewinds
 from sley_core.protocols.training import (
     ActivationPolicy,
     GradientHandler,
-    HandlerExchange,
     Loss,
     SchedulerHook,
     SplitLogits,
@@ -20,7 +19,6 @@ __all__ = [
     "Collective",
     "Counts",
     "GradientHandler",
-    "HandlerExchange",
     "Keeps",
     "Loss",
     "MemoryPool",

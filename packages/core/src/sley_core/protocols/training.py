@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
-
-from sley_core.comm.verbs import Collective
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,21 +15,6 @@ if TYPE_CHECKING:
     from sley_core.engine.book import Entry
     from sley_core.engine.parts import Parts
     from sley_core.engine.step_state import MicroStep, Phase, StepState
-
-
-@dataclass(frozen=True)
-class HandlerExchange:
-    """Describes one exchange of a handler in every step, for estimates of its seconds.
-
-    axis: the group. num_bytes: of the full tensor. starts: when all gradients of `entries` are ready, at the end of the list
-    (`finish`), or after the update, for the next step's forwards, each of which waits for its own (`updated`).
-    """
-
-    kind: Collective
-    axis: str
-    num_bytes: int
-    entries: tuple[Entry, ...]
-    starts: Literal["ready", "finish", "updated"] = "ready"
 
 
 class GradientHandler(Protocol):
@@ -74,12 +56,6 @@ class GradientHandler(Protocol):
 
     def detach(self) -> None:
         """Called when the run closes, or when it could not be assembled."""
-
-    def exchanges(self) -> Sequence[HandlerExchange] | None:
-        """Returns what a step exchanges, in the order in which it is started; None if the handler cannot tell. Called once
-        attached, in a fake world too. Estimates of seconds call it; if it returns None they simulate steps, which takes longer.
-        """
-        return None
 
 
 class SchedulerHook(Protocol):

@@ -1,12 +1,15 @@
-"""Finds stages that hold as much as each other: those that do the same, in the same order, with layers of the same kinds."""
+"""Finds stages that are alike: with layers of the same kinds they do the same in each action. Those that also do so in the same
+order hold as much as each other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from sley_core.actions.action import Action
+from sley_core.actions.action import Action, Kind, Step
 from sley_core.draft import dtypes
 from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.plan.write import leaves
@@ -25,11 +28,21 @@ if TYPE_CHECKING:
 
 
 def stage_kinds(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]:
-    """Returns the kind of every stage; equal for stages whose ranks hold as much as each other.
+    """Returns the kind of every stage, equal for stages whose ranks hold as much as each other: alike stages with the same
+    list, but for their neighbours' numbers. Raises as `alike_stages`.
+    """
+    lists, of_micros = draft.stage.lists, plan.num_micros(topology)
+    alike = alike_stages(plan, topology, draft)
+    return (
+        [(kind, _does(lists.at(number), of_micros)) for number, kind in enumerate(alike)] if topology.pp > 1 else alike
+    )
 
-    They have the same lists, but for their neighbours' numbers; layers of one kind, which the plan calls by no name of its
-    own; the same messages; and no parameter in common with another stage. Raises RunError `estimate-layer` for a layer that
-    cannot be called on meta.
+
+def alike_stages(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]:
+    """Returns for every stage what is equal for stages that do the same in an action: with layers of one kind, which the plan
+    calls by no name of its own; the same messages; and no parameter in common with another stage.
+
+    Raises RunError `estimate-layer` for a layer that cannot be called on meta.
     """
     if topology.pp == 1:
         return [0]
@@ -41,13 +54,42 @@ def stage_kinds(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]:
     parts = [tuple(known[layer.name] for layer in layers) for _, layers in stage.stages]
     outputs = [*map(repr, foretold(plan, stage, draft.dataset, dtypes(plan)[0]).outputs), None]
     tied = {number for stages in stage.ties for number in stages}
-    placement, of_micros = stage.lists.placement, plan.num_micros(topology)
+    placement = stage.lists.placement
     found: list[Hashable] = []
     for number in range(topology.pp):
         positions = [placement.position(number, chunk) for chunk in range(placement.chunks)]
         held = tuple((at and outputs[at - 1], parts[at], outputs[at]) for at in positions)
-        found.append((held, _does(stage.lists.at(number), of_micros), number if number in tied else None))
+        found.append((held, number if number in tied else None))
     return found
+
+
+def representatives(plan: Plan, topology: Topology, draft: Draft) -> list[int]:
+    """Returns for every stage the number of the stage whose steps tell its seconds. Raises as `alike_stages`.
+
+    Of alike stages it is the first of those in which the most forwards wait for their backward at once, and which so hold the
+    most bytes. Where weights are sharded, an action gathers ahead for the action behind it, so that only stages of one kind
+    have a common one.
+    """
+    lists = draft.stage.lists
+    if plan.parallel.wp > 1:
+        kinds = stage_kinds(plan, topology, draft)
+        return [kinds.index(kind) for kind in kinds]
+    alike, micros = alike_stages(plan, topology, draft), fewest_micros(lists, plan.num_micros(topology))
+    waiting = [most_waiting(steps) for steps in lists.of_all_stages(micros)]
+    fullest: dict[Hashable, int] = {}
+    for number in sorted(range(topology.pp), key=lambda stage: (-waiting[stage], stage)):
+        fullest.setdefault(alike[number], number)
+    return [fullest[kind] for kind in alike]
+
+
+WAITING = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRADIENT: -1}
+"""By how many the forwards that wait for their backward, or for the second half of it, change with an action."""
+
+
+def most_waiting(steps: Sequence[Step]) -> int:
+    """Returns how many forwards of a stage's list wait at once at most. The list need not be lowered."""
+    changes = (WAITING.get(step.kind, 0) for step in steps if isinstance(step, Action))
+    return max(accumulate(changes, initial=0))
 
 
 def _does(lists: Lists, of_micros: int) -> Hashable:

@@ -14,7 +14,6 @@ from sley_estimate.bytes.each_rank import Look, each_rank, first_draft
 from sley_estimate.bytes.ledger import StepPlace
 from sley_estimate.bytes.rank import Moment, RankBytes, rank_bytes
 from sley_estimate.bytes.stage_kinds import stage_kinds
-from sley_estimate.stage_facts import FactsOfRun, StageFacts, num_states
 
 if TYPE_CHECKING:
     from sley_core.draft import Draft
@@ -37,31 +36,16 @@ def stage_bytes(plan: Plan, size: int, cores: int = 1, draft: Draft | None = Non
     def look(rank: int, recipes: Recipes, own: Draft | None) -> tuple[RankBytes, None]:
         return rank_bytes(plan, rank, size, recipes, own), None
 
-    for held, _ in _each_stage(plan, size, cores, look, draft or first_draft(plan, size)):
+    for held, _ in each_stage(plan, size, cores, look, draft or first_draft(plan, size)):
         yield held
 
 
-def bytes_and_facts(plan: Plan, size: int, cores: int, draft: Draft) -> tuple[list[RankBytes], list[StageFacts] | None]:
-    """Returns what `stage_bytes` yields, and what the ranks of each stage exchange of gradients and update, of the same runs;
-    None where a handler does not tell.
-
-    draft: of a rank of that world, which is not used up. Raises as `stage_bytes` and `num_states` do.
-    """
-    count = num_states(plan)
-
-    def look(rank: int, recipes: Recipes, own: Draft | None) -> tuple[RankBytes, StageFacts | None]:
-        facts = FactsOfRun(plan, count)
-        return rank_bytes(plan, rank, size, recipes, own, facts), facts.found
-
-    found = list(_each_stage(plan, size, cores, look, draft))
-    told = [facts for _, facts in found if facts is not None]
-    return [held for held, _ in found], told if len(told) == len(found) else None
-
-
-def _each_stage(
+def each_stage(
     plan: Plan, size: int, cores: int, look: Look[tuple[RankBytes, Found]], draft: Draft
 ) -> Iterator[tuple[RankBytes, Found]]:
-    """Yields what `look` finds of the first rank of each stage, in order, where stages of one kind are looked at once."""
+    """Yields what `look` finds of the first rank of each stage, in order, where stages of one kind are looked at once: bytes as
+    on that stage, and the rest as it is of the first stage of its kind.
+    """
     topology = plan.topology(size)
     kinds = stage_kinds(plan, topology, draft)
     firsts = {kind: kinds.index(kind) for kind in reversed(kinds)}

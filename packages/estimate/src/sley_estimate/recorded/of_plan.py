@@ -1,27 +1,26 @@
 """Finds how long a step of a plan takes on a machine, before it runs: from steps that one rank of each stage takes without
 values.
 
-plan ──> a fake run of one rank per stage ──> recorded steps ──┐
-     ──> schedule ──> lists of all stages, lowered ────────────┼──> programs ──> simulated step
-machine file ──> seconds of operators, exchanges, messages ────┘
+plan ──> a fake run of one rank per stage, once for alike stages ──> recorded steps ──┐
+     ──> schedule ──> lists of all stages, lowered ───────────────────────────────────┼──> programs ──> simulated step
+machine file ──> seconds of operators, exchanges, messages ───────────────────────────┘
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from sley_core.actions.action import Action, Kind
-from sley_core.engine.stage import lists_of
-from sley_estimate.bytes.each_rank import Look, each_rank
+from sley_core.actions.action import Action
+from sley_estimate.bytes.each_rank import each_rank
 from sley_estimate.bytes.rank import RankBytes, rank_bytes
+from sley_estimate.bytes.stage_kinds import representatives
+from sley_estimate.bytes.stages import each_stage
 from sley_estimate.layers.once import once
 from sley_estimate.layers.operators import Operator
-from sley_estimate.recorded.programs import Prices, recorded_programs
+from sley_estimate.recorded.programs import NOT_MEASURED, Prices, Share, recorded_programs
 from sley_estimate.recorded.record import RankRecord, Recording, record
-from sley_estimate.recorded.words import HOST, Began, Worked
+from sley_estimate.recorded.words import HOST, Began, Words, Worked
 from sley_estimate.seconds.groups import Ranks, groups_at_once, slowest, slowest_message
 from sley_estimate.seconds.host_copies import copy_cost, on_host_s
 from sley_estimate.seconds.layer_seconds import LayerSeconds, device_seconds_of, seconds_of
@@ -33,10 +32,8 @@ if TYPE_CHECKING:
     from sley_core.errors import SleyError
     from sley_core.plan.plan import Plan
     from sley_estimate.bytes.recipes import Recipes
-    from sley_estimate.machine.tables import DeviceTable, MachineFile
+    from sley_estimate.machine.tables import MachineFile
     from sley_estimate.seconds.links import Cost
-
-Found = TypeVar("Found")
 
 Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]
 """Measured seconds of each layer, by stage and chunk."""
@@ -52,7 +49,8 @@ class Records(NamedTuple):
 
 
 def records_of(plan: Plan, size: int, draft: Draft, *, runs_ahead: bool = False, cores: int = 1) -> Records:
-    """Returns a recorded step of each stage of a world of `size`. Needs neither devices nor peers.
+    """Returns a recorded step of each stage of a world of `size`: of one stage of all that are alike. Needs neither devices nor
+    peers.
 
     draft: of a rank of that world, which is not used up. runs_ahead: whether copies to the host run beside the device's work,
     as on CUDA. cores: how many processes may work at a time. Raises RunError `estimate-layer` for a layer that needs values.
@@ -61,32 +59,52 @@ def records_of(plan: Plan, size: int, draft: Draft, *, runs_ahead: bool = False,
     def look(rank: int, recipes: Recipes, own: Draft | None) -> RankRecord:
         return record(plan, rank, size, runs_ahead=runs_ahead, recipes=recipes, draft=own)
 
-    return Records(*_of_each_stage(plan, size, cores, look, draft))
+    topology = plan.topology(size)
+    standing = representatives(plan, topology, draft)
+    stages = sorted(set(standing))
+    found = each_rank(plan, [stage * topology.ranks_per_stage for stage in stages], cores, look, draft)
+    return records_from(dict(zip(stages, found, strict=True)), standing, draft)
 
 
 def bytes_and_records_of(plan: Plan, size: int, cores: int, draft: Draft) -> tuple[list[RankBytes], Records]:
-    """Returns what the first rank of each stage of a world of `size` holds, and its recorded step, from the same steps, on
-    CUDA: a CPU's plain kernels keep more than the fused ones whose seconds count.
+    """Returns what the first rank of each stage of a world of `size` holds, and recorded steps, from the same steps, on CUDA: a
+    CPU's plain kernels keep more than the fused ones whose seconds count.
 
     Raises as `stage_bytes` and `records_of`, whose results it has in about half of their time. `plan.run.device` must be
     "cuda".
     """
-    assert plan.run.device == "cuda", plan.run.device
 
     def look(rank: int, recipes: Recipes, own: Draft | None) -> tuple[RankBytes, RankRecord]:
-        recording = Recording()
-        return rank_bytes(plan, rank, size, recipes, own, recording), recording.found
+        return bytes_and_record(plan, rank, size, recipes, own)
 
-    found, lists = _of_each_stage(plan, size, cores, look, draft)
-    return [held for held, _ in found], Records([recorded for _, recorded in found], lists)
+    found = list(each_stage(plan, size, cores, look, draft))
+    standing = representatives(plan, plan.topology(size), draft)
+    return [held for held, _ in found], records_from({one: found[one][1] for one in set(standing)}, standing, draft)
 
 
-def _of_each_stage(plan: Plan, size: int, cores: int, look: Look[Found], draft: Draft) -> tuple[list[Found], Lists]:
-    """Returns what `look` finds of the first rank of each stage, in order, and the lists of the stages."""
-    topology = plan.topology(size)
-    firsts = [stage * topology.ranks_per_stage for stage in range(topology.pp)]
-    found = each_rank(plan, firsts, cores, look, draft)
-    return found, lists_of(plan, topology, 0)
+def bytes_and_record(
+    plan: Plan, rank: int, size: int, recipes: Recipes, draft: Draft | None = None
+) -> tuple[RankBytes, RankRecord]:
+    """Returns what a rank holds and its recorded step, from the same steps, on CUDA. Raises as `rank_bytes`."""
+    assert plan.run.device == "cuda", plan.run.device
+    recording = Recording()
+    return rank_bytes(plan, rank, size, recipes, draft, recording), recording.found
+
+
+def records_from(known: Mapping[int, RankRecord], standing: Sequence[int], draft: Draft) -> Records:
+    """Returns the records of all stages. known: of those that stand for others, by number. standing: which one stands for each
+    stage. draft: of any rank.
+    """
+    lists = draft.stage.lists
+    names = [[layer.name for layer in layers] for _, layers in draft.stage.stages]
+    chunks = range(lists.placement.chunks)
+    return Records(
+        [
+            known[one].on_stage(number, [names[lists.placement.position(number, chunk)] for chunk in chunks])
+            for number, one in enumerate(standing)
+        ],
+        lists,
+    )
 
 
 def seconds_of_records(
@@ -109,8 +127,8 @@ def seconds_of_records(
         records.lists.of_all_stages(num_micros),
         records.lists.placement,
         Prices(
-            prices.operators,
-            prices.starts,
+            prices.share,
+            prices.worked,
             prices.exchange,
             prices.members,
             prices.message,
@@ -122,8 +140,9 @@ def seconds_of_records(
 
 
 class _Prices:
-    """Prices what a recorded step does on `machine`. Where a chunk's layers were all measured, its operators share what these
-    took, in proportion to what they would take by themselves. waits: whether the host waits for its device before each update.
+    """Prices what a recorded step does on `machine`. Where a chunk's layers were all measured, the operators of an action share
+    what these took, in proportion to what they would take by themselves. waits: whether the host waits for its device before
+    each update.
     """
 
     def __init__(self, records: Records, machine: MachineFile, measured: Measured, *, waits: bool) -> None:
@@ -133,46 +152,62 @@ class _Prices:
         self.machine = machine
         self._members: dict[tuple[str, int], tuple[int, ...] | SleyError] = {}
         self._groups: dict[tuple[str, int], list[Ranks] | SleyError] = {}
+        self._measured = measured
         self._led = {place for place, layers in measured.items() if any(layer.host_forward for layer in layers)}
-        self.factors: dict[tuple[int, int, Kind], float] = {}
-        self.starts_s: dict[tuple[int, int, Kind], float] = {}  # of one operator
-        for (stage, chunk), layers in measured.items():
-            for kind, (computed_s, number) in self._computed(stage, chunk).items():
-                if computed_s:
-                    self.factors[stage, chunk, kind] = sum(layer.of(kind) for layer in layers) / computed_s
-                if number:
-                    self.starts_s[stage, chunk, kind] = sum(layer.host_of(kind) for layer in layers) / number
+        self._known: dict[int, _Alone] = {}  # by `id` of operators, which the records hold
 
-    def operators(self, operators: Sequence[Operator], stage: int, action: Action | None) -> float:
-        """Returns the seconds of operators that follow each other on a stage, in `action` or (None) outside of any: those on
-        the host's memory by its bandwidth, the others scaled to the measured seconds of the action's chunk, if there are any.
+    def share(self, words: Words, stage: int, action: Action) -> Share:
+        """Returns the share of the measured seconds of an action that its operators have."""
+        layers = self._measured.get((stage, action.chunk))
+        if layers is None:
+            return NOT_MEASURED
+        each = [self._alone(word.operators) for word in words if isinstance(word, Worked)]
+        is_led = (stage, action.chunk) in self._led
+        computed_s = sum(self._device_s(one, is_led=is_led) for one in each)
+        number = sum(one.number for one in each)
+        measured_s = sum(layer.of(action.kind) for layer in layers)
+        host_s = sum(layer.host_of(action.kind) for layer in layers)
+        if not computed_s:
+            return Share(1.0, measured_s, 0.0)
+        return Share(measured_s / computed_s, 0.0, host_s / number)
+
+    def worked(
+        self, operators: tuple[Operator, ...], stage: int, action: Action | None, share: Share
+    ) -> tuple[float, float]:
+        """Returns the seconds of operators that follow each other on a stage, in `action` or (None) outside of any, and those
+        of the host to start them where it runs ahead, 0 on a CPU. Operators on the host's memory take its bandwidth.
         """
-        on_host, rest = _apart(operators)
-        if on_host:
-            return on_host_s(on_host, self.machine) + (self.operators(rest, stage, action) if rest else 0.0)
+        alone, machine = self._alone(operators), self.machine
+        is_led = action is not None and (stage, action.chunk) in self._led
         if action is None:  # what the host takes for these is the engine's, where the machine file has that
-            return (device_seconds_of if self.machine.engine else seconds_of)(operators, self.machine.device)
-        seconds = self._price(stage, action.chunk)(operators, self.machine.device)
-        return seconds * self.factors.get((stage, action.chunk, action.kind), 1.0)
+            return alone.on_host_s + self._device_s(alone, is_led=machine.engine is not None), alone.started_s
+        seconds = alone.on_host_s + self._device_s(alone, is_led=is_led) * share.factor
+        if machine.device.kind == "cpu":
+            return seconds, 0.0
+        start_s = share.start_s if is_led else machine.device.launch_s if machine.engine else 0.0
+        return seconds, alone.started_s + start_s * alone.number
 
-    def _price(self, stage: int, chunk: int) -> Callable[[Sequence[Operator], DeviceTable], float]:
-        """Returns what prices operators of a chunk: on the device alone where it is known what the host takes for them."""
-        return device_seconds_of if (stage, chunk) in self._led else seconds_of
+    def _alone(self, operators: tuple[Operator, ...]) -> _Alone:
+        """Returns what operators take by themselves."""
+        if id(operators) not in self._known:
+            on_host = [one for one in operators if one.is_on_host]
+            rest = [one for one in operators if not one.is_on_host]
+            host_s = on_host_s(on_host, self.machine) if on_host else 0.0
+            started_s = 0.0 if self.machine.device.kind == "cpu" else host_s
+            self._known[id(operators)] = _Alone(
+                host_s,
+                started_s,
+                device_seconds_of(rest, self.machine.device),
+                seconds_of(rest, self.machine.device),
+                len(rest),
+            )
+        return self._known[id(operators)]
 
-    def starts(self, operators: Sequence[Operator], stage: int, action: Action | None) -> float:
-        """Returns the seconds of the host to start operators, as `operators` takes them, and to run those on its own memory; 0
-        on a CPU. Those of a chunk share what the host was timed to take for its layers; where it was not, each is a launch.
+    def _device_s(self, alone: _Alone, *, is_led: bool) -> float:
+        """Returns the seconds of operators on the device: without their starts where it is known what the host takes for
+        them.
         """
-        device, engine = self.machine.device, self.machine.engine
-        if device.kind == "cpu":
-            return 0.0
-        on_host, rest = _apart(operators)
-        own_s = on_host_s(on_host, self.machine) if on_host else 0.0
-        if action is None:  # the engine's, where that is known
-            return own_s
-        if (stage, action.chunk) in self._led:
-            return own_s + len(rest) * self.starts_s.get((stage, action.chunk, action.kind), 0.0)
-        return own_s + (device.launch_s * len(rest) if engine else 0.0)
+        return alone.device_s if is_led else alone.with_starts_s
 
     def after_s(self, stage: int) -> float:
         """Returns the seconds of a step that belong to nothing else: of the engine for an update, too, if the device waits for
@@ -216,25 +251,14 @@ class _Prices:
         first = self.records[0]
         return slowest_message(first.messages[position], ends, first.topology, self.machine.links)
 
-    def _computed(self, stage: int, chunk: int) -> dict[Kind, tuple[float, float]]:
-        """Returns, by kind of action on a chunk, the seconds of its operators on the device, and their number, on average over
-        the recorded actions.
-        """
-        found: dict[Kind, list[tuple[float, float]]] = defaultdict(list)
-        device, price = self.machine.device, self._price(stage, chunk)
-        for action, words in self.records[stage].step.actions:
-            if action.chunk == chunk:
-                worked = [word.operators for word in words if isinstance(word, Worked)]
-                of_device = [_apart(some)[1] for some in worked]
-                found[action.kind].append((sum(price(some, device) for some in of_device), sum(map(len, of_device))))
-        return {
-            kind: (fmean(one for one, _ in some), fmean(other for _, other in some)) for kind, some in found.items()
-        }
 
+class _Alone(NamedTuple):
+    """Seconds of operators by themselves: on the host's memory, and of these what the host of a GPU takes; on the device, and
+    there with their starts. number: of the latter.
+    """
 
-def _apart(operators: Sequence[Operator]) -> tuple[list[Operator], list[Operator]]:
-    """Returns the operators on the host's memory, and the others."""
-    found: tuple[list[Operator], list[Operator]] = [], []
-    for one in operators:
-        found[not one.is_on_host].append(one)
-    return found
+    on_host_s: float
+    started_s: float
+    device_s: float
+    with_starts_s: float
+    number: int

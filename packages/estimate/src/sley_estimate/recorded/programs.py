@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sley_core.actions.action import Action, Kind, Lowered, Transfer, actions_of
 from sley_core.actions.machine import taken
@@ -23,18 +24,33 @@ from sley_estimate.seconds.program import Word as ProgramWord
 from sley_estimate.seconds.step import message_exchange
 
 
+class Share(NamedTuple):
+    """What an action's operators have of its measured seconds: the factor of what they take by themselves; seconds beside them,
+    of an action without operators, as one that takes time and changes no tensor; seconds of the host to start each.
+    """
+
+    factor: float
+    rest_s: float
+    start_s: float
+
+
+NOT_MEASURED = Share(1.0, 0.0, 0.0)
+"""Operators take what they take by themselves."""
+
+
 @dataclass(frozen=True)
 class Prices:
-    """Tells what things take. operators: seconds of operators that follow each other on a stage, in an action or (None) outside
-    of any. starts: of the host, where it runs ahead, to start them.
+    """Tells what things take. share: the share of an action's words in its measured seconds. worked: seconds of operators that
+    follow each other on a stage, in an action with this share or (None) outside of any, and of the host, where it runs ahead,
+    to start them.
 
     exchange: cost of an exchange that a stage began. members: the stages that meet in the group of an axis that a stage is in.
     message: cost of the value between positions i and i + 1. after_s: seconds of a stage that end its step and belong to
     nothing else. host_s: of the host of a stage for what belongs to no operator.
     """
 
-    operators: Callable[[Sequence[Operator], int, Action | None], float]
-    starts: Callable[[Sequence[Operator], int, Action | None], float]
+    share: Callable[[Words, int, Action], Share]
+    worked: Callable[[tuple[Operator, ...], int, Action | None, Share], tuple[float, float]]
     exchange: Callable[[Began, int], Cost]
     members: Callable[[str, int], tuple[int, ...]]
     message: Callable[[int], Cost]
@@ -104,10 +120,13 @@ class _RecordedStage:
         """Yields recorded words as those of a program. An exchange that nobody waits for in this step is left out: the next
         step's beginning stands for it.
         """
+        share = NOT_MEASURED if action is None else self.prices.share(words, self.stage, action)
+        if share.rest_s:
+            yield Compute(share.rest_s, action)
         for word in words:
             if isinstance(word, Worked):
-                asked = word.operators, self.stage, action
-                yield Compute(self.prices.operators(*asked), action, self.prices.starts(*asked))
+                seconds, host_s = self.prices.worked(word.operators, self.stage, action, share)
+                yield Compute(seconds, action, host_s)
             elif isinstance(word, Began):
                 if word.number not in self.left:
                     yield self._begin(word)

@@ -58,6 +58,17 @@ class RankRecord:
     layers: Sequence[Sequence[str]]
     num_trained: int
 
+    def on_stage(self, stage: int, layers: Sequence[Sequence[str]]) -> RankRecord:
+        """Returns the record as the first rank of an alike stage would have it. layers: names of those of its chunks."""
+        size = self.topology.ranks_per_stage
+        here = min(self.groups["stage"])
+        own, more = range(here, here + size), stage * size - here
+        shifted = {
+            axis: tuple(rank + more for rank in ranks) if set(ranks) <= set(own) else ranks
+            for axis, ranks in self.groups.items()
+        }
+        return replace(self, groups=shifted, layers=layers)
+
 
 def record(
     plan: Plan,
