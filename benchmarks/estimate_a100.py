@@ -38,7 +38,7 @@ from sley_estimate.seconds.layer_seconds import LayerSeconds
 from sley_estimate.seconds.links import collective, message
 from sley_estimate.seconds.result import simulate_step
 from sley_estimate.seconds.step import GradientExchange, StepWork
-from sley_pp.schedules.one_f_one_b import one_f_one_b
+from sley_pp.schedules import one_f_one_b
 
 VOCABULARY = 51_200
 SEEDS = 5

@@ -12,12 +12,8 @@ from sley_core.actions.costs import Costs
 from sley_core.actions.lower import lower
 from sley_core.actions.placement import Placement, loop, v
 from sley_core.actions.simulate import simulate
-from sley_pp.schedules.csv import read_csv, write_csv
-from sley_pp.schedules.gpipe import gpipe
-from sley_pp.schedules.interleaved import interleaved
-from sley_pp.schedules.one_f_one_b import one_f_one_b
-from sley_pp.schedules.zero_bubble_h1 import zero_bubble_h1
-from sley_pp.schedules.zero_bubble_v import zero_bubble_v
+from sley_pp.csv_schedules import read_csv, write_csv
+from sley_pp.schedules import gpipe, interleaved, one_f_one_b, zero_bubble_h1, zero_bubble_v
 
 Lists = list[list[Action]]
 

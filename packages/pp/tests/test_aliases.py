@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from sley_core.actions.placement import loop
-from sley_pp.schedules.csv import write_csv
-from sley_pp.schedules.gpipe import gpipe
+from sley_pp.csv_schedules import write_csv
+from sley_pp.schedules import gpipe
 from sley_testing.runs import Recorded, record
 
 SCHEDULES = ["gpipe", "one_f_one_b", "interleaved", "zero_bubble_h1", "zero_bubble_v", "csv"]

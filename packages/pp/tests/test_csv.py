@@ -10,11 +10,8 @@ from sley_core.actions.action import Action, Kind
 from sley_core.actions.placement import loop, v
 from sley_core.errors import PlanError
 from sley_pp.config import CsvConfig
-from sley_pp.schedules.build import build_csv
-from sley_pp.schedules.csv import read_csv, write_csv
-from sley_pp.schedules.interleaved import interleaved
-from sley_pp.schedules.one_f_one_b import one_f_one_b
-from sley_pp.schedules.zero_bubble_v import zero_bubble_v
+from sley_pp.csv_schedules import read_csv, write_csv
+from sley_pp.schedules import build_csv, interleaved, one_f_one_b, zero_bubble_v
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from sley_core.api.comm import Device
 from sley_pp.config import MessagesConfig
-from sley_pp.lending import Lending
 from sley_pp.message import Message, num_bytes_of
-from sley_pp.pool import Messages
+from sley_pp.pool import Lending, Messages
 
 LAYOUT = ((torch.float64, (4, 4)), (torch.float32, (3,)))
 CPU = torch.device("cpu")

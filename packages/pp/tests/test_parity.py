@@ -8,7 +8,7 @@ import pytest
 
 from sley_core.actions.placement import Placement
 from sley_core.comm import collectives
-from sley_pp.schedules.csv import write_csv
+from sley_pp.csv_schedules import write_csv
 from sley_testing.lists import any_lists
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import changed, small_plan

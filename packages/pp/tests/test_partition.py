@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 
 from sley_core.errors import PlanError
 from sley_pp.config import BalancedConfig, ExplicitConfig, UniformConfig
-from sley_pp.partition.balanced import balanced
-from sley_pp.partition.build import build_balanced, build_explicit, build_uniform
-from sley_pp.partition.explicit import explicit
-from sley_pp.partition.uniform import uniform
+from sley_pp.partitioners import balanced, build_balanced, build_explicit, build_uniform, explicit, uniform
 
 COSTS = st.lists(st.one_of(st.just(0), st.integers(0, 6), st.floats(0, 10)), min_size=1, max_size=12)
 

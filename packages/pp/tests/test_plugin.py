@@ -35,6 +35,6 @@ def test_every_partition_is_built_from_its_defaults(name):
 
 
 def test_schedules_and_partitions_need_no_torch():
-    modules = ("sley_pp.plugin", "sley_pp.schedules.build", "sley_pp.partition.build", "sley_core.actions.simulate")
+    modules = ("sley_pp.plugin", "sley_pp.schedules", "sley_pp.partitioners", "sley_core.actions.simulate")
     program = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from sley_pp.schedules.interleaved import round_sizes
+from sley_pp.schedules import round_sizes
 from sley_testing.schedule_contract import ScheduleContract, TieContract
 
 

@@ -17,12 +17,15 @@ from sley_core.actions.placement import loop, v
 from sley_core.actions.schedule import Schedule
 from sley_core.actions.simulate import Simulation, simulate
 from sley_core.errors import PlanError
-from sley_pp.schedules.gpipe import gpipe
-from sley_pp.schedules.interleaved import interleaved, round_sizes
-from sley_pp.schedules.one_f_one_b import one_f_one_b
-from sley_pp.schedules.weight_gradients import with_weight_gradients
-from sley_pp.schedules.zero_bubble_h1 import zero_bubble_h1
-from sley_pp.schedules.zero_bubble_v import zero_bubble_v
+from sley_pp.schedules import (
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    round_sizes,
+    with_weight_gradients,
+    zero_bubble_h1,
+    zero_bubble_v,
+)
 
 SCHEDULES = {
     "gpipe": Schedule(gpipe),

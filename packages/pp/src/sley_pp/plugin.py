@@ -22,7 +22,7 @@ def _schedule(name: str, table: type[Table], summary: str, *variants: Mapping[st
     return ScheduleRecord(
         name=name,
         config=table,
-        build=f"sley_pp.schedules.build:build_{name}",
+        build=f"sley_pp.schedules:build_{name}",
         link="pp.link",
         partition="pp.balanced",
         ties="pp.shared_modules",
@@ -76,26 +76,26 @@ def sley_records() -> list[Record]:
         PartitionerRecord(
             name="uniform",
             config=config.UniformConfig,
-            build="sley_pp.partition.build:build_uniform",
+            build="sley_pp.partitioners:build_uniform",
             summary="Equal numbers of layers.",
         ),
         PartitionerRecord(
             name="balanced",
             config=config.BalancedConfig,
-            build="sley_pp.partition.build:build_balanced",
+            build="sley_pp.partitioners:build_balanced",
             summary="The heaviest part as light as can be, by parameters or by given costs.",
         ),
         PartitionerRecord(
             name="measured",
             config=config.MeasuredConfig,
-            build="sley_pp.partition.build:build_balanced",
+            build="sley_pp.partitioners:build_balanced",
             timer="sley_estimate.bench.partition:layer_seconds",
             summary="The slowest part as fast as can be, by a timed forward and backward of each layer.",
         ),
         PartitionerRecord(
             name="explicit",
             config=config.ExplicitConfig,
-            build="sley_pp.partition.build:build_explicit",
+            build="sley_pp.partitioners:build_explicit",
             summary="Numbers of layers as written in the plan.",
         ),
     ]

@@ -120,6 +120,9 @@ def peak_flops(device_name: str, compute: str) -> float | None:
     """Returns the dense FLOP/s of a device in the dtype `compute` (fp64, fp32, tf32, bf16, fp16), None if not known.
 
     device_name: as `torch.cuda.get_device_name` gives it. A MIG slice is a part of a device and not known.
+
+    Model FLOPs utilisation is the first, times tokens per second, over the second. What recomputation adds is not counted,
+    so that the same tokens per second give the same utilisation.
     """
     if "MIG" in device_name:
         return None

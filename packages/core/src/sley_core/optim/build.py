@@ -1,6 +1,8 @@
 """Makes parameter groups and, from them, torch.optim's optimizers in the fastest form that the device has.
 
-Groups share a learning rate and a decay; frozen parameters are in none until they are unfrozen.
+Groups share a learning rate and a decay; frozen parameters are in none until they are unfrozen. Groups go by names that do not
+depend on the layout, so that every rank and every layout cuts them alike. The first group whose pattern matches has a
+parameter: exceptions stand above the rule, and a group without options is one. A tied weight goes by its first name alone.
 """
 
 from __future__ import annotations
@@ -227,6 +229,9 @@ def with_late_gradients(optimizer: torch.optim.Optimizer) -> torch.optim.Optimiz
     """Makes a fused SGD accept parameters whose first gradient comes late; returns the same `optimizer`.
 
     A step hook moves them into a group of their own, with the same options. Other optimizers need nothing.
+
+    torch's fused SGD makes the momentum of a group's parameters in one step, for all or for none, and fails with a TypeError
+    where some have it. Its other forms begin each where its first gradient comes, with that gradient as it is, undampened.
     """
     if isinstance(optimizer, torch.optim.SGD):
         optimizer.register_step_pre_hook(_split_groups)

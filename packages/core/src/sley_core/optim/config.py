@@ -163,6 +163,9 @@ def scope_of(record: Record | None, config: Table) -> Scope | Literal["unknown"]
     """Returns the scope that the record or the factory's table declares; else that of torch.optim's own classes.
 
     "unknown" for another class without a declaration.
+
+    A layout that gives a rank only a part of each matrix, or of the model, would change the result if an update looks
+    further.
     """
     if isinstance(record, OptimizerRecord):
         return record.scope

@@ -326,6 +326,13 @@ def extended(document: Document, read: Callable[[str], Document], chain: tuple[P
     read: returns the document of a file without its bases. chain: the files that led here. Raises PlanError at the key
     `extends`: "wrong-type", "extends-missing" for a file that cannot be read, "extends-cycle"; and the base's own errors, at
     their places.
+
+        tables                         merged key by key, [pools.NAME] and nested tables too
+        a table with another `use`     replaces the base's: keys of one record mean nothing to another
+        arrays, arrays of tables       replace the base's
+
+    Values from a base keep their place: errors and origins name the base's file and line, and relative paths start in its
+    folder. A key of a base cannot be removed, only changed.
     """
     if KEY not in document.tables:
         return document

@@ -183,7 +183,14 @@ class Excess(NamedTuple):
 
 
 def excesses(block: Block, rank: int) -> list[Excess]:
-    """Returns where `rank` works longer than comparable ranks or layers, the largest excess first."""
+    """Returns where `rank` works longer than comparable ranks or layers, the largest excess first.
+
+    It is compared, by the place of the work:
+
+    * a chunk, the update, a reduction: with the ranks of the same stage, which do the same work on other samples or shards
+    * where a stage has one rank: with layers of the same kind and sizes anywhere; for the update, by elements stepped
+    * data, work between steps, evaluations: with all other ranks
+    """
     own, others = block.ranks[rank], [one for number, one in block.ranks.items() if number != rank]
     peers = [one for one in others if one.start.stage == own.start.stage]
     found = (_excess(own, peers, others, place, block) for place in own.work if place != DEVICE)

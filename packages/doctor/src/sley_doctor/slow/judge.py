@@ -334,6 +334,9 @@ class SlowExchange(NamedTuple):
 
     queue: its name. ranks: its members, or the sender and the receiver. num_bytes, exchanges: of a step; of messages, the
     actions that send some.
+
+    In a collective the last rank to come waits for nobody, so the shortest wait of its members is the exchange's own. A message
+    of a pipeline is on its way from when the sender has handed it over, and is waited for from when its receiver comes for it.
     """
 
     queue: str

@@ -47,6 +47,9 @@ class RunState:
     state: RUNNING; the outcome that the run has noted at its end; KILLED if it has ended and noted none; UNKNOWN if it may be
     running on another host. step: the last one that all ranks have taken, 0 if none is known. time: when its row was written,
     in seconds since the epoch, or None.
+
+    A row of a step is written when all ranks have come to that step's end, since each gives its part of the loss there. So the
+    last row says of every rank where it was, also where all were killed at once and nobody could report anything.
     """
 
     state: str
