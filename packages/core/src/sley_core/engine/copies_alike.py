@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from sley_core.comm.collectives import all_gather, all_reduce, gather_objects
-from sley_core.engine.fingerprint import fingerprint
 from sley_core.errors import RunError
+from sley_core.model.storage import fingerprint
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Group

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sley_core.engine.fingerprint import fingerprint
 from sley_core.engine.shards import StandIn
 from sley_core.errors import RunError
 from sley_core.model.buffers import is_per_rank, refuse_written
+from sley_core.model.storage import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
