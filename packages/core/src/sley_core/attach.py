@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 from sley_core.data.slices import sliced_info
 from sley_core.engine.call import LayerCaller, compile_layers
-from sley_core.engine.copies_alike import CopyComparison
 from sley_core.engine.direct import accumulate_directly, accumulates_directly, add_rows_directly
 from sley_core.engine.execute import Executor
 from sley_core.engine.in_flight import Crossing
 from sley_core.engine.positions import OverPositions, PositionProbe, WholeSequences, is_of_whole_sequences
+from sley_core.engine.replicas import CopyComparison, WriteWatch
 from sley_core.engine.shards import close_stand_ins
 from sley_core.engine.stepper import Stepper
-from sley_core.engine.written import WriteWatch
 from sley_core.losses.parameters import check_no_parameters
 from sley_core.records import GradientHandlerRecord, LossRecord
 from sley_core.updates import make_update

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sley_core.engine import written
+from sley_core.engine import replicas
 from sley_core.errors import SleyError
 from sley_core.losses.config import CrossEntropyConfig
 from sley_core.losses.cross_entropy import CrossEntropy
@@ -82,7 +82,7 @@ def test_a_frozen_weight_may_be_written_in_bf16(alone, tables):
 
 @pytest.mark.parametrize("kind", ["in place", "new", "data"])
 def test_a_buffer_that_is_first_written_after_the_first_step_is_refused(alone, small, monkeypatch, kind):
-    monkeypatch.setattr(written, "LOOK_EVERY", 4)
+    monkeypatch.setattr(replicas, "LOOK_EVERY", 4)
     plan = small(model={"factory": "own_writes:late", "options": {"kind": kind}}, batch__micro_size=2, run__steps=6)
     with alone(plan) as run:
         for _ in range(2 if kind != "data" else 3):
@@ -100,7 +100,7 @@ def drifts(plan, folder, name):
     from sley_core.comm.world import World
     from sley_core.plan.load import plan_from_dict
 
-    written.LOOK_EVERY = 3
+    replicas.LOOK_EVERY = 3
     try:
         with World.join("cpu") as world, assemble(plan_from_dict(plan, folder), world) as run:
             run.step()
@@ -112,7 +112,7 @@ def drifts(plan, folder, name):
                 run.step()
             return caught.value.diagnostics[0].code
     finally:
-        written.LOOK_EVERY = 256
+        replicas.LOOK_EVERY = 256
 
 
 def test_replicas_that_come_apart_are_found(ranks, own, small):

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from sley_core.comm.device import Device
     from sley_core.engine.config import KeepConfig, RecomputeConfig
     from sley_core.engine.positions import PositionProbe
-    from sley_core.engine.written import WriteWatch
+    from sley_core.engine.replicas import WriteWatch
     from sley_core.model.layers import Layer
     from sley_core.protocols import SchedulerHook
 

@@ -20,8 +20,8 @@ from sley_core.engine.boundary import flatten, gradients_of, unflatten
 from sley_core.engine.call import LayerCaller, tell_hooks
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.in_flight import InFlight, describe, edges_of
+from sley_core.engine.replicas import check_fields, versions
 from sley_core.engine.step_state import MicroStep, Phase, StepState
-from sley_core.engine.written import check_fields, versions
 from sley_core.errors import note_origin
 from sley_core.generators import IN_USE
 from sley_core.protocols import SplitLogits

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sley_core.actions.action import actions_of
 from sley_core.comm.collectives import all_reduce
 from sley_core.comm.progress import BETWEEN, REDUCTION, UPDATE
-from sley_core.engine import written
+from sley_core.engine import replicas
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.parts import StepEvents, call
 from sley_core.engine.step_batch import BatchWeight
@@ -235,7 +235,7 @@ class Stepper:
         call(self.events.began)
         for group in self.groups.values():
             group.log.clear()
-        is_due = self._compare is not None and self._num_begun > 0 and self._num_begun % written.LOOK_EVERY == 0
+        is_due = self._compare is not None and self._num_begun > 0 and self._num_begun % replicas.LOOK_EVERY == 0
         if is_due:
             self.agreement.first = self._compare
         self.agreement.begin(what, batch, self.store.refusal)
