@@ -17,7 +17,7 @@ from sley_core.draft import DTYPES, Draft, draft_of, dtypes, formats_of
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.buffers import by_reduce_group, loose
 from sley_core.engine.canonical.cost import cost_note
-from sley_core.engine.canonical.model_check import check_model
+from sley_core.engine.canonical.model_check import check_canonical
 from sley_core.engine.canonical.order import CanonicalOrder
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.extra_state import check_extra_states
@@ -93,7 +93,7 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
     notes += left_whole(model.layers, shards)
     notes += formats_of(plan, model, shards)
     if plan.parallel.reduction == "canonical":
-        check_model(stage.stages, model.per_rank_buffers)
+        check_canonical(stage.stages, model.per_rank_buffers)
     book = ParameterBook(stage.chunks, stage.stages, shards)
     has_values = _materialize(plan, world, model, stage, shards)
     with world.device.in_use():

@@ -19,7 +19,7 @@ Use = tuple[str, nn.Module, int]
 """A use of a parameter: its name there, the module that holds it, and that module's stage."""
 
 
-def check_model(stages: Stages, per_rank_buffers: Sequence[str]) -> None:
+def check_canonical(stages: Stages, per_rank_buffers: Sequence[str]) -> None:
     """Raises PlanError "canonical-tie" for parameters that several layers hold, in modules other than plain linears and
     embeddings, or in more than two layers on several stages; "canonical-buffers" for buffers that training writes.
 
