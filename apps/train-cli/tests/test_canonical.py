@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from sley_core.engine.canonical import slot, tree_sums
-from sley_core.engine.canonical.partial_sums import PartialSums
-from sley_core.engine.canonical.tree import Node
+from sley_core.engine.canonical.tree import Node, PartialSums
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_testing.bits import Bits, differing, digest, trained

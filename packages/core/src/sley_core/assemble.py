@@ -17,7 +17,7 @@ from sley_core.draft import DTYPES, Draft, draft_of, dtypes, formats_of
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.buffers import by_reduce_group, loose
 from sley_core.engine.canonical.cost import cost_note
-from sley_core.engine.canonical.order import CanonicalOrder
+from sley_core.engine.canonical.tree import CanonicalOrder
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.extra_state import check_extra_states
 from sley_core.engine.gradients import GradientStore

@@ -27,8 +27,7 @@ from torch import Tensor
 from sley_core.actions.action import Action
 from sley_core.engine.book import Entry, ParameterBook, TrainedSet
 from sley_core.engine.buffers import GradientBuffer, GradientMemory, Piece, Planner, Span, by_reduce_group, pieces_of
-from sley_core.engine.canonical.order import Arrival, CanonicalOrder
-from sley_core.engine.canonical.slot import CanonicalSlot
+from sley_core.engine.canonical.tree import Arrival, CanonicalOrder, CanonicalSlot
 from sley_core.engine.slot import (
     Autograd,
     Habit,

@@ -16,7 +16,7 @@ from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
-    from sley_core.engine.canonical.order import Arrival
+    from sley_core.engine.canonical.tree import Arrival
 
 
 def dense(gradient: Tensor, entry: Entry) -> Tensor:

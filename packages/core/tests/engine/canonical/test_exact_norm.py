@@ -10,8 +10,7 @@ from torch import Tensor
 
 from sley_core.engine.canonical.exact_norm import digits, largest, norm_of
 from sley_core.engine.canonical.losses import spread, tree_sum
-from sley_core.engine.canonical.partial_sums import PartialSums
-from sley_core.engine.canonical.tree import Node, leaf
+from sley_core.engine.canonical.tree import Node, PartialSums, leaf
 from sley_core.engine.canonical.weights import weight_digits, weight_of
 
 CPU = torch.device("cpu")

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sley_core.engine.canonical.partial_sums import PartialSums, Spares
-from sley_core.engine.canonical.tree import Node, cover, leaf, parent, run_of, sibling
+from sley_core.engine.canonical.tree import Node, PartialSums, Spares, cover, leaf, parent, run_of, sibling
 
 
 def additions(node: Node) -> set[tuple[Node, Node]]:

@@ -16,7 +16,7 @@ from sley_core.engine.canonical.losses import spread, tree_sum
 if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
     from sley_core.engine.buffers import Piece
-    from sley_core.engine.canonical.order import CanonicalOrder
+    from sley_core.engine.canonical.tree import CanonicalOrder
 
 
 class ExactTotals:

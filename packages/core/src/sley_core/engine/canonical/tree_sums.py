@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sley_core.engine.canonical.partial_sums import PartialSums
-from sley_core.engine.canonical.slot import add_uses
-from sley_core.engine.canonical.tree import Node
+from sley_core.engine.canonical.tree import Node, PartialSums, add_uses
 from sley_core.topology import DEFAULT_LANE
 
 if TYPE_CHECKING:
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from sley_core.comm.sent_bytes import SentBytes
     from sley_core.comm.transport.protocol import Work
     from sley_core.engine.buffers import GradientBuffer
-    from sley_core.engine.canonical.order import CanonicalOrder
+    from sley_core.engine.canonical.tree import CanonicalOrder
     from sley_core.engine.gradients import GradientStore
 
 NUM_SLOTS = 2
