@@ -10,7 +10,7 @@ from torch import nn
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.draft import DTYPES, draft_model
-from sley_core.engine.canonical.cost import cost_note
+from sley_core.engine.canonical.sums import cost_note
 from sley_core.engine.on_meta import check_boundaries
 from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.model.layers import MODEL, Model

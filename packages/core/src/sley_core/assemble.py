@@ -16,7 +16,7 @@ from sley_core.comm.malloc import keep_freed_memory
 from sley_core.draft import DTYPES, Draft, draft_of, dtypes, formats_of
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.buffers import by_reduce_group, loose
-from sley_core.engine.canonical.cost import cost_note
+from sley_core.engine.canonical.sums import cost_note
 from sley_core.engine.canonical.tree import CanonicalOrder
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.extra_state import check_extra_states

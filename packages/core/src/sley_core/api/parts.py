@@ -12,7 +12,7 @@ from sley_core.engine.buffers import (
     offsets,
     views_of,
 )
-from sley_core.engine.canonical.tree_sums import TreeSums
+from sley_core.engine.canonical.sums import TreeSums
 from sley_core.engine.direct import Handover, WeightQueue
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import Parts

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sley_core.comm.collectives import Pending, all_reduce
 from sley_core.comm.sent_bytes import SentBytes
 from sley_core.engine.buffers import Layout
-from sley_core.engine.canonical.tree_sums import TreeSums
+from sley_core.engine.canonical.sums import TreeSums
 from sley_core.protocols import GradientHandler
 
 if TYPE_CHECKING:
