@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sley_core.engine.canonical.exact_norm import digits, largest, norm_of
-from sley_core.engine.canonical.losses import spread, tree_sum
+from sley_core.engine.canonical.totals import digits, largest, norm_of, spread, tree_sum, weight_digits, weight_of
 from sley_core.engine.canonical.tree import Node, PartialSums, leaf
-from sley_core.engine.canonical.weights import weight_digits, weight_of
 
 CPU = torch.device("cpu")
 
