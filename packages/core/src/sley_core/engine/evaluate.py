@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sley_core.data.feed import Feed
     from sley_core.engine.agreement import Agreement
     from sley_core.engine.execute import Executor
-    from sley_core.engine.lists import Lists
+    from sley_core.engine.stage import Lists
     from sley_core.engine.step_batch import BatchSplitter, GivenBatch, StepBatch
 
 

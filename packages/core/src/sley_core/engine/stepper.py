@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sley_core.engine.book import Entry
     from sley_core.engine.execute import Executor
     from sley_core.engine.gradients import GradientStore
-    from sley_core.engine.lists import Lists
+    from sley_core.engine.stage import Lists
     from sley_core.engine.step_batch import StepBatch
     from sley_core.engine.step_state import StepState
     from sley_core.engine.timeline import ActionClock

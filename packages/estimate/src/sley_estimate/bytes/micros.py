@@ -10,7 +10,7 @@ from sley_core.actions.peaks import Peaks, peaks_of
 from sley_core.errors import SleyError
 
 if TYPE_CHECKING:
-    from sley_core.engine.lists import Lists
+    from sley_core.engine.stage import Lists
 
 LEAST = 3
 """The first, those in between, the last: gradients come with the first, and are reduced with the last."""

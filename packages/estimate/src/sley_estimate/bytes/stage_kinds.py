@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sley_core.draft import Draft
-    from sley_core.engine.lists import Lists
+    from sley_core.engine.stage import Lists
     from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
     from sley_core.topology import Topology

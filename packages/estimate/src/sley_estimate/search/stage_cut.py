@@ -23,7 +23,7 @@ from sley_estimate.seconds.outline import Outline
 
 if TYPE_CHECKING:
     from sley_core.actions.placement import Placement
-    from sley_core.engine.lists import Lists
+    from sley_core.engine.stage import Lists
 
 Floats = NDArray[np.float64]
 
