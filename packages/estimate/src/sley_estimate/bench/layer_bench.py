@@ -15,7 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sley_core.data.cut import cut
 from sley_core.data.feed import Feed
@@ -23,7 +23,6 @@ from sley_core.data.slices import Slices
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.direct import WeightQueue, accumulates_directly, queued_products
 from sley_core.engine.in_flight import describe
-from sley_core.engine.kept_tensors import KeptTensors
 from sley_core.model.materialize import materialize
 from sley_estimate.bench.layer_calls import Half, Halves, Handed, LayerCalls
 from sley_estimate.bench.layer_gradients import LayerGradients
@@ -216,3 +215,19 @@ class LayerBench:
 def _host_medians(calls: Sequence[Halves]) -> tuple[float, float]:
     """Returns the host's seconds to start each half, medians."""
     return median(one.host_s for one, _ in calls), median(one.host_s for _, one in calls)
+
+
+class KeptTensors:
+    """Remembers the parameters and buffers of a module, to put them back (`put_back`)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._found: Sequence[tuple[nn.Module, str, Tensor]] = [
+            (each, name, tensor)
+            for each in module.modules()
+            for named in (each.named_parameters, each.named_buffers)
+            for name, tensor in named(recurse=False, remove_duplicate=False)
+        ]
+
+    def put_back(self) -> None:
+        for module, name, tensor in self._found:
+            setattr(module, name, tensor)
