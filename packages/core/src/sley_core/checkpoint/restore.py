@@ -11,7 +11,7 @@ from sley_core.checkpoint.index import BUFFERS, OPTIMIZER, WEIGHTS
 from sley_core.checkpoint.regions import Region, region_of
 from sley_core.checkpoint.run_tensors import OPTIONS, SHARED, RunTensors, state_name
 from sley_core.checkpoint.trees import StateLeaf, joined
-from sley_core.engine.extra_state import set_extra_state, with_extra_state
+from sley_core.engine.save import set_extra_state, with_extra_state
 from sley_core.errors import RunError
 from sley_core.json_values import from_json
 from sley_core.optim.shared import attributes_of, copied, load, shared_values

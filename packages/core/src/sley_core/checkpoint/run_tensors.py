@@ -20,7 +20,7 @@ from sley_core.checkpoint.index import BUFFERS, OPTIMIZER, WEIGHTS
 from sley_core.checkpoint.regions import Region, region_of
 from sley_core.checkpoint.tensor_file import TensorPiece
 from sley_core.checkpoint.trees import leaves
-from sley_core.engine.extra_state import extra_state, with_extra_state
+from sley_core.engine.save import extra_state, with_extra_state
 from sley_core.errors import RunError
 from sley_core.generators import host_state, set_host_state
 from sley_core.json_values import from_json, to_json

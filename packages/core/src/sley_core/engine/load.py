@@ -18,7 +18,7 @@ from torch import Tensor
 from sley_core.comm.collectives import gather_objects
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.book import ParameterBook
-from sley_core.engine.extra_state import set_extra_state, with_extra_state
+from sley_core.engine.save import set_extra_state, with_extra_state
 from sley_core.errors import RunError
 from sley_core.factory import cause
 
