@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import sley_core.engine.each
+import sley_core.engine.handlers
 from sley_core.assemble import assemble
 from sley_core.comm.collectives import Pending
 from sley_core.comm.device import Device
@@ -65,7 +65,7 @@ def with_late_reductions(tables, folder, signs):
     events: list[str] = []
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         stage, replica = run.groups["pp"].coord, run.groups["dp"].coord
-        all_reduce, link = sley_core.engine.each.all_reduce, run.stepper.executor.crossing.link
+        all_reduce, link = sley_core.engine.handlers.all_reduce, run.stepper.executor.crossing.link
         send = link.send
 
         def sent(transfer, *arguments):
@@ -80,7 +80,7 @@ def with_late_reductions(tables, folder, signs):
             if stage == 0:
                 run.stepper.executor.hooks = [Tells(sign, run.stepper.state.num_micros - 1 if step else 3)]
             else:
-                sley_core.engine.each.all_reduce = lambda *args, sign=sign, **named: Late(
+                sley_core.engine.handlers.all_reduce = lambda *args, sign=sign, **named: Late(
                     all_reduce(*args, **named), sign, events
                 )
             run.step()

@@ -36,7 +36,7 @@ class Outsider:
 
     @hookimpl
     def sley_gradient_handlers(self):
-        build, plain = "sley_core.engine.each:Each", lambda config: config.rank == 0
+        build, plain = "sley_core.engine.handlers:Each", lambda config: config.rank == 0
         variants = ({}, {"rank": 4})
         return [
             GradientHandlerRecord(

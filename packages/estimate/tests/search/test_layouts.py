@@ -31,7 +31,7 @@ class Outsider:
 
     @hookimpl
     def sley_gradient_handlers(self):
-        build = "sley_core.engine.gradient_norms:GradientNorms"
+        build = "sley_core.engine.handlers:GradientNorms"
         return [GradientHandlerRecord(name="watch", config=Deep, build=build, role="observer", variants=({},))]
 
 
