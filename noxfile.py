@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent / ".ci"))
 import pages
 import releases
 from imports import import_rules
-from packages import PACKAGES, Package, alone_program, assert_licensed, needed_by_tests, torch_floor, with_needs
+from packages import PACKAGES, Package, alone_program, assert_licensed, named, needed_by_tests, torch_floor, with_needs
 from thirdparty import Outside, check
 
 nox.options.default_venv_backend = "virtualenv"
@@ -89,9 +89,16 @@ def quickstart(session: nox.Session) -> None:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-@nox.session(venv_backend="none", requires=["dev"])
+@nox.session(venv_backend="none", requires=[] if named(sys.argv) else ["dev"])
 def tests(session: nox.Session) -> None:
-    """All tests of all packages in one environment."""
+    """All tests of all packages in one environment; with the folder of a package those of that package, with only
+    what they need installed.
+
+    `nox -s tests -- packages/dp -k parity`: in the environment of `isolated`, where packages are swapped.
+    """
+    if named(session.posargs):
+        session.notify("isolated", session.posargs)
+        return
     in_dev(session, "python", "-m", "pytest", *SIDE_BY_SIDE, *session.posargs, **FOR_TESTS)
 
 
@@ -118,43 +125,38 @@ def typecheck(session: nox.Session) -> None:
 
 @nox.session
 def isolated(session: nox.Session) -> None:
-    """Each package passes its tests with nothing of Sley beside it but what it and its tests name, from wheels that its sdist
-    makes.
+    """Each package from its wheel, made from its sdist: it imports with nothing of Sley beside it but what it requires, and
+    passes its tests with what these name.
 
-    A few tests of each file, the first case of each: what a wheel lacks, it lacks for all. With arguments, what these say.
-    The example plugins are those of `thirdparty`.
+    A few tests of each file, the first case of each: what a wheel lacks, it lacks for all. With folders of packages, all tests
+    of these; other arguments go to pytest. The example plugins are otherwise those of `thirdparty`.
     """
+    chosen = named(session.posargs)
+    folders = [package.folder for package in chosen]
+    options = [argument for argument in session.posargs if argument.rstrip("/") not in folders]
+    packages = chosen or [package for package in PACKAGES if not package.is_example]
     backends = sorted({need for package in PACKAGES for need in package.build_requirements()})
     session.install(*CONSTRAINTS, "torch", "pytest-xdist", "build", *backends)
+    install = ("python", "-m", "pip", "install", "-q", *CONSTRAINTS)  # a wheel swaps under `nox -R` too
     with tempfile.TemporaryDirectory() as folder:
-        wheels: dict[str, Path] = {}
-        for package in (one for one in PACKAGES if not one.is_example):
-            made = Path(folder, package.module)
-            build = ("python", "-m", "build", "-q", "--no-isolation")  # an environment for each archive takes minutes
-            session.run(*build, "--outdir", str(made), package.folder, silent=True)
-            (wheels[package.module],) = made.glob("*.whl")
-            assert_licensed(package, made)
-        for package in (one for one in PACKAGES if not one.is_example):
+        wheels: dict[str, str] = {}
+        for package in {one.module: one for each in packages for one in with_needs(each)}.values():
+            out = Path(folder, package.module)
+            files = releases.build(session, ROOT / package.folder, out, sdist=True)
+            (wheels[package.module],) = (str(file) for file in files if file.suffix == ".whl")
+            assert_licensed(package, out)
+        for package in packages:
             session.log(f"{package.distribution}, alone with what it needs")
             session.run("pip", "uninstall", "-q", "-y", *(other.distribution for other in PACKAGES), silent=True)
-            needed = sorted(str(wheels[one.module]) for one in with_needs(package))
-            install = (
-                "python",
-                "-m",
-                "pip",
-                "install",
-                "-q",
-                *CONSTRAINTS,
-                *needed,
-            )  # a wheel swaps under `nox -R` too
-            session.run(*install)
+            session.run(*install, *(wheels[one.module] for one in with_needs(package, tests=False)))
             program = Path(folder, f"{package.module}_is_alone.py")
             program.write_text(alone_program(package), "utf-8")
             session.run("python", "-P", str(program))
-            session.run(*install, *package.test_requirements())
-            chosen = session.posargs or ["-p", "first_cases", package.tests]
+            beside = (wheels[one.module] for one in with_needs(package))
+            session.run(*install, *beside, *package.test_requirements())
+            few = () if chosen else ("-p", "first_cases")
             env = FOR_TESTS | {"PYTHONPATH": str(ROOT / ".ci" / "plugins")}
-            session.run("python", "-P", "-m", "pytest", *SIDE_BY_SIDE, *chosen, env=env)
+            session.run("python", "-P", "-m", "pytest", *SIDE_BY_SIDE, *few, *options, package.tests, env=env)
 
 
 @nox.session(default=False)

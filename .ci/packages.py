@@ -6,6 +6,7 @@ import re
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import nox
@@ -43,9 +44,8 @@ class Package:
         return list(self.manifest["build-system"]["requires"])
 
     def test_requirements(self) -> list[str]:
-        """What the package's own tests need: its extra `test`, and its dependency group `tests`."""
-        extras = self.manifest["project"].get("optional-dependencies", {})
-        return [*extras.get("test", ()), *nox.project.dependency_groups(self.manifest, "tests")]
+        """What the package's own tests need: its dependency group `tests`."""
+        return list(nox.project.dependency_groups(self.manifest, "tests"))
 
     def sley_requirements(self, *, tests: bool) -> set[str]:
         """Which of the distributions of this repository the package needs, directly; and its tests, if they are asked for."""
@@ -70,11 +70,17 @@ def needed_by_tests() -> list[str]:
     return [need for need in needs if not need.startswith(own)]
 
 
-def with_needs(package: Package) -> list[Package]:
-    """The package and all of this repository that it and its tests need, directly or not."""
+def named(arguments: Iterable[str]) -> list[Package]:
+    """The packages whose folders are among the arguments."""
+    folders = {argument.rstrip("/") for argument in arguments}
+    return [package for package in PACKAGES if package.folder in folders]
+
+
+def with_needs(package: Package, *, tests: bool = True) -> list[Package]:
+    """The package and all of this repository that it needs, and its tests if they are asked for, directly or not."""
     by_name = {one.distribution: one for one in PACKAGES}
     found = {package.distribution}
-    left = sorted(package.sley_requirements(tests=True))
+    left = sorted(package.sley_requirements(tests=tests))
     while left:
         if (name := left.pop()) not in found:
             found.add(name)
@@ -104,11 +110,13 @@ def assert_licensed(package: Package, archives: Path) -> None:
 
 
 def alone_program(package: Package) -> str:
-    """A program that fails unless `package` comes from a wheel, all of it imports, and no sibling can be imported.
+    """A program that fails unless `package` comes from a wheel, all of it imports, and no sibling can be imported but
+    those that it requires.
 
-    So what it imports is in its requirements; a module may lack what an extra of the package brings, `test` included.
+    A module may lack what an extra of the package brings; a module of a tool may lack another tool, as `verify` does the test
+    kit.
     """
-    beside = {one.distribution for one in with_needs(package)}
+    beside = {one.distribution for one in with_needs(package, tests=False)}
     absent = [other.module for other in PACKAGES if other.distribution not in beside]
     extras = package.manifest["project"].get("optional-dependencies", {}).values()
     optional = sorted({re.split(r"\W", requirement)[0] for extra in extras for requirement in extra})
@@ -123,6 +131,7 @@ for module in pkgutil.walk_packages(package.__path__, "{package.module}."):
         try:
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:
-            if error.name not in {optional}:
+            name = (error.name or "").partition(".")[0]
+            if error.name not in {optional} and not ({package.is_tool} and name in {absent}):
                 raise
 """

@@ -1,7 +1,7 @@
 """A plugin of pytest for the session `isolated`: a few tests of each file, of each the first case; of drawn examples, few.
 
 A package without the others fails where it imports one, or lacks a file: the tests of one file meet that alike, and the
-session `tests` has run all of them. `nox -s isolated -- packages/pp` runs every test of a package so.
+session `tests` has run all of them. `nox -s tests -- packages/pp` runs all of a package.
 """
 
 from __future__ import annotations
