@@ -124,7 +124,8 @@ def alone_program(package: Package) -> str:
 import importlib, importlib.util, pkgutil
 import {package.module} as package
 assert "site-packages" in package.__file__, package.__file__
-found = [name for name in {absent} if importlib.util.find_spec(name)]
+# A folder in which pip left what pytest had compiled has no origin.
+found = [name for name in {absent} if (spec := importlib.util.find_spec(name)) and spec.origin]
 assert not found, f"siblings can be imported: {{found}}"
 for module in pkgutil.walk_packages(package.__path__, "{package.module}."):
     if not module.name.endswith("__main__"):
