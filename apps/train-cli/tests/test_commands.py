@@ -100,6 +100,7 @@ def test_needs_names_what_is_missing(cli: Cli, plan: Path, monkeypatch: pytest.M
     result = cli("needs", plan)
     assert result.code == 0
     assert "in a clone" in result.err, "no index has them, so the lines alone lead nowhere"
+    assert "call this again" in result.err, "their records may name more"
     names = ("models", "dp", "isp", "pp")
     folders = ["packages/core", "apps/train-cli", *(f"packages/{name}" for name in names)]
     assert result.out.splitlines() == [f"-e {folder}" for folder in folders]
@@ -110,6 +111,26 @@ def test_needs_names_what_is_missing(cli: Cli, plan: Path, monkeypatch: pytest.M
 def test_needs_says_the_same_where_all_is_installed(cli: Cli, plan: Path) -> None:
     """As they are on no index, a version would lead nowhere."""
     assert cli("needs", plan).out.splitlines() == ["-e packages/core", "-e apps/train-cli", "-e packages/models"]
+
+
+def test_needs_names_what_defaults_and_records_name(cli: Cli, plan: Path) -> None:
+    """The schedule of a pipeline names its partition and link, and `pp.measured` a timer, unless it has the seconds."""
+    plan.write_text(plan.read_text("utf-8").replace("dp = 2", "pp = 2"), "utf-8")
+    text = plan.read_text("utf-8") + '[pipeline]\nuse = "pp.gpipe"\n'
+    text += '[weights]\nuse = "isp.communicator"\n[[gradient_handlers]]\nuse = "powersgd.reducer"\n'
+    names = ["core", "train-cli", "models", "isp", "pp", "powersgd"]
+    for partition, more in (
+        ("", []),
+        ('[partition]\nuse = "pp.measured"\n', ["estimate"]),
+        ("layer_costs = [1.0, 2.0, 1.0]\n", []),
+    ):
+        text += partition
+        plan.write_text(text, "utf-8")
+        result = cli("needs", plan)
+        assert result.code == 0, result.err
+        found = sorted(line.rpartition("/")[2].removeprefix("sley-") for line in result.out.splitlines())
+        assert found == sorted([*names, *more])
+        assert "call this again" not in result.err
 
 
 def test_needs_pins_what_is_installed(cli: Cli, plan: Path, install: Callable[..., None]) -> None:

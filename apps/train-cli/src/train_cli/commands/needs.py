@@ -11,11 +11,14 @@ from typing import Any
 
 import typer
 
-from sley_core.discovery import CORE, folder_of
-from sley_core.errors import Diagnostic, KeyPath, PluginError
+from sley_core.discovery import CORE, EXAMPLES, folder_of
+from sley_core.errors import Diagnostic, KeyPath, PluginError, SleyError
+from sley_core.plan.check import timer_package
 from sley_core.plan.document import Document
+from sley_core.plan.kinds import COMPONENTS
 from sley_core.plan.loader import FIRST_PARTY, Loader
 from sley_core.plan.read import read_file
+from sley_core.plan.resolve import resolve
 from train_cli.console import say
 from train_cli.options import PlanArgument, SetOption
 
@@ -27,20 +30,36 @@ def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
     document = read_file(plan, overrides or [])
     loader = Loader()
     lines = {CORE: f"-e {folder_of(CORE, ','.join(_extras(document)))}", "train-cli": "-e apps/train-cli"}
+    named = dict(reversed([*_named_plugins(document, loader)]))  # the first path of each
+    timer = ""
+    try:
+        resolved = resolve(document, loader)
+    except SleyError:
+        names = [*reversed(named)]
+        note = "the plan cannot be resolved here: call this again with these installed, as their records may need more"
+    else:  # knows also the plugins that a default or a record names
+        names, timer, note = [*resolved.plugins], timer_package(resolved), ""
     unknown: list[Diagnostic] = []
-    for name, path in _named_plugins(document, loader):
+    for name in names:
         if name in lines:
             continue
         try:
             lines[name] = _requirement(name, loader)
         except PluginError as error:
             lines[name] = ""
-            unknown += [document.diagnostic(each.code, each.message, path, each.hint) for each in error.diagnostics]
+            unknown += [
+                document.diagnostic(each.code, each.message, named[name], each.hint) for each in error.diagnostics
+            ]
     if unknown:
         raise PluginError.many(unknown)
+    if timer:
+        ours = timer.startswith("sley_")
+        lines[timer] = f"-e {folder_of(timer.removeprefix('sley_'))}" if ours else timer
     for line in lines.values():
         typer.echo(line)
     say("Sley's own packages are on no index: give these lines to pip in a clone of its repository")
+    if note:
+        say(note)
 
 
 def _extras(document: Document) -> Iterator[str]:
@@ -53,7 +72,7 @@ def _extras(document: Document) -> Iterator[str]:
 
 def _requirement(name: str, loader: Loader) -> str:
     """Returns the line for pip of plugin `name`; raises PluginError if it is neither ours nor installed."""
-    if name in FIRST_PARTY:
+    if name in FIRST_PARTY or name in EXAMPLES:
         return f"-e {folder_of(name)}"
     match loader.found(name):
         case [one]:
@@ -63,16 +82,20 @@ def _requirement(name: str, loader: Loader) -> str:
 
 
 def _named_plugins(document: Document, loader: Loader) -> Iterator[tuple[str, KeyPath]]:
-    """Yields the plugins of the records that the plan names, with the path of each.
+    """Yields the plugins of the records that the plan names, and of the default of each table without `use`, with their paths.
 
     Which fields beside `use` name records only the plugin knows, and it may not be installed: the values of other fields count
     if they have the form of a record of a known plugin.
     """
-    known = {*FIRST_PARTY, *loader.names()}
+    known = {*FIRST_PARTY, *EXAMPLES, *loader.names()}
     for path, value in _strings(document.tables):
         match = _RECORD.fullmatch(value)
         if match and (path[-1] == "use" or match[1] in known):
             yield match[1], path
+    for spec in COMPONENTS:
+        is_open = not {"use", "factory"} & _table(document, spec.key).keys()
+        if spec.default and is_open and (spec.only_with is None or spec.only_with in document.tables):
+            yield spec.default.partition(".")[0], (spec.key,)
 
 
 def _strings(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:

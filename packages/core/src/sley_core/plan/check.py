@@ -73,14 +73,19 @@ def _pipeline_is_there(plan: Plan) -> Iterator[Problem]:
 
 def _timer(plan: Plan) -> Iterator[Problem]:
     """Yields a problem if the partition times layers by a package that is not installed."""
-    if plan.partition is None or not isinstance(plan.partition.record, PartitionerRecord):
-        return
-    timer = plan.partition.record.timer
-    package = timer.partition(".")[0] if timer is not None and plan.partition.config.layer_costs is None else ""
-    if package and find_spec(package) is None:
+    package = timer_package(plan)
+    if plan.partition is not None and package and find_spec(package) is None:
         hint = to_install(package.removeprefix("sley_")) if package.startswith("sley_") else f"install `{package}`"
         message = f"`{plan.partition.name}` times layers by `{package}`, which is not installed"
         yield Problem(("partition", "use"), message, f"{hint}; or give `layer_costs`", "timer-missing")
+
+
+def timer_package(plan: Plan) -> str:
+    """Returns the import name of the package that measures layers for the partition, or an empty string."""
+    if plan.partition is None or not isinstance(plan.partition.record, PartitionerRecord):
+        return ""
+    timer = plan.partition.record.timer
+    return timer.partition(".")[0] if timer is not None and plan.partition.config.layer_costs is None else ""
 
 
 def _weights(plan: Plan) -> Iterator[Problem]:
