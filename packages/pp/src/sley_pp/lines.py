@@ -7,7 +7,7 @@ host  of the group `control`: heads and announcements, if tensors are on a devic
 On a device, tensors go by the host too in a stage's first walks (`by_host`), and communicators are connected when nothing else
 is under way (`connect`). NCCL connects two ranks at their first message, and blocks the host of either until the other comes to
 it; CUDA loads a kernel at its first launch, and waits until the device has nothing to do, also for a receive that waits for a
-peer. With receives that are posted ahead each stage would wait for the other (docs/adr/0062).
+peer. With receives that are posted ahead each stage would wait for the other (docs/adr/0014).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Notices ranks that die while others wait for them or build: each other rank keeps a connection to rank 0 open, which the
-system closes when a process ends.
+system closes when a process ends. Heartbeats would be late wherever code holds Python's lock for seconds.
 
     rank 0   Door ── port and token, in the store ──> Tether   rank n
              closed: rank n has ended                 closed: rank 0 has ended

@@ -4,8 +4,8 @@ Two collectives per bucket: the first, of P and of all gradients not worth compr
 of Q, runs at the step's end. A bucket is the gradients that became complete since the last one was sent. The state belongs to a
 parameter, not to a bucket.
 
-The algorithm is that of torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook, against which it is tested; docs/adr/0008 in
-Sley's repository says why that code itself is not used.
+The algorithm is that of torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook, against which it is tested. The README says
+why that code itself is not used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Runs the model forward only, in the process that trains it: for its loss, on held-out samples or on a program's own, and for
 its outputs. Allocates no gradient and changes no state.
 
+It runs the forwards of the training schedule, in their order: forwards wait only for forwards, so each schedule has them.
+
 A program gets the model's outputs in the form of the batch that it gave:
 
     a batch of n micro-batches ──> one output, its tensors joined along the dim of samples

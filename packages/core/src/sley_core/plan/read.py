@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import tomli
+import tomli  # unlike tomllib before Python 3.14, its errors have a line and a column
 
 from sley_core.errors import Diagnostic, KeyPath, Place, PlanError, dotted
 from sley_core.plan.document import Document, Override, first_of, index, plain

@@ -1,1 +1,5 @@
-"""Who is slow in a run: which rank others wait for, at which layer or action, from what ranks have recorded. Without torch."""
+"""Finds the slow rank of a run, with the layer or action, from the records of its ranks. Imports no torch.
+
+All ranks show the same seconds per step, so waiting names nobody: the slow rank is the one that works longer than ranks with
+the same layers. A slowdown counts from a quarter of a step; less would raise false alarms on any busy machine.
+"""
