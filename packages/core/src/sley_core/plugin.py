@@ -70,7 +70,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
         GradientHandlerRecord(
             name="each",
             config=EachConfig,
-            build=f"{home}.each:Each",
+            build=f"{home}.handlers:Each",
             role="reducer",
             canonical=True,
             plain_sums=lambda config: True,
@@ -80,7 +80,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
         GradientHandlerRecord(
             name="gradient_norms",
             config=GradientNormsConfig,
-            build=f"{home}.gradient_norms:GradientNorms",
+            build=f"{home}.handlers:GradientNorms",
             role="observer",
             takes_shards=True,
         ),
