@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from sley_core.api.comm import Group, checksum
 from sley_core.api.model import attended
 from sley_core.errors import RunError
-from sley_isp.sequence.call import AttentionCall
 from sley_isp.sequence.exchange import heads_of_all, slice_of_all
-from sley_isp.sequence.proof import Proof
+from sley_isp.sequence.proof import AttentionCall, Proof
 
 
 class SequenceAttention(nn.Module):
