@@ -28,12 +28,12 @@ from torch import Tensor
 
 from contestants import plan
 from protocol import RESAMPLES, interleave, parser
+from sley_checkpoint.direct_files import crc_of_file, write_file
+from sley_checkpoint.format import bytes_of
+from sley_checkpoint.live_bytes import CHUNK_BYTES
 from sley_core.assemble import assemble
-from sley_core.checkpoint.live_bytes import CHUNK_BYTES
-from sley_core.checkpoint.tensor_file import bytes_of
 from sley_core.comm.world import World
 from sley_core.engine.update import states_of
-from sley_core.files.direct_files import crc_of_file, write_file
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from sley_checkpoint import read
+from sley_checkpoint.choosing import index_or_none
+from sley_checkpoint.folders import LocalFolder, open_folder
+from sley_checkpoint.reader import ready
 from sley_core.attempt import read_attempt
-from sley_core.checkpoint import read
-from sley_core.checkpoint.choosing import index_or_none
-from sley_core.checkpoint.verify import ready
 from sley_core.errors import SleyError
-from sley_core.files.folders import LocalFolder, open_folder
 from sley_core.metrics.jsonl import JsonlWriter, rows
 from sley_core.run import Run
 from sley_core.weight_files.read import WeightFiles
@@ -105,7 +105,7 @@ def digest(weights: Any) -> str:
 
 def lay(patch: pytest.MonkeyPatch, where: str, times: int) -> None:
     """Lets this process end when it gets to `where` for that time."""
-    import sley_core.checkpoint.checkpoints as checkpoints
+    import sley_core.attempt as attempts
     from train_cli import rank
 
     left = [times]
@@ -126,8 +126,8 @@ def lay(patch: pytest.MonkeyPatch, where: str, times: int) -> None:
         "row": (JsonlWriter, "write", False),
         "publish": (LocalFolder, "publish", True),
         "published": (LocalFolder, "publish", False),
-        "attempt": (checkpoints, "write_attempt", True),
-        "attempted": (checkpoints, "write_attempt", False),
+        "attempt": (attempts, "write_attempt", True),
+        "attempted": (attempts, "write_attempt", False),
         "rewound": (JsonlWriter, "rewind", False),
         "remove": (LocalFolder, "remove", True),
         "summary": (rank, "write_summary", False),

@@ -112,6 +112,7 @@ def test_kinds_have_names() -> None:
         "memory pool",
         "activation policy",
         "offload manager",
+        "checkpointer",
         "metrics writer",
     ]
     assert a_word("optimizers") == "an optimizer"

@@ -22,8 +22,8 @@ from train_cli.saved import finished_steps, wrote
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sley_core.checkpoint.loading import Restored
     from sley_core.plan.plan import Plan
+    from sley_core.protocols import Restored
     from sley_core.run import Run
 
 AUTO = "auto"
@@ -53,7 +53,7 @@ def goes_on(plan: Plan, given: str | None) -> bool:
     # Not resolved too, since the folder of checkpoints may be a link.
     paths = {Path(given).resolve(), Path(os.path.abspath(given))}  # noqa: PTH100  # it leaves links as they are
     return any(path.is_relative_to(base) for path in paths for base in (folder.resolve(), folder.absolute())) or wrote(
-        folder, given
+        plan, folder, given
     )
 
 

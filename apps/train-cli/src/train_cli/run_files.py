@@ -11,8 +11,9 @@ from sley_core.errors import UsageError
 from sley_core.plan.loader import Loader
 from sley_core.plan.read import read_file
 from sley_core.plan.resolve import resolve
-from sley_core.run_files import CHECKPOINTS, KEPT, PLAN, WEIGHTS, with_kept
+from sley_core.run_files import KEPT, PLAN, WEIGHTS, with_kept
 from sley_core.weight_files.tokenizers import TOKENIZER
+from train_cli.saved import about_or_none, checkpoints_of, files_of, is_remote, paths_in
 
 if TYPE_CHECKING:
     from sley_core.plan.document import Document
@@ -68,8 +69,7 @@ def newest_weights(folder: Path, plan: Plan) -> tuple[Path | str, int | None]:
         writer, step = step_of(folder / WEIGHTS)
         if attempt is None or step is None or attempt.took(writer, step):
             final = folder / WEIGHTS, step
-    own = (plan.checkpoint.folder if plan.checkpoint else None) or str(folder / CHECKPOINTS)
-    for path, step in _checkpoints(own, folder):
+    for path, step in _checkpoints(plan, folder):
         if final is not None and (final[1] is None or final[1] >= step):
             break
         return path, step
@@ -79,16 +79,16 @@ def newest_weights(folder: Path, plan: Plan) -> tuple[Path | str, int | None]:
     return final
 
 
-def _checkpoints(own: str, folder: Path) -> Iterator[tuple[str, int]]:
-    """Yields path and step of the whole checkpoints in `own` that led to the steps of the run in `folder`, the newest first."""
+def _checkpoints(plan: Plan, folder: Path) -> Iterator[tuple[str, int]]:
+    """Yields path and step of the whole checkpoints that led to the steps of the run in `folder`, the newest first."""
     from sley_core.attempt import read_attempt
-    from sley_core.checkpoint.choosing import index_or_none
-    from sley_core.checkpoint.verify import damages, ready
-    from sley_core.files.folders import open_folder
 
-    attempt, where = read_attempt(folder), open_folder(own)
-    found = [(index, name) for name in ready(where) if (index := index_or_none(where.child(name))) is not None]
-    for index, name in sorted(found, key=lambda one: one[0].step, reverse=True):
-        is_own = attempt is None or attempt.has_taken(index.lineage, index.step)
-        if is_own and not damages(where.child(name)):
-            yield where.child(name).text, index.step
+    own = checkpoints_of(plan, folder)
+    if not is_remote(own) and not Path(own).is_dir():
+        return
+    files, attempt = files_of(plan), read_attempt(folder)
+    found = [(about, path) for path in paths_in(files, own) if (about := about_or_none(files, path)) is not None]
+    for about, path in sorted(found, key=lambda one: one[0].step, reverse=True):
+        is_own = attempt is None or attempt.has_taken(about.lineage, about.step)
+        if is_own and files.is_whole(path):
+            yield path, about.step

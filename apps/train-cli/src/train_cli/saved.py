@@ -1,4 +1,4 @@
-"""Finds the checkpoints in a folder by their files alone. Whether one is complete is checked when it is loaded. URLs are not
+"""Finds the checkpoints in a folder by their files alone. Whether one is whole is checked when it is loaded. URLs are not
 looked at.
 """
 
@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sley_core.attempt import read_attempt
-from sley_core.errors import UsageError
+from sley_core.errors import SleyError, UsageError
 from sley_core.metrics.summary import NAME as SUMMARY
+from sley_core.plan.loader import Loader
 from sley_core.run_files import CHECKPOINTS
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
+    from sley_core.protocols import CheckpointFiles
+    from sley_core.run_state.saved import SavedRun
 
 _SHOWN = 4
 
@@ -24,34 +27,58 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
-def names_in(path: Path) -> list[str]:
-    """Returns the names of the checkpoints in the folder `path`, the newest first; none if there is no such folder."""
-    if not path.is_dir():
-        return []
-    # Imported where there is a folder to look into: they import torch.
-    from sley_core.checkpoint.verify import ready
-    from sley_core.files.folders import open_folder
+def checkpoints_of(plan: Plan, folder: Path) -> str:
+    """Returns path or URL of the folder of checkpoints of a run of `plan` in `folder`."""
+    return (plan.checkpoint.config.folder if plan.checkpoint else None) or str(folder.absolute() / CHECKPOINTS)
 
-    return ready(open_folder(path))
+
+def files_of(plan: Plan | None) -> CheckpointFiles:
+    """Returns what reads the checkpoints of a run of `plan`, or those of the default checkpointer. It imports torch.
+
+    Raises PluginError "plugin-missing" where that is not installed, UsageError "no-checkpoint-files" where only a run can read
+    them.
+    """
+    from sley_core.run_state.checkpointer import checkpoint_files
+
+    files = checkpoint_files(Loader() if plan is None else plan.loader, plan)
+    if files is None:
+        name = plan.checkpoint.name if plan and plan.checkpoint else ""
+        hint = "give `train-cli run` the checkpoint with `--resume PATH`, and use the weights at the end of that run"
+        raise UsageError("no-checkpoint-files", f"checkpoints of `{name}` can be read by a run alone", hint=hint)
+    return files
+
+
+def paths_in(files: CheckpointFiles, folder: str) -> list[str]:
+    """Returns paths or URLs of the complete checkpoints in `folder`, the newest first."""
+    return [f"{folder.rstrip('/')}/{name}" for name in files.names(folder)]
+
+
+def about_or_none(files: CheckpointFiles, path: str) -> SavedRun | None:
+    """Returns the description of the checkpoint at `path`; None if there is none, or it is damaged."""
+    try:
+        return files.about(path)
+    except Exception:  # whatever a file system raises
+        return None
 
 
 def can_go_on(plan: Plan, folder: Path) -> bool:
     """Returns whether a run of `plan` in `folder` may find a checkpoint to resume from: its own, or that at which it began."""
-    own = (plan.checkpoint.folder if plan.checkpoint else None) or str(folder / CHECKPOINTS)
-    return is_remote(own) or bool(names_in(Path(own))) or bool((attempt := read_attempt(folder)) and attempt.origin)
+    own, attempt = checkpoints_of(plan, folder), read_attempt(folder)
+    if is_remote(own) or (attempt is not None and attempt.origin):
+        return True
+    try:
+        return Path(own).is_dir() and bool(files_of(plan).names(own))
+    except SleyError:  # nothing here reads them
+        return False
 
 
-def wrote(folder: Path, given: str) -> bool:
+def wrote(plan: Plan, folder: Path, given: str) -> bool:
     """Returns whether an attempt of the run in `folder` wrote the checkpoint at `given`, or the newest of several there."""
     attempt = read_attempt(folder)
     if attempt is None:
         return False
-    from sley_core.checkpoint.choosing import index_or_none
-    from sley_core.checkpoint.verify import ready
-    from sley_core.files.folders import open_folder
-
-    where = open_folder(given)
-    found = index_or_none(where) or next((index_or_none(where.child(name)) for name in ready(where)), None)
+    files = files_of(plan)
+    found = about_or_none(files, given) or next((about_or_none(files, path) for path in paths_in(files, given)), None)
     return found is not None and attempt.wrote(found.lineage)
 
 
@@ -64,14 +91,22 @@ def finished_steps(folder: Path) -> int | None:
         return None
 
 
-def check_given(path: str) -> None:
+def check_given(plan: Plan, path: str) -> None:
     """Raises UsageError "no-checkpoint" if `path` is neither a checkpoint nor a folder of some; it says where there are
     some.
     """
-    from sley_core.checkpoint.index import INDEX
+    if is_remote(path):
+        return
+    files, given = files_of(plan), Path(path)
 
-    given = Path(path)
-    if is_remote(path) or (given / INDEX).is_file() or names_in(given):
+    def names_in(folder: Path) -> list[str]:
+        return files.names(str(folder))
+
+    try:
+        has_some = files.about(path) is not None
+    except SleyError:  # a damaged one, which the load names
+        has_some = True
+    if has_some or names_in(given):
         return
     if names_in(given / CHECKPOINTS):
         hint = f"those of that run are in `{given / CHECKPOINTS}`"

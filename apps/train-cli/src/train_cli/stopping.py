@@ -65,7 +65,7 @@ def terminated_s(plan: Plan) -> float:
     """Returns within how many seconds of SIGTERM a rank of `plan` has ended: it finishes its step, and may save a
     checkpoint.
     """
-    saves = plan.run.final_weights != "none" or (plan.checkpoint is not None and plan.checkpoint.on_interrupt)
+    saves = plan.run.final_weights != "none" or (plan.checkpoint is not None and plan.checkpoint.config.on_interrupt)
     return SAVING_S if saves else TERMINATED_S
 
 

@@ -13,6 +13,7 @@ from sley_core.plan.loader import Loader
 from sley_core.plan.resolve import resolve
 from train_cli.one_process import of_trained, without_data
 from train_cli.run_files import document_of_run, newest_weights
+from train_cli.saved import files_of
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -48,8 +49,8 @@ def trained_run(
     it evaluates. Raises UsageError "no-weights" if there are none.
     """
     from sley_core.assemble import assemble
-    from sley_core.checkpoint.weights import weights_of_checkpoint
     from sley_core.comm.world import World
+    from sley_core.run_state.weights import plan_and_weights
     from sley_core.weight_files.read import WeightFiles
 
     path, step = newest_weights(folder, plan)
@@ -63,7 +64,8 @@ def trained_run(
             run.load_weights((name, files.tensor(name)) for name in files.names)
             yield run, f"the weights{'' if step is None else f' of step {step}'} in {path}"
         else:
-            found = weights_of_checkpoint(path)
+            found = files_of(plan).open(path)
             assert found is not None, path
-            run.load_weights((name, found[1].tensor(name)) for name in found[1].names)
+            _, weights = plan_and_weights(found)
+            run.load_weights((name, weights.tensor(name)) for name in weights.names)
             yield run, f"the checkpoint of step {step} in {path}"

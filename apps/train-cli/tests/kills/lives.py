@@ -14,8 +14,8 @@ from typing import Any
 
 import tomli_w
 
+from sley_checkpoint import newest, read
 from sley_core.attempt import read_attempt
-from sley_core.checkpoint import newest, read
 from sley_testing.forked import ForkedProgram
 from sley_testing.plans import Tables
 

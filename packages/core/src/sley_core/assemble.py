@@ -29,7 +29,7 @@ from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
 from sley_core.engine.stage import Stage
 from sley_core.engine.step_state import StepState
 from sley_core.engine.weights import WeightStore
-from sley_core.equip import checkpoints_of, outputs_of, samples_of
+from sley_core.equip import outputs_of, samples_of, state_of
 from sley_core.equipment import AssemblyFacts
 from sley_core.errors import PlanError
 from sley_core.join import join
@@ -38,6 +38,7 @@ from sley_core.model.materialize import materialize
 from sley_core.offload import memory_of, move_numbers
 from sley_core.plan.check import check_plan
 from sley_core.run import Run
+from sley_core.run_state.checkpointer import checkpointer_of
 from sley_core.uncompiled import leave_compiler_out
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
     if has_values:
         check_extra_states(stage.layers)
         refuse_left_over(model, stage.layers)  # last, since the code above still uses other ranks' layers
+    facts = AssemblyFacts(*sizes, notes, draft.found)
+    state = state_of(plan, parts, stepper, samples, memory, model, folder, facts)
     return Run(
         plan,
         parts,
@@ -114,8 +117,9 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
         outputs_of(plan, world, stepper, topology, folder),
         memory,
         WeightLoader(names, parts, stepper.update.masters),
-        checkpoints_of(plan, parts, stepper, samples, memory, model, folder),
-        AssemblyFacts(*sizes, notes, draft.found),
+        checkpointer_of(state),
+        state,
+        facts,
     )
 
 

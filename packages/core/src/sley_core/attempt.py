@@ -12,17 +12,23 @@ import os
 import secrets
 import socket
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sley_core.errors import RunError
+from sley_core.errors import RunError, UsageError
 from sley_core.json_text import write_whole
+from sley_core.metrics.jsonl import rows
+from sley_core.run_files import WEIGHTS
 
 NAME = "attempt.json"
 
 ID_LENGTH = 12
 """Of an attempt, in hexadecimal digits."""
+
+NEVER_ANEW = "never-anew"
+"""The code of a load that would begin work again which has been done."""
 
 _WITHOUT_END = 2**63
 
@@ -151,3 +157,92 @@ def write_attempt(folder: Path, attempt: Attempt) -> None:
     except OSError as error:
         hint = "name a folder that can be written in `[run] folder`"
         raise RunError("attempt", f"cannot write `{folder / NAME}`: {error.strerror or error}", hint=hint) from error
+
+
+class RunAttempt:
+    """Keeps the record of the attempts in `folder`, the run's; None if the run has none. current: the attempt of this process,
+    None before it begins; on rank 0 alone.
+    """
+
+    def __init__(self, folder: Path | None, rank: int) -> None:
+        self.folder = None if folder is None else folder.absolute()
+        self.current: Attempt | None = None
+        self._is_first_rank = rank == 0
+        self._is_begun = False
+
+    @property
+    def known(self) -> Attempt | None:
+        """The attempt of this process, or else that which the folder names. Raises RunError "attempt"."""
+        return self.current or (None if self.folder is None else read_attempt(self.folder))
+
+    def begin(self, step: int) -> None:
+        """Writes the attempt into the run's folder, before its first step or save; does nothing the second time. step: how many
+        are done. Raises RunError "attempt" if the folder has rows of another attempt.
+        """
+        if self._is_begun or not self._is_first_rank:
+            return
+        if self.current is None and self.folder is not None and next(rows(self.folder), None) is not None:
+            hint = '`load_checkpoint("auto")` resumes it; a run that begins needs an empty folder'
+            raise RunError("attempt", f"`{self.folder}` has rows of another attempt", hint=hint)
+        self.current = self.current or new_attempt(step)
+        if self.folder is not None:
+            write_attempt(self.folder, self.current)
+        self._is_begun = True
+
+    def saved(self, step: int) -> None:
+        """Writes into the run's folder that its attempt has saved a checkpoint of `step`."""
+        if self.current is not None:
+            self.current = replace(self.current, saved=step)
+            if self.folder is not None:
+                with suppress(RunError):  # the checkpoint is there all the same
+                    write_attempt(self.folder, self.current)
+
+    def resume(self, lineage: Lineage, step: int, given: str, path: str) -> tuple[int, str]:
+        """Makes the next step the first of an attempt that goes on after the first `step` steps of `lineage`.
+
+        given: as of `going_on`. Returns how many steps the attempts before it in the run's folder have in common with the
+        checkpoint at `path`, and a note for the user; 0 and "" on ranks other than 0.
+        """
+        if not self._is_first_rank:
+            return 0, ""
+        # Without a folder nothing else says whose the checkpoint is.
+        before = self.known if self.current or self.folder is not None else Attempt(lineage)
+        common, note = 0 if before is None else steps_in_common(before.lineage, lineage), ""
+        if before is not None and common < step and before.origin != path:
+            whose = "an earlier attempt of this run" if before.wrote(lineage) else "another run"
+            note = f"{path} is of {whose}: rows of other steps than its own are dropped"
+        self.current, self._is_begun = going_on(before, lineage, step, given, path), False
+        return min(step, common), note
+
+    def refuse_to_begin_anew(self, where: str, others: Sequence[str] = ()) -> None:
+        """Raises UsageError "never-anew" if the run has done work that a first step would begin again.
+
+        where: its folder of checkpoints, in which there are none of this run. others: names of those of other attempts.
+        """
+        assert self.folder is not None, "a run without a folder has done nothing"
+        attempt = self.known
+        steps = max((int(row["step"]) for row in rows(self.folder)), default=0)
+        work = [f"rows up to step {steps}"] if steps else []
+        work += ["final weights"] if (self.folder / WEIGHTS).is_dir() else []
+        saved = -1 if attempt is None else attempt.saved
+        if work or saved >= 0:
+            has = " and ".join(work) or "an attempt without rows"
+            beside = f", only those of other attempts: {listed(others)}" if others else ""
+            lost = f"; the newest was of step {saved}" if saved >= 0 else "; it has saved none"
+            hint = "bring the checkpoints back, or name one with `--resume PATH`; `--overwrite` begins anew"
+            if saved < 0:
+                hint = "`--overwrite` begins anew; `[checkpoint]` saves a run on its way"
+            message = f"{self.folder} has {has}, but {where} has no checkpoint of it{beside}{lost}"
+            raise UsageError(NEVER_ANEW, message, hint=hint)
+        if others and attempt is None:
+            message = (
+                f"{where} has checkpoints ({listed(others)}), but {self.folder} does not say that this run wrote them"
+            )
+            hint = "`--resume PATH` takes one of them; without `--resume`, the run begins at the first step"
+            raise UsageError(NEVER_ANEW, message, hint=hint)
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Returns the first `most` names in words, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"

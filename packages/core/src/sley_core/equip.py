@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sley_core.checkpoint.checkpoints import Checkpoints
-from sley_core.checkpoint.run_tensors import RunTensors
+from sley_core.attempt import RunAttempt
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
@@ -16,11 +15,13 @@ from sley_core.data.vocabulary import check_tokens
 from sley_core.engine.evaluate import Evaluation, ForwardOnly
 from sley_core.engine.step_batch import BatchSplitter
 from sley_core.engine.timeline import StepProfiler, StepTimeline
-from sley_core.equipment import Outputs, Samples, rows_of
+from sley_core.equipment import AssemblyFacts, Outputs, Samples, rows_of
 from sley_core.metrics.parts import keepers_of
 from sley_core.metrics.throughput import Meter
 from sley_core.model.buffers import BufferWatch
 from sley_core.run_files import CHECKPOINTS
+from sley_core.run_state.state import TrainingState
+from sley_core.run_state.tensors import RunTensors
 
 if TYPE_CHECKING:
     from sley_core.comm.world import World
@@ -101,11 +102,19 @@ def outputs_of(plan: Plan, world: World, stepper: Stepper, topology: Topology, f
     return Outputs(writers, timeline, profiler)
 
 
-def checkpoints_of(
-    plan: Plan, parts: Parts, stepper: Stepper, samples: Samples, memory: RunMemory, model: Model, folder: Path | None
-) -> Checkpoints:
-    """Returns the object that saves and restores the run. folder: the run's."""
+def state_of(
+    plan: Plan,
+    parts: Parts,
+    stepper: Stepper,
+    samples: Samples,
+    memory: RunMemory,
+    model: Model,
+    folder: Path | None,
+    facts: AssemblyFacts,
+) -> TrainingState:
+    """Returns what a checkpointer is built with. folder: the run's."""
     tensors = RunTensors(parts, stepper.update, memory, model.per_rank_buffers, keepers_of(plan, stepper))
-    own = plan.checkpoint.folder if plan.checkpoint else None
-    where = own or (None if folder is None else str(folder / CHECKPOINTS))
-    return Checkpoints(plan, tensors, samples.feed, where, folder)
+    own = plan.checkpoint.config.folder if plan.checkpoint else None
+    where = own or (None if folder is None else str(folder.absolute() / CHECKPOINTS))
+    attempt = RunAttempt(folder, parts.world.rank)
+    return TrainingState(plan, tensors, samples.feed, attempt, where, facts.found, facts.notes)

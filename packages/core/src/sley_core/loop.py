@@ -17,7 +17,7 @@ from sley_core.engine.totals import Votes, is_no_number, is_refused, refusal
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
-    from sley_core.checkpoint.checkpoints import Checkpoints
+    from sley_core.attempt import RunAttempt
     from sley_core.comm.device import Moment
     from sley_core.engine.parts import Parts
     from sley_core.engine.step_batch import GivenBatch, StepBatch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sley_core.engine.totals import PendingTotals, StepResult
     from sley_core.equipment import Outputs, Samples
     from sley_core.plan.plan import Plan
+    from sley_core.protocols import Checkpointer
 
 Row = dict[str, float | int]
 
@@ -55,7 +56,8 @@ class Loop:
     """Takes the steps of a run, and makes a row for each.
 
     tell: called with each row, on every rank, after the writers. require: called before each step; raises StateError if memory
-    that a step needs is offloaded, as a listener may have left it. checkpoints: saves the run when a save is due.
+    that a step needs is offloaded, as a listener may have left it. checkpointer: saves the run when a save is due. attempt: the
+    run's.
     num_steps_done: optimizer steps, refused ones included. was_stopped: whether all ranks have agreed to stop.
     """
 
@@ -68,7 +70,8 @@ class Loop:
         outputs: Outputs,
         tell: Callable[[Row], None],
         require: Callable[[], None],
-        checkpoints: Checkpoints,
+        checkpointer: Checkpointer,
+        attempt: RunAttempt,
     ) -> None:
         self.plan = plan
         self.parts = parts
@@ -77,7 +80,8 @@ class Loop:
         self.outputs = outputs
         self.tell = tell
         self.require = require
-        self.checkpoints = checkpoints
+        self.checkpointer = checkpointer
+        self.attempt = attempt
         self.num_steps_done = 0
         self.was_stopped = False
         self._is_first = True  # of this run object, which may have been brought to a later step by a checkpoint
@@ -96,7 +100,7 @@ class Loop:
         self._restart()
         with self._while("_is_training"), self.parts.weights.settled_on_error():
             self._train()
-        self.checkpoints.train_done(self.num_steps_done, was_stopped=self.was_stopped)
+        self.checkpointer.train_done(self.num_steps_done, was_stopped=self.was_stopped)
 
     def _train(self) -> None:
         """Launches each step before it emits the previous one, so that on CUDA the device is not idle while the host reads
@@ -106,7 +110,7 @@ class Loop:
             before, self._late = self._late, self.launch(None)
             if before is not None:
                 self._emit(before)
-            is_due = self._evaluates_after(self._late) or self.checkpoints.is_due(self.num_steps_done)
+            is_due = self._evaluates_after(self._late) or self.checkpointer.is_due(self.num_steps_done)
             if is_due or not self.parts.world.device.is_async:
                 self._emit_late()
             self._save_if_due()
@@ -200,7 +204,7 @@ class Loop:
         """Returns a context manager within which weights are those to evaluate and to save (`Update.evaluated`)."""
         update = self.stepper.update
         if update.traits.has_modes:
-            self.checkpoints.secure()
+            self.checkpointer.stage()
         with update.evaluated():
             yield
 
@@ -219,7 +223,7 @@ class Loop:
         with self._running():
             batch = self._begin_call(given, collected)
             clock = None if timeline is None else timeline.before_step(number, batch.num_micros)
-            votes = Votes(self._stop_asked, self.checkpoints.wants_save)
+            votes = Votes(self._stop_asked, self.checkpointer.wants_save())
             outputs = None if collected is None else collected.outputs
             totals = self.stepper.step(self.num_steps_done, batch, votes=votes, clock=clock, outputs=outputs)
         self._check_buffers()
@@ -232,7 +236,7 @@ class Loop:
     def _running(self) -> Iterator[None]:
         """Returns a context manager for a call of a step."""
         self.require()
-        self.checkpoints.begin(self.num_steps_done)
+        self.attempt.begin(self.num_steps_done)
         with self.parts.world.device.random_state_kept(), self._while("_is_stepping"):
             yield
 
@@ -264,9 +268,9 @@ class Loop:
 
     def _save_if_due(self) -> None:
         """Saves the run as it is now, if all ranks know that a save is due; no step is in flight then."""
-        if self.checkpoints.is_due(self.num_steps_done):
+        if self.checkpointer.is_due(self.num_steps_done):
             self.parts.weights.settle()
-            self.checkpoints.save_due(self.num_steps_done)
+            self.checkpointer.save_due(self.num_steps_done)
             self._restart()
 
     def _take(self, given: GivenBatch | None) -> tuple[StepBatch, float, tuple[int, ...]]:
@@ -312,7 +316,8 @@ class Loop:
         if is_refused(result) and not is_skipped:
             raise self._refusal(launched, result)
         self.was_stopped = result.wants_stop
-        self.checkpoints.is_asked |= result.wants_save
+        if result.wants_save:
+            self.checkpointer.ask()
         row: Row = {"step": launched.number, "loss": result.loss, "grad_norm": result.grad_norm, "lr": launched.lr}
         if result.loss_scale is not None:
             row["loss_scale"] = result.loss_scale

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sley_core.checkpoint.trees import StateLeaf, joined, leaves
 from sley_core.engine.buffers import Span
 from sley_core.engine.update import step_buckets
 from sley_core.errors import RunError
@@ -39,6 +38,7 @@ from sley_core.optim.shared import (
     shared_values,
     with_own_gradients,
 )
+from sley_core.run_state.trees import StateLeaf, joined, leaves
 
 if TYPE_CHECKING:
     from sley_core.records import Scope

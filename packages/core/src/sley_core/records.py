@@ -243,6 +243,18 @@ class MetricsWriterRecord(Record):
     """`build(config, folder: Path) -> MetricsWriter`, on rank 0 only."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckpointerRecord(Record):
+    """`build(config, state: TrainingState) -> Checkpointer` (`sley_core.api.state`). config: None for a run whose plan has no
+    table `[checkpoint]`: it saves and loads only when a program asks.
+
+    files: `"module:attribute"` of a class of `protocols.CheckpointFiles`, by which the command line resumes, exports and
+    samples; None if only runs can read its checkpoints.
+    """
+
+    files: str | None = None
+
+
 @dataclass(frozen=True)
 class ProcessGroupRecord:
     """Describes an extra group: core makes it on all ranks, in plan order, and provides it as `run.groups[axis]`.

@@ -22,19 +22,17 @@ from sley_core.comm.collectives import gather_objects
 from sley_core.comm.device import on_stream
 from sley_core.engine.save import WeightSaver
 from sley_core.equipment import rows_of
-from sley_core.errors import KeyPath, StateError, UsageError, closed
+from sley_core.errors import StateError, UsageError, closed
 from sley_core.loop import Loop, Row
 from sley_core.memory.run_memory import TO_EVALUATE, TO_LOAD, TO_RESTORE, TO_SAVE, TO_STEP
 from sley_core.metrics.parts import counts_of
 from sley_core.notify import Notifier
-from sley_core.plan.load import with_values
+from sley_core.run_state.checkpointer import AUTO
 from sley_core.weight_files.write import FILE_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sley_core.checkpoint.checkpoints import Checkpoints
-    from sley_core.checkpoint.loading import Restored
     from sley_core.engine.load import LoadedWeights, WeightLoader
     from sley_core.engine.parts import IsDue, Parts, Wait
     from sley_core.engine.save import Precision
@@ -44,6 +42,8 @@ if TYPE_CHECKING:
     from sley_core.memory.run_memory import RunMemory
     from sley_core.memory.state import Part
     from sley_core.plan.plan import Plan
+    from sley_core.protocols import Checkpointer, Restored
+    from sley_core.run_state.state import TrainingState
 
 Outcome = Literal["finished", "interrupted", "failed"]
 
@@ -67,7 +67,8 @@ class Run(AbstractContextManager["Run"]):
         outputs: Outputs,
         memory: RunMemory,
         load_weights: WeightLoader,
-        checkpoints: Checkpoints,
+        checkpointer: Checkpointer,
+        state: TrainingState,
         facts: AssemblyFacts,
     ) -> None:
         self.plan = plan
@@ -88,13 +89,12 @@ class Run(AbstractContextManager["Run"]):
         self.readers: list[Callable[[Row], None]] = []
         self._looks = False
         require = partial(memory.require, "a step", TO_STEP)
-        self.loop = Loop(plan, parts, stepper, samples, outputs, self._tell, require, checkpoints)
+        self.loop = Loop(plan, parts, stepper, samples, outputs, self._tell, require, checkpointer, state.attempt)
         self.memory = memory
         memory.settle, memory.check_free = self._settle, self._check_free
         self._load_weights = load_weights
-        self._checkpoints = checkpoints
-        checkpoints.notes = self.notes
-        checkpoints.resolved = lambda: self.resolved_plan.to_toml()
+        self._checkpointer = checkpointer
+        self._state = state
         self._notify = Notifier(plan)
         self._outcome: Outcome = "finished"
         self._has_begun = False
@@ -114,10 +114,7 @@ class Run(AbstractContextManager["Run"]):
     @property
     def resolved_plan(self) -> Plan:
         """The plan completed by what only the run could determine: the ranks of the world, the samples of an epoch, ..."""
-        found: dict[KeyPath, Any] = {**self.facts.found, ("parallel", "dp"): self.topology.dp}
-        if self.feed is not None and self.feed.num_samples is not None:
-            found["data", "samples_per_epoch"] = self.feed.num_samples
-        return with_values(self.plan, found)
+        return self._state.resolved_plan
 
     @on_stream
     def train(self) -> Outcome:
@@ -130,7 +127,7 @@ class Run(AbstractContextManager["Run"]):
         self._settle()
         self._check_ended("training")
         self.memory.require("a step", TO_STEP)
-        self._checkpoints.probe()
+        self._checkpointer.probe()
         with self._stepping():
             self._looks = self._any_listens()
             self.loop.train()
@@ -239,7 +236,7 @@ class Run(AbstractContextManager["Run"]):
         self._settle()
         self._check_ended("loading weights")
         self.memory.require("loading weights", TO_LOAD)
-        self._checkpoints.secure()
+        self._checkpointer.stage()
         found = self._load_weights(state, strict=strict)
         self.loop.weights_loaded()
         return found
@@ -265,7 +262,7 @@ class Run(AbstractContextManager["Run"]):
                 "no-precision", f"weights have no precision {precision!r}", hint=f"it is {' or '.join(TO_SAVE)}"
             )
         save = WeightSaver(self.parts, self.stepper.update.masters)
-        attempt = self._checkpoints.attempt
+        attempt = self._state.attempt.current
         facts = {"step": str(self.num_steps_done), "attempt": "" if attempt is None else attempt.id}
         self._require("saving weights", ())
         with self.loop.evaluated():
@@ -295,7 +292,7 @@ class Run(AbstractContextManager["Run"]):
         """
         self._settle()
         self._check_ended("saving a checkpoint")
-        return self._checkpoints.save(path, self.num_steps_done)
+        return self._checkpointer.save(path, self.num_steps_done)
 
     @on_stream
     def load_checkpoint(self, path: str | Path, *, anew: bool = False) -> Restored | None:
@@ -315,9 +312,12 @@ class Run(AbstractContextManager["Run"]):
         self._settle()
         self._check_ended("loading a checkpoint")
         self.memory.require("loading a checkpoint", TO_RESTORE)
-        found, steps, num_rows = self._checkpoints.load(path, anew=anew)
+        found, num_rows = self._checkpointer.load(path, anew=anew), 0
         if found is not None:
-            self.loop.go_on(steps)
+            given = "" if str(path) == AUTO else str(path)
+            num_rows, note = self._state.attempt.resume(found.lineage, found.step, given, found.path)
+            found.notes.extend([note] if note else [])
+            self.loop.go_on(found.step)
         self.outputs.rewind(num_rows)
         return found
 
@@ -336,7 +336,7 @@ class Run(AbstractContextManager["Run"]):
     def counts(self) -> dict[str, dict[str, float]]:
         """Numbers counted by the run's parts on this rank (`protocols.Counts`, offload managers), by their name in the plan."""
         counts = counts_of(self.plan, self.stepper, self.parts.pool, self.memory)
-        return counts | ({} if self.plan.checkpoint is None else {"checkpoint": dict(self._checkpoints.counts)})
+        return counts | ({} if self.plan.checkpoint is None else {"checkpoint": dict(self._checkpointer.counts())})
 
     @on_stream
     def close(self) -> None:
@@ -349,7 +349,7 @@ class Run(AbstractContextManager["Run"]):
             return
         self._is_closed = True
         feeds = (self.feed, self.evaluation.feed if self.evaluation else None)
-        parts = [*self.outputs.writers, self.stepper, self.outputs.profiler, *feeds, self._checkpoints]
+        parts = [*self.outputs.writers, self.stepper, self.outputs.profiler, *feeds, self._checkpointer]
         with ExitStack() as stack:  # the last first
             for part in parts:
                 if part is not None:
@@ -402,7 +402,7 @@ class Run(AbstractContextManager["Run"]):
                 f"the last {what} failed, and its exchanges with other ranks may be at work on memory that is to leave",
                 hint="take a step first, which ends them, or close the run",
             )
-        self._checkpoints.secure()
+        self._checkpointer.stage()
 
     def _check_ended(self, what: str) -> None:
         """Raises StateError `within-step` if calls within `accumulate` have been added up that no step has ended yet."""

@@ -33,6 +33,7 @@ RecordKind = Literal[
     "memory_pools",
     "activation_policies",
     "offload_managers",
+    "checkpointers",
     "metrics_writers",
 ]
 

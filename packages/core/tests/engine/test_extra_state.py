@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.assemble import assemble
-from sley_core.checkpoint.weights import weights_of_checkpoint
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
+from sley_core.plan.loader import Loader
+from sley_core.run_state.checkpointer import checkpoint_files
+from sley_core.run_state.weights import plan_and_weights
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.contract_model import SQUARES, contract_plan
 from sley_testing.optimizer_contract import WIDTH
@@ -89,9 +91,10 @@ def test_each_replica_goes_on_with_its_own_and_another_layout_with_those_of_one(
 
 def test_files_of_weights_and_exports_have_them(tmp_path: Path) -> None:
     _, states = begun(tables(), tmp_path)
-    found = weights_of_checkpoint(str(tmp_path / "checkpoint"))
-    assert found is not None
-    for source in (WeightFiles(tmp_path / "weights"), found[1]):
+    files = checkpoint_files(Loader())
+    found = files and files.open(str(tmp_path / "checkpoint"))
+    assert found
+    for source in (WeightFiles(tmp_path / "weights"), plan_and_weights(found)[1]):
         with World.join("cpu") as world, assemble(plan_from_dict(tables()), world) as run:
             run.load_weights({name: source.tensor(name) for name in source.names})
             assert states_of(run) == states

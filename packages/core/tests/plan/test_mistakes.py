@@ -46,7 +46,7 @@ def test_a_table_that_names_a_record_and_is_missing_says_which_there_are(text: s
     ("line", "hint"),
     [
         ("steps = 5", "did you mean `run.steps`?"),
-        ("every_steps = 5", "did you mean `checkpoint.every_steps`?"),
+        ("every = 5", "did you mean `evaluation.every`?"),
         ("lr = 1e-3", "did you mean `optimizer.lr`?"),
         ("use = 'core.sgd'", "its keys are "),
     ],
@@ -207,7 +207,7 @@ def test_references_that_lead_nowhere(text: str, loader: Loader) -> None:
     assert messages(text, loader) == [
         "unknown-record 30:8 plugin `pools` (given 0) has no memory pool `arna` | did you mean `pools.arena`?",
         "plugin-unknown 31:9 there is no plugin `nothing` | install the package that has it, by custom `sley-nothing`; "
-        "the plugins here are `core`, `handlers`, `models`, `pools`",
+        "the plugins here are `core`, `checkpoint`, `handlers`, `models`, `pools`",
         "unknown-name 31:22 the plan has no table [pools.plain] | add it with `use`, or name a memory pool as "
         '"plugin.record"',
     ]

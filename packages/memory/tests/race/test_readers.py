@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sley_checkpoint import read
 from sley_core.assemble import assemble
-from sley_core.checkpoint import read
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.assemble import assemble
-from sley_core.checkpoint.weights import weights_of_checkpoint
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.generators import generators_of_optimizer, seed_own, seeded
@@ -33,6 +32,8 @@ from sley_core.optim.config import scope_of
 from sley_core.optim.shared import in_training
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
+from sley_core.run_state.checkpointer import checkpoint_files
+from sley_core.run_state.weights import plan_and_weights
 from sley_core.updates import try_optimizer
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.contract_model import SQUARES, Samples, contract_plan
@@ -171,9 +172,11 @@ class Evaluated:
             run.save_checkpoint(folder / "last")
         files = WeightFiles(folder / "weights")
         self.saved = {name: files.tensor(name) for name in files.names}
-        found = weights_of_checkpoint(str(folder / "last"))
+        reader = checkpoint_files(run.plan.loader)
+        found = None if reader is None else reader.open(str(folder / "last"))
         assert found is not None, "there is no checkpoint"
-        self.exported = {name: found[1].tensor(name) for name in found[1].names}
+        _, weights = plan_and_weights(found)
+        self.exported = {name: weights.tensor(name) for name in weights.names}
         with World.join("cpu") as world, assemble(plan_from_dict(tables), world) as run:
             run.load_weights(self.saved)
             self.again = run.evaluate()

@@ -47,7 +47,7 @@ these characters stand for themselves.
 """
 
 
-PLUGINS = (CORE, "models")
+PLUGINS = (CORE, "models", "checkpoint")
 """The plugins whose tables the page has: what most plans use."""
 
 

@@ -40,8 +40,10 @@ def small_plan(**changes: Any) -> Tables:
 
 
 def loader_of(plugins: Mapping[str, Any]) -> Loader:
-    """Returns a loader of `plugins`, by name, that finds nothing else that is installed but what `small_plan` names."""
-    return Loader({"models": import_module("sley_models.plugin"), **plugins})
+    """Returns a loader of `plugins`, by name, that finds nothing else that is installed but what `small_plan` names, and what
+    saves a run.
+    """
+    return Loader({name: import_module(f"sley_{name}.plugin") for name in ("models", "checkpoint")} | dict(plugins))
 
 
 def changed(tables: Mapping[str, Any], **changes: Any) -> Tables:

@@ -15,6 +15,7 @@ from sley_core.records import ModelRecord
 from sley_core.run_files import PLAN
 from train_cli.console import say
 from train_cli.run_files import newest_weights, plan_of_run
+from train_cli.saved import files_of
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -84,7 +85,7 @@ def _exporter(plan: Plan, form: ExportFormat) -> Callable[[Plan, Tensors, Path, 
 
 def _source(run: str) -> tuple[Plan, Tensors]:
     """Returns the plan and the weights of a checkpoint, or the newest ones of a run; says which."""
-    from sley_core.checkpoint.weights import weights_of_checkpoint
+    from sley_core.run_state.weights import plan_and_weights
     from sley_core.weight_files.read import WeightFiles
 
     path: Path | str = run
@@ -95,11 +96,9 @@ def _source(run: str) -> tuple[Plan, Tensors]:
         if isinstance(path, Path):
             say(f"the weights{'' if step is None else f' of step {step}'} in {path}")
             return plan, WeightFiles(path)
-    found = weights_of_checkpoint(str(path))
+    found = files_of(plan).open(str(path))
     if found is None:
         raise UsageError("no-run", f"`{run}` is neither the folder of a run, with its `{PLAN}`, nor a checkpoint")
-    own, source = found
-    say(
-        f"after step {source.found.step} of {own.run.steps} of the run {own.run.name!r}, from {source.found.folder.text}"
-    )
+    own, source = plan_and_weights(found)
+    say(f"after step {found.about.step} of {own.run.steps} of the run {own.run.name!r}, from {found.place}")
     return plan or own, source

@@ -113,7 +113,7 @@ def run(
     size = check(resolved, nproc or resolved.world(num_devices(resolved)))
     stays = goes_on(resolved, resume)
     resume = _resume(resume, overwrite=overwrite)
-    _check_given(resume)
+    _check_given(resolved, resume)
     check_run_folder(resolved, overwrite=overwrite, resume=stays)
     if sys.stderr.isatty() and settings.message_format is not MessageFormat.json:
         # torch takes seconds to come, in this process and in each rank.
@@ -166,12 +166,12 @@ def _resume(given: str | None, *, overwrite: bool) -> str | None:
     return given or (AUTO if is_again() else None)
 
 
-def _check_given(resume: str | None) -> None:
+def _check_given(plan: Plan, resume: str | None) -> None:
     """Raises UsageError "no-checkpoint" if the user has named a checkpoint that is not there. A run that was started again
     resumes from its own checkpoints, and no longer needs the one at which it began.
     """
     if resume is not None and resume != AUTO and not is_again():
-        check_given(resume)
+        check_given(plan, resume)
 
 
 def _launch(arguments: Sequence[str], size: int, folder: Path, settings: Settings, plan: Plan, *, verbose: int) -> int:
@@ -214,7 +214,7 @@ def _as_rank(
         found = _resume(resume, overwrite=overwrite)
         plan = load_plan(path, overrides)
         check(plan, size)
-        _check_given(found)
+        _check_given(plan, found)
         folder = run_folder(plan)
         # A launcher of ours has made the folder.
         if rank == 0 and not lifeline.is_held():

@@ -1,10 +1,11 @@
 """Gives a plugin's tables their types, and its checks the plan; imports no torch."""
 
 from sley_core.data.config import DataConfig
+from sley_core.factory import cause
 from sley_core.optim.config import OptimizerConfig
 from sley_core.plan.plan import Plan
 from sley_core.plan.read import read_bounded
-from sley_core.plan.tables import ModelConfig, SequenceConfig
+from sley_core.plan.tables import CheckpointConfig, ModelConfig, SequenceConfig
 from sley_core.table import (
     Array,
     NonNegative,
@@ -20,6 +21,7 @@ from sley_core.words import suggestion
 
 __all__ = [
     "Array",
+    "CheckpointConfig",
     "DataConfig",
     "ModelConfig",
     "NonNegative",
@@ -33,6 +35,7 @@ __all__ = [
     "SequenceConfig",
     "Table",
     "Topology",
+    "cause",
     "read_bounded",
     "suggestion",
 ]

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.comm.collectives import all_reduce, gather_objects
+from sley_core.comm.folder_probe import LocalScratch, probe
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.shards import AXIS, REDUCE_GROUP, wholes
 from sley_core.errors import RunError, SleyError
-from sley_core.files.probe import probe
 from sley_core.json_values import from_json, to_json
 from sley_core.weight_files.write import (
     Spec,
@@ -123,7 +123,9 @@ class WeightSaver:
             failed = error.diagnostics[0].message
         self._shared([], failed if self._parts.world.rank == 0 else "", folder, {})
         if self._parts.topology.pp > 1:
-            probe(str(folder.parent), self._control, self._parts.limits.collective_timeout_s, writes=self._writes)
+            probe(
+                LocalScratch(folder.parent), self._control, self._parts.limits.collective_timeout_s, writes=self._writes
+            )
 
     def __call__(
         self,

@@ -10,7 +10,7 @@ from pydantic import Field
 from sley_core import records
 from sley_core.data.config import DataConfig, FactoryDataConfig
 from sley_core.optim.config import FactoryOptimizerConfig, OptimizerConfig
-from sley_core.plan.tables import ModelConfig, SequenceConfig
+from sley_core.plan.tables import CheckpointConfig, ModelConfig, SequenceConfig
 from sley_core.table import NAMED_TABLES, FactoryPath, RecordKind, Table
 
 RECORDS: dict[RecordKind, type[records.Record]] = {
@@ -29,6 +29,7 @@ RECORDS: dict[RecordKind, type[records.Record]] = {
     "memory_pools": records.MemoryPoolRecord,
     "activation_policies": records.ActivationPolicyRecord,
     "offload_managers": records.OffloadManagerRecord,
+    "checkpointers": records.CheckpointerRecord,
     "metrics_writers": records.MetricsWriterRecord,
 }
 """The class of the records of each kind."""
@@ -38,10 +39,15 @@ BASES: dict[RecordKind, type[Table]] = {
     "datasets": DataConfig,
     "optimizers": OptimizerConfig,
     "sequence_attentions": SequenceConfig,
+    "checkpointers": CheckpointConfig,
 }
 """The base class of a record's config, by kind; records of other kinds take any `Table`."""
 
 WORDS: dict[RecordKind, str] = {"lr_schedules": "learning-rate schedule", "losses": "loss"}
+
+
+CHECKPOINTER = "checkpoint.any_layout"
+"""What saves a run whose plan names nothing else."""
 
 
 class Factory(Table):
@@ -177,6 +183,13 @@ COMPONENTS = (
         "memory_pools",
         "Pools of buffers, by names of your own, for the key `pool` of other tables: tables with the same name share a pool. "
         "If such a key has a record's name, it is a pool with that record's defaults, shared in the same way.",
+    ),
+    ComponentTable(
+        "checkpoint",
+        "checkpointers",
+        "How and when a run saves checkpoints; left out, only when a program asks for it.",
+        default=CHECKPOINTER,
+        only_with="checkpoint",
     ),
     ComponentTable(
         "metrics",

@@ -16,7 +16,6 @@ from sley_core.plan.kinds import ComponentTable, Factory
 from sley_core.plan.loader import Loader, Plugin
 from sley_core.plan.tables import (
     BatchTable,
-    CheckpointTable,
     EvaluationTable,
     LimitsTable,
     ParallelTable,
@@ -96,7 +95,6 @@ class Plan:
     parallel: ParallelTable
     limits: LimitsTable
     evaluation: EvaluationTable | None
-    checkpoint: CheckpointTable | None
     profile: ProfileTable | None
     timeline: TimelineTable | None
     model: Component
@@ -114,6 +112,7 @@ class Plan:
     scheduler_hooks: tuple[Component, ...]
     offload: tuple[Component, ...]
     pools: Mapping[str, Component]
+    checkpoint: Component | None
     metrics: tuple[Component, ...]
     document: Document = field(compare=False, repr=False)
     loader: Loader = field(compare=False, repr=False)

@@ -176,28 +176,6 @@ class EvaluationTable(Table):
     """Batches of `global_size` samples in an evaluation."""
 
 
-class CheckpointTable(Table):
-    """When a run saves checkpoints, apart from its end, and where; left out, only when a program asks for it."""
-
-    every_steps: Positive | None = None
-    """Optimizer steps from one checkpoint to the next."""
-
-    every_minutes: PositiveFloat | None = None
-    """Minutes from one checkpoint to the next; with `every_steps`, whichever comes first."""
-
-    keep: Positive = 2
-    """How many checkpoints to keep; older ones are deleted once a newer one is verified."""
-
-    folder: PlanFolder | None = None
-    """Path or URL (fsspec's) of the checkpoint folder, used by this run alone; left out, `checkpoints` in the run's folder."""
-
-    on_interrupt: bool = True
-    """Whether a run that is asked to stop saves a checkpoint first."""
-
-    mode: Literal["async", "sync"] = "async"
-    """Whether the next step continues while a checkpoint is written."""
-
-
 class ProfileTable(Table):
     """Records a Chrome trace per rank; left out, none."""
 
@@ -253,6 +231,16 @@ class SequenceConfig(Table):
     """Whether the model counts positions, and so must take the field `positions`; false for a model without positions."""
 
 
+class CheckpointConfig(Table):
+    """What the table of every checkpointer has; the config of its record is a subclass."""
+
+    folder: PlanFolder | None = None
+    """Path or URL (fsspec's) of the checkpoint folder, used by this run alone; left out, `checkpoints` in the run's folder."""
+
+    on_interrupt: bool = True
+    """Whether a run that is asked to stop saves a checkpoint first."""
+
+
 TABLES: dict[str, type[Table]] = {
     "run": RunTable,
     "batch": BatchTable,
@@ -264,7 +252,6 @@ TABLES: dict[str, type[Table]] = {
 
 OPTIONAL: dict[str, type[Table]] = {
     "evaluation": EvaluationTable,
-    "checkpoint": CheckpointTable,
     "profile": ProfileTable,
     "timeline": TimelineTable,
 }

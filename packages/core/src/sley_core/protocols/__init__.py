@@ -5,7 +5,15 @@ Plugins write classes with these methods; a class that inherits from a protocol 
 
 from sley_core.comm.verbs import Collective
 from sley_core.protocols.exchanges import MemoryPool, SequenceCommunicator, StageLink, WeightCommunicator
-from sley_core.protocols.records import Counts, Keeps, MetricsWriter, Rewinds
+from sley_core.protocols.records import (
+    Checkpointer,
+    CheckpointFiles,
+    Counts,
+    Keeps,
+    MetricsWriter,
+    Restored,
+    Rewinds,
+)
 from sley_core.protocols.training import (
     ActivationPolicy,
     GradientHandler,
@@ -16,6 +24,8 @@ from sley_core.protocols.training import (
 
 __all__ = [
     "ActivationPolicy",
+    "CheckpointFiles",
+    "Checkpointer",
     "Collective",
     "Counts",
     "GradientHandler",
@@ -23,6 +33,7 @@ __all__ = [
     "Loss",
     "MemoryPool",
     "MetricsWriter",
+    "Restored",
     "Rewinds",
     "SchedulerHook",
     "SequenceCommunicator",

@@ -1,0 +1,269 @@
+"""Saves and restores a run, on all ranks together: what `run.save_checkpoint`, `run.load_checkpoint` and the loop call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sley_checkpoint.choosing import choose
+from sley_checkpoint.folders import GONE, STAGING, Folder, LocalFolder, TimedReads, open_folder
+from sley_checkpoint.live_bytes import KeptMemory
+from sley_checkpoint.saving import Destination, Preparation, absolute
+from sley_checkpoint.writing import Background, Writing
+from sley_core.api.comm import gather_objects, probe, said
+from sley_core.api.state import TrainingState
+from sley_core.errors import RunError, UsageError
+from sley_core.protocols import Checkpointer, Restored
+
+if TYPE_CHECKING:
+    from sley_checkpoint.config import AnyLayoutConfig
+
+AUTO = "auto"
+FAILED = "checkpoint-failed"
+COUNTS = ("saved", "failed", "seconds_blocked", "seconds_staging", "seconds_waited", "copied_bytes")
+
+
+class AnyLayout(Checkpointer):
+    """Saves and loads the checkpoints of a run, on one rank. table: the plan's; None if the run saves only when it is asked."""
+
+    def __init__(self, table: AnyLayoutConfig | None, state: TrainingState) -> None:
+        self.table = table
+        self.state = state
+        self.folder = None if state.folder is None else absolute(state.folder)
+        self._counts = dict.fromkeys(COUNTS, 0.0)
+        self._is_asked = self._is_probed = False
+        self._background: Background | None = None
+        self._memory = KeptMemory()
+        self._is_ahead_of_disk = True
+        self._saved_step = -1
+        self._saved_at = time.monotonic()
+        self._is_written = False
+        self._preparation = Preparation(state)
+        self._control = state.parts.groups["control"]
+        state.parts.events.gradients_done.append(self.stage)
+
+    def counts(self) -> Mapping[str, float]:
+        """Returns how many saves were written and failed, the seconds that training waited for them (at their beginning, before
+        updates, for the previous one), and the bytes that had to be copied.
+        """
+        return dict(self._counts)
+
+    def save(self, path: str | Path | None, step: int) -> str:
+        """Writes a checkpoint, and returns its folder once it is complete on all ranks. All ranks call it."""
+        self.finish()
+        writing = self._prepare(
+            Destination(self._folder(), True) if path is None else Destination(absolute(path), False), step
+        )
+        failed = ""
+        try:
+            writing.run()
+        except RunError as error:
+            failed = said(error)
+        if path is None:  # a copy that a program keeps elsewhere is not what the run goes on from
+            self._saved_step, self._is_written = step, False
+        self._done(failed)
+        self._is_written = self._is_written or path is None
+        if path is None:
+            self.state.attempt.saved(step)
+        return writing.target.text
+
+    def probe(self) -> None:
+        """Raises RunError "checkpoint-folder" on all ranks alike if the saves to come would fail: the folder cannot be written,
+        ranks see different ones, or another run has it. All ranks call it, before the first step.
+        """
+        if self.table is None or self.folder is None or self._is_probed:
+            return
+        folder, timeout_s = self.folder, self.state.plan.limits.collective_timeout_s
+        probe(FolderScratch(folder), self._control, timeout_s, lambda: self._preparation.problem(folder))
+        self._is_probed = True
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether to save after `step`: it is a multiple of the plan's `every_steps`, or ranks have voted for a save by
+        the clock, and no save of this step was begun. The same on all ranks.
+        """
+        table = self.table
+        if table is None or step == self._saved_step:
+            return False
+        return self._is_asked or (table.every_steps is not None and step % table.every_steps == 0)
+
+    def wants_save(self) -> bool:
+        """Returns whether a save is due by the clock of rank 0, whose vote decides for all."""
+        minutes = self.table.every_minutes if self.table else None
+        is_voter = self.state.parts.world.rank == 0
+        return is_voter and minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
+
+    def ask(self) -> None:
+        self._is_asked = True
+
+    def save_due(self, step: int) -> None:
+        """Starts the due save, or completes it, as the plan says. All ranks call it. A failure is noted and counted; the run
+        continues.
+        """
+        assert self.table is not None, "nothing is due"
+        with self._goes_on():
+            self.finish()
+            self._saved_step, self._is_written = step, False
+            self._saved_at, self._is_asked = time.monotonic(), False
+            if self.table.mode == "sync":
+                self.save(None, step)
+            else:
+                writing = self._prepare(Destination(self._folder(), True), step)
+                device = self.state.parts.world.device
+                self._background = Background(writing, device, self._memory, copies_ahead=self._is_ahead_of_disk)
+
+    def train_done(self, step: int, *, was_stopped: bool) -> None:
+        """Ends the save in progress, and saves the run after its last step, or after the step at which it was asked to stop, if
+        the plan says so. All ranks call it, after their last step.
+
+        If a run has taken all of its steps, a failure of this save is only a note.
+        """
+        was_beside = self._background is not None
+        self.finish()
+        table = self.table
+        if table is None:
+            return
+        if not was_stopped or step == self.state.plan.run.steps:
+            if step != self._saved_step or (was_beside and not self._is_written):
+                self._save_last(step)  # once more what failed beside the end of training, not what failed just now
+        elif table.on_interrupt and not self._is_saved(step):
+            self.save(None, step)
+
+    def _save_last(self, step: int) -> None:
+        """Saves the run after its last step; notes why if there is no folder or the save fails."""
+        if self.folder is None:
+            self.state.notes.append("the run has no folder, so there is no checkpoint of its last step")
+            return
+        with self._goes_on("the run ends without it"):
+            self.save(None, step)
+
+    @contextmanager
+    def _goes_on(self, so: str = "the run goes on without it") -> Iterator[None]:
+        """Returns a context manager that turns a failed save into a note, with its consequence `so`, and counts the seconds
+        that training waits.
+        """
+        began = time.perf_counter()
+        try:
+            yield
+        except RunError as error:
+            if error.diagnostics[0].code != FAILED:
+                raise
+            self._note(said(error), so)
+        self._counts["seconds_blocked"] += time.perf_counter() - began
+
+    def stage(self) -> None:
+        """Lets a save in progress copy what it has not read yet."""
+        if self._background is not None:
+            began = time.perf_counter()
+            self._background.stage()
+            self._counts["seconds_staging"] += time.perf_counter() - began
+
+    def finish(self) -> None:
+        """Waits for the save in progress on all ranks, and reports how it ended. All ranks call it."""
+        background, self._background = self._background, None
+        if background is None:
+            return
+        began = time.perf_counter()
+        background.wait()
+        self._is_ahead_of_disk = background.live.num_unread > 0
+        self._counts["copied_bytes"] += background.live.num_copied
+        try:
+            self._done(background.failed)
+            self._is_written = True
+            self.state.attempt.saved(background.writing.index.step)
+        except RunError as error:
+            self._note(said(error))
+        self._counts["seconds_waited"] += time.perf_counter() - began
+
+    def close(self) -> None:
+        """Ends the save in progress, as far as the other ranks still answer. Does not communicate."""
+        background, self._background = self._background, None
+        if background is not None:
+            background.stage()
+            background.end()
+            self._counts["copied_bytes"] += background.live.num_copied
+            self._counts["saved"] += not background.failed
+            if not background.failed:
+                self.state.attempt.saved(background.writing.index.step)
+            if background.failed:
+                self._note(background.failed)
+        self._memory.free()
+
+    def _prepare(self, where: Destination, step: int) -> Writing:
+        self.state.agree("saving a checkpoint")
+        self.state.attempt.begin(step)
+        return self._preparation.prepare(where, step, self.table.keep if self.table else None)
+
+    def _done(self, failed: str) -> None:
+        """Raises RunError `checkpoint-failed` on all ranks alike if the checkpoint is not complete."""
+        # All ranks: it is there when rank 0 has given it its name, and not if any of them has failed.
+        everyone = gather_objects(failed, self._control, what="whether the checkpoint is written")
+        if any(everyone):
+            raise RunError(FAILED, next(filter(None, everyone)))
+        self._counts["saved"] += 1
+
+    def _is_saved(self, step: int) -> bool:
+        return self._saved_step == step and self._is_written
+
+    def _note(self, failed: str, so: str = "the run goes on without it") -> None:
+        self._counts["failed"] += 1
+        self.state.notes.append(f"{failed}; {so}")
+
+    def load(self, path: str | Path, *, anew: bool = False) -> Restored | None:
+        """Loads the checkpoint at `path`, or the newest whole one of several there. All ranks call it, and share the reading.
+
+        path: "auto" for the newest that this run wrote; None is returned if there is none.
+        """
+        self.finish()
+        self.state.agree("loading a checkpoint")
+        if is_auto := str(path) == AUTO:
+            self._folder()
+        # Half, so that a rank says what it cannot read before the others stop waiting for it.
+        with TimedReads(self.state.plan.limits.collective_timeout_s / 2) as reads:
+            found, passed_over, origin, notes = choose(
+                self.state, None if is_auto else absolute(path), reads, anew=anew
+            )
+            if found is None:
+                return None
+            # The folder of a run says which checkpoints are its own; without one, their run's name does.
+            run, own = found.index.run, self.state.plan.run.name
+            if is_auto and self.state.attempt.folder is None and found.place != origin and run != own:
+                message = f"{found.place} is of the run {run!r}, and this one is {own!r}"
+                hint = "name the checkpoint itself to go on from another run's"
+                raise RunError("checkpoint-mismatch", message, hint=hint)
+            notes += self.state.restore(found)
+        self._saved_step, self._is_written, self._saved_at = found.step, True, time.monotonic()
+        return Restored(found.place, found.step, found.index.lineage, notes, passed_over)
+
+    def _folder(self) -> str:
+        if self.folder is None:
+            raise UsageError(
+                "no-folder",
+                "this run has no folder for checkpoints",
+                hint="give a path, or a folder to `assemble(plan, world, folder=...)`",
+            )
+        return self.folder
+
+
+class FolderScratch:
+    """Makes the folders of a probe in the folder at `text`, a path or URL."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def write(self, token: str, name: str) -> None:
+        self._at(token).write(name, [b"probe"])
+
+    def names(self, token: str) -> list[str]:
+        return self._at(token).names()
+
+    def remove(self, token: str) -> None:
+        self._at(token).remove()
+        folder = open_folder(self.text)
+        if isinstance(folder, LocalFolder) and not folder.names():
+            folder.path.rmdir()
+
+    def _at(self, token: str) -> Folder:
+        return open_folder(self.text).child(f"{STAGING}probe-{token}-{GONE}")

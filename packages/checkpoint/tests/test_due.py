@@ -1,0 +1,302 @@
+"""When a run saves itself, beside training or not, and what it keeps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_checkpoint import newest, read, verify
+from sley_checkpoint.folders import LocalFolder
+from sley_checkpoint.live_bytes import LiveBytes
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import RunError
+from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
+from sley_testing.plans import changed, small_plan
+from sley_testing.resumed import assert_same_stretch, saving_at, stretch
+from sley_testing.runs import weights
+
+
+def plan(**changes: Any) -> dict[str, Any]:
+    return changed(small_plan(run__steps=6, batch__micro_size=8), **changes)
+
+
+def trained(tables: dict[str, Any], texts: Path, folder: Path, prepare: Any = None) -> Run:
+    folder.mkdir(exist_ok=True)
+    with assemble(plan_from_dict(tables, texts), World.alone("cpu"), folder=folder) as run:
+        if prepare is not None:
+            prepare(run)
+        run.train()
+    return run
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def losing(folder: Path) -> Any:
+    """Returns what puts a file where the folder of checkpoints is to be, after the first step."""
+
+    def prepare(run: Run) -> None:
+        run.readers.append(
+            lambda row: folder.write_text("no folder", "utf-8") if row["step"] == 1 and not folder.exists() else None
+        )
+
+    return prepare
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_run_saves_itself_and_keeps_the_newest(texts, tmp_path, mode):
+    run = trained(plan(checkpoint={"every_steps": 2, "mode": mode}), texts, tmp_path)
+    assert names(tmp_path) == ["step-00000004", "step-00000006"]
+    assert run.counts["checkpoint"]["saved"] == 3
+    assert run.counts["checkpoint"]["failed"] == 0
+    for name in names(tmp_path):
+        assert verify(tmp_path / "checkpoints" / name) == []
+
+
+def settle():
+    """Waits for the save in progress."""
+    for thread in threading.enumerate():
+        if thread.name == "sley-checkpoint":
+            thread.join(30)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", ["core.adamw", "core.sgd"])
+def test_what_is_written_beside_training_is_the_state_of_its_step(texts, tmp_path, monkeypatch, precision, optimizer):
+    """Writing takes longer than the step that follows, which changes every tensor that is not written yet.
+
+    The second save copies ahead what the first had to copy.
+    """
+    options = {"use": optimizer, "lr": 0.01} | ({"momentum": 0.9} if optimizer == "core.sgd" else {})
+    tables = plan(precision__compute=precision, optimizer=options)
+    stretch(tables, 4, folder=texts, prepare=saving_at(2, tmp_path / "still-2"), save=tmp_path / "still-4")
+    written = LocalFolder.write
+    stepped = threading.Event()
+
+    def slowly(self: Any, name: str, chunks: Any) -> Any:
+        def one_by_one() -> Any:
+            for number, chunk in enumerate(chunks):
+                if number == 3:
+                    assert stepped.wait(30), "the next step waits for the disk"
+                yield chunk
+
+        return written(self, name, one_by_one() if name.endswith("safetensors") else chunks)
+
+    monkeypatch.setattr(LocalFolder, "write", slowly)
+    tables = changed(tables, checkpoint={"every_steps": 2})
+    with assemble(plan_from_dict(tables, texts), World.alone("cpu"), folder=tmp_path) as run:
+        for step in range(1, 6):
+            run.step()
+            if step in (3, 5):
+                stepped.set()
+                settle()
+                stepped.clear()
+    for step in (2, 4):
+        wanted, found = read(tmp_path / f"still-{step}"), read(tmp_path / "checkpoints" / f"step-{step:08}")
+        assert set(found) == set(wanted)
+        for name in wanted:
+            assert found[name].equal(wanted[name]), (step, name)
+    assert run.counts["checkpoint"]["copied_bytes"] > 0
+
+
+def test_all_is_copied_aside_beside_the_forward_while_the_disk_is_slow(texts, tmp_path, monkeypatch):
+    """Not before the update, which would wait for it; and not at all once a save was written before its update came."""
+    gate, ahead = threading.Event(), threading.Event()
+    written, copy_ahead = LocalFolder.write, LiveBytes.copy_ahead
+    lives = list[LiveBytes]()
+
+    def slowly(self: Any, name: str, chunks: Any) -> Any:
+        assert gate.wait(30)
+        return written(self, name, chunks)
+
+    def told(self: LiveBytes) -> None:
+        lives.append(self)
+        copy_ahead(self)
+        ahead.set()
+
+    monkeypatch.setattr(LocalFolder, "write", slowly)
+    monkeypatch.setattr(LiveBytes, "copy_ahead", told)
+    tables = plan(checkpoint={"every_steps": 1, "keep": 9})
+    with assemble(plan_from_dict(tables, texts), World.alone("cpu"), folder=tmp_path) as run:
+        for number in range(2):
+            run.step()  # and save
+            assert ahead.wait(30)
+            (live,) = lives[number:]
+            num_copied = live.num_copied
+            assert num_copied == sum(one.nbytes for one in live._sources.values()) > 0
+            run.parts.events.gradients_done[-1]()
+            assert live.num_copied == num_copied, "nothing was left to copy"
+            ahead.clear()
+            gate.set()
+            settle()
+            if number == 0:
+                gate.clear()
+        run.step()  # the save before was not written when its update came
+        settle()
+        run.step()  # the save before was
+        assert len(lives) == 3
+        gate.set()
+
+
+def test_training_is_the_same_with_and_without_saves(texts, tmp_path):
+    runs = [
+        trained(plan(**more), texts, tmp_path / f"{len(more)}") for more in ({}, {"checkpoint": {"every_steps": 1}})
+    ]
+    one, other = map(weights, runs)
+    assert all(one[name].equal(other[name]) for name in one)
+
+
+def test_a_program_that_steps_by_itself_saves_too_and_goes_on_from_there(texts, tmp_path):
+    tables = plan(checkpoint={"every_steps": 3})
+    whole = stretch(plan(), 6, folder=texts)
+    with assemble(plan_from_dict(tables, texts), World.alone("cpu"), folder=tmp_path) as run:
+        for _ in range(4):
+            run.step()
+    found = newest(tmp_path / "checkpoints")
+    assert found.path is not None
+    assert found.path.endswith("step-00000003")
+    assert_same_stretch([whole], [stretch(plan(), 3, folder=texts, load=Path(found.path))])
+
+
+def test_minutes_go_by_a_clock(texts, tmp_path):
+    slow = [lambda _row: time.sleep(0.05)]
+    trained(
+        plan(checkpoint={"every_minutes": 0.1 / 60, "keep": 9}), texts, tmp_path, lambda run: run.listeners.extend(slow)
+    )
+    assert 1 <= len(names(tmp_path)) <= 4
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_run_that_is_asked_to_stop_saves_itself(texts, tmp_path, saves):
+    def stop(run: Run) -> None:
+        run.listeners.append(lambda row: run.stop() if row["step"] == 2 else None)
+
+    trained(plan(checkpoint={"on_interrupt": saves}), texts, tmp_path, stop)
+    assert (tmp_path / "checkpoints" / "step-00000003").exists() == saves
+
+
+def test_a_copy_that_a_program_keeps_elsewhere_is_not_the_runs_own_checkpoint(texts, tmp_path):
+    """No save was due any more at the steps at which a program had kept one, nor when the run ended, or was stopped."""
+
+    def keeps(run: Run) -> None:
+        run.listeners.append(lambda row: run.save_checkpoint(tmp_path / f"best-{id(run)}-{row['step']}"))
+
+    def stops(run: Run) -> None:
+        keeps(run)
+        run.listeners.append(lambda row: run.stop() if row["step"] == 2 else None)
+
+    for mode in ("async", "sync", "stopped"):
+        (tmp_path / mode).mkdir()
+    for mode in ("async", "sync"):
+        trained(plan(checkpoint={"every_steps": 4, "mode": mode}), texts, tmp_path / mode, keeps)
+        assert names(tmp_path / mode) == ["step-00000004", "step-00000006"]
+    trained(plan(checkpoint={"on_interrupt": True}), texts, tmp_path / "stopped", stops)
+    assert names(tmp_path / "stopped") == ["step-00000003"]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_run_that_has_ended_can_be_made_longer_from_its_last_step(texts, tmp_path, mode):
+    """Its last step is no multiple of `every_steps`: those since the newest checkpoint were to be taken again."""
+    tables = plan(checkpoint={"every_steps": 4, "mode": mode})
+    run = trained(tables, texts, tmp_path)
+    assert names(tmp_path) == ["step-00000004", "step-00000006"]
+    assert run.counts["checkpoint"]["saved"] == 2
+    longer = trained(changed(tables, run__steps=8), texts, tmp_path, lambda run: run.load_checkpoint("auto"))
+    assert names(tmp_path) == ["step-00000006", "step-00000008"], "the newest of those that `keep` says"
+    assert longer.counts["checkpoint"]["saved"] == 1, "step 8 is a multiple, and is saved once"
+    whole = trained(plan(run__steps=8), texts, tmp_path / "whole")
+    assert all(weights(longer)[name].equal(weight) for name, weight in weights(whole).items())
+
+
+def test_a_run_that_fails_has_no_checkpoint_of_the_step_in_which_it_did(texts, tmp_path):
+    def fail(run: Run) -> None:
+        run.listeners.append(lambda row: 1 / 0 if row["step"] == 5 else None)
+
+    with pytest.raises(ZeroDivisionError):
+        trained(plan(checkpoint={"every_steps": 4}), texts, tmp_path, fail)
+    assert names(tmp_path) == ["step-00000004"]
+
+
+def test_a_last_save_that_fails_does_not_fail_a_run_that_has_taken_all_steps(texts, tmp_path):
+    run = trained(plan(checkpoint={"every_steps": 4}), texts, tmp_path, losing(tmp_path / "checkpoints"))
+    assert run.counts["checkpoint"]["failed"] == 2
+    assert run.notes[-1].endswith("the run ends without it")
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_last_save_that_failed_beside_training_is_tried_once_more(texts, tmp_path, monkeypatch, mode):
+    """A disk may have been full for a moment."""
+    written = LocalFolder.write
+    tried = []
+
+    def fails_once(self: Any, name: str, chunks: Any) -> Any:
+        if "step-00000006" in self.text and name.endswith("safetensors"):
+            tried.append(name)
+            if len(tried) == 1:
+                raise OSError(28, "No space left on device")
+        return written(self, name, chunks)
+
+    monkeypatch.setattr(LocalFolder, "write", fails_once)
+    run = trained(plan(checkpoint={"every_steps": 3, "mode": mode}), texts, tmp_path)
+    assert len(run.notes) == run.counts["checkpoint"]["failed"] == 1
+    assert names(tmp_path)[-1] == ("step-00000006" if mode == "async" else "step-00000003")
+
+
+def test_a_run_without_a_folder_ends_with_a_note(texts):
+    """A program that assembles without one: nothing was due, and nothing can be saved."""
+    tables = plan(run__steps=2, checkpoint={"every_steps": 4})
+    with World.alone("cpu") as world, assemble(plan_from_dict(tables, texts), world) as run:
+        assert run.train() == "finished"
+    assert run.notes == ["the run has no folder, so there is no checkpoint of its last step"]
+
+
+def test_a_run_that_is_stopped_in_its_last_step_has_ended(texts, tmp_path):
+    def stop(run: Run) -> None:
+        run.listeners.append(lambda row: run.stop() if row["step"] == 5 else None)
+
+    trained(plan(checkpoint={"every_steps": 4, "on_interrupt": False}), texts, tmp_path, stop)
+    assert names(tmp_path) == ["step-00000004", "step-00000006"]
+
+
+def test_a_save_that_fails_is_a_note_and_the_run_goes_on(texts, tmp_path):
+    run = trained(plan(checkpoint={"every_steps": 2}), texts, tmp_path, losing(tmp_path / "checkpoints"))
+    assert run.num_steps_done == 6
+    assert run.counts["checkpoint"]["failed"] == 4, "of three steps, and the last once more"
+    assert any("could not be written" in note and "the run goes on" in note for note in run.notes)
+
+
+def test_weights_that_a_program_writes_in_the_middle_of_a_save_are_no_checkpoint(texts, tmp_path, monkeypatch):
+    gate = threading.Event()
+    written = LocalFolder.write
+
+    def late(self: Any, name: str, chunks: Any) -> Any:
+        assert gate.wait(30)
+        return written(self, name, chunks)
+
+    monkeypatch.setattr(LocalFolder, "write", late)
+    with assemble(
+        plan_from_dict(plan(checkpoint={"every_steps": 1}), texts), World.alone("cpu"), folder=tmp_path
+    ) as run:
+        run.step()
+        for entry in run.book:
+            entry.parameter.detach().fill_(0.5)
+        threading.Timer(0.5, gate.set).start()
+        run.step()
+    assert any("the program wrote to" in note for note in run.notes)
+    assert newest(tmp_path / "checkpoints").passed_over == []
+
+
+def test_the_folder_of_another_run_is_refused(texts, tmp_path):
+    shared = {"folder": str(tmp_path / "shared"), "every_steps": 3}
+    trained(plan(checkpoint=shared), texts, tmp_path)
+    with pytest.raises(RunError, match=r"checkpoint-folder.*has checkpoints of the run 'small'"):
+        trained(plan(checkpoint=shared, run__name="other"), texts, tmp_path / "other")
+    assert not (tmp_path / "other" / "metrics.jsonl").read_text("utf-8"), "before the first step"

@@ -1,0 +1,163 @@
+"""What is in a checkpoint: rectangles, files of safetensors that others open, and values that come back as they were."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sley_checkpoint import read
+from sley_checkpoint.reader import Checkpoint
+from sley_core.engine.buffers import Span
+from sley_core.engine.shards import Shard
+from sley_core.errors import RunError
+from sley_core.json_values import from_json, to_json
+from sley_core.run_state.pieces import Region, all_of, rectangles
+from sley_core.run_state.trees import joined, leaves
+from sley_testing.plans import changed, small_plan
+from sley_testing.resumed import stretch
+
+SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
+
+
+@given(SHAPES, st.data())
+@settings(deadline=None)
+def test_the_rectangles_of_a_span_are_its_elements_in_their_order(shape, data):
+    numel = prod(shape)
+    first = data.draw(st.integers(0, numel))
+    last = data.draw(st.integers(first, numel))
+    whole = torch.arange(numel).view(shape)
+    found = list(rectangles(shape, first, last))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+    parts = [whole[one.slices_in(all_of(shape))].reshape(-1) for one in found]
+    assert torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *parts]), torch.arange(first, last))
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple), st.integers(1, 3), st.integers(1, 3), st.data())
+@settings(deadline=None)
+def test_the_parts_of_all_ranks_are_the_whole_and_nothing_twice(shape, count, spans, data):
+    """Shards along any dim, padded, each cut into spans of its elements, as a sharded optimizer has them."""
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    whole = torch.arange(prod(shape)).view(shape)
+    times = torch.zeros(shape)
+    for index in range(count):
+        shard = Shard(shape, count, index, dim)
+        own, numel = shard.cut(whole + 1), prod(shard.own_shape)
+        ends = [numel * number // spans for number in range(spans + 1)]
+        for first, last in pairwise(ends):
+            region = Region(shape, shard, Span(first, last))
+            for rectangle, view in region.cut(own.reshape(-1)[first:last].view(region.own_shape)):
+                place = rectangle.slices_in(all_of(shape))
+                assert torch.equal(whole[place] + 1, view)
+                times[place] += 1
+    assert torch.equal(times, torch.ones(shape))
+
+
+def test_what_two_rectangles_have_in_common():
+    one, other = next(rectangles((4, 6), 6, 18)), next(rectangles((4, 6), 12, 24))
+    assert one.common(other) == next(rectangles((4, 6), 12, 18))
+    assert one.common(next(rectangles((4, 6), 0, 6))) is None
+    assert all_of(()).common(all_of(())) == all_of(())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [1, (2.5, "x"), {"a": [True], 3: b"\x00\xff"}],
+        {"sley:tuple": 1},
+        (),
+        {"nan": [float("inf")], "big": 1 << 80},
+    ],
+)
+def test_values_come_back_as_they_were(value):
+    import json
+
+    assert from_json(json.loads(json.dumps(to_json(value)))) == value
+
+
+@pytest.mark.parametrize("tensor", [torch.randn(2, 3), torch.empty(0, 2), torch.tensor(3, dtype=torch.bfloat16)])
+def test_tensors_among_values_come_back(tensor):
+    found = from_json(to_json(tensor))
+    assert found.dtype == tensor.dtype
+    assert torch.equal(found, tensor)
+
+
+def test_what_is_no_plain_data_is_refused():
+    with pytest.raises(TypeError, match=r"builtins\.set is no plain data"):
+        to_json({"a": {1}})
+
+
+@pytest.mark.parametrize(
+    "state", [{"a": 1}, {"a": {"b": [1, 2, (3, {"c": 4})]}, "d": 5}, {"a": [], "b": ()}, {"empty": {}}]
+)
+def test_nested_states_come_back(state):
+    found = joined(leaves(state))
+    assert found == {key: value for key, value in state.items() if value != {}}
+
+
+def test_a_state_under_a_key_that_names_nothing_is_refused():
+    with pytest.raises(RunError, match="optimizer-state"):
+        list(leaves({3: 1}))
+    with pytest.raises(RunError, match="optimizer-state"):
+        list(leaves({"a/b": 1}))
+
+
+def saved_by_two(texts: Any, path: Any, ranks: Any) -> dict[str, Any]:
+    tables = changed(small_plan(), parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}])
+    (one, _) = ranks(2)(stretch, tables, 2, folder=texts, save=path)
+    return one.weights
+
+
+def test_distributed_checkpoint_opens_it(texts, tmp_path, ranks):
+    """torch's own reader of safetensors, with the pieces of two ranks."""
+    pytest.importorskip("safetensors")
+    import torch.distributed.checkpoint as dcp
+
+    saved_by_two(texts, tmp_path / "saved", ranks)
+    weights = dict(read(tmp_path / "saved").weights())
+    state = {f"weights/{name}": torch.zeros_like(value) for name, value in weights.items()}
+    moments = [f"optimizer/{name}/exp_avg" for name in weights]
+    state |= {name: torch.zeros_like(value) for name, value in zip(moments, weights.values(), strict=True)}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "saved")), no_dist=True)
+    for name, value in weights.items():
+        assert torch.equal(state[f"weights/{name}"], value), name
+    assert all(state[name].any() for name in moments)
+
+
+def test_safetensors_opens_each_file(texts, tmp_path, ranks):
+    safetensors = pytest.importorskip("safetensors")
+    saved_by_two(texts, tmp_path / "saved", ranks)
+    found = read(tmp_path / "saved")
+    names = set()
+    for file in (tmp_path / "saved").glob("*.safetensors"):
+        with safetensors.safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # it is no mapping
+                names.add(name)
+                assert torch.equal(opened.get_tensor(name), found[name]), name
+    assert names == set(found)
+
+
+def test_what_is_in_it_is_known_without_reading_it(texts, tmp_path, monkeypatch):
+    stretch(small_plan(), 1, folder=texts, save=tmp_path / "saved")
+    found = read(tmp_path / "saved")
+    name = next(iter(found.weights()))
+    monkeypatch.setattr(Checkpoint, "read_into", None)
+    assert name in found.weights()
+    assert f"weights/{name}" in found
+    assert "weights/nothing" not in found
+
+
+def test_each_rank_writes_about_half_and_nothing_is_there_twice(texts, tmp_path, ranks):
+    saved_by_two(texts, tmp_path / "saved", ranks)
+    sizes = [file.stat().st_size for file in (tmp_path / "saved").glob("*.safetensors")]
+    index = read(tmp_path / "saved").index
+    assert len(sizes) == 2
+    assert max(sizes) < 1.1 * min(sizes)
+    assert all(len(facts.pieces) == 1 for facts in index.tensors.values())

@@ -1,0 +1,287 @@
+"""A checkpoint that is not as it was written is told, and the one before is taken."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from torch import nn
+
+from sley_checkpoint import newest, read, verify
+from sley_checkpoint.folders import LocalFolder
+from sley_checkpoint.format import INDEX
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import PlanError, RunError
+from sley_core.plan.load import plan_from_dict
+from sley_testing.forked import ForkedProgram
+from sley_testing.plans import changed, small_plan
+from sley_testing.resumed import assert_same_stretch, stretch
+
+PLAN = small_plan(run__steps=6, batch__micro_size=4)
+
+
+def flip(file: Path, _other: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) * 2 // 3] ^= 4
+    file.write_bytes(data)
+
+
+def flip_in_the_header(file: Path, _other: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[20] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file: Path, _other: Path) -> None:
+    os.truncate(file, file.stat().st_size - 100)
+
+
+def empty(file: Path, _other: Path) -> None:
+    os.truncate(file, 0)
+
+
+def lose(file: Path, _other: Path) -> None:
+    file.unlink()
+
+
+def swap(file: Path, other: Path) -> None:
+    shutil.copy(other / file.name, file)
+
+
+DAMAGES: dict[tuple[str, Callable[[Path, Path], None]], str] = {
+    ("rank-00000.safetensors", flip): "has other bytes than were written",
+    ("rank-00000.safetensors", flip_in_the_header): "has other bytes than were written",
+    ("rank-00000.safetensors", cut): "is cut short",
+    ("rank-00000.safetensors", empty): "is cut short",
+    ("rank-00000.safetensors", lose): "is missing",
+    ("rank-00000.safetensors", swap): "is of step 2 of the run 'small'",
+    (INDEX, flip): "is damaged",
+    (INDEX, cut): "is damaged",
+    (INDEX, empty): "is damaged",
+    (INDEX, lose): "is missing",
+    (INDEX, swap): "is of",
+}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two checkpoints of a run, after steps 2 and 4."""
+    from sley_testing.plans import write_texts
+
+    folder = tmp_path_factory.mktemp("two")
+    write_texts(folder)
+    tables = changed(PLAN, checkpoint={"every_steps": 2, "mode": "sync"}, run__steps=4)
+    with assemble(plan_from_dict(tables, folder), World.alone("cpu"), folder=folder) as run:
+        run.train()
+    return folder
+
+
+@pytest.mark.parametrize(("file", "how"), DAMAGES, ids=lambda one: getattr(one, "__name__", one))
+def test_each_damage_is_named_and_the_one_before_is_loaded(two, tmp_path, file, how):
+    shutil.copytree(two / "checkpoints", tmp_path / "all")
+    old, new = (tmp_path / "all" / f"step-0000000{step}" for step in (2, 4))
+    how(new / file, old)
+    (damage,) = verify(new)
+    assert damage.file in (file, "rank-00000.safetensors")
+    if how is not swap or file != INDEX:
+        assert damage.file == file
+        assert DAMAGES[file, how] in damage.how
+    found = newest(tmp_path / "all")
+    assert found.path == str(old)
+    assert [path for path, _ in found.passed_over] == [str(new)]
+    with assemble(plan_from_dict(PLAN, two), World.alone("cpu")) as run:
+        restored = run.load_checkpoint(tmp_path / "all")
+        assert restored is not None
+        assert (restored.path, restored.step, run.num_steps_done) == (str(old), 2, 2)
+        assert [path for path, _ in restored.passed_over] == [str(new)]
+        with pytest.raises(RunError, match=r"checkpoint-damaged|no-checkpoint"):
+            run.load_checkpoint(new)
+        assert run.num_steps_done == 2
+
+
+def test_a_folder_without_a_whole_one_is_an_error_and_one_without_any_is_none(two, tmp_path):
+    tables = changed(PLAN, checkpoint={"folder": str(tmp_path / "all")})
+    with assemble(plan_from_dict(tables, two), World.alone("cpu")) as run:
+        assert run.load_checkpoint("auto") is None
+        shutil.copytree(two / "checkpoints", tmp_path / "all")
+        for path in (tmp_path / "all").glob("*/rank*"):
+            lose(path, path)
+        with pytest.raises(RunError, match="checkpoint-damaged"):
+            run.load_checkpoint("auto")
+
+
+def test_files_of_two_ranks_that_changed_places_are_told(texts, tmp_path, ranks):
+    tables = changed(PLAN, parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}])
+    ranks(2)(stretch, tables, 1, folder=texts, save=tmp_path / "saved")
+    one, other = (tmp_path / "saved" / f"rank-0000{rank}.safetensors" for rank in (0, 1))
+    one.rename(tmp_path / "aside")
+    other.rename(one)
+    (tmp_path / "aside").rename(other)
+    assert [str(one) for one in verify(tmp_path / "saved")] == [
+        "rank-00000.safetensors is the file of rank 1",
+        "rank-00001.safetensors is the file of rank 0",
+    ]
+
+
+def test_another_model_or_optimizer_is_refused_with_both_values(texts, tmp_path):
+    stretch(PLAN, 1, folder=texts, save=tmp_path / "saved")
+    for more, words in (
+        ({"model__hidden": 32}, "`model.hidden = 16`, the plan has 32"),
+        ({"model__num_layers": 3}, "`model.num_layers = 2`, the plan has 3"),
+        ({"optimizer": {"use": "core.sgd", "lr": 0.1}}, '`optimizer.use = "core.adamw"`, the plan has "core.sgd"'),
+    ):
+        refused(changed(PLAN, **more), texts, tmp_path / "saved", PlanError, "resume-differs", words)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((32,), r"is \[\d+, 16\] in the checkpoint and \[\d+, 32\] here"),
+        ((16, 16), "'weights/.*' is not in the checkpoint"),
+        ((), "'weights/.*' is not in the model"),
+    ],
+)
+def test_a_factory_that_makes_another_model_than_before_is_refused(texts, tmp_path, monkeypatch, sizes, words):
+    """The plan cannot tell: it names the same factory."""
+    made = ModuleType("resized")
+    monkeypatch.setitem(sys.modules, "resized", made)
+    plan = changed(PLAN, model={"factory": "resized:layers"})
+    made.layers = lambda: stacked(16)
+    stretch(plan, 1, folder=texts, save=tmp_path / "saved")
+    made.layers = lambda: stacked(*sizes)
+    refused(plan, texts, tmp_path / "saved", RunError, "checkpoint-mismatch", words)
+
+
+class Embed(nn.Embedding):
+    def forward(self, tokens):
+        return super().forward(tokens)
+
+
+def stacked(*sizes):
+    """An embedding of 16 and a head, with a layer of each of these widths between them."""
+    inner = [nn.Sequential(nn.Linear(16, size), nn.Linear(size, 16)) for size in sizes]
+    return [Embed(256, 16), *inner, nn.Linear(16, 256)]
+
+
+def refused(plan, texts, path, error, code, words):
+    """The run of `plan` refuses the checkpoint at `path`, and has not changed."""
+    with assemble(plan_from_dict(plan, texts), World.alone("cpu")) as run:
+        before = [entry.parameter.detach().clone() for entry in run.book]
+        with pytest.raises(error, match=code) as raised:
+            run.load_checkpoint(path)
+        raised.match(words)
+        assert all(one.equal(entry.parameter) for one, entry in zip(before, run.book, strict=True))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from sley_core.assemble import assemble
+from sley_checkpoint.folders import LocalFolder
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_testing.forked import ForkedProgram
+
+tables, folder, at = eval(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+count = 0
+
+def dying(method):
+    def call(self, *args, **options):
+        global count
+        count += 1
+        if count == int(at):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method(self, *args, **options)
+    return call
+
+with assemble(plan_from_dict(tables, folder), World.alone("cpu"), folder=folder) as run:
+    run.step()
+    run.save_checkpoint()
+    run.step()
+    for name in ("write", "crc", "delete", "publish", "read_into"):
+        setattr(LocalFolder, name, dying(getattr(LocalFolder, name)))
+    run.save_checkpoint()
+    run.step()
+    print("whole", count)
+"""
+
+
+def killed(folder: Path, at: int) -> tuple[int, str]:
+    """The exit code and the output of a process of its own."""
+    (folder / "killed_in_a_save.py").write_text(KILLED, "utf-8")
+    arguments = [repr(PLAN), str(folder), str(at)]
+    program = ForkedProgram("killed_in_a_save", arguments, cwd=folder, env=dict(os.environ))
+    with program.stdout as out, program.stderr as err:
+        return program.wait(120), out.read() + err.read()
+
+
+@pytest.mark.parametrize("at", [1, pytest.param(2, marks=pytest.mark.campaign), 5, 7])
+def test_a_process_killed_within_a_save_leaves_the_one_before(texts, tmp_path, at):
+    """Before the first file is written, before a note is, before the index is, and before the folder gets its name."""
+    shutil.copytree(texts / "text", tmp_path / "text")
+    code, told = killed(tmp_path, at)
+    assert code == -signal.SIGKILL, told
+    found = newest(tmp_path / "checkpoints")
+    assert found.path is not None
+    assert (read(found.path).step, found.passed_over) == (1, [])
+    whole = stretch(PLAN, 3, folder=tmp_path)
+    with assemble(plan_from_dict(PLAN, tmp_path), World.alone("cpu"), folder=tmp_path) as run:
+        run.load_checkpoint("auto")
+        run.step()
+        run.save_checkpoint()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
+    resumed = stretch(PLAN, 1, folder=tmp_path, load=tmp_path / "checkpoints" / "step-00000002")
+    assert_same_stretch([whole], [resumed])
+
+
+def damaged_on_two(tables: dict[str, Any], folder: Path, path: Path) -> tuple[str, int]:
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        restored = run.load_checkpoint(path)
+        assert restored is not None
+        return restored.path, run.num_steps_done
+
+
+def test_ranks_share_the_reading_and_choose_alike(two, tmp_path, ranks):
+    shutil.copytree(two / "checkpoints", tmp_path / "all")
+    flip(tmp_path / "all" / "step-00000004" / "rank-00000.safetensors", tmp_path)
+    tables = changed(PLAN, parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}])
+    found = ranks(2)(damaged_on_two, tables, two, tmp_path / "all")
+    assert found == [(str(tmp_path / "all" / "step-00000002"), 2)] * 2
+
+
+def vanishing_on_one(tables: dict[str, Any], folder: Path, path: Path, at: int) -> str:
+    """Loads, while the index is gone for rank 1 when that reads it the `at`-th time; returns what came of it."""
+    plain, seen = LocalFolder.read, []
+
+    def gone(self: LocalFolder, name: str, *at_bytes: Any) -> bytearray:
+        seen.append(name)
+        if int(os.environ["RANK"]) == 1 and name == INDEX and seen.count(INDEX) >= at:
+            raise FileNotFoundError(name)
+        return plain(self, name, *at_bytes)
+
+    LocalFolder.read = gone
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        try:
+            run.load_checkpoint(path)
+        except RunError as error:
+            return error.diagnostics[0].message
+        return f"after step {run.num_steps_done}"
+
+
+@pytest.mark.parametrize(("at", "told"), [(1, "it has no checkpoint.json"), (2, "after step 4")])
+def test_an_index_that_vanishes_for_one_rank_keeps_no_other_waiting(two, ranks, at, told):
+    """All say the same: that it is gone, or, where all have read it, what they have loaded."""
+    tables = changed(
+        PLAN, parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}], limits__collective_timeout_s=5.0
+    )
+    one, other = ranks(2)(vanishing_on_one, tables, two, two / "checkpoints" / "step-00000004", at)
+    assert told in one
+    assert one == other

@@ -1,0 +1,149 @@
+"""Tries, before the first step, whether all ranks can write in one folder that each of them sees."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from sley_core.comm.collectives import gather_objects
+from sley_core.errors import RunError
+from sley_core.factory import cause
+
+if TYPE_CHECKING:
+    from sley_core.comm.groups import Group
+
+PATIENCE_S = 10.0
+"""How long a network file system may take to show one host what another one has written."""
+
+_POLL_S = 0.05
+
+
+class Scratch(Protocol):
+    """Makes folders for a probe in the folder `text`, a path or URL. token: names one of them."""
+
+    @property
+    def text(self) -> str: ...
+
+    def write(self, token: str, name: str) -> None:
+        """Writes a small file, under its name once it is complete."""
+
+    def names(self, token: str) -> list[str]:
+        """Returns the names of the files that there are."""
+        ...
+
+    def remove(self, token: str) -> None:
+        """Deletes all of it; and the folder, if it is empty then."""
+
+
+class LocalScratch:
+    """Makes them in the local folder `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def text(self) -> str:
+        return str(self.path)
+
+    def write(self, token: str, name: str) -> None:
+        self._at(token).mkdir(parents=True, exist_ok=True)
+        unfinished = self._at(token) / f".{name}"
+        unfinished.write_bytes(b"probe")
+        unfinished.replace(self._at(token) / name)
+
+    def names(self, token: str) -> list[str]:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return [one.name for one in self._at(token).iterdir()]
+        return []
+
+    def remove(self, token: str) -> None:
+        shutil.rmtree(self._at(token), ignore_errors=True)
+        with suppress(OSError):
+            self.path.rmdir()
+
+    def _at(self, token: str) -> Path:
+        return self.path / f".probe-{token}"
+
+
+def probe(
+    scratch: Scratch, control: Group, timeout_s: float, problem: Callable[[], str] = lambda: "", *, writes: bool = True
+) -> None:
+    """Raises RunError "checkpoint-folder" on all ranks alike unless each rank can write in the folder of `scratch`, and all see
+    the same one. All ranks of `control` call it; nothing stays there.
+
+    timeout_s: of an exchange between ranks. problem: returns why rank 0 refuses the folder. writes: whether this rank will
+    write there; rank 0 always does.
+    """
+    # Half, so that a rank says what it does not see before the others stop waiting for it.
+    patience_s = min(PATIENCE_S, timeout_s / 2)
+    is_first = control.coord == 0
+    token = secrets.token_hex(8) if is_first else ""
+    failed = _attempt(lambda: problem() or _write(scratch, token, 0)) if is_first else ""
+    # All ranks, three times, whatever failed: rank 0 has written; the others have, where they see that; rank 0 sees them.
+    token, failed = gather_objects([token, failed], control, what="where checkpoints are written")[0]
+    mine = (
+        "" if is_first or failed or not writes else _attempt(lambda: _beside(scratch, token, control.coord, patience_s))
+    )
+    everyone = gather_objects([mine, writes], control, what="who can write checkpoints")
+    reasons = [(0, failed)] + [(rank, why) for rank, (why, _) in zip(control.ranks, everyone, strict=True)]
+    if is_first:
+        if not any(why for _, why in reasons):
+            writers = [coord for coord, (_, is_writer) in enumerate(everyone) if is_writer]
+            failed = _attempt(
+                lambda: _seen(scratch, token, map(_name, writers), "what the other ranks write", patience_s)
+            )
+        _attempt(lambda: _remove(scratch, token))
+    failed = gather_objects(failed, control, what="what rank 0 sees of the checkpoints' folder")[0]
+    for rank, why in [(0, failed), *reasons[1:]]:
+        if why:
+            hint = "all ranks write checkpoints and weights into one folder: name one that every host can write and see"
+            raise RunError("checkpoint-folder", f"rank {rank} cannot save in {scratch.text}: {why}", hint=hint)
+
+
+def _attempt(work: Callable[[], str]) -> str:
+    """Returns the text of `work()`, or of its error: the other ranks wait for an answer."""
+    try:
+        return work()
+    except Exception as error:  # whatever a file system raises
+        return said(error)
+
+
+def _name(coord: int) -> str:
+    return f"rank-{coord:05}"
+
+
+def _write(scratch: Scratch, token: str, coord: int) -> str:
+    scratch.write(token, _name(coord))
+    return ""
+
+
+def _beside(scratch: Scratch, token: str, coord: int, patience_s: float) -> str:
+    """Writes beside the file of rank 0, once that is seen; returns why not."""
+    return _seen(scratch, token, [_name(0)], "what rank 0 writes", patience_s) or _write(scratch, token, coord)
+
+
+def _seen(scratch: Scratch, token: str, names: Iterable[str], what: str, patience_s: float) -> str:
+    """Waits until there are files with these `names`; returns a text if they do not appear in time."""
+    wanted, deadline = set(names), time.monotonic() + patience_s
+    while not wanted <= set(scratch.names(token)):
+        if time.monotonic() > deadline:
+            return f"it does not see {what} there"
+        time.sleep(_POLL_S)
+    return ""
+
+
+def _remove(scratch: Scratch, token: str) -> str:
+    scratch.remove(token)
+    return ""
+
+
+def said(error: Exception) -> str:
+    """Returns an error as one line of text."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    return error.diagnostics[0].message if isinstance(error, RunError) else cause(error)

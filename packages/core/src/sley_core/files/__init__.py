@@ -1,1 +1,0 @@
-"""Folders on a disk or behind a URL, and whether all ranks see one."""

@@ -1,0 +1,224 @@
+"""What a checkpointer is built with: what this rank must save of the run, and how to restore it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from sley_core.comm.collectives import gather_objects
+from sley_core.engine.agreement import Agreement
+from sley_core.errors import KeyPath, PlanError, RunError, SleyError
+from sley_core.factory import cause
+from sley_core.json_values import from_json, to_json
+from sley_core.plan.changes import changes, refuse_changes
+from sley_core.plan.load import plan_from_text, with_values
+from sley_core.run_state.restore import Restoring
+from sley_core.run_state.saved import Saved, SavedRun
+from sley_core.run_state.tensors import BUFFERS, WEIGHTS, RunTensors, generators, restore_generators
+
+if TYPE_CHECKING:
+    from sley_core.attempt import RunAttempt
+    from sley_core.data.feed import Feed
+    from sley_core.plan.plan import Plan
+    from sley_core.run_state.pieces import TensorPiece
+
+RATES = (("run", "steps"), ("optimizer", "lr"))
+"""Keys besides `[learning_rate]` on which the learning rate of a step depends."""
+
+_SHOWN = 4
+
+
+class TrainingState:
+    """Is what one rank of a run keeps from step to step. All methods are called between two steps.
+
+    attempt: of the run; folder: in which checkpoints go that have no path of their own, None if the run has none. found: values
+    that only the run could determine, by their path in the plan. notes: for the user, about saves and loads.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        tensors: RunTensors,
+        feed: Feed | None,
+        attempt: RunAttempt,
+        folder: str | None,
+        found: Mapping[KeyPath, Any],
+        notes: list[str],
+    ) -> None:
+        self.plan = plan
+        self.parts = tensors.parts
+        self.attempt = attempt
+        self.folder = folder
+        self.notes = notes
+        self._tensors = tensors
+        self._feed = feed
+        self._found = found
+        self._control = tensors.parts.groups["control"]
+
+    @property
+    def resolved_plan(self) -> Plan:
+        """The plan completed by what only the run could determine: the ranks of the world, the samples of an epoch, ..."""
+        found: dict[KeyPath, Any] = {**self._found, ("parallel", "dp"): self.parts.topology.dp}
+        if self._feed is not None and self._feed.num_samples is not None:
+            found["data", "samples_per_epoch"] = self._feed.num_samples
+        return with_values(self.plan, found)
+
+    def agree(self, what: str) -> None:
+        """Checks that all ranks are about to do `what`; a collective of all ranks. Raises RunError "ranks-differ"."""
+        Agreement(self.parts.groups).begin(what).check()
+
+    def pieces(self) -> list[TensorPiece]:
+        """Returns this rank's tensors, which are live memory, by names that no layout changes. Ranks that have the same part of
+        a tensor have the same bits of it. Communicates nothing.
+
+        Weights, masters and optimizer states change in the next update, of which `Checkpointer.stage` is told; the others at
+        any time. Raises RunError "checkpoint-type" for a dtype that files cannot hold.
+        """
+        return self._tensors.pieces()
+
+    def own(self) -> dict[str, Any]:
+        """Returns, as JSON, what this rank keeps besides tensors, for `SavedRun.with_ranks`."""
+        rank = {"generators": generators(self.parts.world.device)}
+        return {"values": self._tensors.values(), "paths": self._tensors.paths(), "rank": rank}
+
+    def about(self, step: int) -> SavedRun:
+        """Returns the description of the run after `step` steps: the same on all ranks, but only rank 0 has the lineage."""
+        update, attempt = self._tensors.update, self.attempt.current
+        plugins = {name: str(plugin) for name, plugin in self.plan.plugins.items()}
+        return SavedRun(
+            run=self.plan.run.name,
+            step=step,
+            lineage=() if attempt is None else attempt.lineage,
+            plan=self.resolved_plan.to_toml(),
+            versions={"torch": torch.__version__, **plugins},
+            layout=self._layout,
+            optimizer=self.plan.optimizer.name,
+            state={
+                "steps": step,
+                "was_taken": self.parts.store.state.was_taken,
+                "has_modes": update.traits.has_modes,
+                "scale": None if update.scale is None else update.scale.state(),
+                "skips": None if update.skips is None else update.skips.state(),
+                "data": None if self._feed is None else to_json(self._feed.state()),
+            },
+        )
+
+    @property
+    def _layout(self) -> dict[str, int]:
+        topology = self.parts.topology
+        return {axis: topology.size_of(axis) for axis in ("pp", "dp", "sp", "wp")} | {"world": topology.world}
+
+    def restore(self, saved: Saved) -> list[str]:
+        """Restores the run from a checkpoint of any layout; returns notes for the user. All ranks call it.
+
+        Raises on all ranks alike, with nothing changed: PlanError "resume-differs" and "data-changed" for changes with which
+        the run would compute other numbers, RunError "checkpoint-mismatch" for another model's or optimizer's; and RunError
+        "checkpoint-load" if a rank cannot read it.
+        """
+        different = changes(saved.about.plan, self.resolved_plan.to_toml())
+        refuse_changes(different)
+        restoring = Restoring(self._tensors, saved, is_same_layout=saved.about.layout == self._layout)
+        restoring.notes += (f"the plan has changed since: {one}" for one in different)
+        if any(change.path[0] == "learning_rate" or change.path in RATES for change in different):
+            # A plan that can no longer be loaded, as of weights that are gone, says nothing.
+            with suppress(SleyError):
+                restoring.notes.append(self._rates(saved))
+        self._check(restoring)
+        self._alike(restoring.restore, "load the checkpoint")
+        self._restore_rest(saved.about, restoring.notes)
+        return restoring.notes
+
+    def _rates(self, saved: Saved) -> str:
+        """Returns a note on what a changed plan makes of the learning rate."""
+        before, step = plan_from_text(saved.about.plan, saved.place, Path()), saved.about.step
+        then, now, last = (
+            plan.learning_rate.build(plan.run.steps)(at) * float(cast("Any", plan.optimizer.config).lr)
+            for plan, at in ((before, max(0, step - 1)), (self.plan, step), (self.plan, self.plan.run.steps - 1))
+        )
+        rates = f"{then:.3g} in step {step}, {now:.3g} in step {step + 1}, {last:.3g} in step {self.plan.run.steps}"
+        return f"with the changed plan the learning rate is {rates}"
+
+    def _restore_rest(self, about: SavedRun, notes: list[str]) -> None:
+        """Restores loss scale, skips, position in the data and generators. Appends to `notes` what it cannot."""
+        update, state, world = self._tensors.update, about.state, self.parts.world
+        self.parts.store.state.was_taken = bool(state["was_taken"])
+        if update.scale is not None:
+            if state["scale"] is None:
+                notes.append("the checkpoint has no loss scale: it begins as the plan says")
+            else:
+                update.scale.restore(state["scale"])
+        if update.skips is not None and state["skips"] is not None:
+            update.skips.restore(state["skips"])
+        if self._feed is not None and state["data"] is not None:
+            self._feed.restore(from_json(state["data"]))
+        if about.layout["world"] == world.size:
+            restore_generators(about.ranks[world.rank]["generators"], world.device)
+        else:
+            notes.append(
+                f"it was written by {about.layout['world']} ranks: generators of Python, numpy and torch that a program "
+                "draws from are not restored"
+            )
+
+    def _check(self, restoring: Restoring) -> None:
+        """Raises RunError "checkpoint-mismatch", on all ranks alike, if the checkpoint is of another model or optimizer."""
+        saved, about = restoring.found, restoring.found.about
+        said = [list(restoring.expected()), list(restoring.mismatches()), self._changed_data(about.state["data"])]
+        # All ranks: only together do they know all names of the model.
+        everyone = gather_objects(said, self._control, what="whether the checkpoint fits")
+        wrong = list(dict.fromkeys(line for _, lines, _ in everyone for line in lines))
+        known = {name for names, _, _ in everyone for name in names}
+        wrong += [
+            f"{name!r} is not in the model"
+            for name in saved.names
+            if name.startswith((WEIGHTS, BUFFERS)) and name not in known
+        ]
+        if about.optimizer != self.plan.optimizer.name:
+            wrong.append(f"its optimizer is {about.optimizer}, the plan's is {self.plan.optimizer.name}")
+        if wrong:
+            more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            raise RunError(
+                "checkpoint-mismatch",
+                f"{saved.place} is no checkpoint of this run: {', '.join(wrong[:_SHOWN])}{more}",
+                hint="`run.load_weights(sley_checkpoint.read(path).weights(), strict=False)` takes what weights there are",
+            )
+        if changed := next((text for _, _, text in everyone if text), ""):
+            self._data_changed(changed, restoring.notes)
+
+    def _changed_data(self, state: Any) -> str:
+        """Returns in words how this rank's data differ from the checkpoint's, or why they cannot be read; "" if they do not."""
+        if self._feed is None or state is None:
+            return ""
+        self._feed.close()
+        try:
+            return self._feed.changed_since(from_json(state))
+        except Exception as error:  # the other ranks wait for an answer
+            return f"the data cannot be read: {cause(error)}"
+
+    def _data_changed(self, changed: str, notes: list[str]) -> None:
+        """Raises PlanError "data-changed", or appends a note about samples of a program's own, which may be drawn as they are
+        read.
+        """
+        assert self._feed is not None, changed
+        if not self._feed.is_digest_exact:
+            notes.append(changed)
+            return
+        hint = "put them back, or begin a run of another name; `run.load_weights` takes weights alone"
+        raise PlanError("data-changed", changed, path=("data",), hint=hint)
+
+    def _alike(self, work: Callable[[], None], words: str) -> None:
+        """Calls `work`, and raises on all ranks if it raised on one. words: describe it in the error."""
+        failed = ""
+        try:
+            work()
+        except SleyError as error:
+            failed = error.diagnostics[0].message
+        except Exception as error:
+            failed = cause(error)
+        # All ranks, whatever became of it on each.
+        for rank, why in zip(self._control.ranks, gather_objects(failed, self._control, what=words), strict=True):
+            if why:
+                raise RunError("checkpoint-load", f"rank {rank} could not {words}: {why}")

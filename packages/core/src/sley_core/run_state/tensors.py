@@ -1,0 +1,205 @@
+"""What a checkpoint of a run consists of: this rank's tensors by names that no layout changes, and small values.
+
+weights/<parameter>              what is stepped: the master if there is one, else the weight
+optimizer/<parameter>/<state>    under the optimizer's own key
+buffers/<name>                   of modules: persistent ones, and those that may differ from rank to rank
+ranks/<rank>/<name>              what one rank keeps for itself
+ranks/<rank>/extra/<name>        extra states of its modules
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sley_core.engine.save import extra_state, with_extra_state
+from sley_core.errors import RunError
+from sley_core.generators import host_state, set_host_state
+from sley_core.json_values import from_json, to_json
+from sley_core.optim.shared import options_to_save, shared_to_save
+from sley_core.run_state.pieces import Region, TensorPiece, region_of
+from sley_core.run_state.trees import leaves
+from sley_core.weight_files.write import DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sley_core.comm.device import Device
+    from sley_core.engine.parts import Parts
+    from sley_core.engine.update import Update
+    from sley_core.engine.weights import Stepped
+    from sley_core.memory.run_memory import RunMemory
+    from sley_core.protocols import Keeps
+
+WEIGHTS, OPTIMIZER, BUFFERS = "weights/", "optimizer/", "buffers/"
+"""How the names of tensors begin: `weights/norm.weight`, `optimizer/norm.weight/exp_avg`, `buffers/norm.running_mean`."""
+
+OPTIONS = "options/"
+"""How the names of values begin that are a parameter's options in the optimizer's groups."""
+
+SHARED = "shared/"
+"""How the names of values begin that the optimizer keeps for all of its parameters: states under other keys, attributes."""
+
+
+class RunTensors:
+    """Collects the tensors of one rank. per_rank: patterns of buffers that may differ from rank to rank. keepers: objects that
+    keep tensors of their own, by their place in the plan.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        update: Update,
+        memory: RunMemory,
+        per_rank: Sequence[str],
+        keepers: Mapping[str, Keeps],
+    ) -> None:
+        self.parts = parts
+        self.update = update
+        self.memory = memory
+        self.per_rank = tuple(per_rank)
+        self.keepers = keepers
+
+    def pieces(self) -> list[TensorPiece]:
+        """Returns everything that this rank holds, as live tensors with their places; ranks with equal pieces hold the same
+        bits.
+
+        Raises RunError `checkpoint-type` for a dtype that a file cannot hold.
+        """
+        self.memory.follow("a checkpoint")
+        self._at_rest = self.memory.at_rest()
+        found = [*self._weights(), *self._states(), *self._all_buffers(), *self._kept()]
+        for piece in found:
+            if piece.tensor.dtype not in DTYPES or piece.tensor.layout is not torch.strided:
+                kind = f"{piece.tensor.dtype}, {piece.tensor.layout}"
+                raise RunError("checkpoint-type", f"a checkpoint cannot hold {piece.name!r}, which is {kind}")
+        return found
+
+    def values(self) -> dict[str, Any]:
+        """Returns, as JSON, what the optimizer keeps besides tensors: leaves of states, and counters in its groups."""
+        found = {}
+        for stepped in self.update.masters.stepped:
+            for leaf in leaves(self.update.optimizer.state.get(stepped.parameter, {})):
+                if leaf.path and not isinstance(leaf.value, Tensor):
+                    found[state_name(stepped.name, leaf.name)] = _plain(leaf.value, stepped.name, leaf.name)
+        names = {id(stepped.parameter): stepped.name for stepped in self.update.masters.stepped}
+        for group in self.update.optimizer.param_groups:
+            options = options_to_save(self.update.optimizer, group)
+            if changed := {key: _plain(value, "a group", key) for key, value in options.items()}:
+                found |= {OPTIONS + names[id(one)]: changed for one in group["params"] if id(one) in names}
+        for place, value in shared_to_save(self.update.optimizer, self.update.begun).items():
+            where = ".".join(map(str, place[1:]))
+            found[f"{SHARED}{place[0]}/{where}"] = _plain([list(place), value], "all parameters", where)
+        return found
+
+    def paths(self) -> dict[str, Any]:
+        """Returns the paths of the leaves of nested states; {} for an optimizer whose states are flat."""
+        found = {}
+        for stepped in self.update.masters.stepped:
+            for leaf in leaves(self.update.optimizer.state.get(stepped.parameter, {})):
+                if len(leaf.path) > 1:
+                    found[state_name(stepped.name, leaf.name)] = [list(one) for one in leaf.path]
+        return found
+
+    def buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """Yields name and value of each saved buffer, and whether it may differ from rank to rank."""
+        for layer in self.parts.layers:
+            for prefix, module in layer.module.named_modules(prefix=layer.name):
+                for attribute, buffer in module.named_buffers(recurse=False):
+                    name = f"{prefix}.{attribute}"
+                    differs = any(fnmatchcase(name, pattern) for pattern in self.per_rank)
+                    if differs or attribute not in module._non_persistent_buffers_set:
+                        yield name, buffer, differs
+
+    def _weights(self) -> Iterator[TensorPiece]:
+        """Yields the pieces of weights that this rank saves: masters of what it steps, and whole weights that no rank has
+        cut, or that have no elements to cut.
+        """
+        stepped = {one.entry: one for one in self.update.masters.stepped}
+        for entry in self.parts.book:
+            if entry in stepped:
+                one = stepped[entry]
+                yield from self._cut(WEIGHTS + entry.name, region_of(entry, one.span), one.parameter)
+            elif self.parts.store.span(entry) is None or 0 in entry.shape:
+                yield from self._cut(WEIGHTS + entry.name, region_of(entry), entry.parameter)
+
+    def _states(self) -> Iterator[TensorPiece]:
+        """Yields the pieces of optimizer states that this rank saves."""
+        for stepped in self.update.masters.stepped:
+            for leaf in leaves(self.update.optimizer.state.get(stepped.parameter, {})):
+                if isinstance(leaf.value, Tensor):
+                    name = state_name(stepped.name, leaf.name)
+                    yield from self._cut(name, state_region(stepped, tuple(leaf.value.shape)), leaf.value)
+
+    def _all_buffers(self) -> Iterator[TensorPiece]:
+        """Yields the pieces of buffers; one that differs per rank is saved under this rank's own name, too."""
+        for name, buffer, differs in self.buffers():
+            yield from self._cut(BUFFERS + name, Region(tuple(buffer.shape)), buffer)
+            if differs:
+                yield from self._cut(self.own_name(BUFFERS + name), Region(tuple(buffer.shape)), buffer)
+
+    def _kept(self) -> Iterator[TensorPiece]:
+        kept = {place: keeper.kept() for place, keeper in self.keepers.items()}
+        kept["extra"] = {name: extra_state(name, module) for name, module in with_extra_state(self.parts.layers)}
+        for place, tensors in kept.items():
+            for name, tensor in tensors.items():
+                yield from self._cut(self.own_name(f"{place}/{name}"), Region(tuple(tensor.shape)), tensor)
+
+    def own_name(self, name: str) -> str:
+        """Returns the name in the checkpoint of a tensor that this rank keeps for itself."""
+        return f"ranks/{self.parts.world.rank}/{name}"
+
+    def _cut(self, name: str, region: Region, tensor: Tensor) -> Iterator[TensorPiece]:
+        for rectangle, view in region.cut(self._at_rest(tensor.detach())):
+            yield TensorPiece(name, region.shape, rectangle, view)
+
+
+def state_name(parameter: str, state: str) -> str:
+    """Returns the name of a state of a parameter."""
+    return f"{OPTIMIZER}{parameter}/{state}"
+
+
+def state_region(stepped: Stepped, shape: tuple[int, ...]) -> Region:
+    """Returns this rank's region of a state: that of the parameter, if the state has the parameter's shape; else all of it."""
+    return region_of(stepped.entry, stepped.span) if shape == tuple(stepped.parameter.shape) else Region(shape)
+
+
+def generators(device: Device) -> dict[str, Any]:
+    """Returns the states of this process's generators, as JSON: torch's, Python's and numpy's."""
+    of_torch, of_python, of_numpy = host_state()
+    found: dict[str, Any] = {"torch": of_torch, "python": of_python}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device.torch_device)
+    if of_numpy is not None:
+        kind, keys, *rest = of_numpy
+        found["numpy"] = (kind, keys.tolist(), *rest)
+    return {name: to_json(state) for name, state in found.items()}
+
+
+def restore_generators(states: Mapping[str, Any], device: Device) -> None:
+    """Restores what `generators` returned."""
+    found = {name: from_json(state) for name, state in states.items()}
+    of_numpy = None
+    if "numpy" in found:
+        import numpy
+
+        kind, keys, *rest = found["numpy"]
+        of_numpy = kind, numpy.array(keys, dtype=numpy.uint32), *rest
+    set_host_state((found["torch"], found["python"], of_numpy))
+    if "cuda" in found and device.type == "cuda":
+        torch.cuda.set_rng_state(found["cuda"], device.torch_device)
+
+
+def _plain(value: Any, parameter: str, name: str) -> Any:
+    try:
+        return to_json(value)
+    except TypeError as error:
+        raise RunError(
+            "optimizer-state",
+            f"a checkpoint cannot hold {name!r}, which the optimizer keeps for {parameter}: {error}",
+            hint="keep tensors, numbers, strings, and lists, tuples and dicts of them",
+        ) from error
