@@ -24,7 +24,7 @@ INTRODUCTION = """\
 What goes wrong is told as `error[code]: what is wrong`, with its place in the plan and a hint, and without a
 traceback. This page has every code, with what is said and what to do; {name} and … stand for what is only known then.
 After a fault of the machine, or of another rank, `train-cli doctor RUN` says more
-([when-it-breaks.md](when-it-breaks.md)).
+([when-it-fails.md](when-it-fails.md)).
 """
 KINDS = {
     "PlanError": ("The plan", "Exit code 3. Found before anything runs, most of them by `train-cli check`."),
