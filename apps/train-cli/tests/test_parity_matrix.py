@@ -22,7 +22,7 @@ SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1"
 REDUCERS = ["no dp", "core.each", "dp.bucketed"]
 STOCK = ["no dp", "DDP", "FSDP2", "FSDP2 whole"]
 LIMIT = 1e-6
-"""How far any gradient of ours may be from the one-process run's, in fp32 (docs/design.md, Parity)."""
+"""How far any gradient of ours may be from the one-process run's, in fp32 (docs/internals.md, Parity)."""
 
 Cell = tuple[str, str, bool]
 """Schedule, reducer, tied."""

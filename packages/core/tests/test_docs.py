@@ -79,7 +79,7 @@ def sources() -> Iterator[Path]:
 
 
 def test_nothing_cites_a_document_that_is_not_here() -> None:
-    """A reader has this repository and no other: what is meant stands in words, or in docs/design.md."""
+    """A reader has this repository and no other: what is meant stands in words, or in docs/internals.md."""
     texts = ((path, path.read_text("utf-8")) for path in sources() if path != Path(__file__))
     cited = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
@@ -114,7 +114,7 @@ def test_nobody_is_told_to_install_our_packages_from_an_index() -> None:
     assert FROM_AN_INDEX.search('pip install --upgrade "sley-testing"')
 
 
-@pytest.mark.parametrize("page", ["design.md", "glossary.md"])
+@pytest.mark.parametrize("page", ["internals.md"])
 def test_the_modules_that_a_page_names_are_there(page: str) -> None:
     """Paths are below core's source, or below that of another package."""
     text = (ROOT / "docs" / page).read_text("utf-8")

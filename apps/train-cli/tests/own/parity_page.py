@@ -20,7 +20,7 @@ The table has the largest relative error of each kind over all ranks, steps and 
 An arrow means that a run is resumed from a checkpoint in another layout.
 
 Each row can fail: for each, a test injects a fault of its kind into the ranks, and the row reports it. In bf16 the tolerance
-is the one that [the design](design.md#parity) promises, since a weight may be rounded to its neighbour.
+is the one that [the design](internals.md#parity) promises, since a weight may be rounded to its neighbour.
 
 | Row | Layout | Loss | Norm | Gradient | Weight | Plain loop | Allowed |
 |---|---|---|---|---|---|---|---|

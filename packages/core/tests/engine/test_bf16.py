@@ -11,7 +11,7 @@ from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.runs import record, same_on_all
 
 NEAR = 2**-7
-"""How far a gradient may be from the one-process run's, relative to its norm (docs/design.md, Parity)."""
+"""How far a gradient may be from the one-process run's, relative to its norm (docs/internals.md, Parity)."""
 
 
 @pytest.mark.parametrize("num_micros", [1, 2])

@@ -1,4 +1,4 @@
-"""Parity (docs/design.md): every layout equals the one-process run of the same plan."""
+"""Parity (docs/internals.md): every layout equals the one-process run of the same plan."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_a_loss_that_rounds_is_none_that_looks_around(ranks, own):
 
 
 def test_a_loss_that_draws_is_asked_with_the_same_numbers_or_let_alone(ranks, own):
-    """What it draws is not promised to be the same (docs/design.md), but it is no reason to refuse it."""
+    """What it draws is not promised to be the same (docs/internals.md), but it is no reason to refuse it."""
     for layout in ranks(2, 60)(record, tables("Drawn", 2), 2, folder=own):
         assert len(layout.rows) == 2
 

@@ -33,7 +33,7 @@ BF16_SUMS = "bf16 sums"
 """The key, in the tables below, of plans with `[precision] gradients = "bf16"`."""
 
 WEIGHTS = {"fp64": 1e-10, "fp32": 1e-5, "fp16": 2**-10, "bf16": 2**-7, BF16_SUMS: 2**-5}
-"""How far weights may be from the one-process run after three optimizer steps: ||d|| / ||w||. Why: docs/design.md, Parity."""
+"""How far weights may be from the one-process run after three steps: ||d|| / ||w||. Why: docs/internals.md, Parity."""
 
 GRADIENTS = {"fp64": 1e-10, "fp32": 1e-6, "fp16": 2**-10, "bf16": 2**-7, BF16_SUMS: 2**-6}
 """How far loss, norm and every gradient may be, relative; of the first step, where weights are still equal bit for bit."""

@@ -141,7 +141,7 @@ _ORDER = (
     "all ranks of a group must start the same exchanges in the same order: look for code that depends on a rank's data or "
     "number, in the forward, in hooks and handlers of your own, around the place named here"
 )
-_KILLED = "nothing in the run does that: see the system's log (`dmesg`) for a shortage of memory, or ask who ended it"
+_KILLED = "the process was killed from outside: look for the OOM killer in `dmesg`"
 _ABORTED = (
     "native code gave up; what it wrote stands in the run's output. Where that is gloo's `Received data size doesn't match`, "
     "ranks went apart in this exchange or one under way beside it, and either may be wrong: look at what depends on its data"
