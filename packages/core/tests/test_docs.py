@@ -17,6 +17,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 PACKAGES = [
     path.parent for pattern in ("packages/*", "apps/*") for path in sorted(ROOT.glob(f"{pattern}/pyproject.toml"))
 ]
+PICKLES = "packages/testing/tests/outsider/own/sley_pickles/checkpointer.py"
 EXAMPLE = ROOT / "examples" / "plugins" / "sley-narrow"
 
 CITATION = re.compile(
@@ -38,7 +39,7 @@ def shown_files(page: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("page", "files"),
     [
-        ("write-a-plugin.md", ["pyproject.toml", "src/sley_narrow/plugin.py", "src/sley_narrow/handler.py"]),
+        ("write-a-plugin.md", ["pyproject.toml", "src/sley_narrow/plugin.py", "src/sley_narrow/handler.py", PICKLES]),
         ("testing-plugins.md", ["tests/test_runs.py", "packages/testing/tests/outsider/test_schedules.py"]),
     ],
 )

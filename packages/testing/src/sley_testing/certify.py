@@ -43,6 +43,7 @@ CONTRACTS: dict[RecordKind, tuple[str, str, str]] = {
     "stage_links": ("link_contract", "StageLinkContract", "link"),
     "weight_communicators": ("weight_contract", "WeightCommunicatorContract", "weights"),
     "sequence_attentions": ("attention_contract", "SequenceAttentionContract", "sequence"),
+    "checkpointers": ("checkpointer_contract", "CheckpointerContract", "checkpoint"),
 }
 """By kind of record: the module of the contract, its class, and the attribute that takes the record's table."""
 

@@ -1,4 +1,4 @@
-"""A distribution of somebody else's, `sley-wave`: beside core, and no other package of ours is used."""
+"""Plugins of somebody else's: beside core, and no other package of ours is used."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ def installed(plugin_folder: Callable[..., None]) -> None:
     plugin_folder(
         Path(__file__).parent / "own",
         wave="sley_wave.plugin",
+        pickles="sley_pickles.plugin",
         broken="broken_links",
         askew="broken_schedules",
         torn="broken_ties",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from sley_core.data.feed import Feed
     from sley_core.plan.plan import Plan
     from sley_core.run_state.pieces import TensorPiece
+
+T = TypeVar("T")
 
 RATES = (("run", "steps"), ("optimizer", "lr"))
 """Keys besides `[learning_rate]` on which the learning rate of a step depends."""
@@ -70,6 +72,24 @@ class TrainingState:
     def agree(self, what: str) -> None:
         """Checks that all ranks are about to do `what`; a collective of all ranks. Raises RunError "ranks-differ"."""
         Agreement(self.parts.groups).begin(what).check()
+
+    def all_or_none(self, work: Callable[[], T], what: str, code: str = "checkpoint-load") -> T:
+        """Returns `work()`, which each rank does alone; a collective of all ranks. what: describes it, for errors.
+
+        Raises RunError with `code` on all ranks alike if it fails on any.
+        """
+        failed, result = "", None
+        try:
+            result = work()
+        except SleyError as error:
+            failed = error.diagnostics[0].message
+        except Exception as error:
+            failed = cause(error)
+        # All ranks, whatever became of it on each.
+        for rank, why in zip(self._control.ranks, gather_objects(failed, self._control, what=what), strict=True):
+            if why:
+                raise RunError(code, f"rank {rank} could not {what}: {why}")
+        return cast("T", result)
 
     def pieces(self) -> list[TensorPiece]:
         """Returns this rank's tensors, which are live memory, by names that no layout changes. Ranks that have the same part of
@@ -128,7 +148,7 @@ class TrainingState:
             with suppress(SleyError):
                 restoring.notes.append(self._rates(saved))
         self._check(restoring)
-        self._alike(restoring.restore, "load the checkpoint")
+        self.all_or_none(restoring.restore, "load the checkpoint")
         self._restore_rest(saved.about, restoring.notes)
         return restoring.notes
 
@@ -208,17 +228,3 @@ class TrainingState:
             return
         hint = "put them back, or begin a run of another name; `run.load_weights` takes weights alone"
         raise PlanError("data-changed", changed, path=("data",), hint=hint)
-
-    def _alike(self, work: Callable[[], None], words: str) -> None:
-        """Calls `work`, and raises on all ranks if it raised on one. words: describe it in the error."""
-        failed = ""
-        try:
-            work()
-        except SleyError as error:
-            failed = error.diagnostics[0].message
-        except Exception as error:
-            failed = cause(error)
-        # All ranks, whatever became of it on each.
-        for rank, why in zip(self._control.ranks, gather_objects(failed, self._control, what=words), strict=True):
-            if why:
-                raise RunError("checkpoint-load", f"rank {rank} could not {words}: {why}")

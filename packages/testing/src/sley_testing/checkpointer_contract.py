@@ -1,0 +1,99 @@
+"""Tests what every checkpointer must pass; the tests of a plugin inherit them.
+
+    class TestPickles(CheckpointerContract):
+        checkpoint = {"use": "pickles.folder"}
+
+Runs of a small model are stopped and resumed, in their layout and in another, beside one that was never stopped.
+
+Since core 0.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import RunError
+from sley_core.plan.load import plan_from_dict
+from sley_testing.parity import assert_same_bits
+from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.ranks import Ranks
+from sley_testing.resumed import assert_goes_on, assert_same_stretch, stretch
+from sley_testing.runs import weights
+
+DP = {"parallel__dp": 2, "gradient_handlers": [{"use": "core.each"}]}
+STEPS = 2
+
+
+class CheckpointerContract:
+    """Tests a checkpointer: inherit, set `checkpoint` to the table `[checkpoint]`, and pytest does the rest."""
+
+    checkpoint: ClassVar[dict[str, Any]]
+
+    def _plan(self, **changes: Any) -> Tables:
+        return small_plan(checkpoint=self.checkpoint, run__steps=2 * STEPS, **changes)
+
+    def test_a_run_goes_on_with_the_same_bits(self, texts: Path, tmp_path: Path) -> None:
+        """In rows, weights, masters and optimizer states."""
+        plan = self._plan()
+        whole = stretch(plan, 2 * STEPS, folder=texts)
+        stretch(plan, STEPS, folder=texts, save=tmp_path / "saved")
+        assert_same_stretch([whole], [stretch(plan, STEPS, folder=texts, load=tmp_path / "saved")])
+
+    def test_two_ranks_go_on_and_another_layout_too(
+        self, ranks: Callable[..., Ranks], texts: Path, tmp_path: Path
+    ) -> None:
+        """Two ranks with the same bits; what they saved one process takes, within the parity of the precision."""
+        plan = self._plan()
+        two = changed(plan, **DP)
+        whole = ranks(2)(stretch, two, 2 * STEPS, folder=texts)
+        ranks(2)(stretch, two, STEPS, folder=texts, save=tmp_path / "saved")
+        assert_same_stretch(whole, ranks(2)(stretch, two, STEPS, folder=texts, load=tmp_path / "saved"))
+        alone = stretch(plan, STEPS, folder=texts, load=tmp_path / "saved")
+        assert_goes_on(stretch(plan, 2 * STEPS, folder=texts), [alone], plan["precision"]["compute"])
+
+    def test_auto_takes_the_newest_that_the_run_saved(self, texts: Path, tmp_path: Path) -> None:
+        """And nothing, where the run has not begun."""
+        plan = plan_from_dict(self._plan(), texts)
+        with assemble(plan, World.alone("cpu"), folder=tmp_path) as run:
+            assert run.load_checkpoint("auto") is None
+            for _ in range(STEPS):
+                run.step()
+                run.save_checkpoint()
+            left = weights(run)
+        with assemble(plan, World.alone("cpu"), folder=tmp_path) as run:
+            found = run.load_checkpoint("auto")
+            assert found is not None, "the run's own checkpoint is not found again"
+            assert (found.step, run.num_steps_done) == (STEPS, STEPS), f"{found.path} is not the newest"
+            assert_same_bits(left, weights(run))
+
+    def test_a_damaged_checkpoint_is_refused(self, texts: Path, tmp_path: Path) -> None:
+        """Whichever file of it is cut short, or gone; and then nothing has changed."""
+        plan = self._plan()
+        stretch(plan, 1, folder=texts, save=tmp_path / "saved")
+        files = [path for path in sorted((tmp_path / "saved").rglob("*")) if path.is_file()]
+        assert files, "the checkpoint has no files in its folder"
+        with assemble(plan_from_dict(plan, texts), World.alone("cpu")) as run:
+            before = weights(run)
+            for file in files:
+                data = file.read_bytes()
+                for damaged in (data[: len(data) // 2], None):
+                    file.unlink()
+                    if damaged is not None:
+                        file.write_bytes(damaged)
+                    with pytest.raises(RunError):
+                        run.load_checkpoint(tmp_path / "saved")
+                    assert_same_bits(before, weights(run))
+                file.write_bytes(data)
+            assert run.load_checkpoint(tmp_path / "saved") is not None
+
+    def test_a_checkpoint_of_another_model_is_refused(self, texts: Path, tmp_path: Path) -> None:
+        stretch(self._plan(), 1, folder=texts, save=tmp_path / "saved")
+        other = plan_from_dict(self._plan(model__ffn_hidden=32), texts)
+        with assemble(other, World.alone("cpu")) as run, pytest.raises(Exception, match="resume-differs"):
+            run.load_checkpoint(tmp_path / "saved")

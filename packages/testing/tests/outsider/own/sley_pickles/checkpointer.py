@@ -1,0 +1,74 @@
+"""Saves a run as a folder of pickles: one of each rank's tensors, and `run.pickle`, the last, with everything else."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sley_core.api.comm import gather_objects
+from sley_core.api.state import SavedRun, TrainingState, WholeTensors
+from sley_core.errors import RunError
+from sley_core.protocols import Checkpointer, Restored
+
+if TYPE_CHECKING:
+    from sley_pickles.plugin import PicklesConfig
+
+
+class Pickles(Checkpointer):
+    def __init__(self, config: PicklesConfig | None, state: TrainingState) -> None:
+        self.config = config
+        self.state = state
+        self.rank = state.parts.world.rank
+        self.control = state.parts.groups["control"]
+
+    def is_due(self, step: int) -> bool:
+        return self.config is not None and step % self.config.every_steps == 0
+
+    def save(self, path: str | Path | None, step: int) -> str:
+        self.state.agree("saving a checkpoint")
+        self.state.attempt.begin(step)
+        folder = Path(path or f"{self.state.folder}/step-{step:08}")
+        self.state.all_or_none(lambda: self._write(folder), "write the checkpoint", "checkpoint-failed")
+        everyone = gather_objects(self.state.own(), self.control, what="what each rank keeps")
+        about = self.state.about(step).with_ranks(everyone)  # only rank 0 knows the attempt that took the steps
+        self.state.all_or_none(lambda: self._end(folder, about), "end the checkpoint", "checkpoint-failed")
+        if path is None:
+            self.state.attempt.saved(step)
+        return str(folder)
+
+    def load(self, path: str | Path, *, anew: bool) -> Restored | None:
+        self.state.agree("loading a checkpoint")
+        newest = sorted(Path(self.state.folder or path).glob("step-*/run.pickle"))[-1:]
+        if str(path) == "auto" and not newest:
+            if not anew:
+                self.state.attempt.refuse_to_begin_anew(f"`{self.state.folder}`")
+            return None
+        folder = newest[0].parent if str(path) == "auto" else Path(path)
+        saved = self.state.all_or_none(lambda: self._read(folder), "read the checkpoint")
+        notes = self.state.restore(saved)
+        return Restored(str(folder), saved.about.step, saved.about.lineage, notes)
+
+    def _write(self, folder: Path) -> None:
+        """Writes this rank's parts of tensors: what several ranks have alike, each of them writes."""
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = [(one.name, one.shape, one.rectangle, one.tensor.cpu().clone()) for one in self.state.pieces()]
+        (folder / f"rank-{self.rank}.pickle").write_bytes(pickle.dumps(parts))
+
+    def _end(self, folder: Path, about: SavedRun) -> None:
+        if self.rank == 0:
+            (folder / "run.pickle").write_bytes(pickle.dumps(about))
+
+    def _read(self, folder: Path) -> WholeTensors:
+        """Puts the parts together: this run may have another layout."""
+        about = pickle.loads((folder / "run.pickle").read_bytes())
+        tensors: dict[str, Tensor] = {}
+        for rank in range(about.layout["world"]):
+            for name, shape, rectangle, part in pickle.loads((folder / f"rank-{rank}.pickle").read_bytes()):
+                tensors.setdefault(name, torch.empty(shape, dtype=part.dtype))[rectangle.slices] = part
+        if not tensors:
+            raise RunError("checkpoint-damaged", f"{folder} has no tensors")
+        return WholeTensors(about, tensors, str(folder))

@@ -1,0 +1,58 @@
+"""A checkpointer of somebody else's holds the contract of checkpointers; those that are wrong do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_testing.checkpointer_contract import CheckpointerContract
+from sley_testing.plans import small_plan
+
+pytestmark = pytest.mark.usefixtures("installed")
+
+
+class TestPickles(CheckpointerContract):
+    checkpoint: ClassVar[dict[str, Any]] = {"use": "pickles.folder"}
+
+
+def test_a_run_saves_itself_when_a_save_is_due(texts: Path, tmp_path: Path) -> None:
+    tables = small_plan(run__steps=4, checkpoint={"use": "pickles.folder", "every_steps": 2})
+    with assemble(plan_from_dict(tables, texts), World.alone("cpu"), folder=tmp_path) as run:
+        run.train()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "test"),
+    [
+        ("weights", "test_a_run_goes_on_with_the_same_bits"),
+        ("states", "test_a_run_goes_on_with_the_same_bits"),
+        ("oldest", "test_auto_takes_the_newest_that_the_run_saved"),
+    ],
+)
+def test_a_wrong_checkpointer_fails(
+    monkeypatch: pytest.MonkeyPatch, texts: Path, tmp_path: Path, wrong: str, test: str
+) -> None:
+    from sley_pickles.checkpointer import Pickles
+
+    read: Callable[..., Any] = Pickles._read
+
+    def other(self: Any, folder: Path) -> Any:
+        if wrong == "oldest":
+            return read(self, sorted(folder.parent.glob("step-*"))[0])
+        saved = read(self, folder)
+        for name, tensor in saved._tensors.items():
+            if name.startswith("weights/" if wrong == "weights" else "optimizer/") and tensor.dim():
+                tensor.copy_(torch.zeros_like(tensor))
+        return saved
+
+    monkeypatch.setattr(Pickles, "_read", other)
+    with pytest.raises(AssertionError):
+        getattr(TestPickles(), test)(texts, tmp_path)
