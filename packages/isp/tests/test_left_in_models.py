@@ -121,7 +121,7 @@ def test_an_assembly_that_fails(ranks, texts, sharded):
         (sharded(2, weights={"launch": "nowhere"}, **SPLIT), "", "launch-point"),
         (sharded(2, **SPLIT), "sley_core.assemble.samples_of", "asked to"),
     ]
-    for place in ("communicator.stand_in", "buckets.GradientBuckets.add", "launch.points.Launches.take"):
+    for place in ("communicator.stand_in", "reductions.GradientBuckets.add", "units.Launches.take"):
         cases.append((sharded(2, weights=WAYS["classes and columns"]), f"sley_isp.{place}", "asked to"))
     wanted = [said for _, _, said in cases]
     assert ranks(2, 120)(refused, [(tables, place) for tables, place, _ in cases], texts) == [wanted, wanted]

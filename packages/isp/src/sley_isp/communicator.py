@@ -21,18 +21,14 @@ from sley_core.api.model import ForwardPatch
 from sley_core.api.parts import Handover
 from sley_core.api.weights import AXIS, stand_in
 from sley_core.protocols import WeightCommunicator
-from sley_isp.buckets import GradientBuckets
 from sley_isp.counts import Tally
-from sley_isp.embedding.columns import Columns, ShardedEmbedding
-from sley_isp.embedding.find import check_tables
-from sley_isp.launch.points import Launches, check_points
+from sley_isp.embedding_columns import Columns, ShardedEmbedding, check_tables
 from sley_isp.prefetch import Decision, PrefetchPolicy
-from sley_isp.published import PublishedShards
-from sley_isp.reductions import Reductions
+from sley_isp.reductions import GradientBuckets, Reductions
 from sley_isp.sites import Site, embedding_gradient, is_plain, linear_gradient
-from sley_isp.units import Gathered, Unit, sharded_modules
-from sley_isp.vocabulary.find import find_head
-from sley_isp.vocabulary.head import VocabularyHead
+from sley_isp.tokens import PublishedShards
+from sley_isp.units import Gathered, Launches, Unit, check_points, sharded_modules
+from sley_isp.vocabulary_head import VocabularyHead, find_head
 
 if TYPE_CHECKING:
     from sley_core.api.model import Layer

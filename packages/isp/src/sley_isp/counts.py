@@ -16,7 +16,7 @@ from sley_core.api.parts import Phase
 if TYPE_CHECKING:
     from sley_core.api.comm import SentBytes
     from sley_core.protocols import MemoryPool
-    from sley_isp.embedding.columns import Columns
+    from sley_isp.embedding_columns import Columns
     from sley_isp.prefetch import PrefetchPolicy
     from sley_isp.reductions import Reductions
     from sley_isp.units import Gathered, Unit

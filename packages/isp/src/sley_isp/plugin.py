@@ -14,11 +14,9 @@ from sley_core.records import (
     SequenceAttentionRecord,
     WeightCommunicatorRecord,
 )
-from sley_isp.canonical import check_order
+from sley_isp.check import check_launch, check_loss, check_order
 from sley_isp.config import AllToAllConfig, CommunicatorConfig, FreshConfig, SlotsConfig
-from sley_isp.launch.check import check_launch
 from sley_isp.sequence.check import check_heads
-from sley_isp.vocabulary.check import check_loss
 
 if TYPE_CHECKING:
     from sley_core.api.plan import Plan

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sley_core.losses import cross_entropy
 from sley_core.losses.cross_entropy import plain_sum
-from sley_isp.vocabulary import sums
+from sley_isp import vocabulary_sums as sums
 
 IGNORED = -100
 

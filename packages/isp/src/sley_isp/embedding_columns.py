@@ -11,7 +11,7 @@ reduction.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,11 +22,13 @@ from torch.autograd.function import once_differentiable
 
 from sley_core.api.comm import GATHER, REDUCE, Work
 from sley_core.api.weights import StandIn, no_view
-from sley_isp.sites import is_summed, own_of
+from sley_core.errors import PlanError
+from sley_isp.sites import is_plain, is_summed, own_of
 from sley_isp.tokens import AllTokens, padded
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Device, Group, SentBytes
+    from sley_core.api.model import Layer
     from sley_core.api.parts import Entry, GradientStore, WeightQueue
 
 
@@ -209,3 +211,32 @@ def parts_of_vectors(vectors: Tensor, size: int, most: int, width: int) -> Tenso
     if vectors.shape[1] != size * width:
         vectors = F.pad(vectors, (0, size * width - vectors.shape[1]))
     return padded(vectors, most).view(most, size, width).transpose(0, 1).contiguous()
+
+
+def check_tables(layers: Sequence[Layer]) -> None:
+    """Raises PlanError "embedding-hidden" unless there is a plain embedding and only such modules hold these tables.
+
+    A head that is tied to a table needs full rows of it.
+    """
+    tables: dict[int, str] = {}
+    others: dict[int, str] = {}
+    for layer in layers:
+        for name, module in layer.module.named_modules(prefix=layer.name):
+            for attribute, parameter in module._parameters.items():
+                is_table = type(module) is nn.Embedding and is_plain(module, attribute)
+                (tables if is_table else others).setdefault(id(parameter), name)
+    if not tables:
+        raise _refused(
+            "no layer has a plain nn.Embedding, whose table could be cut along its hidden dim", "leave it out"
+        )
+    for table, name in tables.items():
+        if table in others:
+            message = f"`{others[table]}` holds the table of `{name}` too, and needs whole rows of it"
+            raise _refused(message, "give it a weight of its own (`models.llama`: `tie_embeddings = false`)")
+
+
+def _refused(message: str, hint: str) -> PlanError:
+    """Returns the PlanError "embedding-hidden"."""
+    return PlanError(
+        "embedding-hidden", message, path=("weights", "embedding"), hint=f'{hint}; or `embedding = "gather"`'
+    )

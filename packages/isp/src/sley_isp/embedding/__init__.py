@@ -1,1 +1,0 @@
-"""Embeddings whose tables the ranks of `wp` share by their hidden dim."""

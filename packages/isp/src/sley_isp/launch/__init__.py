@@ -1,1 +1,0 @@
-"""Where in a layer the gathers ahead start."""
