@@ -96,12 +96,12 @@ def test_tasks_of_srun_that_know_of_no_ranks_are_refused(cli: Cli, plan: Path, m
 def test_needs_names_what_is_missing(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sley_core.plan.loader.installed", dict)
     handler = '[[gradient_handlers]]\nuse = "dp.bucketed"\n[weights]\nuse = "isp.communicator"\npool = "pp.classes"\n'
-    plan.write_text(plan.read_text("utf-8") + handler, "utf-8")
+    plan.write_text(plan.read_text("utf-8") + handler + "[checkpoint]\n", "utf-8")
     result = cli("needs", plan)
     assert result.code == 0
     assert "in a clone" in result.err, "no index has them, so the lines alone lead nowhere"
     assert "call this again" in result.err, "their records may name more"
-    names = ("models", "dp", "isp", "pp")
+    names = ("models", "dp", "isp", "pp", "checkpoint")
     folders = ["packages/core", "apps/train-cli", *(f"packages/{name}" for name in names)]
     assert result.out.splitlines() == [f"-e {folder}" for folder in folders]
     if (CLONE / "noxfile.py").exists():  # not in an sdist

@@ -1,0 +1,77 @@
+"""A run whose plan has no `[checkpoint]`: it imports nothing that saves, until a program asks for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import PluginError, UsageError
+from sley_core.plan.load import plan_from_dict
+from sley_core.plan.loader import Loader
+from sley_core.run import Run
+from sley_testing.plans import small_plan
+
+
+def bare(texts: Path, folder: Path | None = None) -> Run:
+    """Returns a run of the small plan where no checkpointer is installed."""
+    loader = Loader({"models": import_module("sley_models.plugin")})
+    return assemble(plan_from_dict(small_plan(), texts, loader=loader), World.alone("cpu"), folder=folder)
+
+
+IMPORTS = """
+import subprocess
+import sys
+from pathlib import Path
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_testing.plans import small_plan
+
+with assemble(plan_from_dict(small_plan(), Path(sys.argv[1])), World.alone("cpu"), folder=Path(sys.argv[2])) as run:
+    run.train()
+print([name for name in sys.modules if name.startswith("sley_checkpoint")])
+"""
+
+
+def test_a_run_imports_nothing_of_what_would_save_it(texts, tmp_path):
+    command = [sys.executable, "-c", IMPORTS, str(texts), str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, check=True, timeout=120, text=True).stdout == "[]\n"
+
+
+def test_a_plan_that_wants_checkpoints_says_what_to_install(texts):
+    loader = Loader({"models": import_module("sley_models.plugin")})
+    with pytest.raises(PluginError, match=r"plugin-missing.*`checkpoint` is not installed(?s:.*)packages/checkpoint"):
+        plan_from_dict(small_plan(checkpoint={"every_steps": 1}), texts, loader=loader)
+
+
+def test_a_save_and_a_load_say_what_to_install(texts, tmp_path):
+    with bare(texts) as run:
+        with pytest.raises(PluginError, match="packages/checkpoint"):
+            run.save_checkpoint(tmp_path / "saved")
+        with pytest.raises(PluginError, match="packages/checkpoint"):
+            run.load_checkpoint(tmp_path / "saved")
+
+
+def test_auto_begins_a_run_that_has_done_nothing_and_refuses_another(texts, tmp_path):
+    with bare(texts, tmp_path) as run:
+        assert run.load_checkpoint("auto") is None
+        run.train()
+    with bare(texts, tmp_path) as run:
+        with pytest.raises(UsageError, match=r"never-anew.*rows up to step 3"):
+            run.load_checkpoint("auto")
+        assert run.load_checkpoint("auto", anew=True) is None
+        run.step()
+
+
+def test_auto_asks_for_what_read_the_checkpoints_of_the_run(texts, tmp_path):
+    with assemble(plan_from_dict(small_plan(), texts), World.alone("cpu"), folder=tmp_path) as run:
+        run.step()
+        run.save_checkpoint()
+    with bare(texts, tmp_path) as run, pytest.raises(PluginError, match="packages/checkpoint"):
+        run.load_checkpoint("auto", anew=True)
