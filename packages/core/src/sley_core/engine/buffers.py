@@ -14,7 +14,7 @@ A part may begin anywhere within an entry, so only element-wise operations can w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -28,7 +28,6 @@ from torch import Tensor
 from sley_core.comm.copies import free, grow
 from sley_core.comm.marks import checksum
 from sley_core.engine.book import Entry
-from sley_core.engine.slot import LooseSlot
 from sley_core.errors import RunError
 
 ALIGNMENT_BYTES = 256
@@ -293,22 +292,6 @@ class GradientBuffer(FlatBuffer):
             for entry, start, until in zip(self.entries, self.offsets, ends, strict=True)
             if max(start + entry.numel, begin) < min(until, end)
         ]
-
-
-def pieces_of(buffers: Iterable[GradientBuffer], loose: Iterable[LooseSlot]) -> Iterator[Piece]:
-    """Yields all gradients in as few tensors as possible: one per buffer, then lists of the unbuffered ones.
-
-    Of a buffer that is cut, yields this rank's part.
-    """
-    for buffer in buffers:
-        yield Piece([buffer.own], buffer.reduce_group, buffer.num_holders, buffer.num_shards, buffer.stages)
-    families: dict[tuple[str, int], list[Tensor]] = {}
-    for slot in loose:
-        slot.check_nothing_came_late()
-        family = (slot.entry.reduce_group, len(slot.entry.stages))
-        families.setdefault(family, []).append(slot.view)
-    for (reduce_group, num_holders), tensors in families.items():
-        yield Piece(tensors, reduce_group, num_holders)
 
 
 def _spacing(cut: Cut | None) -> dict[str, Any]:

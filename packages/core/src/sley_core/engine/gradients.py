@@ -26,239 +26,15 @@ from torch import Tensor
 
 from sley_core.actions.action import Action
 from sley_core.engine.book import Entry, ParameterBook, TrainedSet
-from sley_core.engine.buffers import GradientBuffer, GradientMemory, Piece, Planner, Span, by_reduce_group, pieces_of
+from sley_core.engine.buffers import GradientBuffer, GradientMemory, Piece, Planner, Span, by_reduce_group
 from sley_core.engine.canonical.tree import Arrival, CanonicalOrder, CanonicalSlot
-from sley_core.engine.slot import (
-    Autograd,
-    Habit,
-    LooseSlot,
-    Slot,
-    State,
-    assigned,
-    by_autograd,
-    check_not_sharded,
-    frozen,
-    frozen_within,
-    mark_irregular,
-    reached_within,
-    shards_fixed,
-    without_gradients,
-)
+from sley_core.engine.slot import Autograd, Habit, LooseSlot, Slot, State, check_not_sharded, mark_irregular
 from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError, closed
 from sley_core.memory.state import is_away
 
 
-class GradientViews:
-    """Gives readers access to the gradients; the subclass `GradientStore` lays them out and fills them."""
-
-    def __init__(self) -> None:
-        self.buffers: list[GradientBuffer] = []
-        self._apart: list[GradientBuffer] = []
-        self._slots: dict[Entry, Slot] = {}
-        self._order: list[Slot] = []
-        self._cut: dict[Entry, GradientBuffer] = {}
-        self._seen: list[Entry] = []
-        self._are_freed = False
-
-    def __contains__(self, entry: Entry) -> bool:
-        """Whether `entry` has a slot: it is trainable, or was when this step began."""
-        return entry in self._slots
-
-    def gradient(self, entry: Entry) -> Tensor:
-        """Returns the gradient of `entry`, a view: its parameter's shape, the store's dtype.
-
-        Raises RunError if it is frozen or was discarded by an offload, and `gradient-sharded` once a reducer leaves only a part
-        of it to this rank.
-        """
-        if entry not in self._slots:
-            raise frozen(entry)
-        if self._are_freed:
-            raise without_gradients()
-        if entry in self._cut:
-            self._cut[entry].check_whole(entry)
-        return self._slots[entry].view
-
-    def part(self, entry: Entry) -> Tensor:
-        """Returns the part of the gradient of `entry` that this rank gets, a view: all of it, or the elements of `span`, in its
-        shape.
-        """
-        if self._are_freed:
-            raise without_gradients()
-        return self._cut[entry].parts[entry] if entry in self._cut else self.gradient(entry)
-
-    def parts(self, entries: Sequence[Entry]) -> list[Tensor | None]:
-        """Returns `part` of each of `entries`, None for a frozen one; one call, since every step reads all of them."""
-        if self._are_freed:
-            raise without_gradients()
-        cut, slots = self._cut, self._slots
-        return [
-            cut[entry].parts[entry] if entry in cut else slots[entry].view if entry in slots else None
-            for entry in entries
-        ]
-
-    def span(self, entry: Entry) -> Span | None:
-        """Returns which elements of its gradient this rank gets, maybe none; None if the reducer leaves the whole gradient to
-        each rank.
-        """
-        return self._cut[entry].spans[entry] if entry in self._cut else None
-
-    def num_shards(self, entry: Entry) -> int:
-        """Returns how many ranks of the entry's reduce group share one copy of its reduced gradient; 1 if each has all of
-        it.
-        """
-        return self._cut[entry].num_shards if entry in self._cut else 1
-
-    def partial(self, entry: Entry) -> list[Tensor]:
-        """Returns the partial sums that a reducer combines with other ranks', if sums are canonical: one per node of each use
-        of the parameter, in the order of `canonical.nodes`; the first is the gradient's view.
-        """
-        slot = self._slots[entry]
-        assert isinstance(slot, CanonicalSlot), f"{entry.name} is summed in any order"
-        return slot.rows
-
-    @property
-    def entries(self) -> list[Entry]:
-        """The entries that have a slot, in the order in which they are reported ready."""
-        return [slot.entry for slot in self._order]
-
-    @property
-    def seen_order(self) -> list[Entry]:
-        """The entries in the order in which the first step completed them; empty before. Local to this rank."""
-        return list(self._seen)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all gradients; those outside the buffers count while they exist."""
-        loose = sum(slot.view.nbytes for slot in self._order if isinstance(slot, LooseSlot))
-        return sum(buffer.num_bytes for buffer in (*self.buffers, *self._apart)) + loose
-
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and view of each gradient, whether or not it has memory."""
-        return ((slot.entry.name, slot.view) for slot in self._order)
-
-    def pieces(self) -> Iterator[Piece]:
-        """Yields all gradients in as few tensors as possible: this rank's part of each buffer, then lists of the unbuffered
-        ones.
-        """
-        return pieces_of([*self.buffers, *self._apart], (slot for slot in self._order if isinstance(slot, LooseSlot)))
-
-
-class Contributions(GradientViews):
-    """Takes contributions to gradients; the subclass `GradientStore` decides what each makes ready.
-
-    canonical: the numbering of micro-batches if gradients are summed in one order whatever the layout; else None.
-    """
-
-    def __init__(self, state: StepState, canonical: CanonicalOrder | None) -> None:
-        super().__init__()
-        self.state = state
-        self.canonical = canonical
-        self._products: set[Entry] = set()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all gradients, and of the partial sums that exist during a step."""
-        return super().num_bytes + (self.canonical.spares.num_bytes if self.canonical is not None else 0)
-
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors held for gradients, by name: those of `GradientViews.held`, and partial sums."""
-        yield from super().held()
-        if self.canonical is not None:
-            yield from ((f"partial sum {at}", one) for at, one in enumerate(self.canonical.spares.made))
-
-    def check_open(self, entry: Entry) -> None:
-        """Raises RunError `gradient-complete` if no step runs and the gradient of `entry` is that of the step before."""
-        self._slots[entry].check_open(self.state)
-
-    def add(self, entry: Entry, gradient: Tensor) -> None:
-        """Adds a contribution computed outside autograd, of the parameter's shape and any floating dtype; may report the entry
-        ready.
-        """
-        self.put(entry, gradient)
-        self.passed(entry)
-
-    def put(self, entry: Entry, gradient: Tensor, layer: str = "") -> None:
-        """Adds as `add` does, but does not count the pass: autograd, or a later call of `passed`, says that it was the last.
-
-        layer: the layer whose use of the parameter it comes from; only needed if several hold it and sums are canonical.
-        """
-        slot = self._entered(entry, layer)
-        slot.take(gradient)
-        slot.contributions += 1
-
-    def add_of_micros(self, entry: Entry, gradients: Mapping[int, Tensor], layer: str) -> None:
-        """Adds contributions keyed by the global number of their micro-batch, and may report the entry ready. For canonical
-        sums: a communicator brings the contributions of other ranks' micro-batches to this rank's shard.
-        """
-        slot = self._slots[entry]
-        slot.check_open(self.state)
-        for micro, gradient in gradients.items():
-            slot.enter(Arrival(entry.layers.index(layer), micro))
-            slot.take(gradient)
-            slot.contributions += 1
-        self._passed(slot)
-
-    def add_product(self, entry: Entry, left: Tensor, right: Tensor) -> None:
-        """Adds left^T right, for left [n, out] and right [n, in] in the store's dtype, without allocating; may report the entry
-        ready.
-        """
-        self.put_product(entry, left, right)
-        self.passed(entry)
-
-    def put_product(self, entry: Entry, left: Tensor, right: Tensor, layer: str = "") -> None:
-        """Adds as `add_product` does, but does not count the pass, as `put`."""
-        slot = self._entered(entry, layer)
-        slot.take_product(left, right)
-        slot.contributions += 1
-
-    def passed(self, entry: Entry) -> None:
-        """Counts a pass: the running action has contributed to `entry`, once or for the last time. May report entries ready."""
-        self._passed(self._slots[entry])
-
-    def add_rows(self, entry: Entry, indices: Tensor, rows: Tensor) -> None:
-        """Adds `rows` [n, width], of any floating dtype, at their `indices` [n] of an embedding table's gradient; may report it
-        ready.
-        """
-        self.put_rows(entry, indices, rows)
-        self.passed(entry)
-
-    def put_rows(self, entry: Entry, indices: Tensor, rows: Tensor, layer: str = "") -> None:
-        """Adds as `add_rows` does, but does not count the pass, as `put`."""
-        slot = self._entered(entry, layer)
-        slot.take_rows(indices, rows)
-        slot.contributions += 1
-
-    def expect_products(self, entry: Entry) -> None:
-        """Records that from now on `entry` gets contributions by `add_product` and the like, besides any from autograd."""
-        self._products.add(entry)
-        if entry in self._slots and self._slots[entry].autograd is Autograd.IN_VIEW:
-            self._slots[entry].autograd = Autograd.COPIED
-
-    def _entered(self, entry: Entry, layer: str) -> Slot:
-        """Returns the slot of `entry`, prepared for a contribution of `layer`. Raises RunError `gradient-complete` if it is
-        complete.
-        """
-        slot = self._slots[entry]
-        slot.check_open(self.state)
-        if self.canonical is not None:
-            slot.enter(self.canonical.arrival(entry, layer))
-        return slot
-
-    def _enter_autograd(self, slot: Slot, order: CanonicalOrder) -> None:
-        if slot.entry in self._products:
-            raise by_autograd(slot.entry)
-        slot.enter(order.arrival(slot.entry))
-
-    def _passed(self, slot: Slot) -> None:
-        """Counts a pass; may report entries ready."""
-        raise NotImplementedError
-
-
-Ready = Callable[[Entry], None]
-
-
-class GradientStore(Contributions):
+class GradientStore:
     """Holds slots for all trainable entries of `book`, in `dtype` on `device`.
 
     A reducer calls `lay_out` with its own planner when it attaches; until then `planner` is used. `on_ready` is called once per
@@ -279,22 +55,182 @@ class GradientStore(Contributions):
         self.book = book
         self.dtype = dtype
         self.device = device
+        self.state = state
+        self.canonical = canonical
         for entry in book:
             entry.num_sums = len(entry.layers) if canonical is not None else 1
-        super().__init__(state, canonical)
-        self._memory = GradientMemory(dtype, device)
-        self.on_ready: list[Ready] = []
+        self.buffers: list[GradientBuffer] = []
+        self.on_ready: list[Callable[[Entry], None]] = []
         self.on_chunk_done: list[Callable[[int], None]] = []
         self.refusal: RunError | None = None
+        self.num_layouts = 0
+        self._memory = GradientMemory(dtype, device)
+        self._apart: list[GradientBuffer] = []
+        self._slots: dict[Entry, Slot] = {}
+        self._order: list[Slot] = []
+        self._cut: dict[Entry, GradientBuffer] = {}
+        self._seen: list[Entry] = []
+        self._products: set[Entry] = set()
         self._next = 0
+        self._are_freed = False
         self._is_watching = False
         self._is_closed = False
         self._is_built = True
         self._learned = False
         self._tasks: dict[Slot, tuple[Action | None, int]] = {}
-        self.num_layouts = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.lay_out(planner or by_reduce_group)
+
+    # Reading
+
+    def __contains__(self, entry: Entry) -> bool:
+        """Whether `entry` has a slot: it is trainable, or was when this step began."""
+        return entry in self._slots
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The entries that have a slot, in the order in which they are reported ready."""
+        return [slot.entry for slot in self._order]
+
+    @property
+    def seen_order(self) -> list[Entry]:
+        """The entries in the order in which the first step completed them; empty before. Local to this rank."""
+        return list(self._seen)
+
+    def gradient(self, entry: Entry) -> Tensor:
+        """Returns the gradient of `entry`, a view: its parameter's shape, the store's dtype.
+
+        Raises RunError if it is frozen or was discarded by an offload, and `gradient-sharded` once a reducer leaves only a part
+        of it to this rank.
+        """
+        if entry not in self._slots:
+            raise RunError(
+                "gradient-frozen",
+                f"the parameter {entry.name!r} is frozen, so it has no gradient in this step",
+                hint="ask `entry in store` first: parameters may be frozen and trained again between steps",
+            )
+        self._check_there()
+        if entry in self._cut:
+            self._cut[entry].check_whole(entry)
+        return self._slots[entry].view
+
+    def part(self, entry: Entry) -> Tensor:
+        """Returns this rank's part of the gradient, a view: all of it, or the elements of `span`, in its shape."""
+        self._check_there()
+        return self._cut[entry].parts[entry] if entry in self._cut else self.gradient(entry)
+
+    def parts(self, entries: Sequence[Entry]) -> list[Tensor | None]:
+        """Returns `part` of each of `entries`, None for a frozen one; one call, since every step reads all of them."""
+        self._check_there()
+        cut, slots = self._cut, self._slots
+        return [
+            cut[entry].parts[entry] if entry in cut else slots[entry].view if entry in slots else None
+            for entry in entries
+        ]
+
+    def span(self, entry: Entry) -> Span | None:
+        """Returns which elements of its gradient this rank gets, maybe none; None if each rank gets the whole gradient."""
+        return self._cut[entry].spans[entry] if entry in self._cut else None
+
+    def num_shards(self, entry: Entry) -> int:
+        """Returns how many ranks of the reduce group share one copy of the reduced gradient; 1 if each has all of it."""
+        return self._cut[entry].num_shards if entry in self._cut else 1
+
+    def partial(self, entry: Entry) -> list[Tensor]:
+        """Returns the partial sums that a reducer combines with other ranks', if sums are canonical: one per node of each use
+        of the parameter, in the order of `canonical.nodes`; the first is the gradient's view.
+        """
+        slot = self._slots[entry]
+        assert isinstance(slot, CanonicalSlot), f"{entry.name} is summed in any order"
+        return slot.rows
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yields all gradients in as few tensors as possible: this rank's part of each buffer, then lists of the others."""
+        for buffer in (*self.buffers, *self._apart):
+            yield Piece([buffer.own], buffer.reduce_group, buffer.num_holders, buffer.num_shards, buffer.stages)
+        families: dict[tuple[str, int], list[Tensor]] = {}
+        for slot in self._order:
+            if isinstance(slot, LooseSlot):
+                slot.check_nothing_came_late()
+                family = slot.entry.reduce_group, len(slot.entry.stages)
+                families.setdefault(family, []).append(slot.view)
+        for (reduce_group, num_holders), tensors in families.items():
+            yield Piece(tensors, reduce_group, num_holders)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all gradients; those outside the buffers, and partial sums, count while they exist."""
+        loose = sum(slot.view.nbytes for slot in self._order if isinstance(slot, LooseSlot))
+        partial_sums = 0 if self.canonical is None else self.canonical.spares.num_bytes
+        return sum(buffer.num_bytes for buffer in (*self.buffers, *self._apart)) + loose + partial_sums
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields name and view of each gradient, whether or not it has memory, and partial sums."""
+        yield from ((slot.entry.name, slot.view) for slot in self._order)
+        if self.canonical is not None:
+            yield from ((f"partial sum {at}", one) for at, one in enumerate(self.canonical.spares.made))
+
+    # Contributions of code outside autograd. Each `add` is a `put` that counts the pass too, and may report the entry ready;
+    # after a `put`, autograd or a later call of `passed` says that it was the last. `layer` is the layer whose use of the
+    # parameter a contribution comes from: needed only if several hold it and sums are canonical.
+
+    def check_open(self, entry: Entry) -> None:
+        """Raises RunError `gradient-complete` if no step runs and the gradient of `entry` is that of the step before."""
+        self._slots[entry].check_open(self.state)
+
+    def expect_products(self, entry: Entry) -> None:
+        """Records that from now on `entry` gets contributions by `add_product` and the like, besides any from autograd."""
+        self._products.add(entry)
+        if entry in self._slots and self._slots[entry].autograd is Autograd.IN_VIEW:
+            self._slots[entry].autograd = Autograd.COPIED
+
+    def passed(self, entry: Entry) -> None:
+        """Counts a pass: the running action has contributed to `entry`, once or for the last time. May report entries ready."""
+        self._passed(self._slots[entry])
+
+    def add(self, entry: Entry, gradient: Tensor) -> None:
+        """Adds a contribution of the parameter's shape and any floating dtype."""
+        self.put(entry, gradient)
+        self.passed(entry)
+
+    def add_product(self, entry: Entry, left: Tensor, right: Tensor) -> None:
+        """Adds left^T right, for left [n, out] and right [n, in] in the store's dtype, without allocating."""
+        self.put_product(entry, left, right)
+        self.passed(entry)
+
+    def add_rows(self, entry: Entry, indices: Tensor, rows: Tensor) -> None:
+        """Adds `rows` [n, width], of any floating dtype, at their `indices` [n] of an embedding table's gradient."""
+        self.put_rows(entry, indices, rows)
+        self.passed(entry)
+
+    def add_of_micros(self, entry: Entry, gradients: Mapping[int, Tensor], layer: str) -> None:
+        """Adds contributions keyed by the global number of their micro-batch. For canonical sums: a communicator brings the
+        contributions of other ranks' micro-batches to this rank's shard.
+        """
+        slot = self._slots[entry]
+        slot.check_open(self.state)
+        for micro, gradient in gradients.items():
+            slot.enter(Arrival(entry.layers.index(layer), micro))
+            slot.take(gradient)
+            slot.contributions += 1
+        self._passed(slot)
+
+    def put(self, entry: Entry, gradient: Tensor, layer: str = "") -> None:
+        slot = self._entered(entry, layer)
+        slot.take(gradient)
+        slot.contributions += 1
+
+    def put_product(self, entry: Entry, left: Tensor, right: Tensor, layer: str = "") -> None:
+        slot = self._entered(entry, layer)
+        slot.take_product(left, right)
+        slot.contributions += 1
+
+    def put_rows(self, entry: Entry, indices: Tensor, rows: Tensor, layer: str = "") -> None:
+        slot = self._entered(entry, layer)
+        slot.take_rows(indices, rows)
+        slot.contributions += 1
+
+    # Layouts and steps
 
     def lay_out(self, planner: Planner) -> None:
         """Makes the buffers anew, as `planner` says from now on. Discards all gradients, and a step in flight. Nothing may
@@ -317,7 +253,11 @@ class GradientStore(Contributions):
         for buffer in buffers:
             self._cut |= dict.fromkeys(buffer.entries, buffer) if buffer.cut else {}
             for entry, view in zip(buffer.entries, buffer.views, strict=True):
-                self._slots[entry] = self._slot(entry, view, known.get(entry, Habit()))
+                habit = known.get(entry, Habit())
+                if self.canonical is None:
+                    self._slots[entry] = Slot(entry, view, habit, self._autograd(entry))
+                else:
+                    self._slots[entry] = CanonicalSlot(entry, view, habit, Autograd.COPIED, self.canonical)
         for entry in layout.loose if self.canonical is None else ():
             self._slots[entry] = LooseSlot(entry, self.dtype, known.get(entry, Habit()), self._autograd(entry))
         self._order = [self._slots[entry] for entry in layout.order]
@@ -366,11 +306,19 @@ class GradientStore(Contributions):
         if not self._is_built:
             raise is_away("gradients", "a step")
         self._are_freed = False
-        changed = self._trained.first_change()
-        self.refusal = shards_fixed(changed) if changed and self._is_fixed else None
-        if changed and not self._is_fixed:
-            self._memory.forget()  # a reduction that a failed step began may still write into it
-            self.lay_out(self._planner)
+        self.refusal = None
+        if name := self._trained.first_change():
+            if self._is_fixed:
+                self.refusal = RunError(
+                    "shards-fixed",
+                    f"the parameter {name!r} was frozen or unfrozen, but a sharded optimizer lays out its states when the "
+                    "run is made",
+                    hint="freeze it in the plan (`freeze = true` in a group of [optimizer]), or take a reducer such as "
+                    "`dp.bucketed`",
+                )
+            else:
+                self._memory.forget()  # a reduction that a failed step began may still write into it
+                self.lay_out(self._planner)
         for buffer in self.buffers:
             buffer.is_whole = True
         if not self._is_watching:
@@ -393,11 +341,21 @@ class GradientStore(Contributions):
         """Begins the next call of the step. Sets `refusal` to the error `frozen-within-step` if parameters were frozen or
         unfrozen since `pause`, `gradient-reached` if a program's own backward has added to a gradient.
         """
-        if changed := self._trained.first_change():
-            self.refusal = frozen_within(changed)
+        if name := self._trained.first_change():
+            self.refusal = RunError(
+                "frozen-within-step",
+                f"the parameter {name!r} was frozen or unfrozen between two calls of one step, whose gradients add up",
+                hint="freeze and unfreeze parameters after a step outside `run.accumulate()`",
+            )
         for slot in self._order:
             if not slot.resume():
-                self.refusal = reached_within(slot.entry.name)
+                self.refusal = RunError(
+                    "gradient-reached",
+                    f"a backward between two calls of one step reached the parameter {slot.entry.name!r}, so its gradient is "
+                    "no longer their sum",
+                    hint="use `torch.autograd.grad`, which adds to no parameter, or do it after a step outside "
+                    "`run.accumulate()`",
+                )
 
     def scale(self, factor: float) -> None:
         """Multiplies all that has been added in this step by `factor`."""
@@ -406,8 +364,8 @@ class GradientStore(Contributions):
             torch._foreach_mul_(sums, factor)
 
     def chunk_done(self, chunk: int) -> None:
-        """Ends the chunk's last gradient action: entries without a contribution become zero, and all are reported ready. Does
-        nothing if other calls of the step follow.
+        """Ends the chunk's last gradient action, unless other calls of the step follow: entries without a contribution become
+        zero, and all are reported ready.
         """
         if not self.state.is_last:
             return
@@ -434,6 +392,23 @@ class GradientStore(Contributions):
         self._forget()
         self._memory.forget()
 
+    def _check_there(self) -> None:
+        if self._are_freed:
+            raise RunError(
+                "gradients-freed",
+                "gradients were freed by an offload, and no step has made new ones",
+                hint="read them before `run.memory.offload()`, or leave them where they are: `run.memory.offload(...)` with "
+                "the names of other parts",
+            )
+
+    def _entered(self, entry: Entry, layer: str) -> Slot:
+        """Returns the slot of `entry`, prepared for a contribution of `layer`. Raises RunError `gradient-complete`."""
+        slot = self._slots[entry]
+        slot.check_open(self.state)
+        if self.canonical is not None:
+            slot.enter(self.canonical.arrival(entry, layer))
+        return slot
+
     def _learn(self) -> None:
         """Records, once all gradients are complete, how often and in which backward each one came."""
         for slot in self._order:
@@ -458,7 +433,15 @@ class GradientStore(Contributions):
             check_not_sharded(slot.entry)
             slot.check_open(self.state)
             if self.canonical is not None:
-                self._enter_autograd(slot, self.canonical)
+                if slot.entry in self._products:
+                    raise RunError(
+                        "canonical-autograd",
+                        f"the parameter {slot.entry.name!r} of a linear or an embedding is used in another way too, or has a "
+                        "hook, is used under autocast or differentiated twice: the order in which its gradients are added is "
+                        "then the layout's",
+                        hint='use [parallel] reduction = "fast"',
+                    )
+                slot.enter(self.canonical.arrival(slot.entry))
             slot.take_over()
         if not self._learned:
             self._tasks[slot] = self.state.action, torch._C._current_graph_task_id()
@@ -471,15 +454,18 @@ class GradientStore(Contributions):
         if not slot.is_assigned:
             return
         if self.canonical is not None or slot.state is State.REPORTED:
-            raise assigned(slot.entry)
+            raise RunError(
+                "gradient-assigned",
+                f"a backward assigns the gradient of the parameter {slot.entry.name!r} itself (`weight.grad = ...`), after it "
+                "was complete or where sums are canonical",
+                hint="let the backward return the gradient, for a weight that is an argument of its `apply`",
+            )
         check_not_sharded(slot.entry)
         slot.take_over()
         slot.habit.is_irregular = True  # it is complete at the end of the chunk only
 
     def _passed(self, slot: Slot) -> None:
-        """Counts one pass if the running action is the last that can add to the gradient; reports the entry if it is complete
-        and next.
-        """
+        """Counts one pass if no later action can add to the gradient; reports the entry if it is complete and next."""
         if self.canonical is not None and self.state.action is not None:
             slot.leave()  # as early as possible, so that sums are combined and their memory is reused
         if slot.autograd is Autograd.UNWATCHED or not self.state.gradients_final(slot.chunks):
@@ -499,11 +485,6 @@ class GradientStore(Contributions):
             self._next += 1
             for notify in self.on_ready:
                 notify(slot.entry)
-
-    def _slot(self, entry: Entry, view: Tensor, habit: Habit) -> Slot:
-        if self.canonical is not None:
-            return CanonicalSlot(entry, view, habit, Autograd.COPIED, self.canonical)
-        return Slot(entry, view, habit, self._autograd(entry))
 
     def _autograd(self, entry: Entry) -> Autograd:
         return Autograd.COPIED if entry in self._products else Autograd.IN_VIEW
