@@ -66,8 +66,7 @@ class FlatBuffer:
 
 def offsets(shapes: Sequence[Sequence[int]], alignment: int, multiple: int = 1) -> tuple[list[int], int]:
     """Returns the offset of each shape, in elements and a multiple of `alignment`, and the number of elements of the buffer.
-
-    multiple: above 1, that number divides into as many aligned parts, each of at least one `alignment`.
+    multiple: above 1, the buffer divides into as many aligned parts, each of at least one `alignment`.
     """
     starts: list[int] = []
     end = 0
@@ -108,8 +107,8 @@ class Span(NamedTuple):
         return self.last - self.first
 
     def shape_in(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape in which the elements are stepped: the `whole` shape if these are all of its elements, else flat
-        with leading dims of size 1. So the number of dims stays: an optimizer may treat matrices otherwise than vectors.
+        """Returns the shape in which the elements are stepped: `whole` if these are all of its elements, else flat with leading
+        dims of size 1. The number of dims stays: an optimizer may treat matrices otherwise than vectors.
         """
         if self.numel == prod(whole):
             return tuple(whole)
@@ -128,18 +127,14 @@ class Cut:
     index: int
 
     def bounds(self, numel: int) -> tuple[int, int]:
-        """Returns the first element of the part and the one after its last, in a buffer of `numel` elements, which `count`
-        divides.
-        """
+        """Returns the first element of the part and the one after its last, in a buffer of `numel` elements."""
         size, rest = divmod(numel, self.count)
         assert rest == 0, f"{numel} elements over {self.count} ranks"
         return size * self.index, size * (self.index + 1)
 
     def span(self, start: int, numel: int, total: int) -> Span:
         """Returns which of the `numel` elements of an entry that begins at `start` lie in this part, counted from `start`;
-        maybe none.
-
-        total: the number of elements of the buffer.
+        maybe none. total: the number of elements of the buffer.
         """
         begin, end = self.bounds(total)
         first = min(max(begin - start, 0), numel)
@@ -154,10 +149,9 @@ class Layout(NamedTuple):
     """Says how a reducer wants the gradients: which lie side by side, and in which order they are reported ready.
 
     buffers: lists of entries of one family. order: the same entries; not their concatenation if buffers of several reduce
-    groups are filled side by side. Equal on all ranks of every reduce group. loose: entries of `order` that lie in no buffer,
-    because nobody reduces them. cuts: for each buffer, the part whose sum this rank gets; None, or no list at all, for the
-    whole. is_fixed: whether it must not change, since masters and optimizer states follow it: then no parameter may be frozen
-    or unfrozen.
+    groups are filled side by side. Equal on all ranks of every reduce group. loose: entries of `order` in no buffer, because
+    nobody reduces them. cuts: for each buffer, the part whose sum this rank gets; None, or no list at all, for the whole.
+    is_fixed: whether masters and optimizer states follow it, so that no parameter may be frozen or unfrozen.
     """
 
     buffers: list[list[Entry]]
@@ -173,7 +167,7 @@ class Layout(NamedTuple):
         return [(entries, cut) for entries, cut in zip(self.buffers, cuts, strict=True) if entries]
 
     def check(self, trainable: Sequence[Entry]) -> None:
-        """Asserts that `order`, and `buffers` with `loose`, name each of `trainable` (in the order of the book) exactly
+        """Asserts that `order`, and `buffers` with `loose`, name each of `trainable`, which is in the book's order, exactly
         once.
         """
         for entries in (self.order, [entry for buffer in (*self.buffers, self.loose) for entry in buffer]):
@@ -258,8 +252,8 @@ class GradientBuffer(FlatBuffer):
         return self.views_in(self.own)
 
     def views_in(self, memory: Tensor) -> dict[Entry, Tensor]:
-        """Returns views of `memory` [as long as `own`], one per entry, at the entry's place in this rank's part; each has the
-        shape of its span.
+        """Returns a view of `memory` [as long as `own`] for each entry, at its place in this rank's part, in the shape of its
+        span.
         """
         begin, _ = (self.cut or WHOLE).bounds(self.data.numel())
         found = {}

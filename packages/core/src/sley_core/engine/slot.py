@@ -40,31 +40,23 @@ def check_not_sharded(entry: Entry) -> None:
 class Habit:
     """Remembers how a gradient came in earlier steps; the entry's slot in the next layout begins with a copy.
 
-    expected: `Slot.final` of the first step. is_irregular: whether that number varies, so that the gradient is complete only at
-    the end of the chunk.
+    expected: `Slot.final` of the first step. is_irregular: whether that number varies, so that only the end of the chunk
+    completes the gradient.
     """
 
     expected: int = 0
     is_irregular: bool = False
 
-    def is_met(self, final: int) -> bool:
-        """Returns whether `final` passes are all that are expected."""
-        return not self.is_irregular and final >= self.expected > 0
-
     def learn(self, final: int) -> None:
-        """Records, at the end of a chunk, that the gradient came in `final` passes; marks it irregular if that differs from
-        before.
-        """
+        """Records, at the end of a chunk, that the gradient came in `final` passes; irregular if that differs from before."""
         if self.expected and final and final != self.expected:
             self.is_irregular = True
         self.expected = max(self.expected, final)
 
 
 def mark_irregular(tasks: Mapping[Slot, tuple[object, int]]) -> None:
-    """Marks as irregular each gradient that came in a nested backward (a backward within the backward): it may come more often
-    next time.
-
-    tasks: the action in which each gradient came in the first step, and the number of autograd's graph task.
+    """Marks each gradient that came in a backward within the backward as irregular: it may come more often next time. tasks:
+    the action in which each gradient came in the first step, and the number of autograd's graph task.
     """
     outermost: dict[object, int] = {}  # the action's own backward has the lowest task number: it began first
     for action, task in tasks.values():
@@ -132,7 +124,6 @@ class Slot:
 
     @property
     def is_open(self) -> bool:
-        """Whether more contributions are expected."""
         return self.state is State.OPEN
 
     def reset(self) -> None:
@@ -149,7 +140,8 @@ class Slot:
         learning: whether this is the first step, in which the number is not known yet; then the end of the chunk completes it.
         """
         self.final += 1
-        if self.is_open and not learning and self.habit.is_met(self.final):
+        habit = self.habit
+        if self.is_open and not learning and not habit.is_irregular and self.final >= habit.expected > 0:
             self.complete()
 
     def check_open(self, state: StepState) -> None:
@@ -203,8 +195,8 @@ class Slot:
         self.take(gradient)
 
     def take_over(self) -> None:
-        """Takes what `parameter.grad` has, which autograd or a backward of a user's own put there: the whole sum if the view
-        was lent, else a contribution.
+        """Takes `parameter.grad`, which autograd or a backward of a user's own set: the whole sum if the view was lent, else a
+        contribution.
         """
         gradient = self.parameter.grad
         assert gradient is not None, self.entry
@@ -238,7 +230,7 @@ class Slot:
         add_at(self.view, indices, rows.to(self.view.dtype))
 
     def sum(self) -> Tensor | None:
-        """Returns what has been added in this step, None if nothing has."""
+        """Returns the sum of this step so far, None if there is no contribution."""
         return self.view if self.contributions else None
 
     def pause(self) -> None:
