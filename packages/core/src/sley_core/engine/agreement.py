@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,7 +55,7 @@ _HINTS = {
     BATCH: "all stages of a pipeline, and all ranks that share a sequence, get the same samples: rows `run.rows` of a batch",
 }
 
-View = tuple[Hashable, int]
+View = tuple[Any, int]
 """A rank's view of a fact, and its checksum."""
 
 
@@ -86,10 +87,8 @@ class Agreement:
         it.
 
         what: describes, for the error, what all ranks begin now. refusal: why this rank cannot; if any rank has one, `check`
-        raises it on all.
-
-        batch: the samples of this rank. Their weights are summed as well: all samples of the global batch lie on the ranks of
-        one stage, and on ranks without the loss they weigh 0.
+        raises it on all. batch: the samples of this rank. Their weights are summed as well: all samples of the global batch lie
+        on the ranks of one stage, and on ranks without the loss they weigh 0.
         """
         weights = batch.weights if batch else ()
         self._has_digits = self.store is not None and self.store.canonical is not None
@@ -116,9 +115,7 @@ class Agreement:
         return self
 
     def check(self) -> None:
-        """Waits for the sum, and sets `weight`. Raises RunError on all ranks alike: `ranks-differ` names what differs and
-        where; or some rank's refusal.
-        """
+        """Waits for the sum, and sets `weight`. Raises RunError on all ranks alike: `ranks-differ`, or some rank's refusal."""
         if self._pending is None:
             if self._refusal is not None:
                 raise self._refusal
@@ -136,13 +133,11 @@ class Agreement:
 
     @property
     def may_wait(self) -> bool:
-        """Whether `check` may be deferred until after the first action, because that action waits for no other rank, on any
-        rank.
-        """
+        """Whether `check` may follow the first action, because that waits for no other rank, on any rank."""
         return all(self.groups[axis].size == 1 for axis in ("model", "sp"))
 
     def _entries(self) -> dict[str, View]:
-        """Returns, by the axis whose ranks must agree, which entries are trained, in layout order; computed once per layout."""
+        """Returns the trained entries in layout order, by the axis whose ranks must agree on them; computed once per layout."""
         if self.store is not None and self._layout != self.store.num_layouts:
             self._layout = self.store.num_layouts
             names = tuple(entry.name for entry in self.store.entries)
@@ -162,7 +157,11 @@ class Agreement:
         axes = [axis for axis in ("pp", "sp") if self.groups[axis].size > 1]
         if not axes:
             return {}
-        seen = tuple(f"{name} {_described(value)}" for part in batch.whole for name, value in sorted(part.items()))
+        seen = tuple(
+            f"{name} {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            for part in batch.whole
+            for name, value in sorted(part.items())
+        )
         number = checksum(seen)
         for part in batch.whole:
             for _, value in sorted(part.items()):
@@ -170,89 +169,51 @@ class Agreement:
         return dict.fromkeys(axes, (seen, number))
 
     def _differing(self) -> RunError:
-        """Gathers the views of all ranks, and returns the error `ranks-differ`. A blocking collective on `control`: all ranks
-        call it, since all have seen the same sum.
+        """Returns the error `ranks-differ` from all ranks' views. A blocking collective on `control`: all have seen the same
+        sum.
         """
-        views = _hashable(gather_objects(self._views(), self._everyone, what="what ranks do differently"))
+        # By the label of the group that must agree; a view travels as JSON, [description, checksum].
+        own = [{str(self.groups[axis]): view for axis, view in fact.items()} for fact in self._facts]
+        views = gather_objects(own, self._everyone, what="what ranks do differently")
         for fact, differ in enumerate(self._sum[:_WEIGHT].tolist()):
-            if not differ:
-                continue
-            for label in dict.fromkeys(label for view in views for label in view[fact]):
+            for label in dict.fromkeys(label for view in views for label in view[fact]) if differ else ():
                 by_rank = zip(self._everyone.ranks, views, strict=True)
                 found = {rank: view[fact][label] for rank, view in by_rank if label in view[fact]}
-                if len(set(found.values())) > 1:
+                if len({number for _, number in found.values()}) > 1:
                     return RunError("ranks-differ", _message(fact, found), hint=_HINTS[fact])
         raise AssertionError(f"the sum is {self._sum.tolist()}, and yet all agree: {views}")
 
     def _refused(self) -> RunError:
-        """Gathers the ranks' refusals, and returns the first. A blocking collective on `control`: all ranks call it, as for
-        `_differing`.
-        """
+        """Returns the first of the ranks' refusals. A blocking collective on `control`, as `_differing`."""
         own = None if self._refusal is None else self._refusal.diagnostics[0]
         parts = None if own is None else [own.code, own.message, own.hint]
         found = gather_objects(parts, self._everyone, what="why a step is refused")
         code, message, hint = next(one for one in found if one)
         return RunError(code, message, hint=hint)
 
-    def _views(self) -> list[dict[str, View]]:
-        """Returns this rank's views, one dict per fact, by the label of the group that must agree."""
-        return [{str(self.groups[axis]): view for axis, view in fact.items()} for fact in self._facts]
-
-
-def _hashable(value: Any) -> Any:
-    """Returns `value`, which travelled as JSON, with its lists turned back into tuples; lists that contain dicts or lists stay
-    lists.
-    """
-    if isinstance(value, dict):
-        return {key: _hashable(each) for key, each in value.items()}
-    if isinstance(value, list):
-        each = [_hashable(one) for one in value]
-        return each if any(isinstance(one, dict | list) for one in each) else tuple(each)
-    return value
-
 
 def _message(fact: int, found: Mapping[int, View]) -> str:
     """Returns the text that says what the first odd rank does, and what a rank of the majority does."""
-    usual, _ = Counter(found.values()).most_common(1)[0]
-    other = next(rank for rank, view in found.items() if view == usual)
-    odd = next(rank for rank, view in found.items() if view != usual)
-    (mine, _), (theirs, _) = found[odd], usual
-    match fact:
-        case 1:
-            return _of_entries(odd, mine, other, theirs)
-        case 2:
-            return f"rank {odd} runs {mine} micro-batches in this step, rank {other} {theirs}"
-        case 3 if mine != theirs:
-            here, there = next(_pairs(mine, theirs))
-            return f"rank {odd} was given the batch field {here}, rank {other} {there}"
-        case 3:
+    usual, _ = Counter(number for _, number in found.values()).most_common(1)[0]
+    other = next(rank for rank, (_, number) in found.items() if number == usual)
+    odd = next(rank for rank, (_, number) in found.items() if number != usual)
+    mine, theirs = found[odd][0], found[other][0]
+    if fact == NEXT:
+        return f"rank {odd} begins {mine}, rank {other} {theirs}"
+    if fact == MICROS:
+        return f"rank {odd} runs {mine} micro-batches in this step, rank {other} {theirs}"
+    if fact == BATCH:
+        pairs = zip_longest(mine, theirs, fillvalue="none")
+        here, there = next(((one, two) for one, two in pairs if one != two), ("", ""))
+        if not here:
             return f"rank {odd} was given other samples than rank {other}"
-    return f"rank {odd} begins {mine}, rank {other} {theirs}"
-
-
-def _of_entries(odd: int, mine: Any, other: int, theirs: Any) -> str:
-    """Returns the text for ranks whose trained parameters, or their order or buffers, differ. mine, theirs: names of trained
-    entries.
-    """
+        return f"rank {odd} was given the batch field {here}, rank {other} {there}"
     differing = [name for name in (*mine, *theirs) if (name in mine) != (name in theirs)]
     if not differing:
         return f"rank {odd} reduces its gradients in another order, or in other buffers, than rank {other}"
     trains, freezes = (odd, other) if differing[0] in mine else (other, odd)
     more = f" (and {len(differing) - 1} more parameters differ)" if len(differing) > 1 else ""
     return f"{differing[0]} is trained on rank {trains} and frozen on rank {freezes}{more}"
-
-
-def _pairs(mine: Any, theirs: Any) -> Iterator[tuple[str, str]]:
-    """Yields the differing entries of two sequences of texts side by side; "none" where one is shorter."""
-    longest = max(len(mine), len(theirs))
-    for at in range(longest):
-        here, there = (some[at] if at < len(some) else "none" for some in (mine, theirs))
-        if here != there:
-            yield here, there
-
-
-def _described(value: Tensor) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 def _seen(value: Tensor) -> bytes:

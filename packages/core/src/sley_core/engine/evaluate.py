@@ -70,7 +70,37 @@ class ForwardOnly:
         Raises RunError, on all ranks alike: "not-finite" if it is not finite, "nothing-counts" if no label counts.
         """
         with self._evaluating() as state:
-            return self._mean_loss(batches, state)
+            totals = torch.zeros(2, dtype=torch.float64)
+            terms: list[Tensor] = []
+            for group in self.groups.values():
+                group.log.clear()
+            for number, batch in enumerate(batches):
+                steps = self._begin("an evaluation", number, batch, state)
+                loss = self.executor.evaluate(steps, batch.micros, state)
+                if loss.ndim:
+                    terms.append(spread(loss, state.first_micro, self.groups["dp"].size * batch.num_micros))
+                    # All ranks know the weight of the global batch already, so one rank adds it.
+                    totals[1] += self.agreement.weight if self.groups["all"].coord == 0 else 0.0
+                else:
+                    totals += torch.tensor([float(loss), batch.weight], dtype=torch.float64)
+            differs = torch.tensor([exchanges_differ(self.groups.values())], dtype=torch.float64)
+            totals = torch.cat([self.device.move(torch.cat([totals, differs])), *terms])
+            # All ranks evaluate after the same steps, and as many batches; stages without the loss add nothing.
+            all_reduce(totals, self.groups["all"], what="the mean loss").wait()
+            loss_sum, weight_sum, ranks_differ = totals[:3].tolist()
+            state.standing.comes(BETWEEN)
+        for losses in torch.chunk(totals[3:], len(terms)) if terms else ():
+            loss_sum += float(tree_sum(losses))
+        if ranks_differ:
+            raise differing("an evaluation", exchanges_of(self.groups.values()), self.groups["control"])
+        if not weight_sum:
+            message = "the evaluated samples have a loss weight of 0, so there is no mean"
+            raise RunError("nothing-counts", message, hint="look at the data: all of its labels are ignored")
+        mean: float = loss_sum / weight_sum
+        if not math.isfinite(mean):
+            hint = "the weights may have grown too large for this data, or the data itself holds NaN or infinite values"
+            raise RunError("not-finite", f"the loss of the evaluated samples is {mean}", hint=hint)
+        return mean
 
     def outputs(self, batch: StepBatch) -> dict[int, Any]:
         """Returns the model's output for each micro-batch, of this rank's slices; nothing on ranks without the model's last
@@ -109,42 +139,6 @@ class ForwardOnly:
         first_micro = self.groups["dp"].coord * batch.num_micros
         state.begin(number, actions_of(steps), batch.num_micros, first_micro)
         return steps
-
-    def _mean_loss(self, batches: Iterable[StepBatch], state: StepState) -> float:
-        """Runs the batches, and sums losses, weights and exchange checks over all ranks at the end; returns the mean loss."""
-        totals = torch.zeros(2, dtype=torch.float64)
-        terms: list[torch.Tensor] = []
-        for group in self.groups.values():
-            group.log.clear()
-        for number, batch in enumerate(batches):
-            steps = self._begin("an evaluation", number, batch, state)
-            loss = self.executor.evaluate(steps, batch.micros, state)
-            if loss.ndim:
-                terms.append(spread(loss, state.first_micro, self.groups["dp"].size * batch.num_micros))
-                # All ranks know the weight of the global batch already, so one rank adds it.
-                totals[1] += self.agreement.weight if self.groups["all"].coord == 0 else 0.0
-            else:
-                totals += torch.tensor([float(loss), batch.weight], dtype=torch.float64)
-        differs = torch.tensor([exchanges_differ(self.groups.values())], dtype=torch.float64)
-        totals = torch.cat([self.device.move(torch.cat([totals, differs])), *terms])
-        # All ranks evaluate after the same steps, and as many batches; stages without the loss add nothing.
-        all_reduce(totals, self.groups["all"], what="the mean loss").wait()
-        loss_sum, weight_sum, ranks_differ = totals[:3].tolist()
-        state.standing.comes(BETWEEN)
-        for losses in torch.chunk(totals[3:], len(terms)) if terms else ():
-            loss_sum += float(tree_sum(losses))
-        if ranks_differ:
-            raise differing("an evaluation", exchanges_of(self.groups.values()), self.groups["control"])
-        if not weight_sum:
-            hint = "look at the data: all of its labels are ignored"
-            raise RunError(
-                "nothing-counts", "the evaluated samples have a loss weight of 0, so there is no mean", hint=hint
-            )
-        mean: float = loss_sum / weight_sum
-        if not math.isfinite(mean):
-            hint = "the weights may have grown too large for this data, or the data itself holds NaN or infinite values"
-            raise RunError("not-finite", f"the loss of the evaluated samples is {mean}", hint=hint)
-        return mean
 
 
 class Evaluation:
