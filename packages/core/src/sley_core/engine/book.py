@@ -69,10 +69,7 @@ class Entry:
     @property
     def parameter(self) -> nn.Parameter:
         """The live parameter, or its shard if it is sharded. Looked up at each access, since materialising and moving replace
-        the object.
-
-        Raises RunError "weight-replaced" if its module no longer has it as a parameter: a program removed it, or computes it
-        instead.
+        the object. Raises RunError "weight-replaced" if its module no longer has it as a parameter.
         """
         holder = self.holders[0]
         parameter = holder.module._parameters.get(holder.attribute)
@@ -87,9 +84,7 @@ class Entry:
 
     @property
     def family(self) -> tuple[str, tuple[int, ...], int]:
-        """Key of the buffer that the entry may share: same reduce group, same stages if tied across stages, same number of
-        sums.
-        """
+        """Key of the buffer that the entry may share: same reduce group, same stages if tied, same number of sums."""
         return self.reduce_group, self.stages if len(self.stages) > 1 else (), self.num_sums
 
     @property

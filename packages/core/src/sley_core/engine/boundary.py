@@ -49,11 +49,11 @@ def find(name: str) -> Any:
 
 
 def take_apart(value: Any) -> tuple[Context, list[Any]] | None:
-    """Returns the parts of `value`, a container that is sent to another stage, and what `put_together` needs beside its type
-    and these: None, or something that JSON can hold.
+    """Returns the parts of `value`, a container that is sent to another stage, and the context that `put_together` needs beside
+    its type and these: None, or JSON data.
 
-    Takes named tuples, torch's return types, what torch's pytrees know, and dataclasses that hold no more than their fields;
-    returns None for any other type.
+    Takes named tuples, torch's return types, the types that torch's pytrees know, and dataclasses that hold no more than their
+    fields; returns None for any other type.
     """
     kind = type(value)
     if isinstance(value, tuple) and (hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields")):
@@ -70,9 +70,7 @@ def take_apart(value: Any) -> tuple[Context, list[Any]] | None:
 
 
 def put_together(kind: Any, context: Context, parts: Sequence[Any]) -> Any:
-    """Rebuilds a `kind` from its `parts`. Does not run initialisers of dataclasses or named tuples: they ran where the value
-    was made.
-    """
+    """Rebuilds a `kind` from its `parts`, without initialisers of dataclasses or named tuples: they ran where it was made."""
     if issubclass(kind, tuple) and hasattr(kind, "n_sequence_fields"):
         return kind(parts)
     if issubclass(kind, tuple):
@@ -265,9 +263,8 @@ def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
 
 
 def with_overlaps(description: Description, tensors: Sequence[Tensor]) -> Description:
-    """Returns `description` with `overlaps` set on each leaf whose memory range another tensor of `tensors` touches.
-
-    For an output that is about to be copied: on the other side its tensors no longer share memory.
+    """Returns `description` with `overlaps` set on each leaf whose memory range another tensor of `tensors` touches: for an
+    output that is about to be copied, so that its tensors no longer share memory on the other side.
     """
     spans = {at: _span(tensors[at]) for at, leaf in enumerate(description.leaves) if leaf.same_as is None}
     if len(spans) < 2:

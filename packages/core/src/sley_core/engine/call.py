@@ -56,9 +56,9 @@ _ASIDE = ContextVar("aside", default=False)
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Returns a context manager for calls, within a layer's forward, that are no part of what the layer computes, as when an
-    attention is tried out: a second run of the layer does not repeat them, so policies keep none of their results for it.
-    Calls that autograd would record must be made under `torch.no_grad()`, too.
+    """Returns a context manager for calls, within a layer's forward, that are no part of its computation, as when an attention
+    is tried out: a second run of the layer does not repeat them, so policies keep none of their results for it. Calls that
+    autograd would record must be made under `torch.no_grad()`, too.
     """
     token = _ASIDE.set(True)
     try:
@@ -99,10 +99,7 @@ class Recompute(ActivationPolicy):
     def call(
         self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
     ) -> Any:
-        """Returns the output of `layer`, called through torch's checkpoint if `name` is one of `names`.
-
-        Raises RunError `recompute-in-place` if an input was written in place, now or when the backward recomputes.
-        """
+        """Returns the output of `layer`, called through torch's checkpoint if `names` has it. Raises `recompute-in-place`."""
         if name not in self.names:
             return layer(*args, **fields)
         kept = copied((args, dict(fields)))
@@ -123,9 +120,7 @@ class Recompute(ActivationPolicy):
         return output
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Returns the context managers around a layer's first run and around its recomputation, made once per call: here empty
-        ones.
-        """
+        """Returns the contexts of a layer's first run and of its recomputation, made once per call: here empty ones."""
         return nullcontext(), nullcontext()
 
 
@@ -174,8 +169,8 @@ def keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPolicy:
 
 
 def recompute(config: RecomputeConfig, layer_names: Sequence[str]) -> ActivationPolicy:
-    """Builds `core.recompute` for the first blocks, as many as the fraction is of all, rounded half up. layer_names: the whole
-    model's, in order; the first and the last layer are no blocks.
+    """Builds `core.recompute` for the first blocks, as many as the fraction is of all, rounded half up. layer_names: of the
+    whole model, in order; the first and the last layer are no blocks.
     """
     blocks = layer_names[1:-1]
     # As the plan writes it: the float 0.285 is less, so that 0.285 x 100 would be 28.
@@ -228,9 +223,7 @@ class LayerCaller:
         self._own: dict[str, list[Any]] = {}
 
     def __call__(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
-        """Returns `layer(*args, **fields)`, called under the activation policy. args: the previous layer's output, or
-        () for the first layer.
-        """
+        """Returns `layer(*args, **fields)` under the policy. args: the output of the layer before, () for the first layer."""
         calls = self._run if self._keeps_all or micro.phase is Phase.EVALUATE else self._under_policy
         if self.probe is not None and self.probe.wants(layer, micro):
             output = self.probe.call(
@@ -251,9 +244,7 @@ class LayerCaller:
         self.device.seed((derive(self.seed, "loss", micro.step) + micro.global_micro * GOLDEN) % (1 << 63))
 
     def _under_policy(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
-        """Calls the layer through the activation policy; a second run of it, the recomputation, is reported to the scheduler
-        hooks.
-        """
+        """Calls the layer through the policy; a second run of it, the recomputation, is reported to the scheduler hooks."""
         runs = 0
 
         def run(*args: Any, **fields: Any) -> Any:
@@ -268,9 +259,7 @@ class LayerCaller:
         return self.policy.call(layer.name, run, args, fields, micro)
 
     def _run(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
-        """Waits for the layer's weights, seeds the generators, and calls it. Recomputation runs this again with the same
-        seed.
-        """
+        """Waits for the layer's weights, seeds the generators, and calls it; recomputation does so with the same seed."""
         self.standing.calls(layer.name)
         self.waits.wait_for(layer.name)
         is_new = layer.name not in self._own
@@ -301,9 +290,7 @@ class LayerCaller:
         seed_own(self._own[layer.name], seed)
 
     def take_turn(self, what: str) -> None:
-        """Acquires `IN_USE` for `what`, a layer or the loss: waits while a data set that draws from the same generators reads
-        a sample. Raises RunError "data-timeout".
-        """
+        """Acquires `IN_USE` for `what`, a layer or the loss, while no data set draws. Raises RunError "data-timeout"."""
         if not IN_USE.acquire(timeout=self.data_timeout_s):
             raise RunError(
                 "data-timeout",
@@ -313,9 +300,7 @@ class LayerCaller:
             )
 
     def _check_own(self, layer: Layer) -> None:
-        """Raises PlanError "model-random" if the layer's first forward made a generator and kept it: that call drew from a
-        state that depends on the layout.
-        """
+        """Raises PlanError "model-random" if the first forward made a generator and kept it: its first state is the layout's."""
         known = {id(generator) for generator in self._own[layer.name]}
         if any(id(generator) not in known for generator in own_generators(layer.module, layer.name)):
             raise PlanError(
@@ -327,9 +312,7 @@ class LayerCaller:
             )
 
     def _seed(self, layer: str, micro: MicroStep) -> int:
-        """Returns the seed of a layer in a micro-batch. Hashes only once per layer and once per step: a hash takes as long as a
-        call.
-        """
+        """Returns the seed of a layer in a micro-batch. Hashes once per layer and step: a hash takes as long as a call."""
         if layer not in self._layer_seeds:
             self._layer_seeds[layer] = derive(self.seed, "layer", layer, *self._slice)
         if micro.step != self._step:

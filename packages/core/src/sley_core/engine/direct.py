@@ -68,9 +68,7 @@ class WeightQueue:
             self._open = None
 
     def put(self, work: Work, entry: Entry | None = None) -> None:
-        """Queues `work`, a closure that holds a linear's input and output gradient. entry: the parameter to which it
-        contributes, for `on_last`.
-        """
+        """Queues `work`, which holds a linear's input and output gradient. entry: the parameter of it, for `on_last`."""
         assert self._open is not None, "no D is running"
         self._queued[self._open].append((work, entry))
 
@@ -116,9 +114,7 @@ class Handover:
         self._copies: bool | None = None
 
     def __call__(self, rows: Tensor, inputs: Tensor, *, is_shared: bool = False) -> None:
-        """Multiplies or queues `rows` [n, out] and `inputs` [n, in]. is_shared: what `shares` says of the gradient of which
-        `rows` is a view.
-        """
+        """Multiplies or queues `rows` [n, out] and `inputs` [n, in]. is_shared: what `shares` says of the base of `rows`."""
         if not self.queue.is_collecting:
             self.multiply(rows, inputs)
         elif is_shared and self._copies is not False:
@@ -127,8 +123,8 @@ class Handover:
             self.queue.put(partial(self._of_own, rows, inputs, version_of(rows), version_of(inputs)), self.entry)
 
     def shares(self, gradient: Tensor) -> bool:
-        """Returns whether `gradient`, which the running backward was given, is to be queued and somebody else has its memory.
-        To be asked before any view of it is made.
+        """Returns whether `gradient`, given to the running backward, is to be queued and somebody else has its memory. Asked
+        before any view of it is made.
         """
         if not self.queue.is_collecting:
             return False
@@ -184,14 +180,16 @@ class DirectLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        """Gives the weight's gradient to `sink` if it is to be accumulated; returns it if `autograd.grad` or `create_graph`
-        wants it.
-        """
         x, weight = ctx.saved_tensors
         is_shared = ctx.sink.shares(gradient)
         rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         of_input = gradient @ weight if ctx.needs_input_grad[0] else None
-        of_bias = _of_bias(ctx, rows) if ctx.needs_input_grad[2] else None
+        of_bias = None
+        if ctx.needs_input_grad[2]:
+            if ctx.bias_sink is not None and not torch.is_grad_enabled() and asked_of(ctx, 2) is Asked.SUM:
+                ctx.bias_sink(rows)
+            else:
+                of_bias = rows.sum(0)
         asked = asked_of(ctx)
         of_weight = None
         if asked is Asked.SUM and not torch.is_grad_enabled():
@@ -199,14 +197,6 @@ class DirectLinear(torch.autograd.Function):
         elif asked is not Asked.NOTHING:
             of_weight = rows.t() @ inputs  # with `create_graph` it is differentiated once more
         return of_input, of_weight, of_bias, None, None
-
-
-def _of_bias(ctx: Any, rows: Tensor) -> Tensor | None:
-    """Returns the gradient of the bias for autograd; None once `bias_sink` has it."""
-    if ctx.bias_sink is not None and not torch.is_grad_enabled() and asked_of(ctx, 2) is Asked.SUM:
-        ctx.bias_sink(rows)
-        return None
-    return rows.sum(0)
 
 
 def no_view(result: Tensor) -> Tensor:
@@ -261,9 +251,7 @@ def direct_forward(
 
 
 def _is_special(input: Tensor) -> bool:
-    """Returns whether torch treats a linear of `input` specially: autocast, functorch transforms, forward-mode AD, tensor
-    subclasses.
-    """
+    """Returns whether torch treats a linear of `input` specially: autocast, functorch, forward-mode AD, tensor subclasses."""
     return (
         not is_plain(input)
         or torch.is_autocast_enabled(input.device.type)
@@ -305,7 +293,9 @@ def accumulate_directly(
                 sink = Handover(partial(store.put_product, entry, layer=layer.name), queue, entry)
                 bias_sink = None
                 if store.canonical is not None and isinstance(module.bias, nn.Parameter):
-                    bias_sink = _bias_sink(store, book[f"{name}.bias"], layer.name)
+                    bias = book[f"{name}.bias"]
+                    store.expect_products(bias)
+                    bias_sink = partial(_put_bias, store, bias, layer.name)
                 forward = partial(direct_forward, module, module.weight, sink, module.bias, bias_sink)
                 patches.callback(ForwardPatch(module, forward).undo)
                 store.expect_products(entry)
@@ -340,14 +330,6 @@ def _multiply_into(slot: Tensor, rows: Tensor, inputs: Tensor) -> None:
         slot.add_(rows.t() @ inputs)
 
 
-def _bias_sink(store: GradientStore, entry: Entry, layer: str) -> BiasSink:
-    """Returns a function that sums rows in the store's dtype and adds them to the bias's gradient, as communicators of sharded
-    biases do.
-    """
-    store.expect_products(entry)
-    return lambda rows: store.put(entry, rows.sum(0, dtype=store.dtype), layer)
-
-
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Returns whether `module` is exactly torch's linear, with a weight that is its own parameter and an unpatched forward."""
     is_own = type(module) is nn.Linear and "forward" not in module.__dict__
@@ -360,9 +342,7 @@ def has_shards(book: ParameterBook, name: str, module: nn.Module) -> bool:
 
 
 class DirectEmbedding(torch.autograd.Function):
-    """Computes `F.embedding` with a backward that gives the gradient's rows to `sink`, if the backward would accumulate
-    them.
-    """
+    """Computes `F.embedding` with a backward that gives the gradient's rows to `sink`, if it would accumulate them."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding_idx: int | None, sink: Handover) -> Tensor:
@@ -372,9 +352,6 @@ class DirectEmbedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
-        """Gives the rows to `sink` if they are to be accumulated; returns the dense gradient if `autograd.grad` or
-        `create_graph` wants it.
-        """
         (tokens,) = ctx.saved_tensors
         asked = asked_of(ctx)
         if asked is Asked.SUM and not torch.is_grad_enabled():
@@ -431,6 +408,10 @@ def add_rows_directly(
                 patches.callback(ForwardPatch(module, partial(embedding_forward, module, module.weight, sink)).undo)
                 store.expect_products(entry)
     return patches.close
+
+
+def _put_bias(store: GradientStore, entry: Entry, layer: str, rows: Tensor) -> None:
+    store.put(entry, rows.sum(0, dtype=store.dtype), layer)  # as communicators of sharded biases do
 
 
 def _put_rows(store: GradientStore, entry: Entry, layer: str, rows: Tensor, tokens: Tensor) -> None:

@@ -135,24 +135,21 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, steps: Lowered, batch: Sequence[Batch], state: StepState) -> Tensor:
-        """Runs a forward-only list without saving activations; touches no gradient. Returns the sum of the loss as `train`
-        does.
-        """
+        """Runs a forward-only list without saving activations. Returns the sum of the loss as `train` does."""
         total = self._begin(batch, Phase.EVALUATE, actions_of(steps))
         self._forward_all(steps, batch, state, total)
         return total
 
     @torch.no_grad()
     def predict(self, steps: Lowered, batch: Sequence[Batch], state: StepState, outputs: dict[int, Any]) -> None:
-        """Runs a forward-only list as `evaluate` does, without the loss; puts the model's output of each micro-batch into
-        `outputs`, on ranks with the model's last chunk.
+        """Runs a forward-only list without the loss; puts outputs of micro-batches into `outputs`, on ranks with the last
+        chunk.
         """
         total = self._begin(batch, Phase.EVALUATE, actions_of(steps))
         self._outputs, self._is_predicting = outputs, True
         self._forward_all(steps, batch, state, total)
 
     def _forward_all(self, steps: Lowered, batch: Sequence[Batch], state: StepState, total: Tensor) -> None:
-        """Runs a forward-only list, and adds losses to `total`."""
         for step in steps:
             state.standing.comes(f"{step} of the evaluation")
             if isinstance(step, Transfer):
@@ -171,9 +168,7 @@ class Executor:
     def _begin(
         self, batch: Sequence[Batch], phase: Phase, actions: Sequence[Action], clock: ActionClock | None = None
     ) -> Tensor:
-        """Discards what a failed list left behind, and announces `actions` to the weights, the policy and the link. Returns the
-        zero tensor to which losses are added.
-        """
+        """Discards the rest of a failed list, and announces `actions` to weights, policy and link. Returns the total, zero."""
         self.left_in_flight = True
         self._clock = clock
         self._outputs, self._is_predicting = None, False
@@ -188,9 +183,7 @@ class Executor:
         return torch.zeros(shape, dtype=torch.float64, device=self.device.torch_device)
 
     def _keys(self, batch: Sequence[Batch], phase: Phase) -> list[tuple[Any, ...]]:
-        """Returns, per micro-batch, everything that determines the shapes at the boundaries; an empty list without a
-        pipeline.
-        """
+        """Returns, per micro-batch, everything that determines the shapes at the boundaries; nothing without a pipeline."""
         if self.crossing.link is None:
             return []
         return [(phase, *(tuple(value.shape) for value in micro.values())) for micro in batch]
@@ -203,7 +196,6 @@ class Executor:
         weight: BatchWeight | None,
         total: Tensor,
     ) -> None:
-        """Runs one compute action of a training list, and times it if there is a clock."""
         place = action.chunk, action.micro
         self._ready()
         match action.kind:
@@ -221,16 +213,12 @@ class Executor:
             self._clock.stop(action)
 
     def _ready(self) -> None:
-        """Restarts the clock: the inputs of the running action have arrived, so the time spent waiting for them is not
-        counted.
-        """
+        """Restarts the clock once the inputs of the action have arrived: waiting for them does not count."""
         if self._clock is not None:
             self._clock.start()
 
     def _forward(self, micro: MicroStep, held: InFlight, batch: Sequence[Batch], total: Tensor) -> None:
-        """Runs the chunk's forward, and the loss after the last chunk. Keeps the graph edges for the backward, and gives the
-        output to the next chunk.
-        """
+        """Runs the chunk's forward, then the loss or the next chunk's input. Keeps the graph edges for the backward."""
         fields = self._fields(batch, micro.micro)
         args: tuple[Any, ...] = ()
         if not self._is_first(micro.chunk):
@@ -299,9 +287,7 @@ class Executor:
         return loss
 
     def _backward(self, micro: MicroStep, held: InFlight, weight: BatchWeight | None) -> None:
-        """Runs the chunk's backward from the loss, or from the gradients of the next chunk; gives the input gradients to the
-        previous chunk.
-        """
+        """Runs the chunk's backward from the loss or the next chunk's gradients; input gradients go to the previous chunk."""
         if held.loss is not None:
             assert weight is not None, "the loss without its weight"
             gradients = [weight.inverse(held.loss)]

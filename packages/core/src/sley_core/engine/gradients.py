@@ -364,8 +364,8 @@ class GradientStore:
             torch._foreach_mul_(sums, factor)
 
     def chunk_done(self, chunk: int) -> None:
-        """Ends the chunk's last gradient action, unless other calls of the step follow: entries without a contribution become
-        zero, and all are reported ready.
+        """Ends the chunk's last gradient action, the last in this step: entries without a contribution are zero, all are
+        reported.
         """
         if not self.state.is_last:
             return

@@ -103,9 +103,7 @@ class GradientNorms(GradientHandler):
             parts.numbers.add(f"gradient_norm/{entry.name}", share, of="root")
 
     def _squares(self, entry: Entry, fraction: float) -> Tensor | float:
-        """Returns this rank's share of the squared norm; the shares of all ranks add up to it. fraction: 1 over the number of
-        copies.
-        """
+        """Returns this rank's share of the squared norm; the ranks' shares add up to it. fraction: 1 / the number of copies."""
         if entry not in self._store:
             return 0.0
         # `fraction` assumes that each rank of the reduce group has all elements. If they share one copy, each element is on

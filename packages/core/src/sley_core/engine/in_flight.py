@@ -44,9 +44,7 @@ class Input:
         self.gradient: Tensor | None = None
 
     def enter(self) -> Tensor:
-        """Returns the tensor, and drops the reference; call once. If it needs a gradient, the graph ends here, in
-        `gradient`.
-        """
+        """Returns the tensor, and drops the reference; call once. If it needs a gradient, the graph ends here."""
         assert self.tensor is not None, "entered twice"
         if self.leaf.has_gradient and torch.is_grad_enabled():
             entered: Tensor = _Enter.apply(_ROOT, self)  # type: ignore[no-untyped-call]  # torch's
@@ -117,8 +115,8 @@ class InFlight:
         return unflatten(entered, description.structure)
 
     def check_unwritten(self, layer: str) -> None:
-        """Raises RunError `boundary-overlap` if the chunk wrote in place to an input that shared memory with another input
-        before it was sent. layer: the chunk's first, for the error.
+        """Raises RunError `boundary-overlap` if the chunk wrote in place to an input that shared memory with another one where
+        it was made. layer: the chunk's first.
         """
         watched, self._watched = self._watched, []
         if any(version_of(tensor) != version for tensor, version in watched):
@@ -158,9 +156,7 @@ def _backward_of_loss(loss: Tensor, gradient: Tensor) -> None:
 
 
 def describe(value: Any, layer: str = "") -> tuple[Description, list[Tensor]]:
-    """Returns the description of a chunk's output, and its tensors in order. layer: the chunk's last, for the error of
-    `flatten`.
-    """
+    """Returns the description of a chunk's output, and its tensors in order. layer: the chunk's last, for an error."""
     tensors, structure = flatten(value, layer)
     firsts: dict[int, int] = {}
     leaves = []
@@ -217,9 +213,7 @@ class Crossing:
             self.link.send(step, description, tensors, self._keys[step.micro])
 
     def bring(self, flow: Flow, chunk: int, micro: int) -> Payload:
-        """Returns what enters `chunk`: the previous chunk's output, or the gradients of its own output. Waits if it comes over
-        the link.
-        """
+        """Returns what enters `chunk`: the previous chunk's output, or the gradients of its own. Waits for the link."""
         spot = (flow, chunk, micro)
         if spot in self._handed:
             return self._handed.pop(spot)

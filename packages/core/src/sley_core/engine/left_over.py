@@ -23,9 +23,7 @@ _ANSWERED = FACE | OF_SHARD | GRADIENT | {Tensor.__repr__}
 
 
 class _Refusing:
-    """Raises RunError "weight-unregistered" in any torch function on it, apart from those that read no values. left_over:
-    message and hint.
-    """
+    """Raises RunError "weight-unregistered" in any torch function that reads its values. left_over: message and hint."""
 
     left_over: tuple[str, str]
 

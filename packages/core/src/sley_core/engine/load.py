@@ -50,9 +50,7 @@ class _Report:
 
 
 class Names(NamedTuple):
-    """Holds the names of a whole model. first: the book's name for each name of a parameter. buffers: those that a state may
-    have, of buffers and of extra states.
-    """
+    """Holds the names of a whole model. first: the book's name for each of a parameter. buffers: of buffers and extra states."""
 
     first: Mapping[str, str]
     buffers: set[str]
@@ -66,9 +64,7 @@ def names_of(layers: Sequence[Layer]) -> Names:
 
 
 class WeightLoader:
-    """Loads weights into this rank's `parts` of a model with these `names`, and into their `masters`; called by
-    `Run.load_weights`.
-    """
+    """Loads weights into this rank's `parts` of a model with these `names`, and into `masters`, for `Run.load_weights`."""
 
     def __init__(self, names: Names, parts: Parts, masters: Masters) -> None:
         self._names = names
@@ -109,8 +105,8 @@ class _Loading:
         self.given: set[str] = set()
 
     def look(self, pairs: Pairs, *, writes: bool = False) -> None:
-        """Checks every pair; with `writes`, also writes it if no fault was found so far. Faults, and errors of the iterable,
-        are kept for `agreed`, not raised.
+        """Checks every pair; with `writes`, writes it while no fault was found. Faults, also of the iterable, are kept for
+        `agreed`.
         """
         try:
             for name, value in pairs:
@@ -122,9 +118,7 @@ class _Loading:
 
     @torch.no_grad()
     def write(self, name: str, value: Tensor) -> None:
-        """Copies `value` into the weight (its shard, if sharded) or buffer that this rank holds under `name`, if there is
-        one.
-        """
+        """Copies `value` into the weight (its shard, if sharded) or buffer of this name, if this rank holds it."""
         entry, buffer = self._held(name)
         if entry is not None:
             own = value.detach() if entry.shard is None else entry.shard.cut(value.detach())
@@ -135,8 +129,8 @@ class _Loading:
             set_extra_state(self.extra[name], value)
 
     def agreed(self, strict: bool) -> LoadedWeights:
-        """Exchanges reports over all ranks, a blocking collective, and returns what is missing or unknown. If any rank found a
-        fault, raises RunError `weights-mismatch`, or `weights-differ` if values differ, on all ranks alike.
+        """Exchanges reports over all ranks, a blocking collective, and returns what is missing or unknown. Raises RunError
+        `weights-mismatch` for a fault on any rank, `weights-differ` if values differ, on all ranks alike.
         """
         control = self.control
         missing = [name for name in self.entries if name not in self.given]
@@ -166,9 +160,7 @@ class _Loading:
         return self.entries.get(self.first.get(name, name)), self.buffers.get(name)
 
     def _look(self, name: str, value: Tensor) -> None:
-        """Checks name, shape and dtype, and adds a checksum of the values to the report; `agreed` compares those of all
-        ranks.
-        """
+        """Checks name, shape and dtype, and adds a checksum of the values to the report; `agreed` compares them."""
         first = self.first.get(name, name)
         self.given.add(first)
         if name not in self.first and name not in self.all_buffers:

@@ -52,9 +52,7 @@ def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
 
 
 def meta_state(layer: Layer, dtype: torch.dtype, keep: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Returns the layer's parameters and buffers on meta, by name, in the formats of a run. dtype: of the parameters that no
-    pattern of `keep` names.
-    """
+    """Returns parameters and buffers on meta, by name, in a run's formats. dtype: of parameters that `keep` does not name."""
     state = {
         name: torch.empty_like(buffer, device="meta", dtype=buffer_format(buffer, dtype))
         for name, buffer in layer.module.named_buffers()
@@ -76,8 +74,8 @@ def meta_output(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Tensor
 
 
 def micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
-    """Returns a micro-batch of whole sequences on the host, {field: [micro_size, ...]}, as `meta_micro_batch` describes: tokens
-    of one document, or copies of the first sample.
+    """Returns a micro-batch of whole sequences on the host, as `meta_micro_batch` describes: tokens of one document, or copies
+    of the first sample.
     """
     info, size = dataset.info, plan.batch.micro_size
     if plan.data.record is not None and info.sequence is not None:

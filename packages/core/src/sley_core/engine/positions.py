@@ -61,9 +61,7 @@ def is_of_whole_sequences(plan: Plan) -> bool:
 
 
 class WholeSequences:
-    """Gathers what a loss needs over `sp`. fields: what the data declares of slices. counts: whether the loss counts on this
-    rank.
-    """
+    """Gathers what a loss needs over `sp`. fields: what the data declares of slices. counts: whether it counts on this rank."""
 
     def __init__(self, fields: Mapping[str, Field], sp: Group) -> None:
         self.fields = fields
@@ -190,9 +188,7 @@ class Positions:
         self._next = 0
 
     def attend(self, tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tensor:
-        """Returns `attention()`, which is of `tensors` [b, s, ...], positions at dim 1; in the second run what it gave in the
-        first.
-        """
+        """Returns `attention()`, a context of `tensors` [b, s, ...], positions at dim 1; in the second run that of the first."""
         if not self.is_second:
             context = attention()
             state = _generator(context.device).get_state()
@@ -255,9 +251,7 @@ def attended(tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tens
 
 
 class PositionProbe:
-    """Asks each layer once. fields: what the dataset declares of a rank's slice, `length` positions. apart: patterns of names
-    of layers that are not asked.
-    """
+    """Asks each layer once. fields: what the data declares of a slice, of `length` positions. apart: patterns not to ask."""
 
     def __init__(self, fields: Mapping[str, Field], length: int, apart: Sequence[str]) -> None:
         dims = [field.sequence_dim for field in fields.values() if field.sequence_dim is not None]

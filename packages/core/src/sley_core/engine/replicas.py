@@ -50,9 +50,7 @@ class CopyComparison:
         self._is_first = True
 
     def __call__(self) -> None:
-        """Waits until weights are those of the last step, and compares them. All ranks call it, and it communicates. Raises
-        RunError `ranks-differ`.
-        """
+        """Compares the weights of the last step, for which it waits; blocking collectives. Raises RunError `ranks-differ`."""
         is_first, self._is_first = self._is_first, False
         if not is_first:
             self.parts.weights.settle()
@@ -102,9 +100,7 @@ def _copies(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str
 
 
 def _differing(what: str, names: list[str], prints: Tensor, group: Group) -> str:
-    """Compares fingerprints over `group`, whose ranks pass the same names, by blocking collectives. Returns the text of what
-    differs, or "".
-    """
+    """Compares fingerprints over `group`, whose ranks pass the same names; blocks. Returns the text of the difference, or ""."""
     extremes = torch.stack([prints, ~prints])  # the maximum of ~x is ~(the minimum of x)
     all_reduce(extremes, group, "max", what=f"the fingerprints of {what}").wait()
     is_odd = extremes[0] != ~extremes[1]
@@ -169,9 +165,7 @@ class WriteWatch:
         return _Before(tensors, [_version(one) for one in tensors], _prints(tensors) if looks else None)
 
     def check(self, layer: Layer, micro: MicroStep, before: _Before | None) -> None:
-        """Raises RunError "weight-written" or PlanError "model-buffer-written" if `layer` has written since `before`, and one
-        process would not do the same.
-        """
+        """Raises RunError "weight-written" or PlanError "model-buffer-written" if `layer` wrote otherwise than in one process."""
         if before is None:
             return
         places = self._places[layer.name]

@@ -205,9 +205,7 @@ class WeightSaver:
         folder: Path,
         facts: Mapping[str, str],
     ) -> str:
-        """Writes this rank's files; returns the failure in words, or "". After a failure it still takes part in every
-        exchange.
-        """
+        """Writes this rank's files; returns the failure, or "". After one it still takes part in every exchange."""
         files: dict[str, list[Spec]] = {}
         for source in sources if self._writes else ():
             files.setdefault(mine[source.spec.name], []).append(source.spec)
@@ -229,9 +227,7 @@ class WeightSaver:
         return failed
 
     def _whole(self, source: _Source, precision: Precision) -> Tensor | None:
-        """Returns the whole tensor on the rank that writes it, None on others. Communicates: all ranks of a stage call it for
-        the same sources, in one order.
-        """
+        """Returns the whole tensor on the rank that writes it, None on others. A collective of the stage: all call it alike."""
         if source.entry is None:
             return source.buffer if self._writes else None
         value = self._full(source.entry) if precision == "full" else source.entry.parameter.detach()
@@ -242,9 +238,7 @@ class WeightSaver:
         return found if self._writes else None
 
     def _full(self, entry: Entry) -> Tensor:
-        """Returns the master of this rank's shard of `entry`; if ranks step parts of it, the parts are summed over the reduce
-        group.
-        """
+        """Returns the master of this rank's shard of `entry`; parts that ranks step are summed over the reduce group."""
         parameter, wide = entry.parameter, self._masters.wide
         stepped, cut = self._stepped.get(entry), self._cuts.get(entry)
         if cut is None:

@@ -86,9 +86,7 @@ class Shard:
         return own
 
     def joined(self, parts: Tensor) -> Tensor:
-        """Returns the full tensor, a contiguous copy, from all ranks' shards in `parts` [count, *own_shape]; drops the
-        padding.
-        """
+        """Returns the full tensor, a contiguous copy without padding, from all ranks' shards `parts` [count, *own_shape]."""
         padded = parts.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
         return padded.narrow(self.dim, 0, self.shape[self.dim]).clone(memory_format=torch.contiguous_format)
 
@@ -250,9 +248,7 @@ class StandIn(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answers functions of shape for the full weight, those of dtype and device for the shard; refuses all that need
-        values.
-        """
+        """Answers functions of shape for the full weight, those of dtype and device for the shard; refuses the others."""
         kwargs = kwargs or {}
         if function in OF_SHARD:
             return function(*(one.shard if isinstance(one, StandIn) else one for one in args), **kwargs)

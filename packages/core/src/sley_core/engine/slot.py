@@ -195,9 +195,7 @@ class Slot:
         self.take(gradient)
 
     def take_over(self) -> None:
-        """Takes `parameter.grad`, which autograd or a backward of a user's own set: the whole sum if the view was lent, else a
-        contribution.
-        """
+        """Takes `parameter.grad`, set by autograd or a backward of a user's own: the whole sum if the view was lent."""
         gradient = self.parameter.grad
         assert gradient is not None, self.entry
         if gradient is not self.view:

@@ -29,9 +29,7 @@ Generate = Callable[[int], Sequence[Sequence[Action]]]
 
 
 class Lists:
-    """Generates, lowers and caches the lists. Every stage lowers the lists of all stages, so that each detects a wrong schedule
-    itself.
-    """
+    """Generates, lowers and caches the lists; every stage lowers those of all stages, so that each detects a wrong schedule."""
 
     def __init__(self, generate: Generate, placement: Placement, stage: int) -> None:
         self.placement = placement
@@ -132,9 +130,7 @@ def lists_of(plan: Plan, topology: Topology, stage: int) -> Lists:
 
 
 def tie_groups(stage: Stage, topology: Topology) -> list[GroupEntry]:
-    """Returns the groups over which ties are summed: for each tie and each place within a stage, the rank there of every stage
-    with a copy.
-    """
+    """Returns the groups over which ties are summed: for each tie and place in a stage, that rank of all stages with a copy."""
     size = topology.ranks_per_stage
     return [
         GroupEntry(tie_axis(stages), DEFAULT_LANE, tuple(number * size + place for number in stages))

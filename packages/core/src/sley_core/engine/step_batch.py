@@ -46,9 +46,7 @@ class BatchWeight:
         self._inverse: Tensor | None = None
 
     def inverse(self, like: Tensor) -> Tensor:
-        """Returns scale / weight as a scalar of the dtype of the loss `like`; 0 if the batch has weight 0. The first call may
-        wait.
-        """
+        """Returns scale / weight as a scalar of the dtype of `like`; 0 for a batch of weight 0. The first call may wait."""
         if self._inverse is None:
             total = self._total()
             self._inverse = like.new_full((), self.scale / total if total > 0 else 0.0)
@@ -170,8 +168,8 @@ class BatchSplitter:
         return self._split([batch], [self._count(batch)])
 
     def to_predict(self, batch: GivenBatch, reads: Collection[str]) -> StepBatch:
-        """Checks and cuts samples of which only the model's outputs are asked for, as `given` does. Fields other than `reads`,
-        those that layers read, may be left out.
+        """Checks and cuts samples, as `given`, of which only outputs are asked for: a field that no layer `reads` may be
+        missing.
         """
         given = set[str]().union(*([batch] if isinstance(batch, Mapping) else _listed(batch)))
         fields = {name: field for name, field in self.info.fields.items() if name in given or name in reads}
@@ -182,9 +180,7 @@ class BatchSplitter:
         return count_micros(piece, self.info.fields, self.micro_size)
 
     def _split(self, whole: Sequence[Mapping[str, Tensor]], counts: Sequence[int]) -> StepBatch:
-        """Takes this rank's slices, checks the weights, and cuts micro-batches. counts: the number of micro-batches in each
-        piece of `whole`.
-        """
+        """Takes this rank's slices, checks weights, cuts micro-batches. counts: of micro-batches in each piece of `whole`."""
         own = [self.slices(piece) for piece in whole]
         weighed = whole if self.weighs_whole else own
         if self._additive is not None:

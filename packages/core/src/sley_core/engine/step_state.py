@@ -81,9 +81,7 @@ class StepState:
 
     @property
     def was_taken(self) -> bool:
-        """Whether the last step changed weights. It did not if its loss or a gradient was not finite: then whatever a handler
-        kept from these gradients is useless.
-        """
+        """Whether the last step changed weights. After one that did not, what a handler kept of its gradients is useless."""
         if self._ask_taken is not None:
             self.was_taken = self._ask_taken()
         return self._was_taken
@@ -93,9 +91,7 @@ class StepState:
         self._was_taken, self._ask_taken = taken, None
 
     def taken_if(self, ask: Callable[[], bool]) -> None:
-        """Makes `was_taken` the result of `ask`, which is called once and only when `was_taken` is read, since it may wait for
-        the device.
-        """
+        """Makes `was_taken` the result of `ask`, called once and only when it is read, since that may wait for the device."""
         self._ask_taken = ask
 
     def micro_step(self, action: Action, phase: Phase) -> MicroStep:

@@ -248,9 +248,7 @@ class Stepper:
             handler.begin_step(self.state)
 
     def _weight(self, before: CallSums | None, is_last: bool) -> BatchWeight | None:
-        """Returns what gradients are divided by, on ranks with the loss: the weight of all the step's samples, as far as it is
-        known. None on other ranks, which do not need it.
-        """
+        """Returns what gradients are divided by, the known weight of the step's samples; None on ranks without the loss."""
         if not self.executor.has_loss:
             return None
         scale = self.update.scale.value if self.update.scale else 1.0

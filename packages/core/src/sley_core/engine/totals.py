@@ -183,9 +183,7 @@ class LossScale:
 
 
 class Skips:
-    """Counts skipped steps. most: how many in a row are allowed. num_skipped: all so far. num_in_a_row: up to the last one
-    settled.
-    """
+    """Counts skipped steps. most: allowed in a row. num_skipped: all so far. num_in_a_row: up to the last one settled."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -243,18 +241,12 @@ class RankReport(NamedTuple):
 
 
 def is_refused(result: StepResult) -> bool:
-    """Returns whether the step with this `result` was not taken because of an error; a skip by fp16's loss scale is no
-    error.
-    """
+    """Returns whether a step was not taken because of an error; a skip by fp16's loss scale is none."""
     return result.ranks_differ or (not result.skipped and not (result.is_finite and result.weight > 0))
 
 
 def is_no_number(result: StepResult) -> bool:
-    """Returns whether the step was not taken only because its loss or gradient norm is not finite, which `on_nan = "skip"`
-    allows.
-
-    False for a step that fp16's loss scale skips, and for one with another error.
-    """
+    """Returns whether only a loss or gradient norm that is not finite stopped the step, which `on_nan = "skip"` allows."""
     return not result.is_finite and not (result.ranks_differ or result.skipped) and result.weight > 0
 
 
@@ -305,9 +297,7 @@ def refusal(
 
 
 def _first_bad(store: GradientStore) -> tuple[int, str] | None:
-    """Returns place and name of the first parameter, in backward order, whose gradient is not finite: the one nearest to the
-    cause.
-    """
+    """Returns place and name of the first parameter, in backward order, whose gradient is not finite: the nearest to the cause."""
     for place, entry in enumerate(store.entries):
         if not bool(torch.isfinite(store.part(entry)).all()):
             return place, entry.name

@@ -119,9 +119,7 @@ class Update:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the last step for parameters without a rate of their own in the plan; the group's rate, if a program
-        changed it.
-        """
+        """Learning rate of the last step, for parameters without one of their own in the plan, or as a program changed it."""
         return float(self._plain.get("initial_lr", self.optimizer.defaults["lr"])) * self._factor
 
     def step(self, step: int, loss: Tensor, weight: float, votes: Votes) -> StepTotals:
@@ -209,9 +207,7 @@ class Update:
             yield
 
     def _follow(self) -> None:
-        """Adds entries that were unfrozen since the last step to the optimizer, with the options that the plan has for their
-        names.
-        """
+        """Adds entries that were unfrozen since the last step to the optimizer, with the plan's options for their names."""
         if self._layout == self.store.num_layouts:
             return
         self._layout = self.store.num_layouts
@@ -223,9 +219,7 @@ class Update:
             self.optimizer.add_param_group(group)
 
     def _totals(self, pieces: list[Piece], loss: Tensor, weight: float, votes: Votes) -> StepTotals:
-        """Returns norm, loss, votes and plugins' numbers, from one all-reduce over all ranks (two for the inf-norm and for
-        canonical sums).
-        """
+        """Returns norm, loss, votes and plugins' numbers by one all-reduce (two for inf-norms and canonical sums)."""
         everyone = self.groups["all"]
         overflow = [self._unscale(pieces, 1 / self.scale.value)] if self.scale else []
         order = self.store.canonical
@@ -260,9 +254,7 @@ class Update:
         return [self.numbers.own(self.device.torch_device)] if self.numbers.names else []
 
     def _unscale(self, pieces: list[Piece], factor: float) -> Tensor:
-        """Multiplies every gradient by `factor`; returns float64 [1]: 1 if one of this rank's gradients is not finite,
-        else 0.
-        """
+        """Multiplies every gradient by `factor`; returns float64 [1]: 1 if one of this rank's is not finite, else 0."""
         found = torch.zeros(1, device=self.device.torch_device)
         inverse = torch.full((1,), factor, device=self.device.torch_device)
         for piece in pieces:
@@ -271,17 +263,13 @@ class Update:
         return found.double()
 
     def _overflowed(self, step: int, totals: StepTotals, scale: LossScale) -> bool:
-        """Adjusts the scale, and returns whether any rank's gradients overflowed; the same on every rank. Waits for the
-        device.
-        """
+        """Adjusts the scale, and returns whether any rank's gradients overflowed. Waits for the device."""
         overflowed = totals.read(self.device)[len(USUAL)] > 0
         scale.update(step, overflowed=overflowed)
         return overflowed
 
     def _local_norm(self, pieces: list[Piece]) -> Tensor:
-        """Returns this rank's share of the norm: the sum of |g|^p over its gradients, or the largest |g|; a float64 scalar, 0
-        if it has none.
-        """
+        """Returns this rank's share of the norm, a float64 scalar: the sum of |g|^p over its gradients, or the largest |g|."""
         total = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
         for tensors, reduce_group, num_holders, num_shards, _ in pieces:
             norm = joined_norm(tensors, self.norm_kind)
@@ -293,9 +281,7 @@ class Update:
         return total
 
     def _clip(self, pieces: list[Piece], norm: Tensor | float, clip_norm: float) -> None:
-        """Scales all gradients in place so that their norm is at most `clip_norm`. norm: a float if the host knows it, else on
-        the device.
-        """
+        """Scales all gradients in place so that their norm is at most `clip_norm`. norm: a float, or on the device."""
         if isinstance(norm, Tensor):
             # If the norm is NaN nobody steps; factor 1 leaves the gradients as they are, so that the error can name the bad one
             # `full_like / norm` divides as the host does; torch computes `number / tensor` with the reciprocal: other last bits
@@ -342,9 +328,7 @@ def optimizer_states(update: Update, stepped: Stepped) -> Iterator[tuple[str, Te
 
 
 def named_tensors(nested: object) -> Iterator[tuple[str, Tensor]]:
-    """Yields path and tensor of the tensors in nested dicts, lists and tuples; the path is as `factors.0`, "" for a bare
-    tensor.
-    """
+    """Yields path and tensor of tensors in nested dicts, lists and tuples; the path is as `factors.0`, "" for a bare tensor."""
     for path, value in tree_flatten_with_path(nested)[0]:
         if isinstance(value, Tensor):
             yield ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), value
@@ -358,9 +342,7 @@ gradient, the error without rows was 1.2e-6 (measured).
 
 
 def joined_norm(tensors: Sequence[Tensor], kind: float) -> Tensor:
-    """Returns the norm over all elements of `tensors`, which have one device and dtype, as a float64 scalar. kind: p; may be
-    inf.
-    """
+    """Returns the p-norm over all elements of `tensors`, of one device and dtype, a float64 scalar. kind: p; may be inf."""
     least = LONG if kind == 2 else ROW  # other powers lose more
     wide = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else None
     norms, short = [], []

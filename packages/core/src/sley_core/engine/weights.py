@@ -71,9 +71,7 @@ class Completion(Protocol):
         """Blocks until all weights are those of the last step. Depends on nothing that another rank does after its `start`."""
 
     def finish(self) -> None:
-        """Does as `wait`, and also waits until no other rank reads this rank's weights any more, so that they may be
-        written.
-        """
+        """Does as `wait`, and waits until no other rank reads this rank's weights, so that they may be written."""
 
 
 class WeightStore:
@@ -181,9 +179,7 @@ class WeightStore:
 
     @contextmanager
     def settled_on_error(self) -> Iterator[None]:
-        """Returns a context manager that waits for complete weights if its block raises, as far as the other ranks still
-        answer.
-        """
+        """Returns a context manager that waits for complete weights if its block raises, if the other ranks still answer."""
         try:
             yield
         except BaseException:
@@ -230,8 +226,8 @@ class Stepped:
 
 
 class _Master:
-    """Holds the master of the elements `span` of `parameter`. working: these elements. seen: the parameter's state when these
-    were last known to be the master, rounded.
+    """Holds the master of the elements `span` of `parameter`. working: these elements. seen: the state when they were last the
+    master, rounded.
     """
 
     def __init__(self, master: Tensor, parameter: nn.Parameter, span: Span | None) -> None:

@@ -49,8 +49,8 @@ class TreeSums:
         self._under_way: deque[_TreeSum] = deque()
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        """Starts to sum `buffer`, whose gradients are complete, over `group`; waits for the oldest sum if NUM_SLOTS are in
-        flight. The buffer must not be used until `finish`.
+        """Starts to sum `buffer`, whose gradients are complete; waits for the oldest sum if NUM_SLOTS are in flight. The buffer
+        must not be used until `finish`.
         """
         if len(self._under_way) == NUM_SLOTS:
             self._under_way.popleft().finish()
@@ -98,9 +98,7 @@ class _TreeSum:
         sent.add(self._out, group, passes=1)
 
     def join(self) -> None:
-        """Waits for the exchange and adds the rows in the order of the tree; starts to gather the sum, unless the buffer is
-        cut.
-        """
+        """Waits for the exchange and adds the rows in the tree's order; starts to gather the sum, unless the buffer is cut."""
         if self._is_joined:
             return
         self._is_joined = True
@@ -193,16 +191,12 @@ def cost_note(parts: Parts, num_micros: int) -> str:
 
 
 def most_sums(arrivals: Iterable[int], num_leaves: int) -> int:
-    """Returns the largest number of partial sums that a gradient has at a time, if micro-batches come in the order
-    `arrivals`.
-    """
+    """Returns the most partial sums that a gradient has at a time, if micro-batches come in the order `arrivals`."""
     return _joined([leaf(at) for at in arrivals], num_leaves)[1]
 
 
 def _joined(nodes: Iterable[Node], num_leaves: int) -> tuple[set[Node], int]:
-    """Adds up `nodes` in the order given, each with its sibling once both are there; returns what is left, and the most held at
-    a time.
-    """
+    """Adds up `nodes` in order, each with its sibling once both are there; returns the rest, and the most held at a time."""
     held: set[Node] = set()
     most = 0
     for node in nodes:

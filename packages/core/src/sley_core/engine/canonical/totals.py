@@ -65,9 +65,8 @@ def weight_of(digits: Sequence[float]) -> float:
 
 
 def spread(own: Tensor, first: int, num_leaves: int) -> Tensor:
-    """Returns [num_leaves] with `own`, this rank's values per micro-batch, from index `first` on, and zeros elsewhere.
-
-    Summed over ranks, it has each micro-batch's value exactly: only zeros are added to it.
+    """Returns [num_leaves] with `own`, this rank's values per micro-batch, from index `first` on, and zeros elsewhere: the sum
+    over ranks has each value exactly.
     """
     spaced = own.new_zeros(num_leaves)
     spaced[first : first + own.numel()] = own
@@ -100,8 +99,8 @@ def largest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def digits(tensors: Iterable[Tensor], most: Tensor, kind: float) -> Tensor:
-    """Returns the sums of the digits of |g|^kind in units of `most`, the largest |g| of all ranks: float64 [6], whole numbers
-    that may be added over ranks in any order.
+    """Returns the sums of the digits of |g|^kind in units of `most`, the largest |g| of all ranks: float64 [6], whole numbers,
+    which ranks may add in any order.
     """
     shrink = _power_of_two(-_exponent(most))
     sums = torch.zeros(_NUM_DIGITS, dtype=torch.int64, device=most.device)

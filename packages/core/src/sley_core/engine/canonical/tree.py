@@ -144,9 +144,7 @@ class PartialSums:
         self._held[use, node] = value
 
     def take(self, use: int, node: Node, like: Tensor) -> Tensor:
-        """Removes and returns the sum of `node`. A micro-batch without a contribution counts as zeros of the shape of
-        `like`.
-        """
+        """Removes and returns the sum of `node`. A micro-batch without a contribution counts as zeros, shaped `like`."""
         known = self._held.pop((use, node), None)
         if known is not None:
             return known
@@ -202,9 +200,7 @@ class CanonicalOrder:
         return Arrival(entry.layers.index(layer) if layer else 0, self.micro)
 
     def micros_beside(self, group: Members) -> range:
-        """Returns the global number of the micro-batch that each rank of `group`, neighbours along `dp` that take the same
-        actions, runs now.
-        """
+        """Returns the micro-batch that each rank of `group`, neighbours along `dp` that take the same actions, runs now."""
         step = max(1, self.state.num_micros)
         begin = self.micro - group.coord * step
         return range(begin, begin + group.size * step, step)
@@ -219,9 +215,7 @@ class CanonicalOrder:
         return self.groups[entry.reduce_group].size == 1
 
     def nodes(self, reduce_group: str, coord: int | None = None) -> list[Node]:
-        """Returns the nodes whose sums rank `coord` of the group (default: this one) contributes for each gradient, in
-        order.
-        """
+        """Returns the nodes whose sums rank `coord` of the group (default: this one) contributes for each gradient."""
         group = self.groups[reduce_group]
         first, last = run_of(group.coord if coord is None else coord, group.size, self.num_leaves)
         return cover(first, last, self.num_leaves)
@@ -253,9 +247,7 @@ class CanonicalSlot(Slot):
         self.rows: list[Tensor] = []
 
     def enter(self, leaf: Arrival) -> None:
-        """Opens the leaf of the next contribution, and closes the last. Raises RunError `canonical-again` if `leaf` was closed
-        before.
-        """
+        """Opens the leaf of the next contribution, and closes the last. Raises RunError `canonical-again` for a closed leaf."""
         if leaf == self._leaf:
             return
         self.leave()
