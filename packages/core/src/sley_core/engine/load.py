@@ -50,7 +50,7 @@ class _Report:
 
 
 class Names(NamedTuple):
-    """Holds the names of a whole model. first: the book's name for each of a parameter. buffers: of buffers and extra states."""
+    """Holds the names of a whole model. first: the book's name for each of a parameter. buffers: and of extra states."""
 
     first: Mapping[str, str]
     buffers: set[str]

@@ -188,7 +188,7 @@ class Positions:
         self._next = 0
 
     def attend(self, tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tensor:
-        """Returns `attention()`, a context of `tensors` [b, s, ...], positions at dim 1; in the second run that of the first."""
+        """Returns `attention()`, a context of `tensors` [b, s, ...], positions at dim 1; in the second run the first one's."""
         if not self.is_second:
             context = attention()
             state = _generator(context.device).get_state()
