@@ -300,7 +300,7 @@ class LayerCaller:
             )
 
     def _check_own(self, layer: Layer) -> None:
-        """Raises PlanError "model-random" if the first forward made a generator and kept it: it drew from the layout's state."""
+        """Raises PlanError "model-random" if the first forward made a generator and kept it: its state depends on the layout."""
         known = {id(generator) for generator in self._own[layer.name]}
         if any(id(generator) not in known for generator in own_generators(layer.module, layer.name)):
             raise PlanError(

@@ -75,14 +75,13 @@ class WeightLoader:
         """Loads `state` as `Run.load_weights` describes. Every rank calls it: two blocking collectives over `control`."""
         Agreement(self._parts.groups).begin("loading weights").check()
         loading = _Loading(self._names, self._parts, self._masters)
-        if isinstance(state, Mapping):
-            loading.look(state.items())
-            found = loading.agreed(strict)
-            for name, value in state.items():
-                loading.write(name, value)
-        else:
+        if not isinstance(state, Mapping):
             loading.look(state, writes=True)
-            found = loading.agreed(strict)
+            return loading.agreed(strict)
+        loading.look(state.items())
+        found = loading.agreed(strict)
+        for name, value in state.items():
+            loading.write(name, value)
         return found
 
 
@@ -90,8 +89,7 @@ class _Loading:
     """Holds the state of one call of `WeightLoader` on this rank."""
 
     def __init__(self, names: Names, parts: Parts, masters: Masters) -> None:
-        self.first = names.first
-        self.all_buffers = names.buffers
+        self.names = names
         self.masters = masters
         self.control = parts.groups["control"]
         self.entries = {entry.name: entry for entry in parts.book}
@@ -157,13 +155,13 @@ class _Loading:
         return LoadedWeights(list(lacking), list(unknown))
 
     def _held(self, name: str) -> tuple[Entry | None, Tensor | None]:
-        return self.entries.get(self.first.get(name, name)), self.buffers.get(name)
+        return self.entries.get(self.names.first.get(name, name)), self.buffers.get(name)
 
     def _look(self, name: str, value: Tensor) -> None:
         """Checks name, shape and dtype, and adds a checksum of the values to the report; `agreed` compares them."""
-        first = self.first.get(name, name)
+        first = self.names.first.get(name, name)
         self.given.add(first)
-        if name not in self.first and name not in self.all_buffers:
+        if name not in self.names.first and name not in self.names.buffers:
             self.report.unknown.append(name)
         entry, buffer = self._held(name)
         if entry is not None:
@@ -172,22 +170,18 @@ class _Loading:
             shape = tuple(buffer.shape)
         else:
             return  # another stage holds it
-        if not self._fits(name, value, shape, is_weight=entry is not None):
-            return
-        found = crc32(value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
-        if self.report.sums.setdefault(first, found) != found:
-            self.report.wrong.append(f"{name!r} has other values than the name that it is tied to")
-
-    def _fits(self, name: str, value: Tensor, shape: tuple[int, ...], *, is_weight: bool) -> bool:
-        """Returns whether `value` can be loaded; else adds the reason to the report."""
+        fault = ""
         if not isinstance(value, Tensor):
-            self.report.wrong.append(f"{name!r} is a {type(value).__name__}, no tensor")
+            fault = f"is a {type(value).__name__}, no tensor"
         elif tuple(value.shape) != shape:
-            self.report.wrong.append(f"{name!r} is {list(value.shape)} and not {list(shape)}")
-        elif is_weight and not value.is_floating_point():
-            self.report.wrong.append(f"{name!r} is {value.dtype}, no floating-point numbers")
+            fault = f"is {list(value.shape)} and not {list(shape)}"
+        elif entry is not None and not value.is_floating_point():
+            fault = f"is {value.dtype}, no floating-point numbers"
         elif value.is_meta:
-            self.report.wrong.append(f"{name!r} is on meta and has no values")
+            fault = "is on meta and has no values"
         else:
-            return True
-        return False
+            found = crc32(value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+            if self.report.sums.setdefault(first, found) != found:
+                fault = "has other values than the name that it is tied to"
+        if fault:
+            self.report.wrong.append(f"{name!r} {fault}")

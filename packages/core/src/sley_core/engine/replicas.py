@@ -100,7 +100,7 @@ def _copies(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str
 
 
 def _differing(what: str, names: list[str], prints: Tensor, group: Group) -> str:
-    """Compares fingerprints over `group`, whose ranks pass the same names; blocks. Returns the text of the difference, or ""."""
+    """Compares fingerprints over `group`, whose ranks pass the same names; blocks. Returns a text of the difference, or ""."""
     extremes = torch.stack([prints, ~prints])  # the maximum of ~x is ~(the minimum of x)
     all_reduce(extremes, group, "max", what=f"the fingerprints of {what}").wait()
     is_odd = extremes[0] != ~extremes[1]
@@ -165,7 +165,7 @@ class WriteWatch:
         return _Before(tensors, [_version(one) for one in tensors], _prints(tensors) if looks else None)
 
     def check(self, layer: Layer, micro: MicroStep, before: _Before | None) -> None:
-        """Raises RunError "weight-written" or PlanError "model-buffer-written" if `layer` wrote otherwise than in one process."""
+        """Raises RunError "weight-written" or PlanError "model-buffer-written" if `layer` wrote as one process does not."""
         if before is None:
             return
         places = self._places[layer.name]

@@ -110,7 +110,6 @@ class StepBatch:
 
     @property
     def num_micros(self) -> int:
-        """Number of micro-batches of the step."""
         return len(self.micros)
 
 

@@ -45,14 +45,12 @@ class ActionClock:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._noted: list[tuple[Action, Moment, Moment]] = []
-        self.zero_s = time.perf_counter()
-        """When it began: `time.perf_counter()` of the host."""
-        self._zero = self._started = device.moment()
+        self.begin()
 
     def begin(self) -> None:
         """Sets time zero; the device must be idle."""
         self.zero_s = time.perf_counter()
-        self._zero = self._device.moment()
+        self._zero = self._started = self._device.moment()
 
     def start(self) -> None:
         """Records that the next action's inputs have arrived."""
@@ -91,16 +89,14 @@ class StepTimeline:
         self._num_micros = 0
 
     def go_on(self, num_done: int, num_steps: int) -> None:
-        """Chooses the second step from here if the run resumes after the step to draw: the first step after a resume includes
-        start-up work.
-
+        """Chooses the second step from here if the run resumes after the step to draw: the first one includes start-up work.
         num_done: steps done; num_steps: of the plan. All ranks call it alike.
         """
         if num_done >= self.number:
             self.number = min(num_done + 2, num_steps)
 
     def before_step(self, number: int, num_micros: int) -> ActionClock | None:
-        """Waits for all ranks and returns a running clock if step `number` is the one to draw; else returns None at once."""
+        """Waits for all ranks and returns a running clock if step `number` is to be drawn; else returns None at once."""
         if number != self.number:
             return None
         device = self.stepper.device
@@ -114,17 +110,23 @@ class StepTimeline:
         return clock
 
     def write(self, number: int) -> None:
-        """Gathers all ranks' spans of step `number`, if it is the one to draw; rank 0 writes both files. All ranks call it."""
+        """Gathers all ranks' spans of step `number`, if it is to be drawn; rank 0 writes both files. All ranks call it."""
         if number != self.number or self._clock is None:
             return
         clock, self._clock = self._clock, None
-        noted = platform.node(), clock.zero_s, [_plain(span) for span in clock.spans(self.stepper.lists.stage)]
+        spans = [
+            (span.stage, span.action.kind.name, span.action.chunk, span.action.micro, span.start_s, span.end_s)
+            for span in clock.spans(self.stepper.lists.stage)
+        ]
         # As above: all ranks write the same step, in the same order.
+        noted = platform.node(), clock.zero_s, spans
         everyone = gather_objects(noted, self.groups["control"], what="the spans of the step that is drawn")
         if self.groups["control"].coord == 0:
-            spans = [(name, began_s, [_span(one) for one in found]) for name, began_s, found in everyone]
-            measured = self._replicas(_on_one_clock(spans))
-            predicted = self._predicted(measured)
+            measured = self._replicas(_on_one_clock(everyone))
+            lists = self.stepper.lists
+            costs = Costs.measured(measured.values(), lists.placement)
+            simulated = simulate(lists.of_all_stages(self._num_micros), lists.placement, costs).timeline
+            predicted = {"predicted: the median of each action, links take no time": simulated}
             shown = dict(list(measured.items())[:NUM_DRAWN])
             write_whole(self.folder / PICTURE, draw_svg({**shown, **predicted}))
             write_whole(self.folder / TRACE, chrome_trace({**measured, **predicted}))
@@ -141,36 +143,21 @@ class StepTimeline:
             found[title] = Timeline.of(self.topology.pp, (span for rank in ranks for span in everyone[rank]))
         return found
 
-    def _predicted(self, measured: dict[str, Timeline]) -> dict[str, Timeline]:
-        """Returns the simulated timeline, by title, with the measured median costs and links that take no time."""
-        lists = self.stepper.lists
-        costs = Costs.measured(measured.values(), lists.placement)
-        predicted = simulate(lists.of_all_stages(self._num_micros), lists.placement, costs).timeline
-        return {"predicted: the median of each action, links take no time": predicted}
 
-
-def _plain(span: TimedAction) -> list[Any]:
-    """Returns a span as JSON data; `_span` is its inverse."""
-    action = span.action
-    return [span.stage, action.kind.name, action.chunk, action.micro, span.start_s, span.end_s]
-
-
-def _span(plain: Sequence[Any]) -> TimedAction:
-    stage, kind, chunk, micro, start_s, end_s = plain
-    return TimedAction(stage, Action(Kind[kind], chunk, micro), start_s, end_s)
-
-
-def _on_one_clock(everyone: list[tuple[str, float, list[TimedAction]]]) -> list[list[TimedAction]]:
+def _on_one_clock(everyone: Sequence[tuple[str, float, Sequence[Sequence[Any]]]]) -> list[list[TimedAction]]:
     """Returns every rank's spans in seconds since the first rank's clock began, for ranks on its machine; others keep their own
-    zero.
-
-    everyone: for every rank its machine, when its clock began, and its spans.
+    zero. everyone: of every rank its machine, the begin of its clock, and its spans as (stage, kind, chunk, micro, start, end).
     """
     machine, zero_s, _ = everyone[0]
     found = []
     for name, began_s, spans in everyone:
         late_s = began_s - zero_s if name == machine else 0.0
-        found.append([span._replace(start_s=span.start_s + late_s, end_s=span.end_s + late_s) for span in spans])
+        found.append(
+            [
+                TimedAction(stage, Action(Kind[kind], chunk, micro), start_s + late_s, end_s + late_s)
+                for stage, kind, chunk, micro, start_s, end_s in spans
+            ]
+        )
     return found
 
 
