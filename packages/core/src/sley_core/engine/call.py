@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from decimal import ROUND_HALF_UP, Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -184,6 +184,7 @@ generator uses of a seed (Steele et al., Fast Splittable Pseudorandom Number Gen
 """
 
 
+@dataclass(eq=False)
 class LayerCaller:
     """Calls layers under the activation policy. Before each call, recomputation included, it waits for what the layer needs
     (`waits`).
@@ -193,30 +194,20 @@ class LayerCaller:
     writes: watches what layers write. probe: asks whether layers mix positions.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        seed: int,
-        policy: ActivationPolicy,
-        hooks: Sequence[SchedulerHook] = (),
-        slice_index: int = 0,
-        waits: Waits | None = None,
-        standing: Standing | None = None,
-        data_timeout_s: float = 600.0,
-        writes: WriteWatch | None = None,
-        probe: PositionProbe | None = None,
-    ) -> None:
-        self.writes = writes
-        self.probe = probe
-        self.data_timeout_s = data_timeout_s
-        self.device = device
-        self.seed = seed
-        self.policy = policy
-        self.hooks = hooks
-        self.waits = waits or Waits()
-        self.standing = standing or Standing()
-        self._keeps_all = type(policy) is Keep  # exactly: a subclass may do more
-        self._slice = ("slice", slice_index) if slice_index else ()
+    device: Device
+    seed: int
+    policy: ActivationPolicy
+    hooks: Sequence[SchedulerHook] = ()
+    slice_index: int = 0
+    waits: Waits = field(default_factory=Waits)
+    standing: Standing = field(default_factory=Standing)
+    data_timeout_s: float = 600.0
+    writes: WriteWatch | None = None
+    probe: PositionProbe | None = None
+
+    def __post_init__(self) -> None:
+        self._keeps_all = type(self.policy) is Keep  # exactly: a subclass may do more
+        self._slice = ("slice", self.slice_index) if self.slice_index else ()
         self._step = -1
         self._step_seed = 0
         self._layer_seeds: dict[str, int] = {}
@@ -300,7 +291,7 @@ class LayerCaller:
             )
 
     def _check_own(self, layer: Layer) -> None:
-        """Raises PlanError "model-random" if the first forward made a generator and kept it: its state depends on the layout."""
+        """Raises PlanError "model-random" if the first forward made a generator and kept it: its state is the layout's."""
         known = {id(generator) for generator in self._own[layer.name]}
         if any(id(generator) not in known for generator in own_generators(layer.module, layer.name)):
             raise PlanError(

@@ -45,24 +45,16 @@ if TYPE_CHECKING:
     from sley_core.engine.step_batch import BatchSplitter, GivenBatch, StepBatch
 
 
+@dataclass(eq=False)
 class ForwardOnly:
     """Runs `executor`'s model forward only, on batches of any number of micro-batches. modules: of this rank's layers."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        lists: Lists,
-        modules: Sequence[nn.Module],
-        groups: Groups,
-        device: Device,
-        agreement: Agreement,
-    ) -> None:
-        self.executor = executor
-        self.lists = lists
-        self.modules = modules
-        self.groups = groups
-        self.device = device
-        self.agreement = agreement
+    executor: Executor
+    lists: Lists
+    modules: Sequence[nn.Module]
+    groups: Groups
+    device: Device
+    agreement: Agreement
 
     def mean_loss(self, batches: Iterable[StepBatch]) -> float:
         """Returns the mean loss over the samples of all `batches`. All ranks call it, with as many of them; it communicates.
@@ -141,14 +133,14 @@ class ForwardOnly:
         return steps
 
 
+@dataclass(eq=False)
 class Evaluation:
     """Measures the mean loss on the first `num_batches` global batches of `feed`, held-out samples, the same ones each time."""
 
-    def __init__(self, forward: ForwardOnly, feed: Feed, splitter: BatchSplitter, num_batches: int) -> None:
-        self.forward = forward
-        self.feed = feed
-        self.splitter = splitter
-        self.num_batches = num_batches
+    forward: ForwardOnly
+    feed: Feed
+    splitter: BatchSplitter
+    num_batches: int
 
     def __call__(self) -> float:
         """Returns the mean loss over the held-out samples. All ranks call it, and it communicates; raises as `ForwardOnly`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,55 +38,39 @@ if TYPE_CHECKING:
     from sley_core.protocols import Loss, SchedulerHook, WeightCommunicator
 
 
+@dataclass(eq=False)
 class Executor:
     """Executes lists of actions over `chunks`, this rank's layers per model chunk.
 
-    crossing: moves values into chunks and out of them. fields: what the dataset declares of each batch field. over_positions:
-    checks the loss if ranks have slices of sequences. whole: gives it whole ones if it needs them. keeps_apart: whether losses
-    are returned one per micro-batch, [micro-batches], in place of their sum. left_in_flight: whether a list is running or has
-    failed, so that its messages and gathers may still be in flight until the next list begins.
+    has_loss: whether this rank holds the model's last chunk. crossing: moves values into chunks and out of them. fields: what
+    the dataset declares of each batch field. over_positions: checks the loss if ranks have slices of sequences. whole: gives it
+    whole ones if it needs them. keeps_apart: whether losses are returned one per micro-batch, [micro-batches], in place of their
+    sum. left_in_flight: whether a list is running or has failed, so that its messages and gathers may still be in flight until
+    the next list begins.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[Sequence[Layer]],
-        crossing: Crossing,
-        caller: LayerCaller,
-        loss: Loss,
-        fields: Mapping[str, Field],
-        device: Device,
-        hooks: Sequence[SchedulerHook] = (),
-        queue: WeightQueue | None = None,
-        weights: WeightCommunicator | None = None,
-        over_positions: OverPositions | None = None,
-        whole: WholeSequences | None = None,
-        *,
-        keeps_apart: bool = False,
-    ) -> None:
-        self.keeps_apart = keeps_apart
-        self.chunks = chunks
-        self.crossing = crossing
-        self.caller = caller
-        self.loss = loss
-        self.device = device
-        self.hooks = hooks
-        self.queue = queue or WeightQueue()
-        self.over_positions = over_positions
-        self.whole = whole
-        self.weights = weights
-        self.left_in_flight = False
+    chunks: Sequence[Sequence[Layer]]
+    crossing: Crossing
+    caller: LayerCaller
+    loss: Loss
+    fields: Mapping[str, Field]
+    device: Device
+    hooks: Sequence[SchedulerHook] = ()
+    queue: WeightQueue = field(default_factory=WeightQueue)
+    weights: WeightCommunicator | None = None
+    over_positions: OverPositions | None = None
+    whole: WholeSequences | None = None
+    keeps_apart: bool = False
+    left_in_flight: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.has_loss = any(self._is_last(chunk) for chunk in range(len(self.chunks)))
+        self._reads = reads(self.chunks, self.loss if self.has_loss else None, self.fields)
         self._clock: ActionClock | None = None
-        self._has_loss = any(self._is_last(chunk) for chunk in range(len(chunks)))
-        self._reads = reads(chunks, loss if self._has_loss else None, fields)
         self._micros: dict[int, dict[str, Tensor]] = {}
         self._outputs: dict[int, Any] | None = None
         self._is_predicting = False
         self._held: dict[tuple[int, int], InFlight] = {}
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether this rank holds the model's last chunk."""
-        return self._has_loss
 
     def train(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sley_core.actions.action import actions_of
@@ -63,6 +63,7 @@ first step showed.
 """
 
 
+@dataclass(eq=False)
 class Stepper:
     """Takes steps. `handlers` are called in the plan's order, so that their collectives have the same order on all ranks.
 
@@ -73,39 +74,28 @@ class Stepper:
     next one. sums: what calls of `add` have added up for the next call of `step`; None between two steps.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        lists: Lists,
-        store: GradientStore,
-        handlers: Sequence[GradientHandler],
-        update: Update,
-        groups: Groups,
-        device: Device,
-        undo: ExitStack,
-        compare: Callable[[], None] | None = None,
-        events: StepEvents | None = None,
-    ) -> None:
-        self.executor = executor
-        self.lists = lists
-        self.store = store
-        self.handlers = handlers
-        self.update = update
-        self.groups = groups
-        self.device = device
-        self.events = events or StepEvents()
-        self.left_in_flight = False
-        self.sums: CallSums | None = None
+    executor: Executor
+    lists: Lists
+    store: GradientStore
+    handlers: Sequence[GradientHandler]
+    update: Update
+    groups: Groups
+    device: Device
+    undo: ExitStack
+    compare: Callable[[], None] | None = None
+    events: StepEvents = field(default_factory=StepEvents)
+    left_in_flight: bool = field(default=False, init=False)
+    sums: CallSums | None = field(default=None, init=False)
+    is_closed: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.state: StepState = self.store.state
+        self.agreement = Agreement(self.groups, self.store, self.compare)
         self._has_lost = False
-        self.state: StepState = store.state
-        self._undo = undo
-        self.is_closed = False
-        self.agreement = Agreement(groups, store, compare)
-        self._compare = compare
         self._num_begun = 0
-        if handlers:
-            store.on_ready.append(self._gradient_ready)
-            store.on_chunk_done.append(self._chunk_done)
+        if self.handlers:
+            self.store.on_ready.append(self._gradient_ready)
+            self.store.on_chunk_done.append(self._chunk_done)
 
     def step(
         self,
@@ -235,9 +225,9 @@ class Stepper:
         call(self.events.began)
         for group in self.groups.values():
             group.log.clear()
-        is_due = self._compare is not None and self._num_begun > 0 and self._num_begun % replicas.LOOK_EVERY == 0
+        is_due = self.compare is not None and self._num_begun > 0 and self._num_begun % replicas.LOOK_EVERY == 0
         if is_due:
-            self.agreement.first = self._compare
+            self.agreement.first = self.compare
         self.agreement.begin(what, batch, self.store.refusal)
         self._num_begun += 1
         if self.agreement.may_wait and self._num_begun > STARTING_STEPS and not is_due:
@@ -265,7 +255,7 @@ class Stepper:
     def close(self) -> None:
         """Detaches everything from the model, once; continues if one part fails to detach. No step may follow."""
         self.is_closed = True
-        self._undo.close()
+        self.undo.close()
 
     def _gradient_ready(self, entry: Entry) -> None:
         for handler in self.handlers:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,17 +77,17 @@ NUM_DRAWN = 4
 """How many replicas of the model the picture shows; the trace has all."""
 
 
+@dataclass(eq=False)
 class StepTimeline:
     """Draws step `number` (counted from 1) into `folder`. Every rank makes one and calls it alike."""
 
-    def __init__(self, number: int, folder: Path, stepper: Stepper, topology: Topology, groups: Groups) -> None:
-        self.number = number
-        self.folder = folder
-        self.stepper = stepper
-        self.topology = topology
-        self.groups = groups
-        self._clock: ActionClock | None = None
-        self._num_micros = 0
+    number: int
+    folder: Path
+    stepper: Stepper
+    topology: Topology
+    groups: Groups
+    _clock: ActionClock | None = field(default=None, init=False)
+    _num_micros: int = field(default=0, init=False)
 
     def go_on(self, num_done: int, num_steps: int) -> None:
         """Chooses the second step from here if the run resumes after the step to draw: the first one includes start-up work.

@@ -297,7 +297,7 @@ def refusal(
 
 
 def _first_bad(store: GradientStore) -> tuple[int, str] | None:
-    """Returns place and name of the first parameter, in backward order, whose gradient is not finite: the nearest to the cause."""
+    """Returns place and name of the first parameter, in backward order, whose gradient is not finite."""
     for place, entry in enumerate(store.entries):
         if not bool(torch.isfinite(store.part(entry)).all()):
             return place, entry.name

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,6 +63,7 @@ CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
 
 
+@dataclass(eq=False)
 class Update:
     """Steps `optimizer`, which was built over `masters`, with the gradients of `store`.
 
@@ -73,47 +75,31 @@ class Update:
     far as the host knows.
     """
 
-    def __init__(
-        self,
-        store: GradientStore,
-        masters: Masters,
-        optimizer: torch.optim.Optimizer,
-        parameter_groups: Callable[[list[Stepped]], list[dict[str, Any]]],
-        factor: Callable[[int], float],
-        groups: Groups,
-        device: Device,
-        numbers: StepNumbers,
-        *,
-        clip_norm: float | None,
-        norm_kind: float,
-        scale: LossScale | None = None,
-        events: StepEvents | None = None,
-        skips: Skips | None = None,
-        traits: Traits = PLAIN,
-        seed: int = 0,
-    ) -> None:
-        self.store = store
-        self.masters = masters
-        self.optimizer = in_training(optimizer)
-        self.parameter_groups = parameter_groups
-        self.factor = factor
-        self.groups = groups
-        self.device = device
-        self.numbers = numbers
-        self.clip_norm = clip_norm
-        self.norm_kind = norm_kind
-        self.scale = scale
-        self.skips = skips
-        self.events = events or StepEvents()
-        self.traits = traits
-        self.seed = seed
-        self._generators = [] if traits is PLAIN else generators_of_optimizer(optimizer)
+    store: GradientStore
+    masters: Masters
+    optimizer: torch.optim.Optimizer
+    parameter_groups: Callable[[list[Stepped]], list[dict[str, Any]]]
+    factor: Callable[[int], float]
+    groups: Groups
+    device: Device
+    numbers: StepNumbers
+    clip_norm: float | None = field(kw_only=True)
+    norm_kind: float = field(kw_only=True)
+    scale: LossScale | None = field(default=None, kw_only=True)
+    events: StepEvents = field(default_factory=StepEvents, kw_only=True)
+    skips: Skips | None = field(default=None, kw_only=True)
+    traits: Traits = field(default=PLAIN, kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+    was_taken: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        optimizer = self.optimizer = in_training(self.optimizer)
         self.begun = copied(attributes_of(shared_values(optimizer)))
+        self._generators = [] if self.traits is PLAIN else generators_of_optimizer(optimizer)
         self._factor = 1.0
         self._has_stepped = False
-        self.was_taken = True
-        self._layout = store.num_layouts
-        self._exchanging = [group for group in groups.values() if group.size > 1]
+        self._layout = self.store.num_layouts
+        self._exchanging = [group for group in self.groups.values() if group.size > 1]
         rate = optimizer.defaults["lr"]
         self._plain = next((group for group in optimizer.param_groups if group.get("initial_lr") == rate), {})
 
