@@ -45,8 +45,8 @@ class Executor:
     has_loss: whether this rank holds the model's last chunk. crossing: moves values into chunks and out of them. fields: what
     the dataset declares of each batch field. over_positions: checks the loss if ranks have slices of sequences. whole: gives it
     whole ones if it needs them. keeps_apart: whether losses are returned one per micro-batch, [micro-batches], in place of
-    their sum. left_in_flight: whether a list is running or has failed, so that its messages and gathers may still be in flight until
-    the next list begins.
+    their sum. left_in_flight: whether a list is running or has failed, so that its messages and gathers may still be in flight
+    until the next list begins.
     """
 
     chunks: Sequence[Sequence[Layer]]
