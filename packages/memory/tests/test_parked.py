@@ -54,42 +54,7 @@ def test_any_tensors_come_back(kinds, bucket_bytes):
             around(unit)
     assert all(torch.equal(tensor, value) for tensor, value in zip(tensors, wanted, strict=True))
     size = sum(value.nbytes for value in wanted[:-3]) + 80
-    assert (moved.copied_out, moved.skipped, moved.copied_in) == (size, 2 * size, 3 * size)
-
-
-def test_what_has_not_changed_is_not_copied_again():
-    """What torch wrote is seen by its version, what was written past it by its words; then it is copied every time."""
-    quiet, loud, sly = torch.ones(600), torch.ones(500), torch.ones(400)
-    unit, moved, _ = parked([quiet, loud, sly])
-    around(unit)
-    loud.add_(1)
-    sly.data[7] = 5
-    before, copied = moved.copied_out, []
-    for _ in range(5):
-        around(unit)
-        copied.append(moved.copied_out - before)
-        before = moved.copied_out
-    both = loud.nbytes + sly.nbytes
-    assert copied == [both, both, sly.nbytes, 0, 0], (
-        "what has changed once may do so again, and is copied without a look"
-    )
-    assert sly[7] == 5
-
-
-def test_memory_that_changes_without_a_version_is_looked_at_less_and_less(monkeypatch):
-    """As fused optimizers change weights and states; copies stay right."""
-    from sley_memory.offload import parked as module
-
-    looks = []
-    monkeypatch.setattr(module, "fingerprints", lambda memories: looks.extend(memories) or fingerprints(memories))
-    tensor = torch.zeros(100)
-    unit, moved, _ = parked([tensor])
-    for number in range(100):
-        tensor.data.fill_(number)
-        around(unit)
-    assert tensor.eq(99).all()
-    assert moved.copied_out == 100 * tensor.nbytes
-    assert len(looks) < 25
+    assert (moved.copied_out, moved.copied_in) == (3 * size, 3 * size)
 
 
 @given(st.data())
@@ -131,7 +96,7 @@ def test_rows_of_equal_sums_that_change_places_are_seen():
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_what_an_optimizer_stepped_is_copied(fused):
-    """Fused ones of torch 2.13 count up no version: their words are looked at."""
+    """Fused ones of torch 2.13 count up no version."""
     weight = torch.nn.Parameter(torch.ones(40))
     unit, moved, _ = parked([weight])
     optimizer = torch.optim.AdamW([weight], fused=fused)
@@ -173,7 +138,7 @@ def test_host_memory_is_what_was_parked_and_stays():
     assert arena._blocks == blocks
     if is_linux:
         assert smaps() - before <= 1.02 * size
-    starts = [place.host.data_ptr() for place in unit._places.values()]
+    starts = [host.data_ptr() for host in unit._places.values()]
     assert all(start % 256 == 0 for start in starts)
     assert all(second - first >= 256 for first, second in pairwise(starts))
 

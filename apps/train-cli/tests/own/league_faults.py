@@ -146,10 +146,13 @@ def draws_anew(original: Any, self: Any, layer: Any, args: Any, micro: Any) -> N
     original(self, layer, args, micro)
 
 
-@wrong("sley_memory.offload.parked:HostCopy.has_changed", "offload")
-def brings_back_older(original: Any, self: Any, found: int) -> bool:
+@wrong("sley_memory.offload.parked:Parked._send", "offload")
+def brings_back_older(original: Any, self: Any, placed: Any) -> None:
     """The host keeps what left first."""
-    return self.print is None and original(self, found)
+    is_first, before = not self._given_back, [host.clone() for _, host, _ in placed]
+    original(self, placed)
+    for (_, host, _), older in zip([] if is_first else placed, before, strict=False):
+        host.copy_(older)
 
 
 @wrong("sley_core.run_state.restore:Restoring._state", "resume-wp")

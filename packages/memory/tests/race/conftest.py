@@ -97,8 +97,8 @@ def read_on_host(run: Run) -> None:
         for part in manager.parts:
             mover = getattr(manager, "_movers", {}).get(part)
             if isinstance(mover, Parked) and run.memory.where[part] is Where.AWAY:
-                for place in mover._places.values():
-                    place.host.sum()
+                for host in mover._places.values():
+                    host.sum()
             if isinstance(mover, SharedCopies) and mover._host is not None and run.memory.where[part] is Where.AWAY:
                 mover._host.sum()
 

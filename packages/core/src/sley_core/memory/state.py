@@ -48,7 +48,7 @@ class Moved:
     """What moving a part has cost since the run began.
 
     copied_out, copied_in: bytes of copies. gathered: bytes that came back from other ranks' hosts. given_back: bytes of
-    device memory that the last offload freed. skipped: bytes that were not copied again, because they had not changed.
+    device memory that the last offload freed.
     seconds_out, seconds_in: until the copies were done, of those whose end the host has seen (it waited, or asked where they
     are); timed_out, timed_in: their bytes. host_bytes: what the part takes on the host. num_no_ops: calls that found it where
     they wanted it.
@@ -58,7 +58,6 @@ class Moved:
     copied_in: int = 0
     gathered: int = 0
     given_back: int = 0
-    skipped: int = 0
     seconds_out: float = 0.0
     seconds_in: float = 0.0
     timed_out: int = 0

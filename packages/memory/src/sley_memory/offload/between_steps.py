@@ -116,7 +116,6 @@ class BetweenSteps:
                 self._arena,
                 self._bucket_bytes,
                 self._moved,
-                compares=False,
                 makes_room=False,
             )
             self._buckets.append((bucket, parked))

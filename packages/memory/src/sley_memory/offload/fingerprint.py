@@ -1,10 +1,8 @@
-"""Finds out whether memory has changed since it was copied, without moving it.
+"""Computes numbers by which ranks find out which of their memory is equal, without moving it.
 
-A tensor's version counts what torch's operations write, but not what is written through `.data` or in inference mode. So where
-no version has changed, one number is compared as well: the sum of all 32-bit words, each times an odd number that is drawn
-for its place, modulo 2^64. One changed word always changes it; words, rows or blocks that change places, and any other
-change, pass with a chance of 2^-31 at most. Words of 64 bits would not do: two that differ in their highest bit, as a
-number's sign, could change places unseen.
+The number is the sum of all 32-bit words, each times an odd number that is drawn for its place, modulo 2^64. One word that
+differs always changes it; words, rows or blocks in other places, and any other difference, pass with a chance of 2^-31 at most.
+Words of 64 bits would not do: two that differ in their highest bit, as a number's sign, could change places unseen.
 """
 
 from __future__ import annotations
@@ -14,8 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sley_core.api.memory import Holding
-
 WIDTH = 1024
 """Words in a row."""
 
@@ -23,11 +19,6 @@ CHUNK = {"cpu": 64, "cuda": 3072}
 """Rows that are multiplied at a time: on a CPU the products stay in its cache; on CUDA they are 24 MiB: a device is faster
 with 1024 rows than the host starts them (35 ms for 4.5 GiB on an H200).
 """
-
-
-def versions(piece: Holding) -> tuple[int, ...]:
-    """Returns how often torch has written to each of the tensors that lie in a piece."""
-    return tuple(tensor._version for tensor in piece.tensors.values())
 
 
 def fingerprints(memories: Sequence[Tensor]) -> list[int]:

@@ -70,7 +70,6 @@ class Manager(OffloadManager):
         self._movers: dict[Part, Mover] = {}
         self._moved: dict[Part, Moved] = {part: Moved() for part in config.moves}
         self._is_attached = False
-        self._num_begun = 0
 
     @property
     def parts(self) -> Sequence[Part]:
@@ -83,7 +82,6 @@ class Manager(OffloadManager):
         streams, bucket = Streams(device.copy_stream), int(self.config.bucket_mb * MB)
         arena = Arena(device.host_memory, streams.wait, None if budget is None else int(budget * MB))
         self._streams = streams
-        parts.events.began.append(self._began)
         self._gate = Gate([layer.module for layer in parts.layers], self._check_layers)
         for layer in parts.layers:
             # For what gathers shards in a backward by hand, whose forward came before they left. In steps and evaluations
@@ -106,7 +104,7 @@ class Manager(OffloadManager):
                 )
             else:
                 pieces = _pieces(holdings, part, bucket)
-                self._movers[part] = Parked(pieces, streams, arena, bucket, moved, num_steps=lambda: self._num_begun)
+                self._movers[part] = Parked(pieces, streams, arena, bucket, moved)
         self._is_attached = True
 
     def offload(self, part: Part) -> Callable[[], None]:
@@ -161,9 +159,6 @@ class Manager(OffloadManager):
                 mover.wait()
         self._gate.open()
         self._streams.wait()  # what the device waits for reads host memory too, which goes with this object
-
-    def _began(self) -> None:
-        self._num_begun += 1
 
     def _open(self) -> None:
         """Takes the gate away once weights and buffers are here for the device's next work."""

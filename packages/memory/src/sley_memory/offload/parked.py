@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from sley_core.api.memory import CopyEvent, CopyStream, Holding, Moved, Where, free, grow, make_room, storage_id
-from sley_memory.offload.fingerprint import fingerprints, versions
-from sley_memory.offload.host_copy import HostCopy
 
 if TYPE_CHECKING:
     from sley_memory.offload.arena import Arena
 
 Pieces = Callable[[], Sequence[Holding]]
+
+Placed = tuple[Holding, Tensor, int]
+"""A piece, its copy on the host, and its bytes."""
 
 
 class Streams:
@@ -41,10 +42,8 @@ class Streams:
 class Parked:
     """Moves what `pieces` returns when an offload begins. bucket_bytes: how much is freed, or allocated, at a time.
 
-    The first offload makes places on the host in `arena`; pieces that appear later get theirs then. compares: whether to check,
-    waiting for the device, if pieces have changed since; otherwise each offload copies everything. makes_room: whether an
-    onload first takes memory for all pieces from the driver at once; of no use where the allocator still keeps it. num_steps:
-    returns how many steps have begun.
+    The first offload makes places on the host in `arena`; pieces that appear later get theirs then. makes_room: whether an
+    onload first takes memory for all pieces from the driver at once; of no use where the allocator still keeps it.
     """
 
     def __init__(
@@ -55,20 +54,16 @@ class Parked:
         bucket_bytes: int,
         moved: Moved,
         *,
-        compares: bool = True,
         makes_room: bool = True,
-        num_steps: Callable[[], int] | None = None,
     ) -> None:
         self._pieces = pieces
         self._streams = streams
         self._arena = arena
         self._bucket_bytes = bucket_bytes
         self._moved = moved
-        self._compares = compares
         self._makes_room = makes_room
-        self._num_steps = num_steps
-        self._places: dict[int, HostCopy] = {}
-        self._away: list[tuple[Holding, HostCopy, int]] = []
+        self._places: dict[int, Tensor] = {}
+        self._away: list[Placed] = []
         self._event: CopyEvent | None = None
         self._where = Where.HERE
         self._began = 0.0
@@ -84,9 +79,9 @@ class Parked:
         return self._where
 
     def offload(self) -> None:
-        """Starts to copy what has changed to the host, and frees all; of memory that is leaving or away, only counts the call.
+        """Starts to copy everything to the host, and frees it; of memory that is leaving or away, only counts the call.
 
-        If it fails in the middle, everything is brought back first. May wait for the device, to compare.
+        If it fails in the middle, everything is brought back first.
         """
         if self._where in (Where.LEAVING, Where.AWAY):
             self._moved.num_no_ops += 1
@@ -94,33 +89,33 @@ class Parked:
         self.require()
         self._began = time.perf_counter()
         placed = self._placed(self._pieces())
-        changed = self._changed(placed)
         try:
-            self._send(placed, changed)
+            self._send(placed)
         except BaseException:
             self._bring_back(placed)
             raise
         self._away = placed
-        copied = sum(num_bytes for piece, _, num_bytes in placed if changed[id(piece)])
-        self._left(copied, sum(num_bytes for _, _, num_bytes in placed))
+        num_bytes = sum(num_bytes for _, _, num_bytes in placed)
+        self._moved.copied_out += num_bytes
+        # Several units may count in one place; each adds what its own last offload freed.
+        self._moved.given_back += num_bytes - self._given_back
+        self._given_back = num_bytes
+        self._go(Where.LEAVING, num_bytes)
 
-    def _send(self, placed: Sequence[tuple[Holding, HostCopy, int]], changed: Mapping[int, bool]) -> None:
-        """Copies what has changed to the host, and frees everything, bucket by bucket."""
+    def _send(self, placed: Sequence[Placed]) -> None:
+        """Copies everything to the host, and frees it, bucket by bucket."""
         # Every copy reads what the device has been given to write so far.
         self._streams.out.follow()
         for bucket in self._buckets(placed):
-            for piece, place, _ in bucket:
-                if changed[id(piece)]:
-                    self._streams.out.copy(place.host, piece.memory)
+            for piece, host, _ in bucket:
+                self._streams.out.copy(host, piece.memory)
             # The allocator may give the memory to the device's next work at once: that must wait for the copies.
             self._streams.out.record().hold_device()
             for piece, _, _ in bucket:
                 free(piece.memory)
 
-    def _bring_back(self, placed: Sequence[tuple[Holding, HostCopy, int]]) -> None:
-        """Undoes an offload that failed, or was interrupted, in the middle; forgets what was known of the host's copies."""
-        for _, place, _ in placed:
-            place.forget()
+    def _bring_back(self, placed: Sequence[Placed]) -> None:
+        """Undoes an offload that failed, or was interrupted, in the middle."""
         self._away = [one for one in placed if not one[0].memory.untyped_storage().nbytes()]
         self._where = Where.AWAY
         self.onload()
@@ -141,11 +136,8 @@ class Parked:
                 grow(piece.memory, num_bytes)
             # What the device last did with this memory, before it was given here, comes first.
             into.follow()
-            for piece, place, _ in bucket:
-                into.copy(piece.memory, place.host)
-        step = self._step()
-        for piece, place, _ in self._away:
-            place.seen, place.step = versions(piece), step
+            for piece, host, _ in bucket:
+                into.copy(piece.memory, host)
         num_bytes = sum(num_bytes for _, _, num_bytes in self._away)
         self._moved.copied_in += num_bytes
         self._go(Where.COMING, num_bytes)
@@ -169,16 +161,7 @@ class Parked:
             self.wait()
         elif self._away:  # it is coming, and maybe nobody has waited for what it left
             self._streams.out.record().wait()
-        return {storage_id(piece.memory): place.host for piece, place, _ in self._away}
-
-    def _left(self, copied: int, num_bytes: int) -> None:
-        """Counts an offload of `num_bytes`, of which `copied` had changed."""
-        self._moved.copied_out += copied
-        self._moved.skipped += num_bytes - copied
-        # Several units may count in one place; each adds what its own last offload freed.
-        self._moved.given_back += num_bytes - self._given_back
-        self._given_back = num_bytes
-        self._go(Where.LEAVING, copied)
+        return {storage_id(piece.memory): host for piece, host, _ in self._away}
 
     def _go(self, where: Where, num_bytes: int) -> None:
         """Notes that copies of `num_bytes` are in flight to `where`; if they are done at once, notes that too."""
@@ -199,17 +182,17 @@ class Parked:
             self.require()
         self._event = None
 
-    def _placed(self, pieces: Sequence[Holding]) -> list[tuple[Holding, HostCopy, int]]:
+    def _placed(self, pieces: Sequence[Holding]) -> list[Placed]:
         """Returns each piece that can leave, with its place on the host and its bytes. Makes places for new pieces, and gives
         back those of pieces that are gone or have another size.
         """
         able = [piece for piece in pieces if piece.memory.numel() and self._can_leave(piece)]
         sizes = {storage_id(piece.memory): piece.memory.numel() for piece in able}
-        for key in [key for key, place in self._places.items() if place.host.numel() != sizes.get(key)]:
-            self._arena.give(self._places.pop(key).host)  # of what is gone, or has another size now
+        for key in [key for key, host in self._places.items() if host.numel() != sizes.get(key)]:
+            self._arena.give(self._places.pop(key))  # of what is gone, or has another size now
         new = {key: size for key, size in sizes.items() if key not in self._places}
         hosts = self._arena.places([*new.values()], self._moved)
-        self._places.update({key: HostCopy(host) for key, host in zip(new, hosts, strict=True)})
+        self._places.update(zip(new, hosts, strict=True))
         return [(piece, self._places[key], size) for piece, (key, size) in zip(able, sizes.items(), strict=True)]
 
     def _can_leave(self, piece: Holding) -> bool:
@@ -222,32 +205,9 @@ class Parked:
             warnings.warn(f"{name} stays: its memory is not torch's own (shared, or of numpy)", RuntimeWarning, 5)
         return False
 
-    def _changed(self, placed: Sequence[tuple[Holding, HostCopy, int]]) -> dict[int, bool]:
-        """Returns, by `id` of the piece, whether it differs from its copy on the host; always True where it is not compared.
-        Waits for the device if any is.
-        """
-        changed = {id(piece): True for piece, _, _ in placed}
-        asked = []
-        step = self._step()
-        for piece, place, _ in placed:
-            if self._compares and place.is_worth_a_look(versions(piece), step):
-                asked.append((piece, place))
-            else:
-                place.print = None  # of what the host had before
-        prints = fingerprints([piece.memory for piece, _ in asked])
-        for (piece, place), found in zip(asked, prints, strict=True):
-            changed[id(piece)] = place.has_changed(found)
-        return changed
-
-    def _step(self) -> int | None:
-        """Returns the number of steps that have begun, None where nobody counts them."""
-        return None if self._num_steps is None else self._num_steps()
-
-    def _buckets(
-        self, placed: Sequence[tuple[Holding, HostCopy, int]]
-    ) -> Iterator[Sequence[tuple[Holding, HostCopy, int]]]:
+    def _buckets(self, placed: Sequence[Placed]) -> Iterator[Sequence[Placed]]:
         """Yields the pieces in runs of at most `bucket_bytes`; a larger one is alone."""
-        bucket: list[tuple[Holding, HostCopy, int]] = []
+        bucket: list[Placed] = []
         size = 0
         for one in placed:
             if bucket and size + one[2] > self._bucket_bytes:

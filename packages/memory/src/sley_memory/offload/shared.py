@@ -61,7 +61,6 @@ class SharedCopies:
         self._own: list[Holding] = []
         self._rest = Parked(lambda: self._own, streams, arena, bucket_bytes, moved)
         self._alike: list[Holding] = []
-        self._prints: Told = []
         self._given_back = 0
         self._host: Tensor | None = None
         self._is_away = False
@@ -99,27 +98,22 @@ class SharedCopies:
         self._own = [piece for name, piece in here.items() if name not in names]
         self._rest.offload()
         try:
-            self._send([here[name] for name, _, _ in alike], alike)
+            self._send([here[name] for name, _, _ in alike])
         except BaseException:
-            self._prints = []  # what the host has now is unknown
             self._rest.onload()
             raise
         self._free()
 
-    def _send(self, pieces: list[Holding], prints: Told) -> None:
-        """Copies this rank's part of `pieces`, which all ranks of the group have, to the host, unless it is there from before.
-        prints: name, bytes and fingerprint of each.
-        """
+    def _send(self, pieces: list[Holding]) -> None:
+        """Copies this rank's part of `pieces`, which all ranks of the group have, to the host."""
         self._alike = pieces
         size = self._share()
-        is_known = self._host is not None and self._prints == prints
         if self._host is not None and self._host.numel() != size:
             self._arena.give(self._host)
             self._host = None
         if size and self._host is None:
             (self._host,) = self._arena.places([size], self._moved)
-        self._prints = prints
-        if not is_known and self._host is not None:
+        if self._host is not None:
             began = time.perf_counter()
             self._streams.out.follow()
             for memory, at in self._within(self._group.coord * size, size):
@@ -128,8 +122,7 @@ class SharedCopies:
             event = self._streams.out.record()
             event.hold_device()
             self._leaving = event, began, size
-        self._moved.copied_out += 0 if is_known else size
-        self._moved.skipped += size if is_known else 0
+        self._moved.copied_out += size
 
     def _free(self) -> None:
         """Frees the pieces that all ranks of the group have, which are away from then on; counts their bytes."""
