@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
-from sley_checkpoint import read
+from sley_checkpoint.reader import read
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.resumed import Stretch, assert_goes_on, assert_same_stretch, stretch

@@ -21,10 +21,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sley_checkpoint import read
 from sley_checkpoint.choosing import index_or_none
 from sley_checkpoint.folders import LocalFolder, open_folder
-from sley_checkpoint.reader import ready
+from sley_checkpoint.reader import read, ready
 from sley_core.attempt import read_attempt
 from sley_core.errors import SleyError
 from sley_core.metrics.jsonl import JsonlWriter, rows

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sley_checkpoint import newest, verify
+from sley_checkpoint.reader import newest, verify
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -49,7 +49,7 @@ MODEL = """
                 if Embed.calls == 3:
                     fill()
                 if Embed.calls == 7:
-                    from sley_checkpoint import newest
+                    from sley_checkpoint.reader import newest
                     found = newest("disk/saved")
                     Path("seen.json").write_text(json.dumps([found.path, found.passed_over]))
                     FILL.unlink()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from sley_checkpoint import newest, read, verify
 from sley_checkpoint.folders import LocalFolder
 from sley_checkpoint.live_bytes import LiveBytes
+from sley_checkpoint.reader import newest, read, verify
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import RunError

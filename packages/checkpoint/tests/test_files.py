@@ -11,14 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sley_checkpoint import read
-from sley_checkpoint.reader import Checkpoint
+from sley_checkpoint.reader import Checkpoint, read
 from sley_core.engine.buffers import Span
 from sley_core.engine.shards import Shard
 from sley_core.errors import RunError
 from sley_core.json_values import from_json, to_json
 from sley_core.run_state.pieces import Region, all_of, rectangles
-from sley_core.run_state.trees import joined, leaves
+from sley_core.run_state.tensors import joined, leaves
 from sley_testing.plans import changed, small_plan
 from sley_testing.resumed import stretch
 

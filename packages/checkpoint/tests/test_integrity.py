@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from sley_checkpoint import newest, read, verify
 from sley_checkpoint.folders import LocalFolder
 from sley_checkpoint.format import INDEX
+from sley_checkpoint.reader import newest, read, verify
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError

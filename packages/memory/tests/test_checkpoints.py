@@ -7,7 +7,7 @@ import torch
 from odd_parts import PLAN
 from parking import BETWEEN, EVERYTHING, running, sha
 
-from sley_checkpoint import read
+from sley_checkpoint.reader import read
 from sley_core.errors import RunError, StateError
 
 BF16 = {**PLAN, "precision": {"compute": "bf16"}}

@@ -14,7 +14,7 @@ from typing import Any
 
 import tomli_w
 
-from sley_checkpoint import newest, read
+from sley_checkpoint.reader import newest, read
 from sley_core.attempt import read_attempt
 from sley_testing.forked import ForkedProgram
 from sley_testing.plans import Tables

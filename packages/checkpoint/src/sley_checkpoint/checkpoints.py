@@ -1,4 +1,4 @@
-"""Saves and restores a run, on all ranks together: what `run.save_checkpoint`, `run.load_checkpoint` and the loop call."""
+"""Saves and restores a run, on all ranks together, for `run.save_checkpoint`, `run.load_checkpoint` and the loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sley_checkpoint.folders import GONE, STAGING, Folder, LocalFolder, TimedRea
 from sley_checkpoint.live_bytes import KeptMemory
 from sley_checkpoint.saving import Destination, Preparation, absolute
 from sley_checkpoint.writing import Background, Writing
-from sley_core.api.comm import gather_objects, probe, said
+from sley_core.api.comm import gather_objects, one_line, probe
 from sley_core.api.state import TrainingState
 from sley_core.errors import RunError, UsageError
 from sley_core.protocols import Checkpointer, Restored
@@ -61,8 +61,8 @@ class AnyLayout(Checkpointer):
         try:
             writing.run()
         except RunError as error:
-            failed = said(error)
-        if path is None:  # a copy that a program keeps elsewhere is not what the run goes on from
+            failed = one_line(error)
+        if path is None:  # the run does not go on from a copy elsewhere
             self._saved_step, self._is_written = step, False
         self._done(failed)
         self._is_written = self._is_written or path is None
@@ -127,7 +127,7 @@ class AnyLayout(Checkpointer):
             return
         if not was_stopped or step == self.state.plan.run.steps:
             if step != self._saved_step or (was_beside and not self._is_written):
-                self._save_last(step)  # once more what failed beside the end of training, not what failed just now
+                self._save_last(step)  # again, if it failed beside the last steps; not if it failed just now
         elif table.on_interrupt and not self._is_saved(step):
             self.save(None, step)
 
@@ -150,7 +150,7 @@ class AnyLayout(Checkpointer):
         except RunError as error:
             if error.diagnostics[0].code != FAILED:
                 raise
-            self._note(said(error), so)
+            self._note(one_line(error), so)
         self._counts["seconds_blocked"] += time.perf_counter() - began
 
     def stage(self) -> None:
@@ -174,7 +174,7 @@ class AnyLayout(Checkpointer):
             self._is_written = True
             self.state.attempt.saved(background.writing.index.step)
         except RunError as error:
-            self._note(said(error))
+            self._note(one_line(error))
         self._counts["seconds_waited"] += time.perf_counter() - began
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ class AnyLayout(Checkpointer):
         self.state.agree("loading a checkpoint")
         if is_auto := str(path) == AUTO:
             self._folder()
-        # Half, so that a rank says what it cannot read before the others stop waiting for it.
+        # Half, so that a rank names the file that it cannot read before the others stop waiting for it.
         with TimedReads(self.state.plan.limits.collective_timeout_s / 2) as reads:
             found, passed_over, origin, notes = choose(
                 self.state, None if is_auto else absolute(path), reads, anew=anew

@@ -10,18 +10,18 @@ from sley_checkpoint.format import INDEX, CheckpointIndex, read_index
 from sley_checkpoint.reader import Checkpoint, Damage, examined, ready
 from sley_core.api.comm import gather_objects
 from sley_core.api.plan import cause
-from sley_core.api.state import NEVER_ANEW, TrainingState, listed
+from sley_core.api.state import NEVER_ANEW, TrainingState, shortened
 from sley_core.errors import RunError, SleyError, UsageError
 
 SHOWN = 4
 
 PassedOver = tuple[str, list[Damage]]
-"""A damaged checkpoint, and what of it is."""
+"""A damaged checkpoint, and its damages."""
 
 
 class Chosen(NamedTuple):
-    """Holds what all ranks load. found: None if there is none. passed_over: newer ones that are damaged. origin: the checkpoint
-    at which the attempt began. notes: for the user.
+    """Names the checkpoint that all ranks load. found: None if there is none. passed_over: newer ones that are damaged.
+    origin: the checkpoint at which the attempt began. notes: for the user.
     """
 
     found: Checkpoint | None
@@ -41,7 +41,7 @@ def choose(state: TrainingState, path: str | None, reads: TimedReads, *, anew: b
     does not answer.
     """
     world, control = state.parts.world, state.parts.groups["control"]
-    # All ranks: which there are is what rank 0 sees.
+    # All ranks: rank 0 lists the checkpoints.
     mine = _candidates(state, path, reads, anew=anew) if world.rank == 0 else {}
     seen = gather_objects(mine, control, what="which checkpoints there are")[0]
     if seen["problem"]:
@@ -73,7 +73,7 @@ def choose(state: TrainingState, path: str | None, reads: TimedReads, *, anew: b
 
 
 def _seen(folder: TimedFolder, rank: int, num_ranks: int) -> tuple[CheckpointIndex | None, list[Any]]:
-    """Returns the index, and what this rank tells: damages, whose index it is, and what has not gone on."""
+    """Returns the index, and for the other ranks: damages, the token of the index, and the read that has stalled."""
     try:
         index, mine = examined(folder, rank, num_ranks)
         return index, [mine, None if index is None else index.token, ""]
@@ -82,8 +82,8 @@ def _seen(folder: TimedFolder, rank: int, num_ranks: int) -> tuple[CheckpointInd
 
 
 def _candidates(state: TrainingState, path: str | None, reads: TimedReads, *, anew: bool) -> dict[str, Any]:
-    """Returns what may be loaded, in the order in which it is tried, notes, where the attempt began, and, as code, message and
-    hint, why nothing may be.
+    """Returns the checkpoints in the order in which they are tried, notes, the checkpoint at which the attempt began, and, as
+    code, message and hint, why none may be loaded.
     """
     where = open_folder(state.folder or "" if path is None else path)
     folder = TimedFolder(where, reads)
@@ -134,7 +134,7 @@ def _of_this_run(state: TrainingState, folder: TimedFolder, *, anew: bool) -> di
         paths.append(origin)
     if not paths and not (anew and attempt is not None and attempt.saved < 0):
         state.attempt.refuse_to_begin_anew(folder.text, others)
-    notes = [f"not used, since other attempts wrote them: {listed(others)} in {folder.text}"] if others else []
+    notes = [f"not used, since other attempts wrote them: {shortened(others)} in {folder.text}"] if others else []
     return _seen_by_rank_0(paths, origin, notes)
 
 

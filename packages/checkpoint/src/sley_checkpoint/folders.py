@@ -25,14 +25,14 @@ from sley_core.errors import RunError, UsageError
 
 
 class Written(NamedTuple):
-    """Holds a file's number of bytes, and their CRC-32."""
+    """Describes a file that was written: its number of bytes, and their CRC-32."""
 
     num_bytes: int
     crc: int
 
 
 class ReadableFolder(Protocol):
-    """Reads a folder, by path or URL. All methods raise OSError for what the system refuses."""
+    """Reads a folder, by path or URL. All methods raise OSError where the system refuses."""
 
     @property
     def text(self) -> str:
@@ -216,7 +216,7 @@ class RemoteFolder:
                     num_bytes += len(chunk)
                     file.write(bytes(chunk))  # a copy: the file system may keep it, and the chunk's memory is reused
         except BaseException:
-            with suppress(Exception):  # closing may have created a file with what was written
+            with suppress(Exception):  # closing may have created a file with the first chunks
                 self._system.rm_file(self._at(name))
             raise
         return Written(num_bytes, crc)
@@ -314,7 +314,7 @@ class TimedReads(AbstractContextManager["TimedReads"]):
         self._tasks.put(None)
 
     def call(self, file: str, read: Callable[[], Any]) -> Any:
-        """Returns `read()`. Raises what that raises, and StalledError if it has not returned within the limit; from then on, at
+        """Returns `read()`. Raises its errors, and StalledError if it has not returned within the limit; from then on, at
         once.
         """
         if not self._stalled:

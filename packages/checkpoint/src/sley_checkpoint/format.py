@@ -95,7 +95,7 @@ def _tensor(one: Mapping[str, Any]) -> TensorFacts:
 
 
 CHUNK_BYTES = 16 << 20
-"""What is handed to the system at once: the lock of Python is free meanwhile."""
+"""The bytes of one call of the system: the lock of Python is free meanwhile."""
 
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8

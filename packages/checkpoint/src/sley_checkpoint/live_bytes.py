@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sley_core.api.comm import CopyEvent, CopyStream, Device, HostMemory
 
 CHUNK_BYTES = 4 << 20
-"""What is read at once; `stage` waits until one of them is copied, at most."""
+"""The bytes that are read at once; `stage` waits until as many are copied, at most."""
 
 
 class LiveBytes:
@@ -104,7 +104,7 @@ class LiveBytes:
         return bytes_of(self._bounce[: len(chunk)].copy_(chunk))
 
     def stage(self) -> None:
-        """Copies what is not read yet, so that its owner may change it from now on. Does nothing the second time.
+        """Copies the bytes that are not read yet, so that tensors may change from now on. Does nothing the second time.
 
         Leaves out what a program has written to since the beginning: reading that raises.
         """
@@ -137,7 +137,7 @@ class LiveBytes:
         return self._event is not None and source.untyped_storage().data_ptr() == self._sent.data_ptr()
 
     def _send(self, pieces: Sequence[TensorPiece], device: Device, memory: KeptMemory) -> None:
-        """Starts to copy what lies on the device into page-locked host memory; the device's next update waits for it."""
+        """Starts to copy tensors on the device into page-locked host memory; the device's next update waits for it."""
         there = [piece for piece in pieces if piece.tensor.device.type != "cpu" or device.type == "cpu"]
         starts, end = [], 0
         for piece in there:
@@ -177,9 +177,9 @@ class KeptMemory:
         }
 
     def sent(self, device: Device, num_bytes: int) -> tuple[Tensor, CopyStream]:
-        """Returns room for what leaves an asynchronous `device`, uint8 [num_bytes] or more, page-locked until `free`, and the
-        stream on which it leaves; what the call before gave is void, and must not be read any more. Where it needs more room
-        than before, waits for the copies of a save that was given up.
+        """Returns host memory for copies from an asynchronous `device`, uint8 [num_bytes] or more, page-locked until `free`,
+        and the stream for them; the memory of the previous call becomes invalid. If it needs more than before, waits for
+        the copies of a save that was given up.
         """
         if self._stream is None:
             self._stream = device.copy_stream()

@@ -41,7 +41,7 @@ _GUESS_BYTES = 1 << 16
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """Maps the names of a checkpoint's tensors to whole tensors on the host, which are read on access; also holds its index.
+    """Maps the names of a checkpoint's tensors to whole tensors on the host, which are read on access; also has its index.
 
     Reading it cannot run code. Files are not verified as they are read: `verify` does that.
     """
@@ -90,7 +90,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return whole
 
     def __contains__(self, name: object) -> bool:
-        return name in self.index.tensors  # what a mapping does by itself reads the tensor
+        return name in self.index.tensors  # the default of a mapping reads the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.index.tensors)
@@ -188,7 +188,7 @@ def read_header(folder: ReadableFolder, file: str) -> tuple[dict[str, InFile], d
 
 
 class Damage(NamedTuple):
-    """Names a damaged file, and says how it differs from what was written."""
+    """Names a damaged file, and says how it differs from the file that was written."""
 
     file: str
     how: str
@@ -198,7 +198,7 @@ class Damage(NamedTuple):
 
 
 class Newest(NamedTuple):
-    """Holds the newest intact checkpoint of a folder, None if there is none; and newer ones that are damaged, each with its
+    """Names the newest intact checkpoint of a folder, None if there is none; and newer ones that are damaged, each with its
     damages.
     """
 
@@ -276,7 +276,7 @@ def examined(folder: ReadableFolder, rank: int = 0, num_ranks: int = 1) -> tuple
 
 
 def _damage(folder: ReadableFolder, name: str, index: CheckpointIndex) -> Damage | None:
-    """Returns what is wrong with a file of a checkpoint, None if nothing is; reads all of it."""
+    """Returns the damage of a file of a checkpoint, None if there is none; reads all of it."""
     facts = index.files[name]
     try:
         num_bytes = folder.num_bytes(name)
@@ -292,7 +292,7 @@ def _damage(folder: ReadableFolder, name: str, index: CheckpointIndex) -> Damage
 
 
 def _how(num_bytes: int, facts: FileFacts) -> str:
-    """Returns in words how a file's size or content differs from what was written."""
+    """Returns in words how a file differs from the file that was written, in size or content."""
     if num_bytes < facts.num_bytes:
         return f"is cut short: it has {num_bytes} bytes of {facts.num_bytes}"
     if num_bytes > facts.num_bytes:
@@ -325,7 +325,7 @@ def _age(name: str) -> tuple[int, int]:
 
 
 class Files:
-    """Is what the command line reads checkpoints by (`protocols.CheckpointFiles`)."""
+    """Reads checkpoints for the command line, without a run (`protocols.CheckpointFiles`)."""
 
     def names(self, folder: str) -> list[str]:
         return ready(open_folder(folder))

@@ -1,5 +1,5 @@
-"""The agreement of all ranks before a save: that they save the same thing in the same place, and who writes what of it:
-everything once, as evenly as possible, the same result on every rank.
+"""The agreement of all ranks before a save: that they save the same run in the same place, and which rank writes which tensors:
+each once, as evenly as possible, the same result on every rank.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Preparation:
         self._lineages: dict[str, Lineage] = {}
 
     def prepare(self, where: Destination, step: int, keep: int | None) -> Writing:
-        """Agrees with all ranks on a save, and returns what this rank has to write. keep: how many checkpoints of the run to
+        """Agrees with all ranks on a save, and returns this rank's part of it. keep: how many checkpoints of the run to
         keep in a folder of several; None for all.
 
         All ranks call it: one blocking exchange over `control`, and a second if some rank holds other tensors than before.
@@ -119,7 +119,7 @@ class Preparation:
         return attempt.wrote(self._lineages[name])
 
     def _own(self) -> tuple[list[TensorPiece], dict[str, Any], str]:
-        """Returns this rank's tensors, what it keeps for itself, and the text of an error if it cannot save, else ""."""
+        """Returns this rank's tensors, the rest of its state, and the text of an error if it cannot save, else ""."""
         try:
             own = self.state.own()
             return self.state.pieces(), own, ""
@@ -130,7 +130,7 @@ class Preparation:
             return [], {}, cause(error)
 
     def _target(self, where: Destination, step: int, attempt: Attempt) -> list[str]:
-        """Returns the folder, a token for this save, and the text of an error, if any; removes what is left of earlier
+        """Returns the folder, a token for this save, and the text of an error, if any; removes unfinished
         saves.
         """
         try:
@@ -148,7 +148,7 @@ class Preparation:
             return ["", "", f"the folder {where.path} cannot be read: {cause(error)}"]
 
     def _shared(self, digests: list[str], lines: list[Listed]) -> Shares:
-        """Returns who writes what; the exchange of the lists is skipped on all ranks alike if none has changed."""
+        """Returns which rank writes which tensors; all ranks skip the exchange of their lists if none has changed."""
         if self._shares is None or self._shares[0] != digests:
             # All ranks: they have compared the same digests with those of the same last save.
             everyone = gather_objects(lines, self._control, what="what ranks have")
@@ -157,7 +157,7 @@ class Preparation:
 
 
 def remove_unfinished(folder: Folder, attempt: Attempt) -> None:
-    """Deletes what interrupted saves of this run have left in a folder of checkpoints."""
+    """Deletes the unfinished saves of this run in a folder of checkpoints."""
     for name in folder.names():
         if is_ours(name) and folder.is_unfinished(name, INDEX) and _writer(folder, name) in {*attempt.ids, GONE}:
             folder.child(name).remove()
@@ -227,8 +227,8 @@ def from_lists(found: Sequence[Sequence[Any]]) -> list[Listed]:
 
 
 class Shares(NamedTuple):
-    """Says who writes what. of_rank: by rank, the numbers of those of its pieces that it writes, file by file. tensors: the
-    index of all.
+    """Says which rank writes which tensors. of_rank: by rank, the numbers of the pieces that it writes, file by file. tensors:
+    the index of all.
     """
 
     of_rank: list[list[list[int]]]
@@ -236,11 +236,11 @@ class Shares(NamedTuple):
 
 
 def share_out(everyone: Sequence[Sequence[Listed]]) -> Shares:
-    """Returns who writes what, from the lists of all ranks: in order of size, each piece goes to the one of its holders that
-    has the fewest bytes so far.
+    """Returns which rank writes which tensors, from the lists of all ranks: in order of size, each piece goes to the rank with
+    the fewest bytes so far, among the ranks that have the piece.
 
     A file has each name once, so of several rectangles of one tensor the second goes into the rank's second file, and so on.
-    Raises RunError `checkpoint-ranks` if ranks hold tensors of one name that do not fit together.
+    Raises RunError `checkpoint-ranks` if ranks have tensors of one name that do not fit together.
     """
     holders: dict[Listed, list[tuple[int, int]]] = {}
     for rank, pieces in enumerate(everyone):

@@ -1,4 +1,4 @@
-"""One save on one rank: its files, then a note that says what is in them; rank 0 waits for all notes, and publishes.
+"""One save on one rank: its files, then a note that describes them; rank 0 waits for all notes, and publishes.
 
     rank 1   | rank-00001.safetensors | note-00001.json |
     rank 0   | rank-00000.safetensors | note-00000.json | waits for all notes | looks at all sizes | checkpoint.json | rename
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from sley_checkpoint.folders import Folder, Written
 from sley_checkpoint.format import INDEX, CheckpointIndex, FileFacts, file_name, header_of
 from sley_checkpoint.live_bytes import KeptMemory, LiveBytes, copied
-from sley_core.api.comm import said
+from sley_core.api.comm import one_line
 from sley_core.api.state import BUFFERS, TensorPiece
 from sley_core.errors import RunError
 
@@ -70,7 +70,7 @@ class Writing:
                 self._publish()
         except Exception as error:  # nobody may be left waiting, whatever a file system raises
             self._fail(error)
-            raise _failed(self.target, self.rank, said(error)) from error
+            raise _failed(self.target, self.rank, one_line(error)) from error
 
     def _write(self) -> None:
         """Writes this rank's files, reads each back to compare checksums, and leaves a note with their sizes and checksums."""
@@ -136,12 +136,12 @@ class Writing:
             pause = min(2 * pause, _SLOWEST_POLL_S)
 
     def _fail(self, error: Exception) -> None:
-        """Deletes what was written; on ranks other than 0, tells rank 0."""
+        """Deletes the files that were written; on ranks other than 0, tells rank 0."""
         with suppress(Exception):
             if self.rank == 0:
                 self.staging.remove()
             elif self.staging.names():
-                for chunks in ([said(error).encode()], []):  # a full disk may have room for a name at least
+                for chunks in ([one_line(error).encode()], []):  # a full disk may have room for a name at least
                     with suppress(Exception):
                         self.staging.write(_failure(self.rank), chunks)
                         break
@@ -178,7 +178,7 @@ class Background:
         self._thread.start()
 
     def stage(self) -> None:
-        """Copies what is not written yet; does nothing the second time."""
+        """Copies the bytes that are not written yet; does nothing the second time."""
         self.live.stage()
 
     @property
@@ -204,7 +204,7 @@ class Background:
                 self.live.copy_ahead()
             self.writing.run()
         except RunError as error:
-            self.failed = said(error)
+            self.failed = one_line(error)
         except BaseException as error:  # a fault of ours, which the next save or the end of the run tells of
             self.failed = f"{type(error).__name__}: {error}"
 

@@ -227,7 +227,7 @@ class RunAttempt:
         saved = -1 if attempt is None else attempt.saved
         if work or saved >= 0:
             has = " and ".join(work) or "an attempt without rows"
-            beside = f", only those of other attempts: {listed(others)}" if others else ""
+            beside = f", only those of other attempts: {shortened(others)}" if others else ""
             lost = f"; the newest was of step {saved}" if saved >= 0 else "; it has saved none"
             hint = "bring the checkpoints back, or name one with `--resume PATH`; `--overwrite` begins anew"
             if saved < 0:
@@ -235,14 +235,12 @@ class RunAttempt:
             message = f"{self.folder} has {has}, but {where} has no checkpoint of it{beside}{lost}"
             raise UsageError(NEVER_ANEW, message, hint=hint)
         if others and attempt is None:
-            message = (
-                f"{where} has checkpoints ({listed(others)}), but {self.folder} does not say that this run wrote them"
-            )
+            message = f"{where} has checkpoints ({shortened(others)}), but {self.folder} does not say that this run wrote them"
             hint = "`--resume PATH` takes one of them; without `--resume`, the run begins at the first step"
             raise UsageError(NEVER_ANEW, message, hint=hint)
 
 
-def listed(names: Sequence[str], most: int = 4) -> str:
+def shortened(names: Sequence[str], most: int = 4) -> str:
     """Returns the first `most` names in words, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"

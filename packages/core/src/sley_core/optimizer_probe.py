@@ -38,7 +38,7 @@ from sley_core.optim.shared import (
     shared_values,
     with_own_gradients,
 )
-from sley_core.run_state.trees import StateLeaf, joined, leaves
+from sley_core.run_state.tensors import StateLeaf, joined, leaves
 
 if TYPE_CHECKING:
     from sley_core.records import Scope

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from sley_checkpoint import read
+from sley_checkpoint.reader import read
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.shards import wholes

@@ -12,7 +12,7 @@ from sley_core.comm.collectives import (
 )
 from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory
 from sley_core.comm.device import Device
-from sley_core.comm.folder_probe import probe, said
+from sley_core.comm.folder_probe import one_line, probe
 from sley_core.comm.groups import Group, Groups
 from sley_core.comm.guard import HINT, Turn, failed
 from sley_core.comm.marks import Mark, checksum, differs, mark_of
@@ -50,9 +50,9 @@ __all__ = [
     "gather_objects",
     "gather_values",
     "mark_of",
+    "one_line",
     "probe",
     "put",
     "receive_from",
-    "said",
     "send_to",
 ]

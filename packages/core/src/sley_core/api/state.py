@@ -1,6 +1,6 @@
 """Gives checkpointers what a run keeps, the means to restore it, and the attempts of a run."""
 
-from sley_core.attempt import NEVER_ANEW, Attempt, Lineage, listed
+from sley_core.attempt import NEVER_ANEW, Attempt, Lineage, shortened
 from sley_core.run_state.pieces import Rectangle, TensorPiece, all_of
 from sley_core.run_state.saved import Saved, SavedRun, WholeTensors
 from sley_core.run_state.state import TrainingState
@@ -22,5 +22,5 @@ __all__ = [
     "TrainingState",
     "WholeTensors",
     "all_of",
-    "listed",
+    "shortened",
 ]

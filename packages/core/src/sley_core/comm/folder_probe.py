@@ -110,7 +110,7 @@ def _attempt(work: Callable[[], str]) -> str:
     try:
         return work()
     except Exception as error:  # whatever a file system raises
-        return said(error)
+        return one_line(error)
 
 
 def _name(coord: int) -> str:
@@ -142,7 +142,7 @@ def _remove(scratch: Scratch, token: str) -> str:
     return ""
 
 
-def said(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """Returns an error as one line of text."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror

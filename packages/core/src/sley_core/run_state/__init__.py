@@ -1,1 +1,1 @@
-"""What a run keeps from step to step: collected for a checkpointer, and restored from what it has saved, in any layout."""
+"""The state of a run from step to step: collected for a checkpointer, and restored from a checkpoint of any layout."""

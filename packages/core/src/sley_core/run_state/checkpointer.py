@@ -29,8 +29,8 @@ def checkpointer_of(state: TrainingState) -> Checkpointer:
 
 
 class NoCheckpointer(Checkpointer):
-    """Never saves by itself: of a run whose plan has no `[checkpoint]`. When a program asks for a save or a load, the default
-    checkpointer is imported, and does it.
+    """Never saves by itself: for a run whose plan has no `[checkpoint]`. When a program asks for a save or a load, it imports
+    the default checkpointer, which does it.
     """
 
     def __init__(self, state: TrainingState) -> None:
@@ -64,7 +64,7 @@ class NoCheckpointer(Checkpointer):
 
 
 def checkpoint_files(loader: Loader, plan: Plan | None = None) -> CheckpointFiles | None:
-    """Returns what reads the checkpoints of a run of `plan`, without a run; None if its checkpointer has nothing for that.
+    """Returns the reader of the checkpoints of a run of `plan`; None if its checkpointer has none.
 
     Without a plan, or `[checkpoint]` in it, the default checkpointer's: raises PluginError "plugin-missing" without it.
     """

@@ -1,4 +1,4 @@
-"""Parts of a tensor: what a file has of it, what a rank has of it, and their intersection.
+"""Parts of a tensor: that in a file, that of a rank, and their intersection.
 
 elements 2 to 9 of a [3, 4]     . . a a      three rectangles, each a run of the flattened tensor
                                 b b b b

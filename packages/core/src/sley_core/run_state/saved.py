@@ -1,4 +1,4 @@
-"""What a checkpointer reads back: a description of the run, and tensors by name."""
+"""A checkpoint as a checkpointer reads it back: a description of the run, and tensors by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpointer is built with: what this rank must save of the run, and how to restore it."""
+"""The state of a run, as a checkpointer is given it: this rank's part to save, and the means to restore it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SHOWN = 4
 
 
 class TrainingState:
-    """Is what one rank of a run keeps from step to step. All methods are called between two steps.
+    """Has everything that one rank of a run keeps from step to step. All methods are called between two steps.
 
     attempt: of the run; folder: in which checkpoints go that have no path of their own, None if the run has none. found: values
     that only the run could determine, by their path in the plan. notes: for the user, about saves and loads.
@@ -63,7 +63,7 @@ class TrainingState:
 
     @property
     def resolved_plan(self) -> Plan:
-        """The plan completed by what only the run could determine: the ranks of the world, the samples of an epoch, ..."""
+        """The plan completed by values that only the run could determine: ranks of the world, samples of an epoch, ..."""
         found: dict[KeyPath, Any] = {**self._found, ("parallel", "dp"): self.parts.topology.dp}
         if self._feed is not None and self._feed.num_samples is not None:
             found["data", "samples_per_epoch"] = self._feed.num_samples
@@ -101,7 +101,7 @@ class TrainingState:
         return self._tensors.pieces()
 
     def own(self) -> dict[str, Any]:
-        """Returns, as JSON, what this rank keeps besides tensors, for `SavedRun.with_ranks`."""
+        """Returns, as JSON, the state of this rank that is no tensor, for `SavedRun.with_ranks`."""
         rank = {"generators": generators(self.parts.world.device)}
         return {"values": self._tensors.values(), "paths": self._tensors.paths(), "rank": rank}
 
@@ -153,7 +153,7 @@ class TrainingState:
         return restoring.notes
 
     def _rates(self, saved: Saved) -> str:
-        """Returns a note on what a changed plan makes of the learning rate."""
+        """Returns a note on the learning rate under a changed plan."""
         before, step = plan_from_text(saved.about.plan, saved.place, Path()), saved.about.step
         then, now, last = (
             plan.learning_rate.build(plan.run.steps)(at) * float(cast("Any", plan.optimizer.config).lr)
@@ -163,7 +163,7 @@ class TrainingState:
         return f"with the changed plan the learning rate is {rates}"
 
     def _restore_rest(self, about: SavedRun, notes: list[str]) -> None:
-        """Restores loss scale, skips, position in the data and generators. Appends to `notes` what it cannot."""
+        """Restores loss scale, skips, position in the data and generators. Appends a note on each that it cannot restore."""
         update, state, world = self._tensors.update, about.state, self.parts.world
         self.parts.store.state.was_taken = bool(state["was_taken"])
         if update.scale is not None:
@@ -185,7 +185,7 @@ class TrainingState:
 
     def _check(self, restoring: Restoring) -> None:
         """Raises RunError "checkpoint-mismatch", on all ranks alike, if the checkpoint is of another model or optimizer."""
-        saved, about = restoring.found, restoring.found.about
+        saved, about = restoring.saved, restoring.saved.about
         said = [list(restoring.expected()), list(restoring.mismatches()), self._changed_data(about.state["data"])]
         # All ranks: only together do they know all names of the model.
         everyone = gather_objects(said, self._control, what="whether the checkpoint fits")
@@ -203,7 +203,7 @@ class TrainingState:
             raise RunError(
                 "checkpoint-mismatch",
                 f"{saved.place} is no checkpoint of this run: {', '.join(wrong[:_SHOWN])}{more}",
-                hint="`run.load_weights(sley_checkpoint.read(path).weights(), strict=False)` takes what weights there are",
+                hint="`run.load_weights(..., strict=False)` takes those of its weights that the model has",
             )
         if changed := next((text for _, _, text in everyone if text), ""):
             self._data_changed(changed, restoring.notes)

@@ -1,17 +1,17 @@
-"""What a checkpoint of a run consists of: this rank's tensors by names that no layout changes, and small values.
+"""The contents of a checkpoint: this rank's tensors by names that no layout changes, and small values.
 
-weights/<parameter>              what is stepped: the master if there is one, else the weight
+weights/<parameter>              the master if there is one, else the weight
 optimizer/<parameter>/<state>    under the optimizer's own key
 buffers/<name>                   of modules: persistent ones, and those that may differ from rank to rank
-ranks/<rank>/<name>              what one rank keeps for itself
+ranks/<rank>/<name>              of one rank alone
 ranks/<rank>/extra/<name>        extra states of its modules
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from sley_core.generators import host_state, set_host_state
 from sley_core.json_values import from_json, to_json
 from sley_core.optim.shared import options_to_save, shared_to_save
 from sley_core.run_state.pieces import Region, TensorPiece, region_of
-from sley_core.run_state.trees import leaves
 from sley_core.weight_files.write import DTYPES
 
 if TYPE_CHECKING:
@@ -65,45 +64,44 @@ class RunTensors:
         self.keepers = keepers
 
     def pieces(self) -> list[TensorPiece]:
-        """Returns everything that this rank holds, as live tensors with their places; ranks with equal pieces hold the same
-        bits.
+        """Returns all tensors of this rank, which are live memory, with their places; equal pieces of ranks have the same bits.
 
         Raises RunError `checkpoint-type` for a dtype that a file cannot hold.
         """
         self.memory.follow("a checkpoint")
         self._at_rest = self.memory.at_rest()
-        found = [*self._weights(), *self._states(), *self._all_buffers(), *self._kept()]
-        for piece in found:
+        pieces = [*self._weights(), *self._states(), *self._all_buffers(), *self._kept()]
+        for piece in pieces:
             if piece.tensor.dtype not in DTYPES or piece.tensor.layout is not torch.strided:
                 kind = f"{piece.tensor.dtype}, {piece.tensor.layout}"
-                raise RunError("checkpoint-type", f"a checkpoint cannot hold {piece.name!r}, which is {kind}")
-        return found
+                raise RunError("checkpoint-type", f"a checkpoint cannot have {piece.name!r}, which is {kind}")
+        return pieces
 
     def values(self) -> dict[str, Any]:
-        """Returns, as JSON, what the optimizer keeps besides tensors: leaves of states, and counters in its groups."""
-        found = {}
+        """Returns, as JSON, the optimizer's values that are no tensors: leaves of states, and counters in its groups."""
+        values = {}
         for stepped in self.update.masters.stepped:
             for leaf in leaves(self.update.optimizer.state.get(stepped.parameter, {})):
                 if leaf.path and not isinstance(leaf.value, Tensor):
-                    found[state_name(stepped.name, leaf.name)] = _plain(leaf.value, stepped.name, leaf.name)
+                    values[state_name(stepped.name, leaf.name)] = _plain(leaf.value, stepped.name, leaf.name)
         names = {id(stepped.parameter): stepped.name for stepped in self.update.masters.stepped}
         for group in self.update.optimizer.param_groups:
             options = options_to_save(self.update.optimizer, group)
             if changed := {key: _plain(value, "a group", key) for key, value in options.items()}:
-                found |= {OPTIONS + names[id(one)]: changed for one in group["params"] if id(one) in names}
+                values |= {OPTIONS + names[id(one)]: changed for one in group["params"] if id(one) in names}
         for place, value in shared_to_save(self.update.optimizer, self.update.begun).items():
             where = ".".join(map(str, place[1:]))
-            found[f"{SHARED}{place[0]}/{where}"] = _plain([list(place), value], "all parameters", where)
-        return found
+            values[f"{SHARED}{place[0]}/{where}"] = _plain([list(place), value], "all parameters", where)
+        return values
 
     def paths(self) -> dict[str, Any]:
         """Returns the paths of the leaves of nested states; {} for an optimizer whose states are flat."""
-        found = {}
+        paths = {}
         for stepped in self.update.masters.stepped:
             for leaf in leaves(self.update.optimizer.state.get(stepped.parameter, {})):
                 if len(leaf.path) > 1:
-                    found[state_name(stepped.name, leaf.name)] = [list(one) for one in leaf.path]
-        return found
+                    paths[state_name(stepped.name, leaf.name)] = [list(one) for one in leaf.path]
+        return paths
 
     def buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Yields name and value of each saved buffer, and whether it may differ from rank to rank."""
@@ -150,7 +148,7 @@ class RunTensors:
                 yield from self._cut(self.own_name(f"{place}/{name}"), Region(tuple(tensor.shape)), tensor)
 
     def own_name(self, name: str) -> str:
-        """Returns the name in the checkpoint of a tensor that this rank keeps for itself."""
+        """Returns the name in the checkpoint of a tensor of this rank alone."""
         return f"ranks/{self.parts.world.rank}/{name}"
 
     def _cut(self, name: str, region: Region, tensor: Tensor) -> Iterator[TensorPiece]:
@@ -200,6 +198,61 @@ def _plain(value: Any, parameter: str, name: str) -> Any:
     except TypeError as error:
         raise RunError(
             "optimizer-state",
-            f"a checkpoint cannot hold {name!r}, which the optimizer keeps for {parameter}: {error}",
+            f"a checkpoint cannot have {name!r}, which the optimizer keeps for {parameter}: {error}",
             hint="keep tensors, numbers, strings, and lists, tuples and dicts of them",
         ) from error
+
+
+class StateLeaf(NamedTuple):
+    """Holds a value in a state. path: the containers that lead to it, each as its kind and the key or index in it."""
+
+    path: tuple[tuple[str, str | int], ...]
+    value: Any
+
+    @property
+    def name(self) -> str:
+        return ".".join(str(key) for _, key in self.path)
+
+
+def leaves(state: Any, path: tuple[tuple[str, str | int], ...] = ()) -> Iterator[StateLeaf]:
+    """Yields the values in dicts, lists and tuples. Raises RunError `optimizer-state` for a key that cannot be part of a
+    name.
+    """
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            if not isinstance(key, str) or "/" in key:
+                raise RunError(
+                    "optimizer-state", f"the optimizer's states have the key {key!r}, which cannot be a name"
+                )
+            yield from leaves(value, (*path, ("dict", key)))
+    elif type(state) in (list, tuple) and state:
+        for number, value in enumerate(state):
+            yield from leaves(value, (*path, (type(state).__name__, number)))
+    else:
+        yield StateLeaf(path, state)
+
+
+def joined(every: Iterable[StateLeaf]) -> Any:
+    """Rebuilds the state from its leaves, in their order."""
+    root: dict[str | int, Any] = {}
+    kinds: dict[tuple[str | int, ...], str] = {}
+    for path, value in every:
+        inside = root
+        for depth, (kind, key) in enumerate(path):
+            kinds[tuple(one for _, one in path[:depth])] = kind
+            if depth == len(path) - 1:
+                inside[key] = value
+            else:
+                inside = inside.setdefault(key, {})
+    return _built(root, (), kinds)
+
+
+def _built(node: Any, place: tuple[str | int, ...], kinds: Mapping[tuple[str | int, ...], str]) -> Any:
+    """Returns `node` with dicts turned back into lists and tuples where `kinds` says so. place: the path of `node`."""
+    if place not in kinds:
+        return node if place else {}
+    inside = {key: _built(value, (*place, key), kinds) for key, value in node.items()}
+    if kinds[place] == "dict":
+        return inside
+    every = [inside[number] for number in sorted(inside)]
+    return tuple(every) if kinds[place] == "tuple" else every
