@@ -10,7 +10,7 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.groups import Group
-from sley_core.comm.sent_bytes import SentBytes
+from sley_core.comm.progress import SentBytes
 from sley_core.comm.world import World
 from sley_core.engine.book import Entry
 from sley_core.engine.buffers import FlatBuffer
@@ -109,7 +109,7 @@ def test_steps_after_failed_ones_are_as_if_there_had_been_none(ranks, small, own
 @pytest.mark.parametrize(
     ("handler", "owner"),
     [
-        ({"bucket_mb": 0.0005}, "sley_core.comm.transport.direct:Direct"),
+        ({"bucket_mb": 0.0005}, "sley_core.comm.transport.backend:Direct"),
         ({"use": "core.each"}, "sley_core.engine.handlers"),
     ],
 )

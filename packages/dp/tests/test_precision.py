@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sley_core.comm.groups import make_groups
-from sley_core.comm.sent_bytes import SentBytes
+from sley_core.comm.progress import SentBytes
 from sley_core.engine.book import Entry
 from sley_core.engine.buffers import FlatBuffer
 from sley_core.topology import Topology

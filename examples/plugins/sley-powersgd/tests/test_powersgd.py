@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from sley_core.assemble import assemble
 from sley_core.comm.groups import make_groups
-from sley_core.comm.sent_bytes import SentBytes
+from sley_core.comm.progress import SentBytes
 from sley_core.comm.world import World
 from sley_core.engine.book import Entry
 from sley_core.engine.buffers import FlatBuffer

@@ -11,7 +11,7 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.groups import Group
-from sley_core.comm.sent_bytes import SentBytes
+from sley_core.comm.progress import SentBytes
 from sley_core.comm.world import World
 from sley_core.engine.book import Entry
 from sley_core.errors import PlanError, RunError

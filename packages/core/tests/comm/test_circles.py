@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from sley_core.comm import progress
-from sley_core.comm.circles import Waiting, circle_in, told
 from sley_core.comm.collectives import all_reduce, receive_from, send_to
 from sley_core.comm.groups import Groups, make_groups
+from sley_core.comm.guard import Waiting, circle_in, told
 from sley_core.errors import RunError
 from sley_core.topology import GATHER, REDUCE, Topology
 from sley_testing.peers import can_read_peers

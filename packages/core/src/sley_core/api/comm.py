@@ -17,7 +17,7 @@ from sley_core.comm.groups import Group, Groups
 from sley_core.comm.guard import HINT, Turn, failed
 from sley_core.comm.marks import Mark, checksum, differs, mark_of
 from sley_core.comm.members import Members
-from sley_core.comm.sent_bytes import SentBytes
+from sley_core.comm.progress import SentBytes
 from sley_core.comm.texts import gather_values
 from sley_core.comm.transport.protocol import Published, Transport, Work, put
 from sley_core.topology import GATHER, REDUCE

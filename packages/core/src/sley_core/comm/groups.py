@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it
 
-from sley_core.comm.exchange_log import ExchangeLog
 from sley_core.comm.guard import HINT, first_line
+from sley_core.comm.marks import ExchangeLog
 from sley_core.comm.members import Members
 from sley_core.comm.progress import Progress
-from sley_core.comm.transport.alone import Alone
+from sley_core.comm.transport.backend import Alone
 from sley_core.comm.transport.choose import (
     common_transports,
     connected,

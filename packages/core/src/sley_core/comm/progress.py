@@ -1,4 +1,4 @@
-"""Records what this rank has exchanged and in what it waits, so that after a failure ranks can report who was where."""
+"""Records what this rank has exchanged and in what it waits, for reports of a failure; counts the bytes that it sends."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch import Tensor
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it
 
     from sley_core.comm.guard import Turn
+    from sley_core.comm.members import Members
+
 
 SHARE_OF_LIMIT, MOST_S = 1 / 8, 5.0
 """How long a rank waits for the others' writes after a timeout: at most this share of the timeout, and this many seconds."""
@@ -150,3 +154,41 @@ class Progress:
     def failed(self, end: str, peer: int | None = None) -> None:
         """Records how the wait has failed, for this rank's report. end, peer: as in `Wait`."""
         self._failure = (time.perf_counter(), end, peer)
+
+
+class SentBytes:
+    """Counts the bytes that this rank sends in a step: for a collective, the fewest with which a group of its size can do it.
+
+             begin_step ──> add* ──> end_step ──> begin_step ...
+                  ^            │
+                  └────────────┘  a step that failed
+
+    The backend's actual algorithm, and what it sends besides the tensors, are not counted.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._last = 0
+
+    def begin_step(self) -> None:
+        """Starts to count a step, and discards the count of one that did not end."""
+        self._now = 0
+
+    def add(self, whole: Tensor, group: Members, *, passes: int) -> None:
+        """Counts an exchange of `whole`, the full tensor, over `group`: in each pass a rank sends all of it but its own part.
+
+        passes: 1 for an all-gather, a reduce-scatter or an all-to-all, 2 for an all-reduce.
+        """
+        self._now += whole.nbytes * (group.size - 1) * passes // group.size
+
+    def add_message(self, num_bytes: int) -> None:
+        """Counts a message to one peer."""
+        self._now += num_bytes
+
+    def end_step(self) -> None:
+        """Ends the step, whose count `counts` then returns."""
+        self._last = self._now
+
+    def counts(self) -> dict[str, float]:
+        """Returns the bytes of the last step that ended, as `sent_bytes_per_step`, for `protocols.Counts`."""
+        return {"sent_bytes_per_step": self._last}

@@ -18,7 +18,7 @@ from torch import Tensor
 from sley_core.comm.groups import Group, Groups, attaching, make_communicator, members_of
 from sley_core.comm.members import Members
 from sley_core.comm.progress import Progress
-from sley_core.comm.transport.alone import Done
+from sley_core.comm.transport.backend import Done
 from sley_core.comm.transport.protocol import Transport, Work
 from sley_core.comm.verbs import Exchange
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from sley_core.actions.action import actions_of
+from sley_core.comm.agree import exchanges_differ, exchanges_error, exchanges_of
 from sley_core.comm.collectives import all_gather, all_reduce
-from sley_core.comm.compare import differing, exchanges_differ, exchanges_of
 from sley_core.comm.progress import BETWEEN, EVALUATION
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.engine.canonical.totals import spread, tree_sum
@@ -84,7 +84,7 @@ class ForwardOnly:
         for losses in torch.chunk(totals[3:], len(terms)) if terms else ():
             loss_sum += float(tree_sum(losses))
         if ranks_differ:
-            raise differing("an evaluation", exchanges_of(self.groups.values()), self.groups["control"])
+            raise exchanges_error("an evaluation", exchanges_of(self.groups.values()), self.groups["control"])
         if not weight_sum:
             message = "the evaluated samples have a loss weight of 0, so there is no mean"
             raise RunError("nothing-counts", message, hint="look at the data: all of its labels are ignored")

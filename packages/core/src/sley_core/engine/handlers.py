@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from sley_core.comm.collectives import Pending, all_reduce
-from sley_core.comm.sent_bytes import SentBytes
+from sley_core.comm.progress import SentBytes
 from sley_core.engine.buffers import Layout
 from sley_core.engine.canonical.sums import TreeSums
 from sley_core.protocols import GradientHandler

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from sley_core.comm.agree import Exchanges, exchanges_error
 from sley_core.comm.collectives import gather_objects
-from sley_core.comm.compare import Exchanges, differing
 from sley_core.comm.device import Device
 from sley_core.errors import RunError
 
@@ -273,7 +273,7 @@ def refusal(
     if is_latest:
         parts.store.state.was_taken = False
     if result.ranks_differ:
-        return differing(f"step {number}", totals.own_exchanges, parts.groups["control"])
+        return exchanges_error(f"step {number}", totals.own_exchanges, parts.groups["control"])
     own = RankReport(
         float(totals.own_loss), _first_bad(parts.store) if is_latest else None, tuple(samples[: SHOWN + 1])
     )

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from sley_core.comm.members import Members
 from sley_core.comm.progress import Standing
-from sley_core.comm.transport.alone import Done
-from sley_core.comm.transport.direct import Direct
+from sley_core.comm.transport.backend import Direct, Done
 from sley_core.comm.transport.protocol import Transport, Work
 from sley_core.comm.verbs import Collective
 from sley_core.records import TransportRecord

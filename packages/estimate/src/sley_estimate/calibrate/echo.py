@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.comm.groups import Group
-from sley_core.comm.transport.alone import Done
+from sley_core.comm.transport.backend import Done
 from sley_core.comm.transport.protocol import Transport, Work, put
 from sley_core.topology import DEFAULT_LANE, LANES
 

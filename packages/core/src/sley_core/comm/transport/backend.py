@@ -1,4 +1,6 @@
-"""Exchanges by the backend's own collectives; where it can, several tensors in one call instead of one launch each.
+"""Exchanges by the backend's own collectives (`Backend`), on gloo from host memory (`Direct`), and of one rank (`Alone`).
+
+Where the backend can, several tensors go in one call instead of one launch each.
 
 On NCCL the tensors of a layer's weights go into one `ncclGroupStart` ... `ncclGroupEnd`: one kernel, one event to wait for, and
 no copy into a flat buffer before or out of it after, which FSDP2's fused gathers need. gloo, which carries CUDA tensors where
@@ -9,18 +11,17 @@ A collective has no place for a mark, so what is exchanged is noted in the group
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sley_core.comm.exchange_log import ExchangeLog
 from sley_core.comm.guard import guarded, turn_of
-from sley_core.comm.marks import mark_of
+from sley_core.comm.marks import HEADER_BYTES, ExchangeLog, Mark, differs, mark_of, of_header
 from sley_core.comm.members import Members
-from sley_core.comm.transport.protocol import Transport, Work
-from sley_core.comm.transport.works import Works, all_reduced
+from sley_core.comm.transport.protocol import Transport, Work, Works, all_reduced, put
 
 _GATHER, _REDUCE = (
     ("all_gather_single_coalesced", "reduce_scatter_single_coalesced")
@@ -111,3 +112,155 @@ def _reduce_coalesced(own: Sequence[Tensor], wholes: Sequence[Tensor], lane: dis
 def _reduce_each(own: Sequence[Tensor], wholes: Sequence[Tensor], lane: dist.ProcessGroup) -> list[Any]:
     """Starts to sum each of `wholes` on all ranks, in place, in a call of its own; returns their works."""
     return [dist.all_reduce(whole, group=lane, async_op=True) for whole in wholes]
+
+
+_HEADER_TAG = 0
+"""No part has it: their tags are marks, the odds of a mark of 0 are one in 2^31."""
+
+
+class Direct(Transport):
+    """Sends by `lane`, a communicator of gloo, which is lane `name` of a group; tensors are on the host.
+
+        header to every peer ──> headers of the peers, compared ──> what comes from them, which had its place from the start
+        parts to every peer  ──────────────────────────────────────>
+
+    Two to four times faster than gloo's own reduce-scatter, and what is received needs no copy (docs/measurements.md). The tags
+    of the parts say their mark, so that gloo never puts a part of something else into a place: it would end the process where
+    the lengths differ. Headers have a tag of their own and come in the order in which exchanges begin.
+    """
+
+    def __init__(self, members: Members, name: str, lane: dist.ProcessGroup) -> None:
+        self.members = members
+        self._name = name
+        self._lane = lane
+        self._peers = members.peers
+
+    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
+        rows = [whole.view(self.members.size, *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
+        places = [[whole[peer] for peer in self._peers] for whole in rows]
+        parts = [[shard] * len(self._peers) for shard in shards]
+        started = self._pass_around(places, parts, mark_of("gather", what, shards), "gather")
+        for whole, shard in zip(rows, shards, strict=True):
+            put(shard, whole[self.members.coord])
+        return started
+
+    def num_scratch_rows(self, num_rows: int) -> int:
+        """Returns the rows for what comes from all peers, which arrives beside the whole: `num_rows` for each of them."""
+        return num_rows * len(self._peers)
+
+    def reduce_scatter(
+        self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0
+    ) -> Work:
+        size = self.members.size
+        rows = [whole.view(size, whole.shape[0] // size, *whole.shape[1:]) for whole in wholes]
+        own = [one[self.members.coord] for one in rows]
+        arriving = [one.view(size - 1, *part.shape[1:]) for one, part in zip(scratches, rows, strict=True)]
+
+        def finish() -> None:
+            for total, received in zip(own, arriving, strict=True):
+                for part in received:
+                    total.add_(part)
+
+        parts = [[one[peer] for peer in self._peers] for one in rows]
+        mark = mark_of("reduce", what, wholes, contents)
+        return self._pass_around([list(one) for one in arriving], parts, mark, "reduce", finish)
+
+    def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
+        places, parts = ([[whole[peer] for peer in self._peers]] for whole in (received, sent))
+        started = self._pass_around(places, parts, mark_of("swap", what, [sent], contents), "swap")
+        received[self.members.coord].copy_(sent[self.members.coord])
+        return started
+
+    def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
+        """Starts gloo's own ring, which is faster than messages to every other. Nothing checks that the ranks sum the same."""
+        return all_reduced(tensor, self.members, self._name, self._lane, what)
+
+    def _pass_around(
+        self,
+        places: Sequence[Sequence[Tensor]],
+        parts: Sequence[Sequence[Tensor]],
+        mark: Mark,
+        operation: str,
+        finish: Callable[[], None] | None = None,
+    ) -> Work:
+        """Starts to send the i-th peer the i-th tensor of every row of `parts`, and to receive from it into the i-th of every
+        row of `places`; returns the exchange's handle.
+
+        All are contiguous, on the host, and must not be touched until `wait_sent`. All members call this in one order. mark:
+        what is exchanged, which peers' headers are compared with. operation: for errors. finish: called once, when all was
+        received.
+        """
+        received: list[Any] = []
+        sent: list[Any] = []
+
+        def start() -> _Headers:
+            """Starts the header, then all receives, then all sends of each row; returns the headers."""
+            headers = _Headers(self.members, self._lane, mark)
+            sent.extend(headers.sent)
+            for into, out in zip(places, parts, strict=True):
+                for place, peer in zip(into, self._peers, strict=True):
+                    received.append(self._lane.recv([place], peer, mark.number))
+                for part, peer in zip(out, self._peers, strict=True):
+                    sent.append(self._lane.send([part], peer, mark.number))
+            return headers
+
+        turn = turn_of(operation, self.members, mark.what, self._name, mark.num_bytes)
+        headers = guarded(start, turn)
+        return Works(received, sent, turn, finish, headers)
+
+
+class _Headers:
+    """The headers of one exchange on `lane`, in flight since this was made; `sent` must be awaited."""
+
+    def __init__(self, members: Members, lane: dist.ProcessGroup, mark: Mark) -> None:
+        self._members = members
+        self._mark = mark
+        self._peers = members.peers
+        self._came = torch.empty(len(self._peers), HEADER_BYTES, dtype=torch.uint8)
+        own = mark.header()
+        self.works = [lane.recv([row], peer, _HEADER_TAG) for row, peer in zip(self._came, self._peers, strict=True)]
+        self.sent = [lane.send([own], peer, _HEADER_TAG) for peer in self._peers]
+
+    def compare(self) -> None:
+        """Raises RunError `ranks-differ` where a peer exchanges something else, or of another length."""
+        for row, peer in zip(self._came, self._peers, strict=True):
+            theirs = of_header(row)
+            if theirs[1:] != self._mark[1:]:
+                raise differs(self._mark, self._members.rank, theirs.what, self._members.ranks[peer])
+
+
+class Done(Work):
+    """An exchange that is over."""
+
+    def test(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """The result is there."""
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+    def wait_sent(self) -> None:
+        """Nothing is read."""
+
+
+class Alone(Transport):
+    """Copies where a result has memory of its own."""
+
+    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
+        for whole, shard in zip(wholes, shards, strict=True):
+            put(shard, whole)
+        return Done()
+
+    def reduce_scatter(
+        self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0
+    ) -> Work:
+        return Done()
+
+    def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
+        received.copy_(sent)
+        return Done()
+
+    def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
+        return Done()

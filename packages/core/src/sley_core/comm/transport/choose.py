@@ -9,12 +9,11 @@ from importlib.metadata import entry_points
 import torch
 import torch.distributed as dist
 
-from sley_core.comm.exchange_log import ExchangeLog
 from sley_core.comm.guard import guarded, turn_of
+from sley_core.comm.marks import ExchangeLog
 from sley_core.comm.members import Members
 from sley_core.comm.texts import gather_values
-from sley_core.comm.transport.backend import Backend, can_coalesce
-from sley_core.comm.transport.direct import Direct
+from sley_core.comm.transport.backend import Backend, Direct, can_coalesce
 from sley_core.comm.transport.protocol import Transport
 from sley_core.errors import PluginError
 from sley_core.records import TransportRecord

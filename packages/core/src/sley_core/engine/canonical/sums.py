@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from sley_core.comm.groups import Group
-    from sley_core.comm.sent_bytes import SentBytes
+    from sley_core.comm.progress import SentBytes
     from sley_core.comm.transport.protocol import Work
     from sley_core.engine.buffers import GradientBuffer
     from sley_core.engine.canonical.tree import CanonicalOrder
