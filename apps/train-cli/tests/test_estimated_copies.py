@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from sley_core.engine.on_meta import micro_batch
 from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes.cuda_kernels import as_on_cuda
@@ -21,6 +20,7 @@ from sley_estimate.seconds_of_plan import estimate_seconds
 from sley_estimate.testing.machines import small_machine
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import record
+from train_cli.on_meta import micro_batch
 
 RATE = 1e9
 """Bytes per second."""

@@ -22,7 +22,6 @@ from sley_core.data.dataset import DataContext, DataInfo, Field
 from sley_core.data.factory import open_dataset
 from sley_core.draft import draft_model
 from sley_core.engine.direct import WeightQueue
-from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_estimate.bench import layer_bench, lead
@@ -32,6 +31,7 @@ from sley_estimate.layers.distinct import layer_keys
 from sley_estimate.machine.read import machine_from_dict
 from sley_estimate.machine.tables import MachineFile
 from sley_estimate.seconds_of_plan import estimate_seconds
+from train_cli.on_meta import meta_micro_batch
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -16,7 +16,6 @@ from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.draft import draft_model
-from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.errors import RunError
 from sley_core.hookspecs import hookimpl
 from sley_core.plan.load import plan_from_dict
@@ -37,6 +36,7 @@ from sley_estimate.machine.tables import LinksTable
 from sley_estimate.seconds.links import collective, message
 from sley_estimate.testing.short_calibration import shortly
 from sley_testing.plans import loader_of, small_plan
+from train_cli.on_meta import meta_micro_batch
 
 SMALL = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
 BARE = {"name": "x", "kind": "cpu", "memory_bandwidth": 1e9, "launch_s": 0.0, "matmul": {}}

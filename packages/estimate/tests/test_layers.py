@@ -13,7 +13,6 @@ from sley_core.data.factory import open_dataset
 from sley_core.draft import draft_model
 from sley_core.engine.call import Keep, Recompute
 from sley_core.engine.in_flight import describe
-from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.errors import PlanError
 from sley_core.model.fields import once_per_field
 from sley_core.model.layers import Layer
@@ -26,6 +25,7 @@ from sley_estimate.machine.read import machine_from_dict
 from sley_estimate.machine.tables import DeviceTable
 from sley_estimate.seconds.layer_seconds import LayerSeconds, seconds_of
 from sley_testing.plans import changed, small_plan
+from train_cli.on_meta import meta_micro_batch
 
 WIDTH, BATCH = 32, 4
 

@@ -11,12 +11,12 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.draft import DTYPES, draft_model
 from sley_core.engine.canonical.sums import cost_note
-from sley_core.engine.on_meta import check_boundaries
 from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.model.layers import MODEL, Model
 from sley_core.model.steps import is_blank
 from sley_core.plan.plan import Plan
 from train_cli.layer_check import check_layers
+from train_cli.on_meta import check_boundaries
 from train_cli.opening import parameters
 
 

@@ -22,8 +22,8 @@ from sley_core.engine.direct import WeightQueue
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.left_over import refuse_left_over
 from sley_core.engine.load import WeightLoader, names_of
-from sley_core.engine.on_meta import check_canonical, check_hooks
 from sley_core.engine.parts import Parts, Pools, StepNumbers, Waits
+from sley_core.engine.refusals import check_canonical, check_hooks
 from sley_core.engine.save import check_extra_states
 from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
 from sley_core.engine.stage import Stage

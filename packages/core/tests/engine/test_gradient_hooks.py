@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from sley_core.engine.on_meta import check_hooks
+from sley_core.engine.refusals import check_hooks
 from sley_core.engine.shards import Shard
 from sley_core.errors import PlanError
 from sley_core.model.layers import Model

@@ -9,7 +9,6 @@ import pytest
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.draft import draft_model
-from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_estimate.layers.of_plan import PricedLayer, priced_layers
@@ -24,6 +23,7 @@ from sley_estimate.seconds.layer_seconds import LayerSeconds
 from sley_estimate.seconds_of_plan import estimate_seconds
 from sley_estimate.testing.machines import small_machine, timed_layers
 from sley_testing.plans import small_plan
+from train_cli.on_meta import meta_micro_batch
 
 DATA = {"use": "core.text", "source": "python-stdlib", "sequence": 64}
 SHAPE = {"use": "models.llama", "num_layers": 3, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn_hidden": 128}

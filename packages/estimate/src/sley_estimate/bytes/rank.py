@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import (
 from sley_core.assemble import assemble
 from sley_core.comm.progress import BEGINNING
 from sley_core.comm.world import World
-from sley_core.engine.on_meta import micro_batch
 from sley_core.errors import RunError
 from sley_core.memory.state import PARTS
 from sley_core.model.stand_ins import counted, standing_for
@@ -38,6 +37,7 @@ from sley_estimate.bytes.recipes import Recipes
 from sley_estimate.bytes.simulation import TakenSteps
 from sley_estimate.bytes.standing import RunStanding
 from sley_estimate.layers.fused import Notes
+from train_cli.on_meta import micro_batch
 
 if TYPE_CHECKING:
     from torch import Tensor

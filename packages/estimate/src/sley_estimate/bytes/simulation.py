@@ -15,12 +15,12 @@ from sley_core.comm.simulation import Simulation, nothing
 from sley_core.comm.transport.choose import installed_transports
 from sley_core.engine.boundary import Description, unflatten
 from sley_core.engine.in_flight import describe
-from sley_core.engine.on_meta import meta_micro_batch, meta_output, meta_state
 from sley_core.errors import RunError
 from sley_core.model.formats import buffer_format
 from sley_core.model.kinds import kind_of
 from sley_core.model.layers import like
 from sley_estimate.bytes.transports import Tell, imitated_transports
+from train_cli.on_meta import meta_micro_batch, meta_output, meta_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from sley_core.actions.action import Action, Kind, Step
 from sley_core.draft import dtypes
-from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.plan.write import leaves
 from sley_estimate.bytes.micros import fewest_micros, least_micros
 from sley_estimate.bytes.simulation import foretold
 from sley_estimate.layers.distinct import layer_keys
+from train_cli.on_meta import meta_micro_batch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

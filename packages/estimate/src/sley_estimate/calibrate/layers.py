@@ -17,7 +17,6 @@ import torch
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.draft import DTYPES, draft_model, dtypes
-from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.errors import PlanError, SleyError
 from sley_core.plan.check import check_plan
 from sley_core.records import ActivationPolicyRecord, copies_to_host
@@ -27,6 +26,7 @@ from sley_estimate.calibrate.echo import Echo, NotImaginedError, imagined
 from sley_estimate.layers.distinct import layer_keys
 from sley_estimate.layers.variants import Variant, with_variant
 from sley_estimate.search.choices import choices_of
+from train_cli.on_meta import meta_micro_batch
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device

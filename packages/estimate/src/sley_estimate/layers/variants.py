@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from sley_core.data.slices import Slices, sliced_info
-from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.errors import SleyError
 from sley_core.plan.load import with_tables
 from sley_estimate.layers.distinct import LayerKinds, slices_of
@@ -24,6 +23,7 @@ from sley_estimate.layers.grown import grown, with_copies
 from sley_estimate.layers.once import once
 from sley_estimate.layers.operators import LayerWork
 from sley_estimate.layers.works import Traced, layer_works
+from train_cli.on_meta import meta_micro_batch
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import AnyDataset

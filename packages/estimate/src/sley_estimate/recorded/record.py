@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from sley_core.actions.action import Action, Kind, Transfer
-from sley_core.engine.on_meta import micro_batch
 from sley_core.memory.holdings import storage_id
 from sley_core.records import copies_to_host
 from sley_estimate.bytes.cuda_kernels import CudaKernels
@@ -23,6 +22,7 @@ from sley_estimate.layers.fused import FusedKernels
 from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.recorder import operator_of
 from sley_estimate.recorded.words import HOST, Awaited, Began, RecordedStep, Word, Worked
+from train_cli.on_meta import micro_batch
 
 if TYPE_CHECKING:
     from sley_core.draft import Draft

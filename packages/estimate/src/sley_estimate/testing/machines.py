@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.draft import draft_model
-from sley_core.engine.on_meta import meta_micro_batch
 from sley_estimate.layers.of_plan import priced_layers
 from sley_estimate.machine.read import machine_from_dict
 from sley_testing.plans import Tables, changed
+from train_cli.on_meta import meta_micro_batch
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan

@@ -1,0 +1,100 @@
+"""Models that a run refuses by name before its first step, because some layout would compute other numbers.
+
+Autograd calls hooks on parameters (`parameter.register_hook`) once per micro-batch, with the full gradient. If only parts of
+that gradient exist on any one rank, a hook that clips or masks by values would give other numbers.
+
+With canonical sums, the gradients of a model must have one order of summation in every layout, whatever layout the plan has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from sley_core.engine.direct import is_plain_embedding, is_plain_linear
+from sley_core.errors import Diagnostic, PlanError
+from sley_core.model.layers import MODEL
+
+if TYPE_CHECKING:
+    from sley_core.engine.book import Stages
+    from sley_core.engine.shards import Shards
+
+
+def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:
+    """Raises PlanError "model-hook", with one diagnostic per hooked parameter of which no rank computes a full gradient.
+
+    stages: all parts of the model, on meta. num_slices: slices of a sequence, i.e. `sp`. The result is the same on all ranks.
+    """
+    names: dict[int, str] = {}
+    parts: dict[int, set[int]] = {}
+    for at, (_, layers) in enumerate(stages):
+        for layer in layers:
+            for name, parameter in layer.module.named_parameters(layer.name):
+                if parameter._backward_hooks and parameter.requires_grad:
+                    names.setdefault(id(parameter), name)
+                    parts.setdefault(id(parameter), set()).add(at)
+    found = []
+    for key, name in names.items():
+        if len(parts[key]) > 1:
+            why, hint = "parts of a pipeline that each have a gradient of it", "let one part hold it"
+        elif key in shards:
+            why, hint = "ranks that each have a shard of it", "leave `[weights]` out, or hook the output of its module"
+        elif num_slices > 1:
+            why, hint = "ranks that each see a slice of a sequence", "leave `sp` at 1, or hook the output of its module"
+        else:
+            continue
+        message = f"the parameter {name!r} has a gradient hook, and is used by {why}: no rank has what the hook would be given"
+        found.append(Diagnostic("model-hook", message, path=MODEL, hint=hint))
+    if found:
+        raise PlanError.many(found)
+
+
+FAST = 'use [parallel] reduction = "fast"'
+Use = tuple[str, nn.Module, int]
+"""A use of a parameter: its name there, the module that holds it, and that module's stage."""
+
+
+def check_canonical(stages: Stages, per_rank_buffers: Sequence[str]) -> None:
+    """Raises PlanError "canonical-tie" for parameters that several layers hold, in modules other than plain linears and
+    embeddings, or in more than two layers on several stages; "canonical-buffers" for buffers that training writes.
+
+    stages: all parts of the model, on meta: the same on all ranks.
+    """
+    found = [*_ties(stages)]
+    if per_rank_buffers:
+        message = f"each rank writes its own {', '.join(per_rank_buffers)}, from the samples that it has"
+        found.append(
+            Diagnostic("canonical-buffers", message, path=MODEL, hint=f"{FAST}, or modules without such buffers")
+        )
+    if found:
+        raise PlanError.many(found)
+
+
+def _ties(stages: Stages) -> Iterator[Diagnostic]:
+    """Yields a diagnostic "canonical-tie" for each shared parameter whose gradients cannot be summed in one order."""
+    uses: dict[int, dict[str, list[Use]]] = {}  # of each parameter, by layer
+    for stage, layers in stages:
+        for layer in layers:
+            for prefix, module in layer.module.named_modules(prefix=layer.name, remove_duplicate=False):
+                for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                    of = uses.setdefault(id(parameter), {})
+                    of.setdefault(layer.name, []).append((f"{prefix}.{attribute}", module, stage))
+    for by_layer in uses.values():
+        if len(by_layer) == 1:
+            continue
+        every = [use for each in by_layer.values() for use in each]
+        name = every[0][0]
+        odd = next((use for use in every if not (is_plain_linear(use[1]) or is_plain_embedding(use[1]))), None)
+        if odd is not None:
+            kind = type(odd[1]).__name__
+            message = f"{name!r} is {odd[0]!r} too, in a {kind}: autograd adds the gradients of both, or ranks do"
+            hint = f"{FAST}, or tie the weights of plain nn.Linear and nn.Embedding"
+            yield Diagnostic("canonical-tie", message, path=MODEL, hint=hint)
+        elif len({use[2] for use in every}) > 1 and len(by_layer) > 2:
+            count = len(by_layer)
+            message = (
+                f"{count} layers hold {name!r}, on several stages, which add its gradients in an order of their own"
+            )
+            yield Diagnostic("canonical-tie", message, path=MODEL, hint=f"{FAST}, or `pp = 1`")
