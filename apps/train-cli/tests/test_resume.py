@@ -341,3 +341,24 @@ def test_export_and_sample_take_the_newest_weights_and_say_which(cli: Cli, plan:
     back = cli("run", plan, "--resume", "moved/small/checkpoints/step-00000002", changes=[*more, "run.folder='moved'"])
     assert back.code != 0, "its corpus is gone"
     assert "the checkpoint of step 8" in cli("sample", "moved/small", "--prompt", "the", "--tokens", "2").err
+
+
+PICKLES = Path(__file__).parents[3] / "packages/testing/tests/outsider/own"
+
+
+@pytest.mark.skipif(not PICKLES.exists(), reason="the other packages' tests are not part of the sdist")
+def test_a_checkpointer_of_somebody_elses_resumes_too(
+    cli: Cli, plan: Path, folder: Path, in_one_go: Any, plugin_folder: Callable[..., None]
+) -> None:
+    """It has nothing that reads its checkpoints without a run: an export says so."""
+    plugin_folder(PICKLES, pickles="sley_pickles.plugin")
+    changes = [*ALONE, 'checkpoint={use="pickles.folder", every_steps=2}', "learning_rate.use='core.constant'"]
+    assert cli("run", plan, changes=[*changes, "run.steps=3"]).code == 0
+    again = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=5"])
+    assert "going on after step 2 of 5" in again.err, again.err
+    newest = folder / "runs/small/checkpoints/step-00000004"
+    again = cli("run", plan, "--resume", newest, changes=[*changes, "run.final_weights='none'"])
+    assert "going on after step 4 of 6" in again.err, again.err
+    assert rows(folder) == in_one_go
+    shutil.rmtree(folder / "runs/small/weights")
+    assert "no-checkpoint-files" in cli("export", "runs/small", "--out", "out").err

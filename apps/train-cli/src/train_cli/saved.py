@@ -38,14 +38,18 @@ def files_of(plan: Plan | None) -> CheckpointFiles:
     Raises PluginError "plugin-missing" where that is not installed, UsageError "no-checkpoint-files" where only a run can read
     them.
     """
-    from sley_core.run_state.checkpointer import checkpoint_files
-
-    files = checkpoint_files(Loader() if plan is None else plan.loader, plan)
+    files = _files_or_none(plan)
     if files is None:
         name = plan.checkpoint.name if plan and plan.checkpoint else ""
         hint = "give `train-cli run` the checkpoint with `--resume PATH`, and use the weights at the end of that run"
         raise UsageError("no-checkpoint-files", f"checkpoints of `{name}` can be read by a run alone", hint=hint)
     return files
+
+
+def _files_or_none(plan: Plan | None) -> CheckpointFiles | None:
+    from sley_core.run_state.checkpointer import checkpoint_files
+
+    return checkpoint_files(Loader() if plan is None else plan.loader, plan)
 
 
 def paths_in(files: CheckpointFiles, folder: str) -> list[str]:
@@ -75,9 +79,8 @@ def can_go_on(plan: Plan, folder: Path) -> bool:
 def wrote(plan: Plan, folder: Path, given: str) -> bool:
     """Returns whether an attempt of the run in `folder` wrote the checkpoint at `given`, or the newest of several there."""
     attempt = read_attempt(folder)
-    if attempt is None:
+    if attempt is None or (files := _files_or_none(plan)) is None:
         return False
-    files = files_of(plan)
     found = about_or_none(files, given) or next((about_or_none(files, path) for path in paths_in(files, given)), None)
     return found is not None and attempt.wrote(found.lineage)
 
@@ -95,9 +98,9 @@ def check_given(plan: Plan, path: str) -> None:
     """Raises UsageError "no-checkpoint" if `path` is neither a checkpoint nor a folder of some; it says where there are
     some.
     """
-    if is_remote(path):
+    if is_remote(path) or (files := _files_or_none(plan)) is None:
         return
-    files, given = files_of(plan), Path(path)
+    given = Path(path)
 
     def names_in(folder: Path) -> list[str]:
         return files.names(str(folder))

@@ -20,11 +20,11 @@ PassedOver = tuple[str, list[Damage]]
 
 
 class Chosen(NamedTuple):
-    """Names the checkpoint that all ranks load. found: None if there is none. passed_over: newer ones that are damaged.
+    """Names the checkpoint that all ranks load. checkpoint: None if there is none. passed_over: newer ones that are damaged.
     origin: the checkpoint at which the attempt began. notes: for the user.
     """
 
-    found: Checkpoint | None
+    checkpoint: Checkpoint | None
     passed_over: list[PassedOver]
     origin: str
     notes: list[str]
@@ -55,17 +55,17 @@ def choose(state: TrainingState, path: str | None, reads: TimedReads, *, anew: b
         index, said = _seen(candidate, world.rank, world.size)
         # All ranks: they look at the same candidates in one order. Nobody reads the index again, which may be gone by then.
         everyone = gather_objects(said, control, what="what is damaged of a checkpoint")
-        found = [Damage(*one) for one in dict.fromkeys(tuple(one) for damages, _, _ in everyone for one in damages)]
+        damages = [Damage(*one) for one in dict.fromkeys(tuple(one) for own, _, _ in everyone for one in own)]
         for rank, (_, _, stalled) in zip(control.ranks, everyone, strict=True):
             if stalled:
                 raise RunError("checkpoint-load", f"rank {rank} could not load the checkpoint: {stalled}")
-        if index is not None and not found:
+        if index is not None and not damages:
             _check_one([token for _, token, _ in everyone], candidate)
             return Chosen(Checkpoint(candidate, index), passed_over, origin, notes)
-        passed_over.append((candidate.text, found))
+        passed_over.append((candidate.text, damages))
     if passed_over:
-        first, found = passed_over[0]
-        message = f"the checkpoint {first} is damaged: {', '.join(map(str, found[:SHOWN]))}"
+        first, damages = passed_over[0]
+        message = f"the checkpoint {first} is damaged: {', '.join(map(str, damages[:SHOWN]))}"
         raise RunError("checkpoint-damaged", message, hint="there is no older one that is whole")
     if path is not None:
         raise RunError("no-checkpoint", f"there is no checkpoint in {open_folder(path).text}")
