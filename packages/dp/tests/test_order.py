@@ -15,7 +15,7 @@ from sley_core.comm.transport.backend import Direct
 from sley_core.comm.world import World
 from sley_core.engine.buffers import ALIGNMENT_BYTES, GradientBuffer
 from sley_core.plan.load import plan_from_dict
-from sley_dp.buckets import fill
+from sley_dp.reducer import fill
 from sley_testing.parity import assert_close_gradients
 from sley_testing.runs import record, same_on_all
 

@@ -6,7 +6,7 @@ import gc
 import os
 import platform
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from sley_core.metrics.summary import RunFacts, RunTotals, summary, write_summar
 from sley_core.run_files import WEIGHTS
 from train_cli import failure_file, lifeline
 from train_cli.console import say
-from train_cli.engines.trainjob_status import refusal, status_server
 from train_cli.faults import Fault
 from train_cli.opening import opening, repeats
 from train_cli.preflight import meet, thread_note
@@ -128,8 +127,13 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, resume: str | None, li
     write_start(folder, resolved, names_gpus=run.world.device.torch_device.type == "cuda")
     if note := thread_note(os.environ, is_cpu=run.world.device.type == "cpu"):
         run.notes.append(note)
-    if note := refusal(os.environ):
-        run.notes.append(note)
+    tell: AbstractContextManager[list[Callable[[Any], None]]] = nullcontext([])
+    if "KUBEFLOW_TRAINER_SERVER_URL" in os.environ:
+        from train_cli.engines.trainjob_status import refusal, status_server
+
+        if note := refusal(os.environ):
+            run.notes.append(note)
+        tell = status_server(os.environ, run.plan.run.steps)
     if run.evaluation is not None and (note := repeats(run.evaluation.feed.num_samples, run.plan)):
         run.notes.append(note)
     totals = done(run, folder, resume)
@@ -138,8 +142,8 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, resume: str | None, li
     reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, line=line, notes=run.notes)
     try:
         say("\n".join((opening(_facts(run), run.plan, _memory(run)), *run.notes)))
-        with reporter, status_server(os.environ, run.plan.run.steps) as tell:
-            run.readers += [reporter, *tell]
+        with reporter, tell as readers:
+            run.readers += [reporter, *readers]
             stopping.working(run.stop)
             outcome = run.train()
     except BaseException:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from sley_core.attempt import job, read_attempt, torchrun
 from sley_core.metrics.jsonl import rows
 from sley_core.metrics.summary import RunTotals
-from sley_core.plan.changes import changes, refuse_changes
 from sley_core.run_files import PLAN, WEIGHTS
 from train_cli.run_folder import run_folder
 from train_cli.saved import finished_steps, wrote
@@ -73,6 +72,8 @@ def is_finished(run: Run, folder: Path) -> bool:
     # All ranks: what rank 0 sees counts, whose folder it is.
     before: str = gather_objects(said, run.groups["control"], what="whether the run has finished")[0]
     if before:
+        from sley_core.plan.changes import changes, refuse_changes
+
         refuse_changes(changes(before, run.resolved_plan.to_toml()))
     return bool(before)
 

@@ -14,7 +14,6 @@ from sley_core.data.slices import Slices
 from sley_core.data.vocabulary import check_tokens
 from sley_core.engine.evaluate import Evaluation, ForwardOnly
 from sley_core.engine.step_batch import BatchSplitter
-from sley_core.engine.timeline import StepProfiler, StepTimeline
 from sley_core.equipment import AssemblyFacts, Outputs, Samples, rows_of
 from sley_core.metrics.parts import keepers_of
 from sley_core.metrics.throughput import Meter
@@ -94,6 +93,8 @@ def outputs_of(plan: Plan, world: World, stepper: Stepper, topology: Topology, f
         return Outputs()
     writers = [component.build(folder) for component in plan.metrics] if world.rank == 0 else []
     timeline = profiler = None
+    if plan.timeline is not None or plan.profile is not None:
+        from sley_core.engine.timeline import StepProfiler, StepTimeline  # few runs draw a step
     if plan.timeline is not None:
         timeline = StepTimeline(plan.timeline.step, folder, stepper, topology, stepper.groups)
     if plan.profile is not None:

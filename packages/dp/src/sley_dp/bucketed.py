@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from sley_core.api.comm import SentBytes
 from sley_core.api.parts import TreeSums
-from sley_dp.narrow import WIRE, Narrow
 from sley_dp.reducer import BucketReducer
 from sley_dp.sums import Exact
 
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
     from sley_core.api.parts import Parts
     from sley_dp.config import BucketedConfig
+    from sley_dp.narrow import Narrow
 
 
 class Bucketed(BucketReducer):
@@ -24,8 +24,12 @@ class Bucketed(BucketReducer):
 
     def __init__(self, config: BucketedConfig) -> None:
         sent = SentBytes()
-        super().__init__(config, Narrow(sent) if config.reduction == "bf16" else Exact(sent), sent)
-        self._wire = WIRE if config.reduction == "bf16" else None
+        self._narrow: Narrow | None = None
+        if config.reduction == "bf16":
+            from sley_dp.narrow import Narrow  # most plans do without
+
+            self._narrow = Narrow(sent)
+        super().__init__(config, self._narrow or Exact(sent), sent)
 
     def attach(self, parts: Parts) -> None:
         """Lays the store out as `BucketReducer.attach` does; with canonical sums in the run, uses those."""
@@ -35,4 +39,4 @@ class Bucketed(BucketReducer):
 
     def messages(self) -> Iterator[tuple[str, Tensor]]:
         """Yields name and tensor of what `trim` would free."""
-        return self.sums.messages() if isinstance(self.sums, Narrow) else iter(())
+        return self._narrow.messages() if self._narrow is not None else iter(())

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from sley_core.hookspecs import hookimpl
 from sley_core.records import AS_IT_IS, GradientHandlerRecord, Problem, ProcessGroupRecord
 from sley_dp.config import BucketedConfig, ShardedConfig
-from sley_dp.shard_groups import check_one_copy, check_shards, shard_groups
 
 if TYPE_CHECKING:
     from sley_core.api.plan import Plan, Topology
@@ -48,6 +47,8 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
 def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[ProcessGroupRecord]:
     for handler in plan.gradient_handlers:
         if isinstance(handler.config, ShardedConfig):
+            from sley_dp.shard_groups import shard_groups  # only `dp.sharded` needs them
+
             yield from shard_groups(handler.config.shards, topology)
 
 
@@ -56,6 +57,8 @@ def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[Problem]:
     """Yields problems of the options of `dp.sharded`."""
     for number, handler in enumerate(plan.gradient_handlers):
         if isinstance(handler.config, ShardedConfig):
+            from sley_dp.shard_groups import check_one_copy, check_shards
+
             yield from check_shards(topology, handler.config.shards, number)
             if plan.parallel.reduction == "canonical":
                 yield from check_one_copy(topology, handler.config.shards, number)

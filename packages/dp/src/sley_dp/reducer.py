@@ -13,18 +13,16 @@ The model is PyTorch's DistributedDataParallel (Li et al., 2020, section 3.2); i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from sley_core.api.comm import broadcast
 from sley_core.api.parts import ALIGNMENT_BYTES, Layout
 from sley_core.protocols import GradientHandler
-from sley_dp.buckets import fill
-from sley_dp.replicas import broadcast_values
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor
 
@@ -32,6 +30,8 @@ if TYPE_CHECKING:
     from sley_core.api.parts import Entry, GradientBuffer, Parts, StepState
     from sley_dp.config import ReducerConfig
     from sley_dp.sums import Sums
+
+Item = TypeVar("Item")
 
 
 @dataclass(eq=False)
@@ -70,6 +70,8 @@ class BucketReducer(GradientHandler):
         self._groups = parts.groups
         self._store.lay_out(self._plan)
         if self._start == "broadcast":
+            from sley_dp.replicas import broadcast_values  # few plans need it
+
             broadcast_values(parts)
 
     def begin_step(self, step: StepState) -> None:
@@ -179,3 +181,21 @@ class BucketReducer(GradientHandler):
         # Over the stage, whose ranks hold the same entries; all of them get here at the start of their second step.
         broadcast(indices, self._groups["stage"], what="the order of gradients").wait()
         return [self._parts.book.entries[index] for index in indices.tolist()]
+
+
+def fill(items: Iterable[Item], num_bytes: Callable[[Item], int], cap_bytes: float) -> list[list[Item]]:
+    """Returns `items` in their order, cut into as few buckets of at most `cap_bytes` as that order allows. num_bytes: of an
+    item.
+
+    An item larger than the cap gets a bucket of its own. Nothing is split, reordered or dropped.
+    """
+    buckets: list[list[Item]] = []
+    room = -1.0
+    for item in items:
+        size = num_bytes(item)
+        if size > room:
+            buckets.append([])
+            room = cap_bytes
+        buckets[-1].append(item)
+        room -= size
+    return buckets

@@ -17,9 +17,8 @@ from sley_core.api.comm import SentBytes
 from sley_core.api.parts import SHARD_ALIGNMENT, Cut, Layout, TreeSums
 from sley_core.errors import RunError
 from sley_core.protocols import GradientHandler
-from sley_dp.buckets import fill
 from sley_dp.gather import WeightGathers
-from sley_dp.reducer import Bucket
+from sley_dp.reducer import Bucket, fill
 from sley_dp.replicas import broadcast_values
 from sley_dp.scatter import ShardSums
 from sley_dp.shard_groups import SUMS, shards_axis

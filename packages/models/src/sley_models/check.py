@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 from sley_core.errors import KeyPath, RunError
 from sley_core.records import Problem
-from sley_models import hf
 from sley_models.config import LlamaConfig
-from sley_models.hf_config import read_config
 
 if TYPE_CHECKING:
     from sley_core.api.files import WeightFiles
@@ -29,6 +27,7 @@ def check_model(plan: Plan) -> Iterable[Problem]:
     if not isinstance(config, LlamaConfig) or config.weights is None:
         return
     from sley_core.api.files import WeightFiles  # no other plan needs the library
+    from sley_models.hf_config import read_config
 
     try:
         read_config(config.weights)
@@ -47,6 +46,7 @@ def check_files(files: WeightFiles, config: LlamaConfig) -> list[str]:
     start.
     """
     from sley_core.api.files import FLOATS
+    from sley_models import hf
 
     assert config.vocab_size is not None, "`weights` says the size of the vocabulary"
     wanted = hf.shapes(config, config.vocab_size)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from sley_core.api.model import Attention, Model
 from sley_core.errors import PlanError
-from sley_models.from_files import take_from_files
 from sley_models.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -45,6 +44,8 @@ def layers(config: LlamaConfig, data: DataInfo) -> Model:
     named = [("embed", embed), *blocks, ("head", head)]
     if config.weights is None:
         return Model(named, init_weights=_Normal(config))
+    from sley_models.from_files import take_from_files  # only `weights` needs them
+
     take_from_files(dict(named), config)
     return Model(named)
 

@@ -6,10 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING
 
 from sley_core.actions.action import Kind
 from sley_core.actions.placement import Placement
-from sley_core.actions.timeline import Timeline
+
+if TYPE_CHECKING:
+    from sley_core.actions.timeline import Timeline
 
 
 @dataclass(frozen=True)

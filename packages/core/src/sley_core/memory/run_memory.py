@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from sley_core.comm.device import on_stream
 from sley_core.errors import StateError, UsageError
 from sley_core.memory.holdings import same_place, storage_id
-from sley_core.memory.leaks import Leak, find_leaks
 from sley_core.memory.state import COPIED, PARTS, Moved, Part, Where, is_away
 
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from sley_core.engine.parts import StepNumbers
     from sley_core.engine.weights import Masters
     from sley_core.memory.holdings import Holdings
+    from sley_core.memory.leaks import Leak
     from sley_core.memory.protocols import OffloadManager
     from sley_core.memory.state import Part
 
@@ -194,6 +194,8 @@ class RunMemory:
         Collects Python's garbage first, and takes a second or so. Tensors that only autograd's graph holds are not seen. On a
         CPU the host's own tensors, such as the data's, are among them.
         """
+        from sley_core.memory.leaks import find_leaks  # few runs look for leaks
+
         self.settle()
         known = [tensor for part in PARTS for _, tensor in self.holdings.everything(part)]
         return find_leaks(self.holdings.device, known, self.roots, min_bytes)
