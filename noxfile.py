@@ -81,8 +81,10 @@ def in_dev(session: nox.Session, *command: str, success_codes: tuple[int, ...] =
 @nox.session
 def quickstart(session: nox.Session) -> None:
     """Train examples/plans/quickstart.toml as a user would; an earlier run of it is overwritten."""
-    session.log("installs torch and two packages: minutes at first; `nox -R` skips it")
-    session.install(*CONSTRAINTS, "-e", "packages/core", "-e", "packages/models", "-e", "apps/train-cli")
+    session.log("installs torch and four packages: minutes at first; `nox -R` skips it")
+    session.install(
+        *CONSTRAINTS, "-e", "packages/core", "-e", "packages/data", "-e", "packages/models", "-e", "apps/train-cli"
+    )
     session.run("train-cli", "run", "examples/plans/quickstart.toml", "--overwrite", *session.posargs)
 
 

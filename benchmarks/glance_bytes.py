@@ -16,7 +16,7 @@ from sley_testing.plans import small_plan
 
 WORLD = 8
 MODEL = {"use": "models.llama", "num_layers": 8, "hidden": 1024, "heads": 16, "vocab_size": 32_000}
-DATA = {"use": "core.text", "source": "python-stdlib", "sequence": 1024}
+DATA = {"use": "data.text", "source": "python-stdlib", "sequence": 1024}
 LAYOUTS = [  # pp, sp, wp, micro_size, and what the layout names
     ((1, 1, 1, 2), ("core.keep", "dp.bucketed")),
     ((1, 1, 1, 2), ("core.recompute", "dp.sharded")),

@@ -38,7 +38,7 @@ def plan(size: dict[str, Any], device: str, micros: int) -> dict[str, object]:
             "hidden": size["hidden"],
             "heads": size["heads"],
         },
-        "data": {"use": "core.text", "source": "python-stdlib", "sequence": size["sequence"], "documents": "cut"},
+        "data": {"use": "data.text", "source": "python-stdlib", "sequence": size["sequence"], "documents": "cut"},
         "batch": {"global_size": size["samples"], "micro_size": size["samples"] // micros},
         "precision": {"compute": size["compute"]},
         "optimizer": {"use": "core.adamw", "lr": 1e-4, "clip_norm": 1.0},

@@ -88,7 +88,7 @@ def plan_of(model: dict[str, Any], folder: Path) -> Any:
         "run": {"name": "search", "steps": 1, "device": "cuda"},
         "model": {"use": "models.llama", **model},
         "data": {
-            "use": "core.tokens",
+            "use": "data.tokens",
             "files": ["tokens.bin"],
             "dtype": "uint32",
             "sequence": 4096,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sley_core.api.model import DataInfo
+from sley_core.api.data import DataInfo
 
 Streams = tuple[Tensor, Tensor]
 """What goes from layer to layer: features [b, hidden, s], and the byte embeddings [b, hidden, s] that all see again."""

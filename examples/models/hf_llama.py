@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from sley_core.api.model import Attention, DataInfo, Model
+from sley_core.api.data import DataInfo
+from sley_core.api.model import Attention, Model
 
 
 def attend(

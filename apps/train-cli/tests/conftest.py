@@ -36,7 +36,7 @@ factory = "own:layers"
 
 DATA = """\
 [data]
-use = "core.text"
+use = "data.text"
 files = ["corpus.txt"]
 sequence = 16
 """

@@ -35,7 +35,7 @@ PLAN = """\
 plan = 1
 run = {{ name = "small", steps = {steps}, device = "cpu", log_every = 100 }}
 model = {{ factory = "breaking_parts:layers" }}
-data = {{ use = "core.text", files = ["{files}"], sequence = 16 }}
+data = {{ use = "data.text", files = ["{files}"], sequence = 16 }}
 batch = {{ global_size = 8, micro_size = 1 }}
 optimizer = {{ use = "core.sgd", lr = 0.01 }}
 limits = {{ collective_timeout_s = {limit} }}

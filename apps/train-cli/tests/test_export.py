@@ -36,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True, "tie_embeddings": True},
     "qwen3": {"qk_norm": True, "head_dim": 8},
 }
-DATA = '[data]\nuse = "core.text"\nfiles = ["corpus.txt"]\nsequence = 16\n'
+DATA = '[data]\nuse = "data.text"\nfiles = ["corpus.txt"]\nsequence = 16\n'
 TOKENS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
 Trained = Callable[..., tuple[Path, torch.Tensor]]
 

@@ -16,7 +16,7 @@ from sley_estimate.testing.machines import small_machine
 from sley_testing.plans import small_plan
 
 SHAPE = {"use": "models.llama", "num_layers": 8, "hidden": 128, "heads": 8, "kv_heads": 4, "ffn_hidden": 320}
-DATA = {"use": "core.text", "source": "python-stdlib", "sequence": 256}
+DATA = {"use": "data.text", "source": "python-stdlib", "sequence": 256}
 WORLD = 4
 
 

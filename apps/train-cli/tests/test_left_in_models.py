@@ -16,7 +16,7 @@ from sley_testing.traces import Traces, assert_untouched, drafts_kept
 BASE: dict[str, Any] = {
     "run": {"name": "left", "steps": 2, "device": "cpu", "seed": 7},
     "model": {"use": "models.llama", "num_layers": 2, "hidden": 16, "heads": 2, "ffn_hidden": 27, "vocab_size": 257},
-    "data": {"use": "core.text", "files": ["text/*.txt"], "sequence": 16, "separator": "\n\n", "held_out": 0.1},
+    "data": {"use": "data.text", "files": ["text/*.txt"], "sequence": 16, "separator": "\n\n", "held_out": 0.1},
     "batch": {"global_size": 4, "micro_size": 1},
     "optimizer": {"use": "core.adamw", "lr": 3e-3},
     "evaluation": {"every": 9, "steps": 1},

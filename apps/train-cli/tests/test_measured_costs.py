@@ -147,7 +147,7 @@ def test_timing_leaves_no_trace(ranks):
 
 def test_tied_layers_are_timed_too(ranks):
     model = {"use": "models.llama", "num_layers": 2, "hidden": 16, "heads": 2, "tie_embeddings": True}
-    data = {"use": "core.text", "source": "python-stdlib", "sequence": 16}
+    data = {"use": "data.text", "source": "python-stdlib", "sequence": 16}
     plan = tables(model=model, data=data, loss={"use": "core.cross_entropy"})
     (first, costs, _), (second, _, _) = ranks(2)(look, plan)
     assert len(costs) == len(first) + len(second) == 4

@@ -25,7 +25,7 @@ def example(name: str) -> Tables:
     """The tables of an example, over few samples of the test's own texts."""
     tables = tomllib.loads(EXAMPLES[name].read_text())
     del tables["plan"]
-    data = {"use": "core.text", "files": ["text/*.txt"], "sequence": 32, "separator": "\n\n"}
+    data = {"use": "data.text", "files": ["text/*.txt"], "sequence": 32, "separator": "\n\n"}
     return changed(tables, data=data, evaluation=None, checkpoint=None, run__device="cpu", run__steps=2)
 
 

@@ -37,7 +37,7 @@ class Rows:
         return {"tokens": torch.arange(24) + index, "labels": torch.arange(24)}
 """
 
-TEXT = {"use": "core.text", "source": "python-stdlib", "sequence": 12}
+TEXT = {"use": "data.text", "source": "python-stdlib", "sequence": 12}
 
 
 def forms(batch: Any) -> dict[str, tuple[torch.dtype, list[int]]]:

@@ -45,7 +45,7 @@ def machine(
 
 
 def plan_of(**changes: Any):
-    data = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+    data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
     return plan_from_dict(small_plan(data=data, **changes))
 
 
@@ -70,7 +70,7 @@ def test_waits_are_told_with_what_is_waited_for_and_from_whom() -> None:
 
 def test_attention_that_a_policy_keeps_is_not_priced_twice() -> None:
     """`memory.selective` runs a layer again but for its attention."""
-    long: dict[str, Any] = {"data": {"use": "core.text", "source": "python-stdlib", "sequence": 512}}
+    long: dict[str, Any] = {"data": {"use": "data.text", "source": "python-stdlib", "sequence": 512}}
     long |= {"model__hidden": 64, "model__ffn_hidden": 96}
     whole, kept = (plan_from_dict(small_plan(**long, activations={"use": use})) for use in RECOMPUTING)
     seconds = [estimate_seconds(plan, 1, machine()).step.seconds for plan in (whole, kept)]
@@ -164,7 +164,7 @@ def test_layers_of_slices_are_other_layers_than_those_of_short_sequences() -> No
     """They look along as many positions as all slices have."""
     positions = {"sequence": {"use": "isp.all_to_all", "positions": False}}
     slices = plan_of(**{**SLICES, **positions})
-    short = plan_from_dict(small_plan(data={"use": "core.text", "source": "python-stdlib", "sequence": 12}))
+    short = plan_from_dict(small_plan(data={"use": "data.text", "source": "python-stdlib", "sequence": 12}))
     with shortly():
         tables = [measure_layers(plan, Device(torch.device("cpu"))) for plan in (slices, short)]
     keys = [{table["key"] for table in some} for some in tables]

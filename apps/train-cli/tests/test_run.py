@@ -181,8 +181,8 @@ def test_what_one_rank_raises_is_told_once_with_its_place(
 
 def test_a_token_beyond_the_vocabulary(cli: Cli, plan: Path, folder: Path) -> None:
     (folder / "corpus.bin").write_bytes(bytes([1, 0] * 31 + [99, 0] * 31))  # too few for a check of the file to judge
-    data = 'use = "core.tokens"\nfiles = ["corpus.bin"]\nvocab_size = 50\ndocuments = "cut"\nshuffle = false'
-    text = plan.read_text("utf-8").replace('use = "core.text"\nfiles = ["corpus.txt"]', data)
+    data = 'use = "data.tokens"\nfiles = ["corpus.bin"]\nvocab_size = 50\ndocuments = "cut"\nshuffle = false'
+    text = plan.read_text("utf-8").replace('use = "data.text"\nfiles = ["corpus.txt"]', data)
     plan.write_text(text.replace("dp = 2", "dp = 1").replace("steps = 4", "steps = 20"), "utf-8")
     result = cli("run", plan)
     assert result.code == 1, result.err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.data.config import FactoryDataConfig
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.errors import UsageError
 from sley_core.plan.load import plan_from_dict
@@ -176,19 +174,8 @@ def test_a_field_that_no_prompt_has_is_refused_with_what_to_do(reads: str, field
         next(generate(run, [1], 9, temperature=0.0, top_k=None, generator=torch.Generator()))
 
 
-@pytest.mark.parametrize(
-    ("beside", "end"), [({"eos_token": "<end>"}, 0), ({"eos_token": {"content": "<end>"}}, 0), ({}, None)]
-)
-def test_a_given_tokenizer_says_where_a_document_ends(tmp_path: Path, beside: dict[str, Any], end: int | None) -> None:
-    """Of data of one's own: text went on behind it."""
-    tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.models.WordLevel({"<end>": 0, "the": 1, "?": 2}, unk_token="?")
-    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(beside), "utf-8")
-    own: Any = SimpleNamespace(data=SimpleNamespace(name="my:data", config=FactoryDataConfig()))
-    assert [text_ids(own, path).end for path in (tmp_path, tmp_path / "tokenizer.json")] == [end] * 2
-    tokens: Any = SimpleNamespace(data=SimpleNamespace(name="core.tokens", config=SimpleNamespace(end_of_document=2)))
-    assert text_ids(tokens, tmp_path).end == 2
+def test_data_of_ones_own_needs_a_tokenizer() -> None:
+    own: Any = SimpleNamespace(data=SimpleNamespace(name="my:data", record=None))
     with pytest.raises(UsageError, match="the data of this run, `my:data`, has no tokenizer"):
         text_ids(own, None)
 
@@ -198,7 +185,7 @@ def test_what_cannot_be_sampled_is_refused(cli: Any, trained: Trained, folder: P
     run = trained(PLAN, "nothing")
     assert "error[no-weights]" in cli("sample", run, "--prompt", "x").err
     assert "error[empty-prompt]" in cli("sample", run, "--prompt", "").err
-    tokens = {"use": "core.tokens", "files": ["x.bin"], "vocab_size": 256, "sequence": 24}
+    tokens = {"use": "data.tokens", "files": ["x.bin"], "vocab_size": 256, "sequence": 24}
     (run / "plan.toml").write_text(plan_from_dict(changed(PLAN, data=tokens), folder).to_toml(), "utf-8")
     assert "error[no-vocabulary]" in cli("sample", run, "--prompt", "x").err
 
@@ -231,7 +218,7 @@ def test_tiny_data_that_is_gone_through_again_is_said(cli: Any, trained: Trained
 
 def test_a_run_says_before_its_first_step_that_held_out_data_is_gone_through_again(cli: Any, plan: Path) -> None:
     (plan.parent / "held.txt").write_text("the quick brown fox\n" * 60, "utf-8")
-    held_out = "data={use='core.text', files=['corpus.txt'], held_out_files=['held.txt'], sequence=16}"
+    held_out = "data={use='data.text', files=['corpus.txt'], held_out_files=['held.txt'], sequence=16}"
     changes = ["parallel.dp=1", "run.steps=1", held_out, "evaluation={every=1, steps=50}"]
     result = cli("run", plan, changes=changes)
     assert result.code == 0, result.err

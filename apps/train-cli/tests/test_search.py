@@ -19,7 +19,7 @@ from sley_testing.plans import small_plan
 
 @pytest.fixture
 def given(tmp_path: Path) -> Path:
-    data = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+    data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
     plan = small_plan(data=data, model__num_layers=4, batch={"global_size": 8, "micro_size": 1})
     (tmp_path / "plan.toml").write_text(tomli_w.dumps(plan), "utf-8")
     (tmp_path / "machine.toml").write_text(tomli_w.dumps(small_machine()), "utf-8")
@@ -151,7 +151,7 @@ def test_states_leave_the_device_where_a_layout_does_not_fit_with_them(
 
 def test_data_that_are_not_there_end_a_search_before_it_begins(searched: Callable[..., Any], given: Path) -> None:
     """Each layout was verified, and left out for it."""
-    refused = searched("--world", "2", "--set", 'data={use="core.text", files=["gone.txt"], sequence=24}')
+    refused = searched("--world", "2", "--set", 'data={use="data.text", files=["gone.txt"], sequence=24}')
     assert (refused.code, refused.out) == (3, "")
     assert f"error[data-missing]: there is no file `{given / 'gone.txt'}`" in refused.err
     assert "verifying" not in refused.err

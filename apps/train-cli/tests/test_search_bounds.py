@@ -19,7 +19,7 @@ from sley_testing.plans import changed, small_plan
 WORLD = 16
 MODEL = {"use": "models.llama", "num_layers": 14, "hidden": 64, "heads": 8, "kv_heads": 2, "ffn_hidden": 128}
 PLAN = small_plan(
-    data={"use": "core.text", "source": "python-stdlib", "sequence": 64},
+    data={"use": "data.text", "source": "python-stdlib", "sequence": 64},
     model=MODEL,
     batch={"global_size": 64, "micro_size": 1},
     precision={"compute": "fp32"},

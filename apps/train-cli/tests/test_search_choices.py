@@ -19,7 +19,7 @@ WORLD = 4
 
 
 def plan_of(**changes: Any) -> Any:
-    data = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+    data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
     sizes = {"pp": 2, "dp": 2}
     return plan_from_dict(
         small_plan(
@@ -80,7 +80,7 @@ def test_what_waits_on_a_stage_is_told_of_the_micro_batches_that_were_asked_for(
 )
 def test_a_weight_that_layers_share_is_there_once(layout: dict[str, Any]) -> None:
     """It counted with each, so that layouts were dropped that fit."""
-    data = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+    data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
     model = {"tie_embeddings": True, "vocab_size": 32768, "hidden": 32}
     tables = small_plan(data=data, batch={"global_size": 8, "micro_size": 1}, **layout)
     plan: Any = plan_from_dict(changed(tables, **{f"model__{name}": value for name, value in model.items()}))

@@ -84,7 +84,7 @@ def test_slices_stages_and_replicas(ranks, texts):
 
 def test_layers_are_not_timed_on_slices():
     tables = plan({"sp": 2, "pp": 2, "dp": 1}, "pp.one_f_one_b") | {"partition": {"use": "pp.measured"}}
-    tables["data"] = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+    tables["data"] = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
     (problem,) = check_plan(plan_from_dict(tables), 4)
     assert problem.code == "sequence-partition"
     costs = {"use": "pp.measured", "layer_costs": [1.0] * 4}

@@ -21,7 +21,7 @@ from sley_estimate.seconds_of_plan import estimate_seconds
 from sley_estimate.testing.machines import small_machine
 from sley_testing.plans import changed, small_plan
 
-DATA = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+DATA = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
 
 
 def plan_of(**changes: Any) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def test_a_run_starts_at_transformers_loss_in_every_layout(
 def test_check_and_show_read_the_sizes_without_torch(saved: dict[str, Path], folder: Path) -> None:
     plan = folder / "plan.toml"
     text = '[run]\nname = "w"\nsteps = 1\n[model]\nuse = "models.llama"\nweights = "base"\n'
-    text += '[data]\nuse = "core.text"\nfiles = ["corpus.txt"]\nsequence = 16\n'
+    text += '[data]\nuse = "data.text"\nfiles = ["corpus.txt"]\nsequence = 16\n'
     plan.write_text(text + '[batch]\nglobal_size = 1\nmicro_size = 1\n[optimizer]\nuse = "core.adamw"\nlr = 1e-3\n')
     (folder / "base").symlink_to(saved["qwen3"])
     commands = [["show"], ["check"], ["check", "--set", "model.hidden=32"], ["check", "--set", 'model.weights="."']]

@@ -108,7 +108,7 @@ def test_other_data_than_those_of_the_checkpoint_are_refused(texts, tmp_path, ch
     copytree(before, now)
     tables = plan()
     if "token" in change:
-        data = {"use": "core.tokens", "files": ["ids.bin"], "vocab_size": 256, "sequence": 24}
+        data = {"use": "data.tokens", "files": ["ids.bin"], "vocab_size": 256, "sequence": 24}
         tables = plan(data=data)
     stretch(tables, 1, folder=before, save=tmp_path / "saved")
     make(now)

@@ -85,7 +85,7 @@ def test_every_rank_of_a_large_world_assembles_without_memory(handler):
     tables = {
         "run": {"name": "fake", "steps": 1},
         "model": {"use": "models.llama", "num_layers": 2, "hidden": 512, "heads": 8},
-        "data": {"use": "core.text", "source": "python-stdlib", "sequence": 64},
+        "data": {"use": "data.text", "source": "python-stdlib", "sequence": 64},
         "batch": {"global_size": 64, "micro_size": 1},
         "optimizer": {"use": "core.adamw", "lr": 1e-3},
         "gradient_handlers": [handler | {"bucket_mb": 1.0}],

@@ -38,7 +38,7 @@ from sley_estimate.testing.short_calibration import shortly
 from sley_testing.plans import loader_of, small_plan
 from train_cli.on_meta import meta_micro_batch
 
-SMALL = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+SMALL = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
 BARE = {"name": "x", "kind": "cpu", "memory_bandwidth": 1e9, "launch_s": 0.0, "matmul": {}}
 SIZES = (1e6, 1e7, 1e8, 1e9)
 

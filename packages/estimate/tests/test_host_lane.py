@@ -76,7 +76,7 @@ def test_parts_of_a_step_that_waits_for_its_host_sum_to_it() -> None:
 
 
 def plan_of(**changes: Any) -> Plan:
-    data = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+    data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
     return plan_from_dict(small_plan(**{"data": data, "precision": {"compute": "fp32"}, **changes}))
 
 

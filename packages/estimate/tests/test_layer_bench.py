@@ -69,7 +69,7 @@ def additions(
     accumulation: str, compute: str = "fp32", *, split: bool = False, device: Device = CPU
 ) -> tuple[dict[str, list[Tensor]], int, LayerTimes]:
     """What was added to while the first block was timed, how many weights its linears have, and its times."""
-    data = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+    data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
     plan = plan_from_dict(small_plan(data=data, precision={"compute": compute, "accumulation": accumulation}))
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model = draft_model(plan, dataset.info)

@@ -196,7 +196,7 @@ def test_a_layer_that_reads_a_number_is_named_with_its_operator() -> None:
 
 
 def keys(**changes) -> list[str]:
-    data = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+    data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
     plan = plan_from_dict(changed(small_plan(data=data, model__num_layers=4), **changes))
     dataset = open_dataset(plan.data, DataContext(0, "train"))
     model = draft_model(plan, dataset.info)
@@ -270,7 +270,7 @@ def test_phases_of_a_layer_are_added_where_they_run() -> None:
 def test_an_optimizer_that_cannot_be_tried_is_named() -> None:
     from sley_estimate.seconds_of_plan import estimate_seconds
 
-    data = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+    data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
     optimizer = {"factory": "torch.optim:LBFGS", "lr": 1.0}
     plan = plan_from_dict(small_plan(data=data, optimizer=optimizer, precision={"compute": "fp32"}))
     matmul = {"fp32": {"flops_per_s": 1e12}}

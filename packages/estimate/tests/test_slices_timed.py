@@ -35,7 +35,7 @@ def seen(plugin_folder: Callable[..., None]) -> Iterator[list[torch.Tensor]]:
 def timed(attention: str) -> list[dict[str, Any]]:
     """The tables of a plan's layers, on one of three slices."""
     changes = {"parallel": {"sp": 3}, "sequence": {"use": f"asking.{attention}"}, "model__num_layers": 1}
-    plan = plan_from_dict(small_plan(data={"use": "core.text", "source": "python-stdlib", "sequence": 24}, **changes))
+    plan = plan_from_dict(small_plan(data={"use": "data.text", "source": "python-stdlib", "sequence": 24}, **changes))
     with World.alone("cpu") as world, shortly():
         return measure_layers(plan, world.device)
 

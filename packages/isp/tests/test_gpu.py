@@ -13,7 +13,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import assert_parity, record, same_on_all
 
-TEXT = {"use": "core.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"}
+TEXT = {"use": "data.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"}
 PLAN = small_plan(run__device="cuda", model__hidden=64, model__ffn_hidden=None, data=TEXT)
 
 

@@ -17,7 +17,7 @@ from sley_testing.runs import assert_same_run, record
 PLAN = small_plan(
     run__device="cuda",
     model={"factory": "attending:layers", "options": {"num_blocks": 8, "hidden": 512, "dropout": 0.1}},
-    data={"use": "core.text", "source": "python-stdlib", "sequence": 512, "documents": "pack"},
+    data={"use": "data.text", "source": "python-stdlib", "sequence": 512, "documents": "pack"},
     precision__compute="bf16",
 )
 POLICIES: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from sley_testing.plans import small_plan
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
 
 MIB = 1 << 20
-TEXT = {"use": "core.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"}
+TEXT = {"use": "data.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"}
 LARGE = small_plan(
     run__device="cuda",
     model={"use": "models.llama", "num_layers": 4, "hidden": 2048, "heads": 16},

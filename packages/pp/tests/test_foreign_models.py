@@ -16,7 +16,7 @@ HF_LLAMA = small_plan(
         "factory": "hf_llama:layers",
         "options": {"num_layers": 3, "hidden": 16, "heads": 4, "kv_heads": 2, "tie": True},
     },
-    data={"use": "core.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
+    data={"use": "data.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
     batch={"global_size": 4, "micro_size": 1},
     optimizer={"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1},
 )

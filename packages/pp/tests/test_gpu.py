@@ -10,7 +10,7 @@ import torch
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import assert_parity_of_parts, record
 
-TEXT = {"use": "core.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"}
+TEXT = {"use": "data.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"}
 PLAN = small_plan(run__device="cuda", model__num_layers=4, model__hidden=64, model__ffn_hidden=None, data=TEXT)
 
 

@@ -15,7 +15,7 @@ from sley_testing.runs import GRADIENTS, WEIGHTS, record
 
 PLAN = small_plan(
     model={"use": "models.llama", "num_layers": 4, "hidden": 16, "heads": 2, "ffn_hidden": 24, "tie_embeddings": True},
-    data={"use": "core.text", "source": "python-stdlib", "sequence": 12, "documents": "cut"},
+    data={"use": "data.text", "source": "python-stdlib", "sequence": 12, "documents": "cut"},
     learning_rate={"use": "core.cosine", "warmup_steps": 2},
     precision__compute="fp16",
     run__steps=4,

@@ -69,7 +69,7 @@ class TestCrossEntropy(LossContract):
 
 class TestText(DatasetContract):
     data: ClassVar[dict[str, Any]] = {
-        "use": "core.text",
+        "use": "data.text",
         "files": ["*.txt"],
         "sequence": 8,
         "separator": "\n\n",

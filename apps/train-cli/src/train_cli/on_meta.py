@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from sley_core.data.collate import collate_of
-from sley_core.data.dataset import is_stream
-from sley_core.data.packing import BOUNDARIES
+from sley_core.data.dataset import BOUNDARY_FIELDS, is_stream
 from sley_core.data.slices import Slices
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.engine.layer_costs import by_parameters
@@ -71,11 +70,13 @@ def micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
     info, size = dataset.info, plan.batch.micro_size
     if plan.data.record is not None and info.sequence is not None:
         lengths = {name: info.sequence for name, field in info.fields.items() if field.sequence_dim is not None}
-        lengths |= {name: 2 for name in BOUNDARIES if name in info.fields and name not in lengths}  # its start and end
+        lengths |= {
+            name: 2 for name in BOUNDARY_FIELDS if name in info.fields and name not in lengths
+        }  # its start and end
         found = {}
         for name, length in lengths.items():
             found[name] = torch.zeros(size, length, dtype=getattr(torch, info.fields[name].dtype))
-            if name in BOUNDARIES:  # positions count up; the boundaries of one document are 0 and its length
+            if name in BOUNDARY_FIELDS:  # positions count up; the boundaries of one document are 0 and its length
                 found[name] += torch.arange(length) if length != 2 else torch.tensor([0, info.sequence])
         return found
     if is_stream(dataset):

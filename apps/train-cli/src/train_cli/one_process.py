@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from sley_core.data.config import NUM_BYTES, TextConfig, TokensConfig
-from sley_core.data.tokenizer import Tokenizer
+from sley_core.data.dataset import DataContext, Sample
 from sley_core.plan.resolve import resolve
 from sley_core.records import GradientHandlerRecord
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from sley_core.plan.plan import Plan
 
 _WRITES = ("checkpoint", "profile", "timeline")
@@ -65,21 +62,32 @@ def of_trained(plan: Plan, *, evaluates: bool, batches: int | None = None) -> Pl
     return _with(plan, tables)
 
 
-def without_data(plan: Plan, scratch: Path) -> Plan:
-    """Returns the plan with a file in `scratch` in place of its text or tokens, for a run that only calls the model; the batch
-    has the same fields and sizes. A data set by a factory stays as it is.
+class NoData:
+    """A dataset that is never read."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Sample:
+        raise AssertionError(f"sample {index} of no data")
+
+
+def without_data(plan: Plan) -> Plan:
+    """Returns the plan with `NoData` in place of its data, for a run that only calls the model; a batch has the same fields and
+    sizes. The dataset of a factory stays as it is: its fields may be those of its first sample.
     """
-    config = plan.data.config
-    if not isinstance(config, TextConfig | TokensConfig):
+    if plan.data.record is None:
         return plan
-    vocab_size = config.vocab_size if isinstance(config, TokensConfig) else NUM_BYTES
-    if isinstance(config, TextConfig) and config.tokenizer is not None:
-        vocab_size = Tokenizer(config.tokenizer, None).vocab_size
-    file = scratch / "none.bin"
-    file.write_bytes(bytes(4 * (config.sequence + 1)))
-    table = {"use": "core.tokens", "files": [str(file)], "dtype": "uint32", "vocab_size": vocab_size}
-    table |= {"sequence": config.sequence, "documents": config.documents, "end_of_document": 0}
-    return _with(plan, {**deepcopy(dict(plan.document.tables)), "data": table})
+    from sley_core.data.factory import open_dataset
+
+    info = open_dataset(plan.data, DataContext(plan.run.seed)).info
+    table: dict[str, Any] = {"factory": f"{__name__}:NoData", "vocab_size": info.vocab_size, "sequence": info.sequence}
+    table["fields"] = {name: _given(asdict(field)) for name, field in info.fields.items()}
+    return _with(plan, {**deepcopy(dict(plan.document.tables)), "data": _given(table)})
+
+
+def _given(table: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if value is not None}
 
 
 def _is_between(record: object) -> bool:

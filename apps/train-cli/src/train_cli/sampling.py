@@ -2,114 +2,34 @@
 
 from __future__ import annotations
 
-import codecs
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sley_core.data.config import NUM_BYTES, TextConfig
-from sley_core.data.tokenizer import Tokenizer
 from sley_core.errors import RunError, UsageError
+from sley_core.records import DatasetRecord
 
 if TYPE_CHECKING:
+    from sley_core.data.dataset import TextIds
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
 
 
-class TextIds(Protocol):
-    """Converts text to token ids and back. size: ids are below it. end: the id after which a document ends. num_before: how
-    many of the ids that `encode` returns come before the text.
-    """
-
-    size: int
-    end: int | None
-    num_before: int
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of `text`, as a document that begins with it has them."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yields text as ids come; each character as soon as all of its ids are there."""
-        ...
-
-
-class Utf8(TextIds):
-    """Takes the bytes of UTF-8 as token ids."""
-
-    size = NUM_BYTES
-    end = None
-    num_before = 0
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yields the text of token ids that are bytes of UTF-8, as far as each completes characters."""
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for one in ids:
-            yield decoder.decode(bytes([one]))
-        yield decoder.decode(b"", final=True)
-
-
-class Tokenized(TextIds):
-    """Takes the ids of a tokenizer."""
-
-    def __init__(self, tokenizer: Tokenizer, end: int | None = None) -> None:
-        """end: the id after which a document ends, if the tokenizer does not say it."""
-        self._tokenizer = tokenizer
-        self.size, self.end = tokenizer.vocab_size, tokenizer.end_of_document if end is None else end
-        self.num_before = 0
-
-    def encode(self, text: str) -> list[int]:
-        ids, self.num_before = self._tokenizer.encode_prompt(text)
-        return ids
-
-    def decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yields the text that each token id adds, once its characters are complete."""
-        so_far: list[int] = []
-        told = ""
-        for one in ids:
-            so_far.append(one)
-            text = self._tokenizer.decode(so_far)
-            # Later tokens may complete a character; what was told before does not change.
-            if text.startswith(told) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                yield text[len(told) :]
-                told = text
-        yield self._tokenizer.decode(so_far).removeprefix(told)
-
-
 def text_ids(plan: Plan, tokenizer: Path | None) -> TextIds:
-    """Returns the ids of the plan's text, or of `tokenizer`, if given. Raises UsageError "no-vocabulary" if it is not known.
+    """Returns the ids of the plan's text, or of `tokenizer`, if given, which sley-data reads.
 
-    A document ends with the plan's `end_of_document`, or else with the `eos_token` of the `tokenizer_config.json` beside a
-    given tokenizer.
+    Raises UsageError "no-vocabulary" if the plan's data do not say how their ids are text, and PluginError if sley-data is
+    needed and not installed.
     """
-    config = plan.data.config
-    if tokenizer is not None:
-        end = getattr(config, "end_of_document", None) or _end_token(tokenizer)
-        return Tokenized(
-            Tokenizer(tokenizer, end if isinstance(end, str) else None), end if isinstance(end, int) else None
-        )
-    if not isinstance(config, TextConfig):
+    record = plan.data.record if tokenizer is None else plan.loader.record("datasets", "data.text")
+    if not isinstance(record, DatasetRecord) or record.text_ids is None:
         hint = "give the one that made its token ids: `--tokenizer PATH`"
         raise UsageError("no-vocabulary", f"the data of this run, `{plan.data.name}`, has no tokenizer", hint=hint)
-    return Utf8() if config.tokenizer is None else Tokenized(Tokenizer(config.tokenizer, config.end_of_document))
-
-
-def _end_token(tokenizer: Path) -> str | None:
-    """Returns the `eos_token` that transformers knows of a tokenizer, from the file beside it; None if there is none."""
-    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
-    try:
-        found = json.loads((folder / "tokenizer_config.json").read_text("utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError):
-        return None
-    token = found.get("content") if isinstance(found, dict) else found
-    return token if isinstance(token, str) else None
+    ids: TextIds = record.load(record.text_ids)(plan.data.config, tokenizer)
+    return ids
 
 
 def generate(

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from sley_core.plan.loader import Loader
@@ -45,8 +44,8 @@ def trained_run(
 ) -> Iterator[tuple[Run, str]]:
     """Yields a run in one process with the newest weights of the run in `folder`, and in words which.
 
-    plan: the run's, as `plan_of` returns it. evaluates, batches: as of `of_trained`; text and tokens are not looked for unless
-    it evaluates. Raises UsageError "no-weights" if there are none.
+    plan: the run's, as `plan_of` returns it. evaluates, batches: as of `of_trained`; its data are not looked for unless it
+    evaluates. Raises UsageError "no-weights" if there are none.
     """
     from sley_core.assemble import assemble
     from sley_core.comm.world import World
@@ -57,7 +56,7 @@ def trained_run(
     alone = of_trained(plan, evaluates=evaluates, batches=batches)
     with ExitStack() as stack:
         if not evaluates:
-            alone = without_data(alone, Path(stack.enter_context(TemporaryDirectory(prefix="sley-"))))
+            alone = without_data(alone)
         run = stack.enter_context(assemble(alone, World.alone(alone.run.device)))
         if isinstance(path, Path):
             files = WeightFiles(path)

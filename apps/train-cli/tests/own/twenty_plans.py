@@ -89,7 +89,7 @@ def _tables(kind: Kind, device: str, *, is_large: bool) -> Tables:
     micro = kind.micro if is_large else max(1, kind.micro // FEWER)
     model = {"use": "models.llama", "num_layers": shape.layers, "hidden": shape.hidden // less, "heads": shape.heads}
     model |= {"kv_heads": shape.kv_heads, "vocab_size": VOCABULARY if is_large else SMALL_VOCABULARY}
-    data = {"use": "core.text", "source": "python-stdlib", "sequence": shape.sequence // less, "documents": "cut"}
+    data = {"use": "data.text", "source": "python-stdlib", "sequence": shape.sequence // less, "documents": "cut"}
     offload = [table if is_large else table | {"bucket_mb": 0.5} for table in kind.offload or ()]
     return changed(
         small_plan(),

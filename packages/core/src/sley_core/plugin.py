@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from sley_core.data.check import check_data
-from sley_core.data.config import TextConfig, TokensConfig
 from sley_core.engine.config import EachConfig, GradientNormsConfig, KeepConfig, RecomputeConfig
 from sley_core.hookspecs import hookimpl
 from sley_core.losses.config import CrossEntropyConfig
@@ -23,7 +21,6 @@ from sley_core.optim.learning_rate import check_learning_rate
 from sley_core.records import (
     AS_IT_IS,
     ActivationPolicyRecord,
-    DatasetRecord,
     GradientHandlerRecord,
     LossRecord,
     LRScheduleRecord,
@@ -42,8 +39,6 @@ def sley_records() -> list[Record]:
     loss = "sley_core.losses.cross_entropy:CrossEntropy"
     rates, activations, metrics = "sley_core.optim.learning_rate", "sley_core.engine.call", "sley_core.metrics"
     return [
-        DatasetRecord(name="text", config=TextConfig, build="sley_core.data.text:TextDataset"),
-        DatasetRecord(name="tokens", config=TokensConfig, build="sley_core.data.tokens:TokensDataset"),
         LossRecord(name="cross_entropy", config=CrossEntropyConfig, build=loss, split_logits=True),
         OptimizerRecord(name="adamw", config=AdamWConfig, build="sley_core.optim.build:adamw"),
         OptimizerRecord(name="sgd", config=SGDConfig, build="sley_core.optim.build:sgd"),
@@ -89,4 +84,4 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterable[Problem]:
-    return [*check_data(plan), *check_learning_rate(plan), *check_metrics(plan)]
+    return [*check_learning_rate(plan), *check_metrics(plan)]

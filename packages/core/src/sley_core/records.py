@@ -38,12 +38,12 @@ class Record:
     summary: str = ""
     variants: tuple[Mapping[str, Any], ...] = ()
 
-    def load(self) -> Any:
-        """Returns the object that `build` names; imports its module.
+    def load(self, what: str | None = None) -> Any:
+        """Returns the object that the string `what` of this record names, by default `build`; imports its module.
 
         Raises ImportError or AttributeError as Python does; the loader adds the plugin's name.
         """
-        module, _, attribute = self.build.partition(":")
+        module, _, attribute = (what or self.build).partition(":")
         return getattr(import_module(module), attribute)
 
 
@@ -62,8 +62,24 @@ class ModelRecord(Record):
     names_are_own: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
 class DatasetRecord(Record):
-    """`build(config, context: DataContext) -> Dataset` (see `sley_core.data.dataset`)."""
+    """`build(config, context: DataContext) -> Dataset` (see `api.data`).
+
+    Each of the others is `"module:attribute"` of a function, or None:
+
+    check: `check(config, *, evaluates, vocab_size) -> Iterable[Problem]` finds what is wrong with the table and its files
+        before any process starts, without torch. evaluates: whether held-out data is needed. vocab_size: that of the
+        model, None if it is not known.
+    text_ids: `text_ids(config, tokenizer: Path | None) -> api.data.TextIds` converts text to token ids and back, for `train-cli
+        sample`. tokenizer: is used in place of the table's.
+    trained_on: `trained_on(own, evaluated) -> str` says in words which held-out data of the table `evaluated` a run on the
+        table `own` is trained on; "" if it is none.
+    """
+
+    check: str | None = None
+    text_ids: str | None = None
+    trained_on: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from sley_core.data.config import FactoryDataConfig, TextConfig, TokensConfig
+from sley_core.data.config import FactoryDataConfig
 from sley_core.table import Table
+from sley_data.config import TextConfig, TokensConfig
 
 
 def refused(model: type[Table], message: str, **table: Any) -> None:

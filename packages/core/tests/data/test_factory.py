@@ -10,10 +10,9 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, TensorDataset
 
 from sley_core.data.config import DataConfig, FactoryDataConfig, FieldConfig
-from sley_core.data.dataset import DataInfo, Field
+from sley_core.data.dataset import TOKEN_FIELDS, DataInfo, Field
 from sley_core.data.factory import declared, samples_per_epoch
 from sley_core.data.feed import Feed
-from sley_core.data.packing import TOKENS
 from sley_core.errors import PlanError
 
 NOTHING = FactoryDataConfig()
@@ -62,7 +61,7 @@ def test_tokens_and_labels_of_one_length_are_token_ids(
     if collates:
         Chats.collate = lambda self, samples: torch.utils.data.default_collate(samples)  # type: ignore[attr-defined]
     fields = declared(Chats([sample]), NOTHING, "my:Chats").info.fields
-    assert (fields == TOKENS) == are_ids
+    assert (fields == TOKEN_FIELDS) == are_ids
     assert are_ids or all(field.sequence_dim is None and field.ids is None for field in fields.values())
 
 

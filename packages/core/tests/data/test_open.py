@@ -12,11 +12,11 @@ import torch
 from sley_core.data.dataset import DataContext, Field
 from sley_core.data.factory import open_dataset, samples_per_epoch
 from sley_core.data.feed import Feed
-from sley_core.data.text import TextDataset
 from sley_core.errors import PlanError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_text, with_values
 from sley_core.plan.plan import Plan
+from sley_data.text import TextDataset
 
 REST = """\
 plan = 1
@@ -73,7 +73,7 @@ def a_plan(folder: Path, data: str) -> Plan:
 
 
 def test_a_record_is_built_from_its_table(folder: Path) -> None:
-    plan = a_plan(folder, '[data]\nuse = "core.text"\nfiles = ["corpus/*.txt"]\nsequence = 4\nheld_out = 0.0\n')
+    plan = a_plan(folder, '[data]\nuse = "data.text"\nfiles = ["corpus/*.txt"]\nsequence = 4\nheld_out = 0.0\n')
     dataset = open_dataset(plan.data, DataContext())
     assert isinstance(dataset, TextDataset)
     assert len(dataset) == 5
@@ -82,7 +82,7 @@ def test_a_record_is_built_from_its_table(folder: Path) -> None:
 
 
 def test_what_is_wrong_with_the_data_has_its_place(folder: Path) -> None:
-    data = '[data]\nuse = "core.text"\nfiles = [\n  "corpus/*.txt",\n  "corpus/none.txt",\n]\nsequence = 4\n'
+    data = '[data]\nuse = "data.text"\nfiles = [\n  "corpus/*.txt",\n  "corpus/none.txt",\n]\nsequence = 4\n'
     problems = check_plan(a_plan(folder, data), 1)
     assert [problem.code for problem in problems] == ["data-missing"]
     assert problems[0].place is not None
@@ -90,7 +90,7 @@ def test_what_is_wrong_with_the_data_has_its_place(folder: Path) -> None:
 
 
 def test_a_plan_is_pinned_to_its_number_of_samples(folder: Path) -> None:
-    plan = a_plan(folder, '[data]\nuse = "core.text"\nfiles = ["corpus/*.txt"]\nsequence = 4\nheld_out = 0.0\n')
+    plan = a_plan(folder, '[data]\nuse = "data.text"\nfiles = ["corpus/*.txt"]\nsequence = 4\nheld_out = 0.0\n')
     count = samples_per_epoch(open_dataset(plan.data, DataContext()), plan.data.config)
     pinned = plan_from_text(with_values(plan, {("data", "samples_per_epoch"): count}).to_toml(), folder=folder)
     assert pinned.data.config.samples_per_epoch == 5

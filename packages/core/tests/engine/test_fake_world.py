@@ -12,7 +12,7 @@ from sley_core.plan.load import plan_from_dict
 PLAN = {
     "run": {"name": "fake", "steps": 1},
     "model": {"use": "models.llama", "num_layers": 4, "hidden": 1024, "heads": 8},
-    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 64},
+    "data": {"use": "data.text", "source": "python-stdlib", "sequence": 64},
     "batch": {"global_size": 256, "micro_size": 2},
     "optimizer": {"use": "core.adamw", "lr": 1e-3},
 }

@@ -17,7 +17,7 @@ from sley_testing.runs import assert_parity, record, same_on_all
 
 pytestmark = pytest.mark.gpu
 
-TEXT = {"use": "core.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"}
+TEXT = {"use": "data.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"}
 PLAN = small_plan(run__device="cuda", model__hidden=64, model__ffn_hidden=None, data=TEXT)
 
 

@@ -17,7 +17,7 @@ from sley_testing.runs import gradients, weights
 PLAN = {
     "run": {"name": "plain", "steps": 4, "device": "cpu"},
     "model": {"use": "models.llama", "num_layers": 2, "hidden": 16, "heads": 2, "tie_embeddings": True},
-    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
+    "data": {"use": "data.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
     "batch": {"global_size": 6, "micro_size": 2},
     "optimizer": {"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5},
     "learning_rate": {"use": "core.linear", "warmup_steps": 2},

@@ -40,7 +40,7 @@ hidden = 16
 heads = 2
 
 [data]
-use = "core.text"
+use = "data.text"
 source = "python-stdlib"
 sequence = 8
 
@@ -60,7 +60,7 @@ TABLES: dict[str, Any] = {
     "plan": 1,
     "run": {"name": "small", "steps": 20},
     "model": {"use": "models.llama", "num_layers": 2, "hidden": 16, "heads": 2},
-    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 8},
+    "data": {"use": "data.text", "source": "python-stdlib", "sequence": 8},
     "batch": {"global_size": 8, "micro_size": 2},
     "optimizer": {"use": "core.adamw", "lr": 3e-3},
     "parallel": {"dp": 2},

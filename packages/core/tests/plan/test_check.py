@@ -134,7 +134,7 @@ def test_split_sequences_need_an_attention_that_joins_them(make: Make) -> None:
 
 def test_a_sequence_that_does_not_divide(make: Make) -> None:
     """The equation that fails, numbers put in, and lengths that would do."""
-    tables = make(parallel={"sp": 3}, data={"use": "core.text", "files": ["corpus.txt"], "sequence": 16})
+    tables = make(parallel={"sp": 3}, data={"use": "data.text", "files": ["corpus.txt"], "sequence": 16})
     found = {code: (message, hint) for code, message, hint in problems(tables)}
     assert found["sequence-does-not-divide"] == (
         "sequence = sp x slice fails: 16 is no multiple of 3",
@@ -281,7 +281,7 @@ def test_plugins_are_asked_about_the_whole_plan(make: Make) -> None:
 
 
 def test_core_checks_the_data(make: Make) -> None:
-    found = check_plan(make(data={"use": "core.text", "files": ["no/such/file.txt"], "sequence": 8}), 2)
+    found = check_plan(make(data={"use": "data.text", "files": ["no/such/file.txt"], "sequence": 8}), 2)
     assert [one.path[0] for one in found] == ["data"]
     assert isinstance(found[0], Diagnostic)
 

@@ -26,7 +26,7 @@ heads = 4
 rope_scaling = {factor = 8.0, low_freq_factor = 1.0, high_freq_factor = 4.0, original_max_position_embeddings = 64}
 
 [data]
-use = "core.text"
+use = "data.text"
 files = ["texts/*.txt", "more.txt"]
 sequence = 32
 

@@ -182,7 +182,7 @@ def test_a_key_of_a_table_that_stands_above_all_leads_to_its_table(
         (
             'source = "python-stdlib"\n',
             "",
-            "wrong-value 13:1 `core.text`: one of `source` and `files` is needed | None",
+            "wrong-value 13:1 `data.text`: one of `source` and `files` is needed | None",
         ),
         ("plan = 1", "plan = 2", "plan-format 1:8 `plan` is the format of the plan, 1, not 2 | None"),
         ("plan = 1", "plan = true", "plan-format 1:8 `plan` is the format of the plan, 1, not the boolean true | None"),
@@ -207,7 +207,7 @@ def test_references_that_lead_nowhere(text: str, loader: Loader) -> None:
     assert messages(text, loader) == [
         "unknown-record 30:8 plugin `pools` (given 0) has no memory pool `arna` | did you mean `pools.arena`?",
         "plugin-unknown 31:9 there is no plugin `nothing` | install the package that has it, by custom `sley-nothing`; "
-        "the plugins here are `core`, `checkpoint`, `handlers`, `models`, `pools`",
+        "the plugins here are `core`, `checkpoint`, `data`, `handlers`, `models`, `pools`",
         "unknown-name 31:22 the plan has no table [pools.plain] | add it with `use`, or name a memory pool as "
         '"plugin.record"',
     ]

@@ -36,7 +36,7 @@ BASES: list[dict[str, Any]] = [
         "plan": 1,
         "run": {"name": "small", "steps": 20, "seed": 1, "device": "cpu", "folder": "runs", "log_every": 5},
         "model": {"use": "models.llama", "num_layers": 2, "hidden": 16, "heads": 2, "tie_embeddings": True},
-        "data": {"use": "core.text", "files": ["text.txt"], "sequence": 8, "documents": "cut", "held_out": 0.0},
+        "data": {"use": "data.text", "files": ["text.txt"], "sequence": 8, "documents": "cut", "held_out": 0.0},
         "batch": {"global_size": 8, "micro_size": 2},
         "loss": {"use": "core.cross_entropy", "label_smoothing": 0.1},
         "optimizer": {

@@ -40,7 +40,7 @@ def code(caught: pytest.ExceptionInfo[PlanError]) -> list[tuple[str, str, str | 
 def test_a_named_pool_resolves_and_is_written_and_read_again(make: MakePlan, tmp_path: Path) -> None:
     plan = make(**borrower("shared"), pools={"shared": {"use": "pools.arena"}})
     assert {name: one.name for name, one in plan.pools.items()} == {"shared": "pools.arena"}
-    assert list(plan.plugins) == ["core", "models", "handlers", "pools"]
+    assert list(plan.plugins) == ["core", "models", "data", "handlers", "pools"]
     assert '[pools.shared]\nuse = "pools.arena"\n' in plan.to_toml()
     again = plan_from_text(plan.to_toml(), loader=plan.loader)
     assert again == plan

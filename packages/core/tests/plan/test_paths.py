@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from sley_core.data.documents import find_files
 from sley_core.errors import PlanError
 from sley_core.plan.load import load_plan
 from sley_core.table import expanded, written
+from sley_data.documents import find_files
 
 PLAN = """\
 plan = 1
@@ -26,7 +26,7 @@ hidden = 16
 heads = 2
 
 [data]
-use = "core.text"
+use = "data.text"
 files = ["corpus/*.txt"]
 sequence = 4
 

@@ -28,7 +28,7 @@ def test_what_is_left_out_is_written_in(make: Make) -> None:
     single = (plan.model, plan.data, plan.loss, plan.optimizer, plan.learning_rate, plan.activations)
     assert [one.name for one in (*single, *plan.gradient_handlers, *plan.scheduler_hooks, *plan.metrics)] == [
         "models.llama",
-        "core.text",
+        "data.text",
         "core.cross_entropy",
         "core.adamw",
         "core.constant",
@@ -36,7 +36,7 @@ def test_what_is_left_out_is_written_in(make: Make) -> None:
         "core.each",
         "core.jsonl",
     ]
-    assert list(plan.plugins) == ["core", "models"]
+    assert list(plan.plugins) == ["core", "models", "data"]
 
 
 def test_gradients_follow_fp64(make: Make) -> None:
@@ -87,14 +87,14 @@ def test_plugins_are_those_of_every_record_reference_in_order(make: Make, loader
         metrics=[{"use": "core.jsonl"}, {"use": "pools.csv"}],
         scheduler_hooks=[{"use": "handlers.borrower", "pool": "pools.arena", "more": ["pools.arena"]}],
     )
-    assert list(plan.plugins) == ["core", "models", "handlers", "pools"]
+    assert list(plan.plugins) == ["core", "models", "data", "handlers", "pools"]
     assert plan.loader.record("memory_pools", "pools.arena").name == "arena"
 
 
 def test_numbers_are_no_references(make: Make) -> None:
     plan = make(scheduler_hooks=[{"use": "handlers.borrower", "sizes": [1.0, 2.0]}])
     assert plan.scheduler_hooks[0].config.sizes == (1.0, 2.0)
-    assert list(plan.plugins) == ["core", "models", "handlers"]
+    assert list(plan.plugins) == ["core", "models", "data", "handlers"]
 
 
 def test_a_dict_needs_no_text(tables: dict[str, Any], text: str, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_dict_needs_no_text(tables: dict[str, Any], text: str, tmp_path: Path)
         "<tables>: error[missing-key]: [batch] needs `micro_size`, an integer of at least 1\n"
         "hint: Samples per forward on one rank.",
     ]
-    plan = plan_from_dict({**tables, "data": {"use": "core.text", "files": [Path("a.txt")], "sequence": 8}}, tmp_path)
+    plan = plan_from_dict({**tables, "data": {"use": "data.text", "files": [Path("a.txt")], "sequence": 8}}, tmp_path)
     assert plan.data.config.files == (tmp_path / "a.txt",)
 
 

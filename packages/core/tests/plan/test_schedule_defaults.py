@@ -66,7 +66,7 @@ def test_the_schedule_s_record_says_what_is_taken(resolved: Make) -> None:
     assert [plan.origins[path] for path in named] == [Origin("record", named_by="mine.s")] * 3
     assert str(plan.origins["link", "use"]) == "mine.s"
     assert plan.origins["gradient_handlers", 0, "use"] == Origin("core")
-    assert list(plan.plugins) == ["core", "models", "mine", "other"]
+    assert list(plan.plugins) == ["core", "models", "data", "mine", "other"]
 
 
 def test_the_plan_has_the_last_word(resolved: Make) -> None:

@@ -53,7 +53,7 @@ def plans(draw: Any) -> dict[str, Any]:
         "data": draw(
             st.sampled_from(
                 [
-                    {"use": "core.text", "files": draw(st.lists(st.sampled_from(PATHS), min_size=1)), "sequence": 3},
+                    {"use": "data.text", "files": draw(st.lists(st.sampled_from(PATHS), min_size=1)), "sequence": 3},
                     {"factory": "my.code:data", "fields": {draw(STRINGS): {"dtype": "int64"}}},
                 ]
             )

@@ -63,7 +63,7 @@ class Away(Keep):
 
 
 def plan_of(**changes):
-    data = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+    data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
     return plan_from_dict(small_plan(data=data, **changes), loader=loader_of({"out": Outsider()}))
 
 

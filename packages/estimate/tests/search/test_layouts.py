@@ -41,7 +41,7 @@ class Broken:
         raise RuntimeError("no")
 
 
-DATA = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+DATA = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
 
 
 def plan_with(plugins=None, **changes):

@@ -25,7 +25,7 @@ from sley_estimate.testing.machines import small_machine, timed_layers
 from sley_testing.plans import small_plan
 from train_cli.on_meta import meta_micro_batch
 
-DATA = {"use": "core.text", "source": "python-stdlib", "sequence": 64}
+DATA = {"use": "data.text", "source": "python-stdlib", "sequence": 64}
 SHAPE = {"use": "models.llama", "num_layers": 3, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn_hidden": 128}
 
 

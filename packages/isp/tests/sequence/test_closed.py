@@ -17,7 +17,7 @@ from sley_testing.plans import changed, small_plan
 OWN = Path(__file__).parent / "own"
 PLAN = small_plan(
     run__steps=1,
-    data={"use": "core.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
+    data={"use": "data.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
     batch={"global_size": 2, "micro_size": 1},
     optimizer={"use": "core.sgd", "lr": 1e-2},
 )

@@ -14,7 +14,7 @@ NEEDS_COMPILER = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("cl
 PLAN = {
     "run": {"name": "compiled", "steps": 2, "device": "cpu"},
     "model": {"use": "models.llama", "num_layers": 1, "hidden": 16, "heads": 4, "kv_heads": 2},
-    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
+    "data": {"use": "data.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
     "batch": {"global_size": 1, "micro_size": 1},
     "optimizer": {"use": "core.sgd", "lr": 0.1},
     "sequence": {"use": "isp.all_to_all"},

@@ -17,7 +17,7 @@ from sley_testing.runs import assert_parity, record, same_on_all
 OWN = Path(__file__).parent / "own"
 PLAN = small_plan(
     model={"factory": "attentive:layers", "options": {"wrapped": True}},
-    data={"use": "core.text", "source": "python-stdlib", "sequence": 48, "documents": "cut"},
+    data={"use": "data.text", "source": "python-stdlib", "sequence": 48, "documents": "cut"},
     batch__global_size=4,
     optimizer={"use": "core.sgd", "lr": 1e-2},
 )

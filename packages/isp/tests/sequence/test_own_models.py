@@ -18,7 +18,7 @@ OWN = Path(__file__).parent / "own"
 EXAMPLES = Path(__file__).parents[4] / "examples" / "models"
 PLAN = small_plan(
     model={"factory": "attentive:layers"},
-    data={"use": "core.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
+    data={"use": "data.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
     batch__global_size=4,
     optimizer={"use": "core.adamw", "lr": 1e-2},
 )

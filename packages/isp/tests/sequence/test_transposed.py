@@ -85,7 +85,7 @@ def first_step(heads):
     """What the first step of a plan says that names the attention of `transposed`."""
     plan = small_plan(
         model={"factory": "transposed:layers", "options": {"heads": heads}},
-        data={"use": "core.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
+        data={"use": "data.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
         parallel={"sp": 2, "dp": 1},
         sequence={"use": "isp.all_to_all", "modules": ["*.attend"]},
     )

@@ -23,7 +23,7 @@ from sley_core.errors import PlanError
 from sley_models.rotary import Rotary
 
 if TYPE_CHECKING:
-    from sley_core.api.model import DataInfo
+    from sley_core.api.data import DataInfo
     from sley_models.config import LlamaConfig
 
 

@@ -47,7 +47,7 @@ these characters stand for themselves.
 """
 
 
-PLUGINS = (CORE, "models", "checkpoint")
+PLUGINS = (CORE, "data", "models", "checkpoint")
 """The plugins whose tables the page has: what most plans use."""
 
 

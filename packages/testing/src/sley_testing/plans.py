@@ -23,7 +23,7 @@ Tables = dict[str, Any]
 _SMALL: Tables = {
     "run": {"name": "small", "steps": 3, "device": "cpu", "seed": 7},
     "model": {"use": "models.llama", "num_layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn_hidden": 24},
-    "data": {"use": "core.text", "files": ["text/*.txt"], "sequence": 24, "separator": "\n\n", "held_out": 0.1},
+    "data": {"use": "data.text", "files": ["text/*.txt"], "sequence": 24, "separator": "\n\n", "held_out": 0.1},
     "batch": {"global_size": 8, "micro_size": 2},
     "optimizer": {"use": "core.adamw", "lr": 3e-3, "clip_norm": 0.5},
     "precision": {"compute": "fp64"},
@@ -43,7 +43,9 @@ def loader_of(plugins: Mapping[str, Any]) -> Loader:
     """Returns a loader of `plugins`, by name, that finds nothing else that is installed but what `small_plan` names, and what
     saves a run.
     """
-    return Loader({name: import_module(f"sley_{name}.plugin") for name in ("models", "checkpoint")} | dict(plugins))
+    return Loader(
+        {name: import_module(f"sley_{name}.plugin") for name in ("data", "models", "checkpoint")} | dict(plugins)
+    )
 
 
 def changed(tables: Mapping[str, Any], **changes: Any) -> Tables:

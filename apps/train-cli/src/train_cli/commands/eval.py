@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sley_core.data.config import TextConfig
-from sley_core.data.reading import trained_on
 from sley_core.errors import PlanError, SleyError
 from sley_core.losses.config import CrossEntropyConfig
+from sley_core.records import DatasetRecord
 from train_cli.console import say
 from train_cli.opening import repeats
 from train_cli.trained import plan_of, trained_run
@@ -60,10 +59,11 @@ def eval(
 
 def _trained_on(own: Plan, plan: Plan) -> str:
     """Returns in words which documents that `plan` evaluates the run was trained on. own: the run's plan, with its own data."""
-    trained, evaluated = own.data.config, plan.data.config
-    if not isinstance(trained, TextConfig) or not isinstance(evaluated, TextConfig):
+    record = plan.data.record
+    if not isinstance(record, DatasetRecord) or record.trained_on is None or own.data.name != plan.data.name:
         return ""
-    return trained_on(trained, evaluated)
+    words: str = record.load(record.trained_on)(own.data.config, plan.data.config)
+    return words
 
 
 def _with_remedy(error: PlanError) -> SleyError:
@@ -76,6 +76,7 @@ def _with_remedy(error: PlanError) -> SleyError:
 
 
 def _is_nats_per_byte(plan: Plan) -> bool:
-    data, loss = plan.data.config, plan.loss.config
-    is_plain = isinstance(loss, CrossEntropyConfig) and not loss.label_smoothing
-    return is_plain and isinstance(data, TextConfig) and data.tokenizer is None
+    record, loss = plan.data.record, plan.loss.config
+    if not isinstance(loss, CrossEntropyConfig) or loss.label_smoothing or not isinstance(record, DatasetRecord):
+        return False
+    return record.text_ids is not None and record.load(record.text_ids)(plan.data.config, None).is_bytes

@@ -6,7 +6,7 @@ Prints Sley's own packages as folders of a clone, since no index has them; plugi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import typer
@@ -29,7 +29,8 @@ def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
     """Print a requirement for each package that the plan needs; in a clone of Sley: pip install $(train-cli needs plan.toml)"""
     document = read_file(plan, overrides or [])
     loader = Loader()
-    lines = {CORE: f"-e {folder_of(CORE, ','.join(_extras(document)))}", "train-cli": "-e apps/train-cli"}
+    extras = _extras(document)
+    lines = {CORE: f"-e {folder_of(CORE, extras[CORE])}", "train-cli": "-e apps/train-cli"}
     named = dict(reversed([*_named_plugins(document, loader)]))  # the first path of each
     timer = ""
     try:
@@ -44,7 +45,7 @@ def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
         if name in lines:
             continue
         try:
-            lines[name] = _requirement(name, loader)
+            lines[name] = _requirement(name, loader, extras)
         except PluginError as error:
             lines[name] = ""
             unknown += [
@@ -62,18 +63,17 @@ def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
         say(note)
 
 
-def _extras(document: Document) -> Iterator[str]:
-    """Yields the extras of core that the plan needs, each once."""
-    if "tokenizer" in _table(document, "data"):
-        yield "tokenizers"
+def _extras(document: Document) -> dict[str, str]:
+    """Returns the extras that the plan needs, separated by commas, by the plugin that has them."""
     named = {value for _, value in _strings(document.tables.get("metrics"))}
-    yield from (writer for writer in ("tensorboard", "wandb") if f"core.{writer}" in named)
+    writers = (writer for writer in ("tensorboard", "wandb") if f"core.{writer}" in named)
+    return {CORE: ",".join(writers), "data": "tokenizers" if "tokenizer" in _table(document, "data") else ""}
 
 
-def _requirement(name: str, loader: Loader) -> str:
+def _requirement(name: str, loader: Loader, extras: Mapping[str, str]) -> str:
     """Returns the line for pip of plugin `name`; raises PluginError if it is neither ours nor installed."""
     if name in FIRST_PARTY or name in EXAMPLES:
-        return f"-e {folder_of(name)}"
+        return f"-e {folder_of(name, extras.get(name, ''))}"
     match loader.found(name):
         case [one]:
             return f"{one.dist}=={one.version}" if one.version != "0" else one.dist
@@ -87,7 +87,7 @@ def _named_plugins(document: Document, loader: Loader) -> Iterator[tuple[str, Ke
     Which fields beside `use` name records only the plugin knows, and it may not be installed: the values of other fields count
     if they have the form of a record of a known plugin.
     """
-    known = {*FIRST_PARTY, *EXAMPLES, *loader.names()}
+    known = {*FIRST_PARTY, *EXAMPLES, *loader.names()} - {"data"}  # only `use` names its records: `data.json` is a file
     for path, value in _strings(document.tables):
         match = _RECORD.fullmatch(value)
         if match and (path[-1] == "use" or match[1] in known):

@@ -1,6 +1,5 @@
 """Gives plugins and models of one's own layers, patches of their forwards, attention, seeds, and a loss's chunks."""
 
-from sley_core.data.dataset import DataInfo
 from sley_core.engine.call import Recompute, aside, is_aside, tensors_in
 from sley_core.engine.positions import as_it_was, attended
 from sley_core.losses.cross_entropy import chunks, wide
@@ -12,7 +11,6 @@ from sley_core.model.seeds import derive
 
 __all__ = [
     "Attention",
-    "DataInfo",
     "ForwardPatch",
     "Layer",
     "Model",

@@ -7,7 +7,7 @@ dataset with fields of its own needs no code elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -38,6 +38,13 @@ class Field:
     batch_dim: int = 0
     sequence_dim: int | None = None
     ids: Literal["token", "label"] | None = None
+
+
+TOKEN_FIELDS = {"tokens": Field("int64", 0, 1, ids="token"), "labels": Field("int64", 0, 1, ids="label")}
+"""Tokens and labels, both [b, s]. A label is the next token: labels are shifted already."""
+
+BOUNDARY_FIELDS = {"positions": Field("int64", 0, 1), "cu_seqlens": Field("int32", 0, None)}
+"""Documents in a row of tokens: positions [b, s] within each document, and the starts of the documents, [b, n + 1]."""
 
 
 @dataclass(frozen=True)
@@ -114,3 +121,24 @@ def is_stream(dataset: Any) -> bool:
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(dataset).__mro__}
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     return not indexed or "torch.utils.data.dataset.IterableDataset" in names
+
+
+class TextIds(Protocol):
+    """Converts text to token ids and back.
+
+    size: ids are below it. end: the id after which a document ends; None if there is none. num_before: how many of the ids that
+    `encode` returns come before the text. is_bytes: whether each id is a byte of the text.
+    """
+
+    size: int
+    end: int | None
+    num_before: int
+    is_bytes: bool
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of `text`, as a document that begins with it has them."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> Iterator[str]:
+        """Yields text as ids come; each character as soon as all of its ids are there."""
+        ...

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from sley_core.data.config import DataConfig, FactoryDataConfig
-from sley_core.data.dataset import AnyDataset, DataContext, DataInfo, Field, Sample, is_stream
-from sley_core.data.packing import TOKENS
-from sley_core.data.pin import pin_problem
+from sley_core.data.dataset import TOKEN_FIELDS, AnyDataset, DataContext, DataInfo, Field, Sample, is_stream
 from sley_core.errors import PlanError
 from sley_core.factory import cause, import_factory
 from sley_core.table import Table
@@ -58,7 +56,7 @@ def samples_per_epoch(dataset: AnyDataset, config: Table) -> int | None:
             raise PlanError("data-changed", message, path=("data", "samples_per_epoch"), hint="remove the key")
         return None
     count = len(cast(Any, dataset))
-    problem = pin_problem(config, count)
+    problem = config.changed(count)
     if problem is not None:
         raise PlanError(problem.code, problem.message, path=problem.path, hint=problem.hint)
     return count
@@ -126,7 +124,7 @@ class _Declared:
                 message = f"`{key}` in a sample of `{self._name}` is a {type(value).__name__}, not a tensor"
                 raise _invalid(message, "a sample is a dict of tensors")
         if _are_token_ids(first, num_dims=1 if own is None else 2):
-            return dict(TOKENS)
+            return dict(TOKEN_FIELDS)
         return {str(key): Field(str(value.dtype).removeprefix("torch.")) for key, value in first.items()}
 
     def _first(self) -> Any:
@@ -172,8 +170,8 @@ def _require_context(component: Component) -> None:
 
 
 def _are_token_ids(values: Mapping[str, Tensor], num_dims: int) -> bool:
-    """Returns whether `values` are those of core's own datasets: `tokens` and `labels`, int64, of one shape."""
-    if values.keys() != TOKENS.keys():
+    """Returns whether `values` are tokens with their labels: `tokens` and `labels`, int64, of one shape."""
+    if values.keys() != TOKEN_FIELDS.keys():
         return False
     kinds = {(value.dtype, value.shape) for value in values.values()}
     return len(kinds) == 1 and all(value.dtype == torch.int64 and value.ndim == num_dims for value in values.values())

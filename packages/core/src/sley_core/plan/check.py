@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sley_core.discovery import to_install
 from sley_core.errors import Diagnostic, KeyPath, PlanError
 from sley_core.optim.config import FactoryOptimizerConfig, scope_of
-from sley_core.plan.check_tables import check_tables
+from sley_core.plan.check_tables import check_data, check_tables
 from sley_core.plan.document import by_place
 from sley_core.plan.tables import OPTIONAL, TABLES, ModelConfig
 from sley_core.records import (
@@ -58,6 +58,7 @@ def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
         problems += check_tables(own)
     else:
         problems += [*check_tables(own, topology.dp), *_optimizer(plan, topology), *check_handlers(plan, topology)]
+        problems += check_data(plan.data, plan.model, evaluates=plan.evaluation is not None)
         found += _schedule(plan, topology)
         for _, more in plan.call("sley_check_plan", plan=plan, topology=topology):
             problems += more

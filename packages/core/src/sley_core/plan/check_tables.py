@@ -1,8 +1,9 @@
-"""Checks core's own tables against each other. Needs no plugin, so a plan with other mistakes is checked too."""
+"""Checks core's own tables against each other, and the data with its files; also in a plan that has other mistakes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from sley_core.errors import KeyPath
 from sley_core.plan.tables import (
@@ -13,8 +14,11 @@ from sley_core.plan.tables import (
     RunTable,
     TimelineTable,
 )
-from sley_core.records import Problem
+from sley_core.records import DatasetRecord, Problem
 from sley_core.table import Table
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Component
 
 ACCUMULATION = {"fp32": ("fp32",), "bf16": ("fp32", "bf16"), "fp16": ("fp32",), "fp64": ("fp64",)}
 """The supported dtypes of `compute`, each with those of `gradients`, the default first; the plan's format allows more."""
@@ -40,6 +44,16 @@ def check_tables(tables: Mapping[str, Table | None], dp: int | None = None) -> I
         dp = parallel.dp
     if isinstance(batch, BatchTable) and dp is not None:
         yield from _batch(batch, dp)
+
+
+def check_data(data: Component, model: Component | None, *, evaluates: bool) -> Iterator[Problem]:
+    """Yields what the record of `data` finds wrong with its table and its files; a factory's data is checked when it is built.
+
+    model: None if its table has a mistake. evaluates: whether the plan needs held-out data.
+    """
+    if isinstance(data.record, DatasetRecord) and data.record.check is not None:
+        vocab_size = None if model is None or model.record is None else getattr(model.config, "vocab_size", None)
+        yield from data.record.load(data.record.check)(data.config, evaluates=evaluates, vocab_size=vocab_size)
 
 
 def _gradients(precision: PrecisionTable) -> Iterator[Problem]:

@@ -81,7 +81,7 @@ def no_factory(spec: ComponentTable, path: KeyPath, known: str | None) -> tuple[
     return message, (*path, "factory"), f"{hint}; {known}" if known else hint
 
 
-OF_SLEY: dict[RecordKind, str] = {"models": "models.llama"}
+OF_SLEY: dict[RecordKind, str] = {"datasets": "data.text", "models": "models.llama"}
 """By kind, the record of another package of Sley's that a plan may begin with, where core has none."""
 
 

@@ -34,7 +34,7 @@ from sley_core.records import GradientHandlerRecord, Record, ScheduleRecord, Sch
 from sley_core.table import RecordKind, Table
 from sley_core.words import suggestion
 
-FIRST_PARTY = ("checkpoint", "dp", "isp", "memory", "models", "pp")
+FIRST_PARTY = ("checkpoint", "data", "dp", "isp", "memory", "models", "pp")
 """Plugins of Sley's own distributions `sley-<name>`."""
 
 

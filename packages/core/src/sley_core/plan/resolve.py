@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from sley_core.discovery import CORE
 from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError, dotted
-from sley_core.plan.check_tables import check_tables
+from sley_core.plan.check_tables import check_data, check_tables
 from sley_core.plan.defaults import default_list, default_of, is_named_by, no_factory, of_core, origins, without_default
 from sley_core.plan.document import MOST_PROBLEMS, Document, by_place, first_of
 from sley_core.plan.faults import faults, unknown_key
@@ -151,11 +151,9 @@ class _Resolver:
         if not self.problems:
             self._faults(self.own_names.unused())
         if self.problems:
-            from sley_core.data.check import check_table  # imported only for a plan with mistakes
-
             found = list(check_tables(parts))
             if parts["data"] is not None:
-                found += check_table(parts["data"].config, evaluates=parts["evaluation"] is not None)
+                found += check_data(parts["data"], parts["model"], evaluates=parts["evaluation"] is not None)
             self.problems += [self.document.diagnostic(one.code, one.message, one.path, one.hint) for one in found]
             kind = PluginError if any(found.code.startswith("plugin-") for found in self.problems) else PlanError
             raise kind.many(by_place(self.problems))

@@ -19,7 +19,7 @@ TOKENIZER = (
 """What `save_pretrained` of a tokenizer writes, by the kind of tokenizer."""
 
 
-DRAWN = ("dropout", "alpha", "nbest_size")
+RANDOM_SETTINGS = ("dropout", "alpha", "nbest_size")
 """Settings of BPE and Unigram with which a text becomes other tokens each time."""
 
 
@@ -28,7 +28,7 @@ def without_settings(text: str) -> str:
     try:
         content = json.loads(text)
         off = {key: None for key in ("truncation", "padding") if content.get(key) is not None}
-        drawn = {key: None for key in DRAWN if content["model"].get(key) is not None}
+        drawn = {key: None for key in RANDOM_SETTINGS if content["model"].get(key) is not None}
     except (ValueError, AttributeError, KeyError, TypeError):
         return text  # another version's, or no tokenizer: whoever loads it says so
     if not off and not drawn:

@@ -81,14 +81,15 @@ def _found(
     plan: Plan, world: int, machine: MachineFile, limit: int | None, top: int, keep: Sequence[Axis], *, verify: bool
 ) -> tuple[SearchFound, Sequence[str]]:
     """Returns what a search found, and the plugins that it could not load. Raises SleyError with its place in the plan."""
-    from sley_core.data.check import check_data
+    from sley_core.plan.check_tables import check_data
     from sley_estimate.search.choices import choices_of
     from sley_estimate.search.find import find
     from sley_estimate.search.layouts import Layouts
     from sley_estimate.search.quick import Quick
 
     # Such as files that are not there, which every layout would be left out for.
-    if problems := [plan.diagnostic(one.code, one.message, one.path, one.hint) for one in check_data(plan)]:
+    wrong = check_data(plan.data, plan.model, evaluates=plan.evaluation is not None)
+    if problems := [plan.diagnostic(one.code, one.message, one.path, one.hint) for one in wrong]:
         raise PlanError.many(problems)
     choices = choices_of(plan)
     try:

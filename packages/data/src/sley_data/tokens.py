@@ -1,4 +1,4 @@
-"""`core.tokens`: files of token ids, mapped into memory and read where a sample lies."""
+"""`data.tokens`: files of token ids, mapped into memory and read where a sample lies."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import sys
 import warnings
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from sley_core.data.config import TokensConfig
-from sley_core.data.dataset import DataContext
-from sley_core.data.digest import digest_of
-from sley_core.data.documents import as_error, token_files
-from sley_core.data.split import copied_tokens
-from sley_core.data.token_array import TokenArray
-from sley_core.data.token_dataset import TokenDataset
+from sley_core.api.data import DataContext
+from sley_data.config import TokensConfig
+from sley_data.documents import as_error, token_files
+from sley_data.split import copied_tokens
+from sley_data.token_array import TokenArray
+from sley_data.token_dataset import TokenDataset, digest_of
 
 
 class TokensDataset(TokenDataset):
@@ -43,9 +43,8 @@ class TokensDataset(TokenDataset):
     def data_digest(self) -> str:
         """A digest of the files' sizes and of blocks of tokens spread over each file: at most 128 KiB of it are read."""
         tokens, _ = self._data
-        return digest_of(
-            {"size": torch.tensor(part.numel()), "blocks": torch.cat(list(_blocks(part)))} for part in tokens.parts
-        )
+        pairs = ((torch.tensor(part.numel()), torch.cat(list(_blocks(part)))) for part in tokens.parts)
+        return digest_of(chain.from_iterable(pairs))
 
     def load(self) -> tuple[TokenArray, Tensor | None]:
         """Maps the split's files; returns them as one stream, and the offsets of its documents, or None if they are not

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
+import json
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sley_core.discovery import CORE, to_install
+from sley_core.api.data import TextIds
+from sley_core.api.files import RANDOM_SETTINGS
+from sley_core.api.plan import Table
 from sley_core.errors import PlanError, PluginError
-from sley_core.weight_files.tokenizers import DRAWN
+from sley_data.config import NUM_BYTES, TextConfig
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Implementation
@@ -19,6 +23,10 @@ BATCH = 256
 """Documents that are encoded in one call, which distributes them over the threads of `tokenizers`."""
 
 NAME = "tokenizer.json"
+
+INSTALL = (
+    """install sley-data[tokenizers], in a clone of Sley's repository: `pip install -e "packages/data[tokenizers]"`"""
+)
 
 
 class Tokenizer:
@@ -105,7 +113,7 @@ def _load(path: Path) -> Implementation:
             "tokenizers-missing",
             "`tokenizer` needs the package `tokenizers`, which is not installed",
             path=("data", "tokenizer"),
-            hint=to_install(CORE, "tokenizers"),
+            hint=INSTALL,
         ) from None
     path = _file(path)
     try:
@@ -115,7 +123,7 @@ def _load(path: Path) -> Implementation:
         raise PlanError("tokenizer-invalid", message, path=("data", "tokenizer")) from None
     loaded.no_truncation()
     loaded.no_padding()
-    for name in DRAWN:
+    for name in RANDOM_SETTINGS:
         if getattr(loaded.model, name, None) is not None:
             setattr(loaded.model, name, None)
     return loaded
@@ -145,3 +153,76 @@ def _text(name: str, content: bytes) -> str:
             path=("data", "files"),
             hint="convert the file, or leave `tokenizer` out and train on bytes, which take any encoding",
         ) from None
+
+
+class Utf8(TextIds):
+    """Takes the bytes of UTF-8 as token ids."""
+
+    size = NUM_BYTES
+    end = None
+    num_before = 0
+    is_bytes = True
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Iterable[int]) -> Iterator[str]:
+        """Yields the text of token ids that are bytes of UTF-8, as far as each completes characters."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for one in ids:
+            yield decoder.decode(bytes([one]))
+        yield decoder.decode(b"", final=True)
+
+
+class Tokenized(TextIds):
+    """Takes the ids of a tokenizer."""
+
+    is_bytes = False
+
+    def __init__(self, tokenizer: Tokenizer, end: int | None = None) -> None:
+        """end: the id after which a document ends, if the tokenizer does not say it."""
+        self._tokenizer = tokenizer
+        self.size, self.end = tokenizer.vocab_size, tokenizer.end_of_document if end is None else end
+        self.num_before = 0
+
+    def encode(self, text: str) -> list[int]:
+        ids, self.num_before = self._tokenizer.encode_prompt(text)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> Iterator[str]:
+        """Yields the text that each token id adds, once its characters are complete."""
+        so_far: list[int] = []
+        told = ""
+        for one in ids:
+            so_far.append(one)
+            text = self._tokenizer.decode(so_far)
+            # Later tokens may complete a character; what was told before does not change.
+            if text.startswith(told) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield text[len(told) :]
+                told = text
+        yield self._tokenizer.decode(so_far).removeprefix(told)
+
+
+def text_ids(config: Table, tokenizer: Path | None) -> TextIds:
+    """Returns the ids of the text of a `data.text` table, or, for any table, those of `tokenizer`: `DatasetRecord.text_ids`.
+
+    A document ends with the table's `end_of_document`, or else with the `eos_token` of the `tokenizer_config.json` beside a
+    given tokenizer.
+    """
+    end = getattr(config, "end_of_document", None)
+    if tokenizer is None:
+        assert isinstance(config, TextConfig), config
+        return Utf8() if config.tokenizer is None else Tokenized(Tokenizer(config.tokenizer, end))
+    end = _end_token(tokenizer) if end is None else end
+    return Tokenized(Tokenizer(tokenizer, end if isinstance(end, str) else None), end if isinstance(end, int) else None)
+
+
+def _end_token(tokenizer: Path) -> str | None:
+    """Returns the `eos_token` that transformers knows of a tokenizer, from the file beside it; None if there is none."""
+    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    try:
+        found = json.loads((folder / "tokenizer_config.json").read_text("utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return None
+    token = found.get("content") if isinstance(found, dict) else found
+    return token if isinstance(token, str) else None

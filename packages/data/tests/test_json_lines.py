@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from sley_core.data.check import check_table
-from sley_core.data.config import TextConfig
 from sley_core.data.dataset import DataContext
-from sley_core.data.documents import text_files
-from sley_core.data.reading import read_documents
-from sley_core.data.text import TextDataset
 from sley_core.errors import PlanError
+from sley_data.check import check
+from sley_data.config import TextConfig
+from sley_data.documents import text_files
+from sley_data.reading import read_documents
+from sley_data.text import TextDataset
 
 LINES = [{"id": 1, "text": 'a "quoted"\nline'}, {"text": ""}, {"text": "schön"}]
 
@@ -36,7 +36,7 @@ def test_each_line_is_a_document(path: Path) -> None:
     assert not problems
     found = list(read_documents(files, table, "train"))
     assert found == [("corpus.jsonl#1", b'a "quoted"\nline'), ("corpus.jsonl#3", "schön".encode())]
-    assert list(check_table(table, evaluates=False)) == []
+    assert list(check(table, evaluates=False)) == []
     assert bytes(TextDataset(table, DataContext())[0]["tokens"].tolist()) == b'a "q'
 
 
@@ -53,12 +53,12 @@ def test_lines_are_held_out_one_by_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["corpus.jsonl", "corpus.NDJSON"])
 def test_braces_are_no_text_unless_the_plan_says_so(path: Path, name: str) -> None:
     named = path.rename(path.parent / name)
-    (problem,) = check_table(config(named), evaluates=False)
+    (problem,) = check(config(named), evaluates=False)
     assert (problem.code, problem.path) == ("data-json", ("data", "files"))
     assert "`field = " in str(problem.hint)
     with pytest.raises(PlanError, match="JSON lines"):
         len(TextDataset(config(named), DataContext()))
-    assert list(check_table(config(named, separator="\n"), evaluates=False)) == []
+    assert list(check(config(named, separator="\n"), evaluates=False)) == []
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_line_that_is_no_document_is_named(path: Path, line: str, message: str
         file.seek(0)
         file.truncate()
         file.write('{"text": "fine"}\n\n{"text": "fine too"}\n' + line)
-    (problem,) = check_table(config(path, field="text"), evaluates=False)
+    (problem,) = check(config(path, field="text"), evaluates=False)
     assert problem.code == "data-json"
     with pytest.raises(PlanError, match=message):
         len(TextDataset(config(path, field="text"), DataContext()))
@@ -86,7 +86,7 @@ def test_a_line_that_is_no_document_is_named(path: Path, line: str, message: str
 def test_the_first_line_of_a_large_corpus_is_looked_at(tmp_path: Path) -> None:
     path = tmp_path / "large.jsonl"
     path.write_text('{"content": "' + "x" * (1 << 20) + '"}\n', "utf-8")
-    (problem,) = check_table(config(path, field="text"), evaluates=False)
+    (problem,) = check(config(path, field="text"), evaluates=False)
     assert problem.hint == "its keys are `content`"
 
 

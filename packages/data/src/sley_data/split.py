@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from mmap import ACCESS_READ, mmap
 
-from sley_core.data.documents import File
-from sley_core.data.formats import opened
 from sley_core.records import Problem
+from sley_data.documents import File
+from sley_data.formats import opened
 
 _PIECE = 1 << 10
 """Bytes of each of the pieces of a token file that are looked for in others."""

@@ -1,18 +1,20 @@
-"""The common part of `core.text` and `core.tokens`: turns documents into samples of one length, loaded when first needed."""
+"""The common part of `data.text` and `data.tokens`: turns documents into samples of one length, loaded when first needed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
-from sley_core.data import packing
-from sley_core.data.config import Documents
-from sley_core.data.counts import num_windows
-from sley_core.data.dataset import DataInfo, Sample
-from sley_core.data.token_array import TokenArray
+from sley_core.api.data import DataInfo, Sample
 from sley_core.errors import PlanError
+from sley_data import packing
+from sley_data.config import Documents
+from sley_data.counts import num_windows
+from sley_data.token_array import TokenArray
 
 
 class TokenDataset:
@@ -83,6 +85,15 @@ class TokenDataset:
         if self._documents == "cut":
             return packing.cut_sample(tokens, index, self._sequence)
         return packing.pack_sample(tokens, offsets, index, self._sequence, self._max_documents)
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """Returns a digest of dtypes, shapes and values of `tensors`, which are on the host."""
+    digest = blake2b(digest_size=16)
+    for each in tensors:
+        digest.update(f"{each.dtype}{tuple(each.shape)}".encode())
+        digest.update(each.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def too_short(num_tokens: int, sequence: int) -> PlanError:

@@ -50,7 +50,7 @@ _MARKS = {
     rb"version https://git-lfs": ("a pointer of Git LFS, and not the file", "download the file: `git lfs pull`"),
     rb"\x93NUMPY": (
         "a file of numpy, whose header would be read too",
-        'write raw ids, for `core.tokens`: `numpy.load("...").astype("uint16").tofile("tokens.bin")`',
+        'write raw ids, for `data.tokens`: `numpy.load("...").astype("uint16").tofile("tokens.bin")`',
     ),
 }
 """Formats that are refused, by their mark: which they are, and what to do."""

@@ -3,59 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from sley_core.data.config import NUM_BYTES, DataConfig, TextConfig, TokensConfig
-from sley_core.data.documents import File, Found, text_files, token_files
-from sley_core.data.pin import pin_problem
-from sley_core.data.reading import documents_inside, of_split
-from sley_core.data.sizes import count_samples
-from sley_core.data.split import copied_tokens
-from sley_core.data.tokenizer import Tokenizer
+from sley_core.api.plan import DataConfig
 from sley_core.errors import SleyError
 from sley_core.records import Problem
-
-if TYPE_CHECKING:
-    from sley_core.plan.plan import Plan
-
-
-def check_data(plan: Plan) -> Iterable[Problem]:
-    """Yields the problems of `core.text` and `core.tokens` data; a factory's data is checked when it is built."""
-    config = plan.data.config
-    assert isinstance(config, DataConfig), config
-    yield from check_table(config, evaluates=plan.evaluation is not None)
-    yield from _vocabulary(plan, config)
+from sley_data.config import NUM_BYTES, TextConfig, TokensConfig
+from sley_data.documents import File, Found, text_files, token_files
+from sley_data.reading import documents_inside, of_split
+from sley_data.sizes import count_samples
+from sley_data.split import copied_tokens
+from sley_data.tokenizer import Tokenizer
 
 
-def _vocabulary(plan: Plan, config: DataConfig) -> Iterator[Problem]:
-    """Yields a problem if a plugin's model has a smaller `vocab_size` than the data has token ids."""
-    rows = getattr(plan.model.config, "vocab_size", None)
-    if plan.model.record is None or not isinstance(rows, int):
-        return
+def check(config: DataConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
+    """Yields the problems of a table of `data.text` or `data.tokens`: `DatasetRecord.check`."""
+    assert isinstance(config, TextConfig | TokensConfig), config
+    yield from _of_table(config, evaluates=evaluates)
     try:
         count = _num_ids(config)
     except SleyError:
         return  # reported already
-    if count is not None and rows < count:
-        message = f"vocab_size = {rows} is less than the {count} token ids of the data"
+    if vocab_size is not None and vocab_size < count:
+        message = f"vocab_size = {vocab_size} is less than the {count} token ids of the data"
         yield Problem(("model", "vocab_size"), message, "leave it out, or raise it", "model-vocabulary")
 
 
-def _num_ids(config: DataConfig) -> int | None:
-    """Returns the number of token ids of the data, or None if it cannot be known before the data is built."""
-    if isinstance(config, TextConfig):
-        return NUM_BYTES if config.tokenizer is None else Tokenizer(config.tokenizer, None).vocab_size
-    return config.vocab_size if isinstance(config, TokensConfig) else None
+def _num_ids(config: TextConfig | TokensConfig) -> int:
+    if isinstance(config, TokensConfig):
+        return config.vocab_size
+    return NUM_BYTES if config.tokenizer is None else Tokenizer(config.tokenizer, None).vocab_size
 
 
-def check_table(config: DataConfig, *, evaluates: bool) -> Iterator[Problem]:
-    """Yields the problems of one `[data]` table, for `check_data`; `evaluates` says whether held-out data is needed.
-
-    Problems: files missing, empty or of odd size; a tokenizer missing, invalid or not installed; splits that are empty
-    or shorter than one sample, if sizes tell; another number of samples than the plan is pinned to.
+def _of_table(config: TextConfig | TokensConfig, *, evaluates: bool) -> Iterator[Problem]:
+    """Yields the problems of the table alone: files missing, empty or of odd size; a tokenizer missing, invalid or not
+    installed; splits that are empty or shorter than one sample, if sizes tell; another number of samples than the plan was
+    resolved for.
     """
-    if not isinstance(config, TextConfig | TokensConfig):
-        return
     train, held_out = _files(config)
     problems = list(dict.fromkeys((*train[1], *held_out[1], *_tokenizer_problems(config))))
     if not problems:
@@ -103,7 +86,7 @@ def _first_lines(config: TextConfig | TokensConfig, files: Iterable[File]) -> It
 
 
 def _tokenizer_problems(config: TextConfig | TokensConfig) -> Iterator[Problem]:
-    """Yields what is wrong with the tokenizer of a `core.text` table, by loading it."""
+    """Yields what is wrong with the tokenizer of a `data.text` table, by loading it."""
     if isinstance(config, TokensConfig) or config.tokenizer is None:
         return
     try:
@@ -137,7 +120,7 @@ def _train_problems(config: TextConfig | TokensConfig, count: int | None, alone:
     elif count == 0:
         hint = "give more data or a smaller `sequence`"
         yield Problem(("data", "sequence"), f"the data is shorter than {_sample(config)}", hint, "data-short")
-    elif count is not None and (problem := pin_problem(config, count)):
+    elif count is not None and (problem := config.changed(count)):
         yield problem
 
 

@@ -9,20 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sley_core.data.config import Documents
-from sley_core.data.counts import num_windows, window
-from sley_core.data.dataset import IGNORED, Field, Sample
-from sley_core.data.token_array import TokenArray
+from sley_core.api.data import BOUNDARY_FIELDS, IGNORED, TOKEN_FIELDS, Field, Sample
+from sley_data.config import Documents
+from sley_data.counts import num_windows, window
+from sley_data.token_array import TokenArray
 
 WINDOW_BLOCK = 1 << 20
-
-TOKENS = {"tokens": Field("int64", 0, 1, ids="token"), "labels": Field("int64", 0, 1, ids="label")}
-BOUNDARIES = {"positions": Field("int64", 0, 1), "cu_seqlens": Field("int32", 0, None)}
 
 
 def token_fields(documents: Documents) -> dict[str, Field]:
     """Returns the fields of a batch: tokens and labels [b, s]; packed, also positions [b, s] and cu_seqlens [b, n + 1]."""
-    return TOKENS | BOUNDARIES if documents == "pack" else dict(TOKENS)
+    return TOKEN_FIELDS | BOUNDARY_FIELDS if documents == "pack" else dict(TOKEN_FIELDS)
 
 
 def cut_sample(tokens: TokenArray, index: int, sequence: int) -> Sample:

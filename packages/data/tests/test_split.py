@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sley_core.data.check import check_table
-from sley_core.data.config import TextConfig, TokensConfig
 from sley_core.data.dataset import DataContext, Split
-from sley_core.data.documents import text_files
-from sley_core.data.reading import read_documents
-from sley_core.data.sizes import num_samples
-from sley_core.data.split import Content, among, content_of, in_share
-from sley_core.data.text import TextDataset
-from sley_core.data.tokens import TokensDataset
 from sley_core.errors import PlanError
+from sley_data.check import check
+from sley_data.config import TextConfig, TokensConfig
+from sley_data.documents import text_files
+from sley_data.reading import read_documents
+from sley_data.sizes import num_samples
+from sley_data.split import Content, among, content_of, in_share
+from sley_data.text import TextDataset
+from sley_data.tokens import TokensDataset
 
 WAYS: dict[str, dict[str, Any]] = {"files": {}, "separator": {"separator": "\n\n"}, "field": {"field": "text"}}
 
@@ -84,7 +84,7 @@ def test_what_held_out_files_have_is_not_trained_on_and_said(tmp_path: Path, way
     within = TextConfig(files=(tmp_path / "*/*.txt",), held_out_files=held_out_files, **options)
     assert sorted(texts(within, "train")) == sorted(trained)
     every = TextConfig(files=held_out_files, held_out_files=held_out_files, **options)
-    (problem,) = check_table(every, evaluates=True)
+    (problem,) = check(every, evaluates=True)
     assert (problem.code, "`held_out_files`" in problem.message) == ("data-short", True)
 
 
@@ -149,7 +149,7 @@ def test_token_files_of_which_one_has_the_others_tokens(
         vocab_size=5000,
         sequence=4,
     )
-    found = [problem.code for problem in check_table(config, evaluates=True)]
+    found = [problem.code for problem in check(config, evaluates=True)]
     assert found == (["held-out-trained"] if is_trained_on else [])
     data = TokensDataset(config, DataContext(split="held_out"))
     if is_trained_on:
@@ -167,4 +167,4 @@ def test_tokens_that_say_nothing_are_no_copy(tmp_path: Path) -> None:
         vocab_size=5000,
         sequence=4,
     )
-    assert list(check_table(config, evaluates=True)) == []
+    assert list(check(config, evaluates=True)) == []

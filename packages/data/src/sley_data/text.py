@@ -1,4 +1,4 @@
-"""`core.text`: text files as tokens, bytes by default."""
+"""`data.text`: text files as tokens, bytes by default."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from sley_core.data.config import NUM_BYTES, TextConfig
-from sley_core.data.dataset import DataContext
-from sley_core.data.digest import digest_of
-from sley_core.data.documents import as_error, text_files
-from sley_core.data.reading import read_documents
-from sley_core.data.token_array import TokenArray
-from sley_core.data.token_dataset import TokenDataset
-from sley_core.data.tokenizer import Tokenizer
+from sley_core.api.data import DataContext
+from sley_data.config import NUM_BYTES, TextConfig
+from sley_data.documents import as_error, text_files
+from sley_data.reading import read_documents
+from sley_data.token_array import TokenArray
+from sley_data.token_dataset import TokenDataset, digest_of
+from sley_data.tokenizer import Tokenizer
 
 
 class TextDataset(TokenDataset):
@@ -48,7 +47,7 @@ class TextDataset(TokenDataset):
     def data_digest(self) -> str:
         """A digest of every token and of the documents' lengths."""
         tokens, offsets = self._data
-        return digest_of([{"tokens": tokens.parts[0], "offsets": offsets}])
+        return digest_of([tokens.parts[0], offsets])
 
     def load(self) -> tuple[TokenArray, Tensor]:
         """Reads the split's documents, in order; returns their tokens and the offsets of those that are not empty."""

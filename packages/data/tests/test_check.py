@@ -4,7 +4,6 @@ import subprocess
 import sys
 from array import array
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,17 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from sley_core.data.check import check_data, check_table
-from sley_core.data.config import DataConfig, TextConfig, TokensConfig
+from sley_core.data.config import DataConfig
 from sley_core.data.dataset import DataContext
-from sley_core.data.sizes import num_samples
-from sley_core.data.text import TextDataset
-from sley_core.data.tokens import TokensDataset
 from sley_core.errors import KeyPath, PlanError
+from sley_data.check import check
+from sley_data.config import TextConfig, TokensConfig
+from sley_data.sizes import num_samples
+from sley_data.text import TextDataset
+from sley_data.tokens import TokensDataset
 
 
 def found(config: DataConfig, *, evaluates: bool = False) -> list[tuple[KeyPath, str]]:
-    return [(problem.path, problem.code) for problem in check_table(config, evaluates=evaluates)]
+    return [(problem.path, problem.code) for problem in check(config, evaluates=evaluates)]
 
 
 def text(*files: Path, **more: Any) -> TextConfig:
@@ -51,7 +51,6 @@ def test_good_data_has_no_problem(folder: Path) -> None:
     assert found(tokens(folder / "five.bin")) == []
     assert found(tokens(folder / "five.bin", held_out_files=(folder / "other.bin",)), evaluates=True) == []
     assert found(TextConfig(source="python-stdlib", sequence=256), evaluates=True) == []
-    assert found(DataConfig()) == []
 
 
 @pytest.mark.parametrize("documents", ["pack", "cut", "pad"])
@@ -101,7 +100,7 @@ def test_held_out_data_is_needed_only_to_evaluate(folder: Path) -> None:
 def test_a_single_file_that_is_held_out_and_short_is_not_said_to_be_left_to_train_on(folder: Path) -> None:
     """It was said to be held out, and not to be."""
     (folder / "short.txt").write_text("abc", "utf-8")
-    found = list(check_table(text(folder / "short.txt", held_out=0.9999), evaluates=True))
+    found = list(check(text(folder / "short.txt", held_out=0.9999), evaluates=True))
     assert "nothing is left to train on" in found[0].message
     assert not any("none is left to evaluate on" in one.message for one in found)
 
@@ -112,13 +111,13 @@ def test_a_single_file_that_is_held_out_and_short_is_not_said_to_be_left_to_trai
 )
 def test_of_a_single_file_nothing_is_held_out_or_all(folder: Path, share: float, where: str, words: str) -> None:
     """Its length was blamed, of which no more would have helped."""
-    (problem,) = check_table(text(folder / "five.txt", held_out=share), evaluates=True)
+    (problem,) = check(text(folder / "five.txt", held_out=share), evaluates=True)
     assert problem.path[0] == where
     assert words in problem.message
     assert "five.txt` is one document" in problem.message
     assert '`separator = "\\n\\n"`' in str(problem.hint)
     apart = text(folder / "five.txt", held_out=share, separator="x")
-    assert "is one document" not in next(iter(check_table(apart, evaluates=True))).message
+    assert "is one document" not in next(iter(check(apart, evaluates=True))).message
 
 
 def test_a_tokenizer_must_be_there_be_one_and_be_readable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,19 +139,7 @@ def test_a_plan_made_for_other_data_is_refused(folder: Path) -> None:
     assert found(text(folder / "five.txt", samples_per_epoch=2)) == [(("data", "samples_per_epoch"), "data-changed")]
 
 
-def test_a_plan_is_checked_by_its_data_and_whether_it_evaluates(folder: Path) -> None:
-    data = SimpleNamespace(config=text(folder / "five.txt"))
-    plan: Any = SimpleNamespace(data=data, evaluation=None, model=SimpleNamespace(config=None, record=None))
-    assert list(check_data(plan)) == []
-    plan.evaluation = object()
-    assert [problem.path for problem in check_data(plan)] == [("evaluation",)]
-
-
 def test_a_model_with_fewer_rows_than_the_data_has_ids_is_found(folder: Path) -> None:
-    def plan(rows: int | None, config: DataConfig) -> Any:
-        model = SimpleNamespace(config=SimpleNamespace(vocab_size=rows), record=object())
-        return SimpleNamespace(data=SimpleNamespace(config=config), evaluation=None, model=model)
-
     Tokenizer(models.WordLevel({"a": 0, "b": 6}, unk_token="a")).save(str(folder / "tokenizer.json"))
     tables = {
         256: text(folder / "five.txt"),
@@ -161,8 +148,8 @@ def test_a_model_with_fewer_rows_than_the_data_has_ids_is_found(folder: Path) ->
     }
     for count, config in tables.items():
         for rows, codes in ((None, []), (count, []), (count - 1, ["model-vocabulary"])):
-            found = [problem.code for problem in check_data(plan(rows, config)) if problem.path[0] == "model"]
-            assert found == codes, (count, rows)
+            problems = check(config, evaluates=False, vocab_size=rows)
+            assert [problem.code for problem in problems if problem.path[0] == "model"] == codes, (count, rows)
 
 
 @given(
@@ -203,11 +190,11 @@ def test_checking_imports_no_torch(folder: Path) -> None:
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "import sley_core.data.dataset\n"
-        "from sley_core.data.check import check_table\n"
-        "from sley_core.data.config import TextConfig\n"
+        "import sley_data.plugin\n"
+        "from sley_data.check import check\n"
+        "from sley_data.config import TextConfig\n"
         f"config = TextConfig(files=(Path({str(folder / 'five.txt')!r}),), sequence=9)\n"
-        "print(*(problem.code for problem in check_table(config, evaluates=True)), 'torch' in sys.modules)\n"
+        "print(*(problem.code for problem in check(config, evaluates=True)), 'torch' in sys.modules)\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["data-short", "held-out", "False"]

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sley_core.data.config import TOKEN_BYTES, DataConfig, TextConfig, TokensConfig
-from sley_core.data.counts import num_chunks, num_windows
-from sley_core.data.dataset import Split
-from sley_core.data.documents import File, text_files, token_files
-from sley_core.data.reading import documents_inside, of_split, read_documents
-from sley_core.data.tokenizer import Tokenizer
+from sley_core.api.data import Split
+from sley_core.api.plan import DataConfig
+from sley_data.config import TOKEN_BYTES, TextConfig, TokensConfig
+from sley_data.counts import num_chunks, num_windows
+from sley_data.documents import File, text_files, token_files
+from sley_data.reading import documents_inside, of_split, read_documents
+from sley_data.tokenizer import Tokenizer
 
 ALWAYS_READ = 1 << 20
 """Text of at most this many bytes is read, and tokenized, for an exact count."""

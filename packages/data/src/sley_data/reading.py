@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 from pathlib import Path
 
-from sley_core.data.config import TextConfig
-from sley_core.data.dataset import Split
-from sley_core.data.documents import File, as_error, text_files
-from sley_core.data.formats import opened
-from sley_core.data.split import Content, among, content_of, content_of_file, in_share
+from sley_core.api.data import Split
 from sley_core.errors import PlanError
+from sley_data.config import TextConfig
+from sley_data.documents import File, as_error, text_files
+from sley_data.formats import opened
+from sley_data.split import Content, among, content_of, content_of_file, in_share
 
 _COMPARED = 1 << 30
 """Bytes of documents inside files that are read at most, to compare those of an evaluation with them."""

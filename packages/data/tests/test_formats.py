@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from sley_core.data.check import check_table
-from sley_core.data.config import TextConfig, TokensConfig
 from sley_core.data.dataset import DataContext
-from sley_core.data.documents import find_files, text_files
-from sley_core.data.reading import read_documents
-from sley_core.data.sizes import num_samples
-from sley_core.data.text import TextDataset
 from sley_core.errors import PlanError
+from sley_data.check import check
+from sley_data.config import TextConfig, TokensConfig
+from sley_data.documents import find_files, text_files
+from sley_data.reading import read_documents
+from sley_data.sizes import num_samples
+from sley_data.text import TextDataset
 
 PACKED = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "txt": bytes}
 
@@ -105,9 +105,9 @@ def test_compressed_text_is_read(tmp_path: Path, kind: str) -> None:
     (tmp_path / f"c.jsonl.{kind}").write_bytes(PACKED[kind](lines))
     table = config(tmp_path / f"c.jsonl.{kind}", field="text", documents="pad")
     assert texts(table) == [b"line 0", b"line 1", b"line 2"]
-    assert list(check_table(table, evaluates=False)) == []
+    assert list(check(table, evaluates=False)) == []
     if kind != "txt":
-        (problem,) = check_table(config(tmp_path / f"c.jsonl.{kind}"), evaluates=False)
+        (problem,) = check(config(tmp_path / f"c.jsonl.{kind}"), evaluates=False)
         assert problem.code == "data-json"
 
 
@@ -117,7 +117,7 @@ def test_compressed_text_that_is_cut_off_is_an_error(tmp_path: Path, kind: str, 
     whole = PACKED[kind](random.Random(0).randbytes(5000))
     (tmp_path / "a").write_bytes(whole[: len(whole) // 2])
     table = config(tmp_path / "a", **more)
-    (problem,) = check_table(table, evaluates=False)
+    (problem,) = check(table, evaluates=False)
     assert (problem.code, "damaged or incomplete" in problem.message) == ("data-format", True)
     with pytest.raises(PlanError, match="damaged or incomplete"):
         len(TextDataset(table, DataContext()))
@@ -149,19 +149,19 @@ REFUSED = {
 @pytest.mark.parametrize("kind", [*REFUSED, "tar"])
 def test_what_is_no_text_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     (tmp_path / "a.txt").write_bytes(REFUSED.get(kind, archive("tar")))
-    (problem,) = check_table(config(tmp_path / "a.txt"), evaluates=False)
+    (problem,) = check(config(tmp_path / "a.txt"), evaluates=False)
     assert problem.code == "data-format"
     assert (kind if kind in REFUSED else "a tar archive") in problem.message
     with pytest.raises(PlanError, match=r"a\.txt"):
         len(TextDataset(config(tmp_path / "a.txt"), DataContext()))
     ids = TokensConfig(files=(tmp_path / "a.txt",), sequence=4, vocab_size=60000)
-    assert "data-format" in [problem.code for problem in check_table(ids, evaluates=False)]
+    assert "data-format" in [problem.code for problem in check(ids, evaluates=False)]
 
 
 def test_text_that_only_begins_like_a_format_is_text(tmp_path: Path) -> None:
     for number, text in enumerate((b"BZhang wrote", b"PARIS 1871", b"PK and more", b"Rar! he said", b"version 2")):
         (tmp_path / f"{number}.txt").write_bytes(text)
-    assert list(check_table(config(tmp_path / "*.txt"), evaluates=False)) == []
+    assert list(check(config(tmp_path / "*.txt"), evaluates=False)) == []
 
 
 @pytest.mark.parametrize("separator", ["\n\n", "\n", "\n---\n", "x\n", "\r\n\r\n", "|"])
@@ -204,7 +204,7 @@ def test_ids_of_another_width_or_byte_order_are_noticed(
     (tmp_path / "a.bin").write_bytes(ids.tobytes())
     most = min(vocab_size, 1 << 16) if dtype == "uint16" else vocab_size
     table = TokensConfig(files=(tmp_path / "a.bin",), sequence=4, vocab_size=most, dtype=dtype)
-    found = [problem.code for problem in check_table(table, evaluates=False)]
+    found = [problem.code for problem in check(table, evaluates=False)]
     if (kind, dtype, vocab_size, count) == ("big", "uint16", 65536, 500):
         return  # every id is in the vocabulary, and the sample is too small to judge by its bytes
     assert found == ([] if kind == dtype else ["data-format"])
@@ -224,7 +224,7 @@ def test_ids_that_are_right_are_not_doubted(tmp_path: Path) -> None:
     for name, (ids, vocab_size) in cases.items():
         (tmp_path / f"{name}.bin").write_bytes(array("H", ids).tobytes())
         table = TokensConfig(files=(tmp_path / f"{name}.bin",), sequence=4, vocab_size=vocab_size)
-        assert list(check_table(table, evaluates=False)) == [], name
+        assert list(check(table, evaluates=False)) == [], name
     assert sys.byteorder == "little"
 
 
@@ -232,5 +232,5 @@ def test_a_header_of_llm_c_is_no_token(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(
         array("i", [20240520, 1, 100] + [0] * 253).tobytes() + array("H", range(100)).tobytes()
     )
-    (problem,) = check_table(TokensConfig(files=(tmp_path / "a.bin",), sequence=4, vocab_size=50257), evaluates=False)
+    (problem,) = check(TokensConfig(files=(tmp_path / "a.bin",), sequence=4, vocab_size=50257), evaluates=False)
     assert "llm.c" in problem.message

@@ -9,12 +9,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from sley_core.data.config import TextConfig
+from sley_core.api.plan import DataConfig
 from sley_core.data.dataset import IGNORED, DataContext
-from sley_core.data.text import TextDataset
-from sley_core.data.tokenizer import Tokenizer as OurTokenizer
 from sley_core.errors import PlanError, PluginError
 from sley_core.weight_files.tokenizers import without_settings
+from sley_data.config import TextConfig, TokensConfig
+from sley_data.text import TextDataset
+from sley_data.tokenizer import Tokenizer as OurTokenizer
+from sley_data.tokenizer import text_ids
 
 WORDS = ["<end>", "the", "shuttle", "carries", "weft", "é"]
 
@@ -98,7 +100,7 @@ def test_without_the_extra_the_error_says_how_to_install_it(
         len(dataset(tmp_path, b"the", tokenizer=tokenizer))
     hint = caught.value.diagnostics[0].hint
     assert hint is not None
-    assert hint.endswith('in a clone of Sley\'s repository: `pip install -e "packages/core[tokenizers]"`')
+    assert hint.endswith('in a clone of Sley\'s repository: `pip install -e "packages/data[tokenizers]"`')
 
 
 def test_a_tokenizer_is_named_by_its_folder_too(tmp_path: Path, tokenizer: Path) -> None:
@@ -177,3 +179,17 @@ def test_what_a_tokenizer_adds_to_a_text_is_trained_on(tmp_path: Path, tokenizer
         prompt, num_before = ours.encode_prompt("the shuttle")
         assert prompt == wanted[: num_before + 2]
         assert prompt[num_before:] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("beside", "end"), [({"eos_token": "<end>"}, 0), ({"eos_token": {"content": "<end>"}}, 0), ({}, None)]
+)
+def test_a_given_tokenizer_says_where_a_document_ends(tmp_path: Path, beside: dict[str, Any], end: int | None) -> None:
+    """Otherwise `sample` goes on behind the end of the document."""
+    model = models.WordLevel({"<end>": 0, "the": 1, "?": 2}, unk_token="?")
+    Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(beside), "utf-8")
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        assert text_ids(DataConfig(), path).end == end
+    tokens = TokensConfig(files=(tmp_path / "t.bin",), vocab_size=3, sequence=4, end_of_document=2)
+    assert text_ids(tokens, tmp_path).end == 2

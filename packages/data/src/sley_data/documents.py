@@ -15,12 +15,12 @@ from functools import cache
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 
-from sley_core.data.config import TOKEN_BYTES, TextConfig, TokensConfig
-from sley_core.data.dataset import Split
-from sley_core.data.formats import SUFFIXES, Format, format_of
-from sley_core.data.token_bytes import wrong_ids
+from sley_core.api.data import Split
 from sley_core.errors import Diagnostic, KeyPath, PlanError
 from sley_core.records import Problem
+from sley_data.config import TOKEN_BYTES, TextConfig, TokensConfig
+from sley_data.formats import SUFFIXES, Format, format_of
+from sley_data.token_bytes import wrong_ids
 
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 JSON_LINES = frozenset({".jsonl", ".ndjson"})
@@ -184,7 +184,7 @@ def _sources(root: str) -> tuple[File, ...]:
 
 
 def text_files(config: TextConfig, split: Split) -> Found:
-    """Returns the files that hold a split of a `core.text` table: all files for both splits without `held_out_files`."""
+    """Returns the files that hold a split of a `data.text` table: all files for both splits without `held_out_files`."""
     if config.source is not None and not (split == "held_out" and config.held_out_files):
         return standard_library()
     key = "held_out_files" if split == "held_out" and config.held_out_files else "files"
@@ -214,7 +214,7 @@ def _refused(files: Sequence[File], formats: Sequence[Format], key: str) -> Iter
 
 
 def token_files(config: TokensConfig, split: Split) -> Found:
-    """Returns the files of a split of a `core.tokens` table; what shows that they are no such ids is a problem."""
+    """Returns the files of a split of a `data.tokens` table; what shows that they are no such ids is a problem."""
     key, patterns = ("files", config.files) if split == "train" else ("held_out_files", config.held_out_files)
     files, problems = find_files(patterns, ("data", key))
     formats = [format_of(file.path) for file in files]

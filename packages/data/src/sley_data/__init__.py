@@ -1,0 +1,1 @@
+"""Datasets of text files and of token files, for Sley."""

@@ -1,0 +1,121 @@
+"""The tables of `data.text` and `data.tokens`. A combination that cannot mean anything is an error of the table."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field as Limits
+from pydantic import model_validator
+
+from sley_core.api.plan import Array, DataConfig, NonNegative, PlanPath, PlanPattern, Positive
+
+Documents = Literal["pack", "cut", "pad"]
+"""How documents become samples of equal length.
+
+pack: documents lie end to end and keep their boundaries: `cu_seqlens`, positions that restart, no label across.
+cut: documents lie end to end as one long text, boundaries forgotten.
+pad: a document starts a sample of its own, the last of its samples is filled up with ignored labels.
+"""
+
+NUM_BYTES = 256
+"""Token ids of text without a tokenizer."""
+
+TOKEN_BYTES = {"uint16": 2, "uint32": 4}
+"""Bytes of a token in a token file."""
+
+
+def _share(chosen: dict[str, Any]) -> float:
+    return 0.0 if chosen.get("held_out_files") else 0.02
+
+
+class TextConfig(DataConfig):
+    """Text files as tokens: bytes, or those of a tokenizer."""
+
+    source: Literal["python-stdlib"] | None = None
+    """Text that every machine has: the source files of the running Python's standard library."""
+
+    files: Array[PlanPattern] = ()
+    """Text files, as paths or patterns such as `corpus/**/*.txt`; a file matched twice is read once, and what gzip, bzip2 or xz
+    compressed is read.
+    """
+
+    sequence: Positive
+    """Tokens per sample."""
+
+    documents: Documents = "pack"
+    """How documents become samples: "pack" keeps their boundaries, "cut" forgets them, "pad" fills each up."""
+
+    separator: Annotated[str, Limits(min_length=1)] | None = None
+    """The text at which a file is split into documents; without it each file is one document. `\\n` matches `\\r\\n`, too."""
+
+    field: Annotated[str, Limits(min_length=1)] | None = None
+    """Set if files have a JSON object in each line (`.jsonl`): the key of a document's text."""
+
+    tokenizer: PlanPath | None = None
+    """A Hugging Face `tokenizer.json`, or its folder (needs `sley-data[tokenizers]`); without it tokens are bytes."""
+
+    end_of_document: Annotated[str, Limits(min_length=1)] | None = None
+    """A token of the tokenizer to put after every document."""
+
+    held_out_files: Array[PlanPattern] = ()
+    """Text files to evaluate on, instead of a share of `files`; a document that is in both is not trained on."""
+
+    held_out: Annotated[float, Limits(ge=0, lt=1)] = Limits(default_factory=_share)
+    """The share of documents, chosen by their content, that are never trained on, with or without `[evaluation]`; left out,
+    0.02, or nothing if there are `held_out_files`. Copies of a document are all on one side.
+    """
+
+    @model_validator(mode="after")
+    def _possible(self) -> TextConfig:
+        """Raises ValueError for options that exclude or need each other."""
+        if self.source is None and not self.files:
+            raise ValueError("one of `source` and `files` is needed")
+        if self.source is not None and self.files:
+            raise ValueError("`source` and `files` exclude each other")
+        if self.held_out and self.held_out_files:
+            raise ValueError("`held_out` and `held_out_files` exclude each other")
+        if self.field is not None and self.separator is not None:
+            raise ValueError("`field` and `separator` exclude each other: with `field` each line is a document")
+        if self.field is not None and self.source is not None:
+            raise ValueError("`field` is a key of JSON lines, and `source` has none; name `files`")
+        if self.end_of_document is not None and self.tokenizer is None:
+            raise ValueError("`end_of_document` is a token of a tokenizer, and bytes have none; give `tokenizer` too")
+        return self
+
+
+class TokensConfig(DataConfig):
+    """Token files: raw little-endian integers without a header, as nanoGPT writes them, mapped and never copied."""
+
+    files: Array[PlanPattern]
+    """Token files, as paths or patterns such as `train-*.bin`; together they are one stream, in this order."""
+
+    held_out_files: Array[PlanPattern] = ()
+    """Token files to evaluate on; tokens that are in `files` too are refused."""
+
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    """The type of the tokens in the files."""
+
+    vocab_size: Positive
+    """Token ids in the files are below this."""
+
+    sequence: Positive
+    """Tokens per sample."""
+
+    documents: Documents = "cut"
+    """How documents become samples: "cut" forgets their boundaries; "pack" and "pad" need `end_of_document`."""
+
+    end_of_document: NonNegative | None = None
+    """The token id that ends every document."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> TokensConfig:
+        """Raises ValueError for options that exclude or need each other, or a vocabulary that `dtype` cannot hold."""
+        if not self.files:
+            raise ValueError("`files` names no file")
+        if self.documents != "cut" and self.end_of_document is None:
+            raise ValueError(f'`documents = "{self.documents}"` needs the `end_of_document` token id')
+        if self.end_of_document is not None and self.end_of_document >= self.vocab_size:
+            raise ValueError(f"`end_of_document` {self.end_of_document} is not below `vocab_size` {self.vocab_size}")
+        if self.vocab_size > 1 << 8 * TOKEN_BYTES[self.dtype]:
+            raise ValueError(f"{self.dtype} cannot hold every token of a vocabulary of {self.vocab_size}")
+        return self

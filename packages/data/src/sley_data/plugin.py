@@ -1,0 +1,23 @@
+"""Declares the records of the plugin `data`."""
+
+from __future__ import annotations
+
+from sley_core.hookspecs import hookimpl
+from sley_core.records import DatasetRecord
+from sley_data.config import TextConfig, TokensConfig
+
+
+@hookimpl
+def sley_records() -> list[DatasetRecord]:
+    check = "sley_data.check:check"
+    return [
+        DatasetRecord(
+            name="text",
+            config=TextConfig,
+            build="sley_data.text:TextDataset",
+            check=check,
+            text_ids="sley_data.tokenizer:text_ids",
+            trained_on="sley_data.reading:trained_on",
+        ),
+        DatasetRecord(name="tokens", config=TokensConfig, build="sley_data.tokens:TokensDataset", check=check),
+    ]
