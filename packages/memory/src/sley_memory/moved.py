@@ -13,6 +13,8 @@ and with the last one the host buffer is free.
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,7 +26,41 @@ from sley_core.errors import RunError
 
 if TYPE_CHECKING:
     from sley_core.api.comm import CopyEvent, CopyStream, HostMemory
+    from sley_core.api.parts import Parts
     from sley_memory.host_buffers import HostBuffers
+
+
+class Spans:
+    """The addresses of some tensors' storages."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        storages = {storage.data_ptr(): storage.nbytes() for storage in (each.untyped_storage() for each in tensors)}
+        self._starts = sorted(start for start, size in storages.items() if size)
+        self._ends = [start + storages[start] for start in self._starts]
+
+    def __contains__(self, address: int) -> bool:
+        at = bisect_right(self._starts, address) - 1
+        return at >= 0 and address < self._ends[at]
+
+
+class Owners:
+    """Parameters and buffers of this rank's layers, and whatever its pools hold: by address, as views and aliases share it."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._lasting = Spans(())
+
+    def begin(self) -> None:
+        """Notes where the layers' parameters and buffers are; they stay there for a step."""
+        buffers = [buffer for layer in self._parts.layers for buffer in layer.module.buffers()]
+        self._lasting = Spans([*buffers, *(entry.parameter for entry in self._parts.book)])
+
+    def have(self, tensor: Tensor) -> bool:
+        """Returns whether the storage of `tensor` is one of the layers' parameters or buffers, or a pool's. Pools are asked
+        each time: they grow within a step.
+        """
+        address = tensor.untyped_storage().data_ptr()
+        return address in self._lasting or address in Spans(held for _, held in self._parts.pool.held())
 
 
 class MovedStorage:

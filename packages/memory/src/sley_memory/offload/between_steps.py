@@ -8,13 +8,11 @@ At most two buckets are on the device at once, one that is stepped and one in fl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sley_core.api.memory import Holding, Moved, Where, storage_id
-from sley_memory.offload.buckets import by_bytes
-from sley_memory.offload.packed import packed
-from sley_memory.offload.parked import Parked, Streams
+from sley_memory.offload.parked import Parked, Streams, packed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +20,20 @@ if TYPE_CHECKING:
     from sley_core.api.memory import Holdings, Stepped
     from sley_core.api.parts import Entry, Parts
     from sley_memory.offload.arena import Arena
+
+
+def by_bytes(stepped: Iterable[Stepped], num_bytes: int) -> list[list[Stepped]]:
+    """Returns `stepped` in runs of at most `num_bytes` of parameters; a larger one is alone."""
+    buckets: list[list[Stepped]] = []
+    size = 0
+    for one in stepped:
+        own = one.parameter.numel() * one.parameter.element_size()
+        if not buckets or size + own > num_bytes:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(one)
+        size += own
+    return buckets
 
 
 class BetweenSteps:

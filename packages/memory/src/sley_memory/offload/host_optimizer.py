@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sley_core.api.memory import CopyEvent, HostMemory, Moved, OffloadManager, Part, Where
-from sley_memory.offload.buckets import by_bytes
+from sley_memory.offload.between_steps import by_bytes
 from sley_memory.offload.parked import Streams
 
 if TYPE_CHECKING:

@@ -4,23 +4,123 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sley_core.api.memory import Moved, OffloadManager, Part, Where, is_away
 from sley_memory.offload.arena import Arena
 from sley_memory.offload.between_steps import BetweenSteps
-from sley_memory.offload.freed import Freed, Trimmed
-from sley_memory.offload.gate import Gate
-from sley_memory.offload.packed import packed
-from sley_memory.offload.parked import Parked, Pieces, Streams
+from sley_memory.offload.parked import Parked, Pieces, Streams, packed
 from sley_memory.offload.shared import SharedCopies
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
 
     from sley_core.api.memory import Holdings
     from sley_core.api.parts import Parts
     from sley_memory.config import OffloadConfig
+
+
+class Freed:
+    """Discards gradients by an offload, and makes zeroed memory for them by an onload. free, build: the gradient store's.
+
+    num_bytes: what they take now.
+    """
+
+    def __init__(
+        self, free: Callable[[], None], build: Callable[[], None], num_bytes: Callable[[], int], moved: Moved
+    ) -> None:
+        self._free = free
+        self._build = build
+        self._num_bytes = num_bytes
+        self._moved = moved
+        self.where = Where.HERE
+
+    def offload(self) -> None:
+        """Frees the gradients' memory; of memory that is away, only counts the call."""
+        if self.where is Where.AWAY:
+            self._moved.num_no_ops += 1
+            return
+        self._moved.given_back = self._num_bytes()
+        self._free()
+        self.where = Where.AWAY
+
+    def onload(self) -> None:
+        """Makes the gradients' memory again, zeroed; of memory that is here, only counts the call."""
+        if self.where is Where.HERE:
+            self._moved.num_no_ops += 1
+            return
+        self._build()
+        self.where = Where.HERE
+
+    def require(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def host(self) -> Mapping[int, Tensor]:
+        """Returns nothing: there is no copy."""
+        return {}
+
+
+class Trimmed:
+    """Frees what its owner allocates anew when it needs it: such a part is never away."""
+
+    def __init__(self, trim: Callable[[], int], moved: Moved) -> None:
+        self._trim = trim
+        self._moved = moved
+        self.where = Where.HERE
+
+    def offload(self) -> None:
+        """Frees what is not lent, and counts its bytes."""
+        self._moved.given_back = self._trim()
+
+    def onload(self) -> None: ...
+
+    def require(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def host(self) -> Mapping[int, Tensor]:
+        """Returns nothing: there is no copy."""
+        return {}
+
+
+class Gate:
+    """Hooks on every module of `modules` while it is closed; none while it is open, so that a step pays nothing.
+
+    check: called before a module's forward; makes weights that are coming usable, or raises for what is away.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], check: Callable[[], None]) -> None:
+        self._modules = modules
+        self._check = check
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether calls of the modules are checked."""
+        return bool(self._hooks)
+
+    def close(self) -> None:
+        """Puts the hooks on, before those that the program has."""
+        if not self._hooks:
+            for layer in self._modules:
+                for module in layer.modules():
+                    self._hooks.append(module.register_forward_pre_hook(self._before, prepend=True))
+                    self._hooks.append(module.register_state_dict_pre_hook(self._before_reading))  # type: ignore[no-untyped-call]  # torch's
+
+    def open(self) -> None:
+        """Takes the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _before_reading(self, *_: Any) -> None:
+        self._check()
+
+    def _before(self, _module: nn.Module, _args: Any) -> None:
+        self._check()
+
 
 TRIMMED: tuple[Part, ...] = ("pools", "messages")
 OF_LAYERS: tuple[Part, ...] = ("weights", "buffers")
