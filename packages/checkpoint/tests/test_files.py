@@ -16,7 +16,7 @@ from sley_core.engine.buffers import Span
 from sley_core.engine.shards import Shard
 from sley_core.errors import RunError
 from sley_core.json_values import from_json, to_json
-from sley_core.run_state.pieces import Region, all_of, rectangles
+from sley_core.run_state.pieces import Rectangle, Region, rectangles
 from sley_core.run_state.tensors import joined, leaves
 from sley_testing.plans import changed, small_plan
 from sley_testing.resumed import stretch
@@ -33,7 +33,7 @@ def test_the_rectangles_of_a_span_are_its_elements_in_their_order(shape, data):
     whole = torch.arange(numel).view(shape)
     found = list(rectangles(shape, first, last))
     assert len(found) <= max(1, 2 * len(shape) - 1)
-    parts = [whole[one.slices_in(all_of(shape))].reshape(-1) for one in found]
+    parts = [whole[one.slices_in(Rectangle.all_of(shape))].reshape(-1) for one in found]
     assert torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *parts]), torch.arange(first, last))
 
 
@@ -51,7 +51,7 @@ def test_the_parts_of_all_ranks_are_the_whole_and_nothing_twice(shape, count, sp
         for first, last in pairwise(ends):
             region = Region(shape, shard, Span(first, last))
             for rectangle, view in region.cut(own.reshape(-1)[first:last].view(region.own_shape)):
-                place = rectangle.slices_in(all_of(shape))
+                place = rectangle.slices_in(Rectangle.all_of(shape))
                 assert torch.equal(whole[place] + 1, view)
                 times[place] += 1
     assert torch.equal(times, torch.ones(shape))
@@ -61,7 +61,7 @@ def test_what_two_rectangles_have_in_common():
     one, other = next(rectangles((4, 6), 6, 18)), next(rectangles((4, 6), 12, 24))
     assert one.common(other) == next(rectangles((4, 6), 12, 18))
     assert one.common(next(rectangles((4, 6), 0, 6))) is None
-    assert all_of(()).common(all_of(())) == all_of(())
+    assert Rectangle.all_of(()).common(Rectangle.all_of(())) == Rectangle.all_of(())
 
 
 @pytest.mark.parametrize(

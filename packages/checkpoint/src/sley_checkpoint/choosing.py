@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 from sley_checkpoint.folders import ReadableFolder, StalledError, TimedFolder, TimedReads, open_folder
 from sley_checkpoint.format import INDEX, CheckpointIndex, read_index
 from sley_checkpoint.reader import Checkpoint, Damage, examined, ready
-from sley_core.api.comm import gather_objects
-from sley_core.api.plan import cause
-from sley_core.api.state import NEVER_ANEW, TrainingState, shortened
+from sley_core.api.comm import gather_objects, one_line
+from sley_core.api.state import TrainingState, shortened
 from sley_core.errors import RunError, SleyError, UsageError
 
 SHOWN = 4
@@ -46,7 +45,7 @@ def choose(state: TrainingState, path: str | None, reads: TimedReads, *, anew: b
     seen = gather_objects(mine, control, what="which checkpoints there are")[0]
     if seen["problem"]:
         code, message, hint = seen["problem"]
-        kind = UsageError if code == NEVER_ANEW else RunError
+        kind = UsageError if code == "never-anew" else RunError
         raise kind(code, message, hint=hint)
     names, origin, notes = seen["paths"], seen["origin"], seen["notes"]
     passed_over: list[PassedOver] = []
@@ -99,7 +98,7 @@ def _candidates(state: TrainingState, path: str | None, reads: TimedReads, *, an
         first = error.diagnostics[0]
         return _seen_by_rank_0(problem=(first.code, first.message, first.hint))
     except Exception as error:  # whatever a file system raises: the other ranks wait for an answer
-        return _seen_by_rank_0(problem=("checkpoint-load", f"{folder.text} cannot be read: {cause(error)}", None))
+        return _seen_by_rank_0(problem=("checkpoint-load", f"{folder.text} cannot be read: {one_line(error)}", None))
 
 
 def _seen_by_rank_0(

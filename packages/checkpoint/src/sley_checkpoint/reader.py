@@ -29,9 +29,9 @@ from sley_checkpoint.format import (
     parsed,
     read_index,
 )
+from sley_core.api.comm import one_line
 from sley_core.api.files import TensorKind
-from sley_core.api.plan import cause
-from sley_core.api.state import BY_NAME, WEIGHTS, Rectangle, Saved, all_of
+from sley_core.api.state import BY_NAME, WEIGHTS, Rectangle, Saved
 from sley_core.errors import RunError
 
 _STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
@@ -86,7 +86,7 @@ class Checkpoint(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         facts = self.facts(name)
         whole = torch.empty(facts.shape, dtype=BY_NAME[facts.dtype])
-        self.read_into(name, all_of(facts.shape), whole)
+        self.read_into(name, Rectangle.all_of(facts.shape), whole)
         return whole
 
     def __contains__(self, name: object) -> bool:
@@ -270,7 +270,7 @@ def examined(folder: ReadableFolder, rank: int = 0, num_ranks: int = 1) -> tuple
     except RunError as error:
         return None, [Damage(INDEX, f"is damaged: {error.diagnostics[0].message.rpartition(' is damaged: ')[2]}")]
     except Exception as error:  # whatever a file system raises
-        return None, [Damage(INDEX, f"cannot be read: {cause(error)}")]
+        return None, [Damage(INDEX, f"cannot be read: {one_line(error)}")]
     found = (_damage(folder, name, index) for name in sorted(index.files)[rank::num_ranks])
     return index, [one for one in found if one is not None]
 
@@ -288,7 +288,7 @@ def _damage(folder: ReadableFolder, name: str, index: CheckpointIndex) -> Damage
     except StalledError:
         raise
     except Exception as error:  # whatever a file system raises
-        return Damage(name, f"cannot be read: {cause(error)}")
+        return Damage(name, f"cannot be read: {one_line(error)}")
 
 
 def _how(num_bytes: int, facts: FileFacts) -> str:

@@ -19,9 +19,8 @@ from sley_checkpoint.folders import GONE, STAGING, Folder, open_folder
 from sley_checkpoint.format import INDEX, CheckpointIndex, TensorFacts, chunks_of, file_name
 from sley_checkpoint.reader import is_ours, read_header, ready, step_name
 from sley_checkpoint.writing import Writing
-from sley_core.api.comm import gather_objects
-from sley_core.api.plan import cause
-from sley_core.api.state import BY_NAME, DTYPES, Attempt, Lineage, Rectangle, TensorPiece, TrainingState, all_of
+from sley_core.api.comm import gather_objects, one_line
+from sley_core.api.state import BY_NAME, DTYPES, Attempt, Lineage, Rectangle, TensorPiece, TrainingState
 from sley_core.errors import RunError, SleyError
 
 
@@ -127,7 +126,7 @@ class Preparation:
             first = error.diagnostics[0]
             return [], {}, f"{first.message} ({first.hint})" if first.hint else first.message
         except Exception as error:  # of a part of the run that keeps something: the other ranks wait for an answer
-            return [], {}, cause(error)
+            return [], {}, one_line(error)
 
     def _target(self, where: Destination, step: int, attempt: Attempt) -> list[str]:
         """Returns the folder, a token for this save, and the text of an error, if any; removes unfinished
@@ -145,7 +144,7 @@ class Preparation:
                 return ["", "", problem]
             return [folder.child(step_name(step, names)).text, token, ""]
         except Exception as error:  # whatever a file system raises
-            return ["", "", f"the folder {where.path} cannot be read: {cause(error)}"]
+            return ["", "", f"the folder {where.path} cannot be read: {one_line(error)}"]
 
     def _shared(self, digests: list[str], lines: list[Listed]) -> Shares:
         """Returns which rank writes which tensors; all ranks skip the exchange of their lists if none has changed."""
@@ -288,7 +287,7 @@ def _check(pieces: dict[Listed, list[tuple[int, int]]]) -> None:
             rank = holders[0][0]
             message = f"{piece.name!r} is {piece.dtype} {list(piece.shape)} on rank {rank}"
             raise RunError("checkpoint-ranks", f"{message}, and {first.dtype} {list(first.shape)} on another")
-        assert piece.rectangle.common(all_of(piece.shape)) in (piece.rectangle, None), piece
+        assert piece.rectangle.common(Rectangle.all_of(piece.shape)) in (piece.rectangle, None), piece
         numel[piece.name] = numel.get(piece.name, 0) + piece.rectangle.numel
     for name, found in numel.items():
         assert found == prod(known[name].shape), f"{found} elements of {known[name]} are on ranks"

@@ -20,7 +20,7 @@ from sley_checkpoint.folders import Folder, Written
 from sley_checkpoint.format import INDEX, CheckpointIndex, FileFacts, file_name, header_of
 from sley_checkpoint.live_bytes import KeptMemory, LiveBytes, copied
 from sley_core.api.comm import one_line
-from sley_core.api.state import BUFFERS, TensorPiece
+from sley_core.api.state import TensorPiece
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
@@ -211,4 +211,4 @@ class Background:
 
 def _as_it_is(piece: TensorPiece) -> TensorPiece:
     """Returns the piece; with a copy of its tensor if that may change before the update of the next step."""
-    return copied(piece) if piece.name.startswith((BUFFERS, "ranks/")) else piece
+    return piece if piece.is_stepped else copied(piece)

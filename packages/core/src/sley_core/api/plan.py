@@ -1,7 +1,6 @@
 """Gives a plugin's tables their types, and its checks the plan; imports no torch."""
 
 from sley_core.data.config import DataConfig
-from sley_core.factory import cause
 from sley_core.optim.config import OptimizerConfig
 from sley_core.plan.plan import Plan
 from sley_core.plan.read import read_bounded
@@ -37,7 +36,6 @@ __all__ = [
     "SequenceConfig",
     "Table",
     "Topology",
-    "cause",
     "read_bounded",
     "suggestion",
 ]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from sley_core.comm.collectives import gather_objects
-from sley_core.errors import RunError
+from sley_core.errors import RunError, SleyError
 from sley_core.factory import cause
 
 if TYPE_CHECKING:
@@ -146,4 +146,4 @@ def one_line(error: Exception) -> str:
     """Returns an error as one line of text."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-    return error.diagnostics[0].message if isinstance(error, RunError) else cause(error)
+    return error.diagnostics[0].message if isinstance(error, SleyError) else cause(error)

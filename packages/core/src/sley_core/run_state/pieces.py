@@ -20,11 +20,20 @@ if TYPE_CHECKING:
     from sley_core.engine.shards import Shard
 
 
+WEIGHTS, OPTIMIZER, BUFFERS = "weights/", "optimizer/", "buffers/"
+"""How the names of tensors begin: `weights/norm.weight`, `optimizer/norm.weight/exp_avg`, `buffers/norm.running_mean`."""
+
+
 class Rectangle(NamedTuple):
     """Names the elements from `offsets` on, `sizes` along each dim; () and () for a scalar."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    @classmethod
+    def all_of(cls, shape: Sequence[int]) -> Rectangle:
+        """Returns the rectangle that covers a whole tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
@@ -57,11 +66,6 @@ class Rectangle(NamedTuple):
         offsets[dim] += by
         sizes[dim] = size
         return Rectangle(tuple(offsets), tuple(sizes))
-
-
-def all_of(shape: Sequence[int]) -> Rectangle:
-    """Returns the rectangle that covers a whole tensor of this shape."""
-    return Rectangle((0,) * len(shape), tuple(shape))
 
 
 def rectangles(shape: Sequence[int], first: int, last: int) -> Iterator[Rectangle]:
@@ -108,6 +112,11 @@ class TensorPiece:
     def num_bytes(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()
 
+    @property
+    def is_stepped(self) -> bool:
+        """Whether the tensor changes in updates alone, as weights and optimizer states do; others may change at any time."""
+        return self.name.startswith((WEIGHTS, OPTIMIZER))
+
 
 class Region(NamedTuple):
     """Describes a rank's part of a tensor of the full `shape`. shard: the part of it, padded, that this rank has. span: the
@@ -141,7 +150,7 @@ class Region(NamedTuple):
         """Yields rectangles of the shard, padding included, each with a view of its sizes."""
         shape = self.shape if self.shard is None else self.shard.own_shape
         if self.span is None:
-            yield all_of(shape), own
+            yield Rectangle.all_of(shape), own
             return
         start = 0
         for rectangle in rectangles(shape, self.span.first, self.span.last):

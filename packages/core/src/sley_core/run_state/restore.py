@@ -16,13 +16,10 @@ from sley_core.plan.loader import Loader
 from sley_core.plan.read import read_text
 from sley_core.plan.resolve import resolve
 from sley_core.run_files import with_kept
-from sley_core.run_state.pieces import Region, region_of
+from sley_core.run_state.pieces import BUFFERS, OPTIMIZER, WEIGHTS, Region, region_of
 from sley_core.run_state.tensors import (
-    BUFFERS,
-    OPTIMIZER,
     OPTIONS,
     SHARED,
-    WEIGHTS,
     RunTensors,
     StateLeaf,
     joined,

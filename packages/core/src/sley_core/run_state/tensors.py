@@ -21,7 +21,7 @@ from sley_core.errors import RunError
 from sley_core.generators import host_state, set_host_state
 from sley_core.json_values import from_json, to_json
 from sley_core.optim.shared import options_to_save, shared_to_save
-from sley_core.run_state.pieces import Region, TensorPiece, region_of
+from sley_core.run_state.pieces import BUFFERS, OPTIMIZER, WEIGHTS, Region, TensorPiece, region_of
 from sley_core.weight_files.write import DTYPES
 
 if TYPE_CHECKING:
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from sley_core.engine.weights import Stepped
     from sley_core.memory.run_memory import RunMemory
     from sley_core.protocols import Keeps
-
-WEIGHTS, OPTIMIZER, BUFFERS = "weights/", "optimizer/", "buffers/"
-"""How the names of tensors begin: `weights/norm.weight`, `optimizer/norm.weight/exp_avg`, `buffers/norm.running_mean`."""
 
 OPTIONS = "options/"
 """How the names of values begin that are a parameter's options in the optimizer's groups."""
