@@ -93,9 +93,11 @@ def wheels(session: nox.Session, tree: Path, folder: Path, wanted: Iterable[Pack
     return found
 
 
-def installed_alone(session: nox.Session, made: dict[str, Path], package: Package) -> None:
-    """Installs the wheels of a package and of what it needs, in place of all others of this repository."""
+def installed_alone(session: nox.Session, made: dict[str, Path], package: Package, *, tests: bool = True) -> None:
+    """Installs the wheels of a package and of what it needs, and its tests if they are asked for, in place of all others of
+    this repository.
+    """
     others = (other.distribution for other in PACKAGES)
     session.run("pip", "uninstall", "-q", "-y", *others, silent=True)
-    needed = sorted(str(made[one.distribution]) for one in with_needs(package))
+    needed = sorted(str(made[one.distribution]) for one in with_needs(package, tests=tests))
     session.run("python", "-m", "pip", "install", "-q", "-c", "constraints.txt", *needed)
