@@ -80,7 +80,7 @@ def _fields(run: Run) -> dict[str, str]:
                 raise UsageError("sample-fields", message, hint=hint)
             if name not in roles:
                 message = f"layer `{layer.name}` reads the field `{name}`, which does not follow from a prompt"
-                hint = "`run.predict(batch)` in a program of your own takes such a batch: docs/python-api.md"
+                hint = "`run.predict(batch)` in a program of your own takes such a batch: docs/how-to.md"
                 raise UsageError("sample-fields", message, hint=hint)
     return {name: roles[name] for layer in run.layers for name in layer.fields}
 
