@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from counted import num_samples
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
@@ -16,9 +17,7 @@ from sley_core.data.dataset import DataContext
 from sley_core.errors import KeyPath, PlanError
 from sley_data.check import check
 from sley_data.config import TextConfig, TokensConfig
-from sley_data.sizes import num_samples
-from sley_data.text import TextDataset
-from sley_data.tokens import TokensDataset
+from sley_data.datasets import TextDataset, TokensDataset
 
 
 def found(config: DataConfig, *, evaluates: bool = False) -> list[tuple[KeyPath, str]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sley_data.documents import NOT_LIBRARY, find_files, standard_library
+from sley_data.files import NOT_LIBRARY, find_files, standard_library
 
 KEY = ("data", "files")
 

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from counted import num_samples
 
 from sley_core.data.dataset import DataContext
 from sley_core.errors import PlanError
 from sley_data.check import check
 from sley_data.config import TextConfig, TokensConfig
-from sley_data.documents import find_files, text_files
-from sley_data.reading import read_documents
-from sley_data.sizes import num_samples
-from sley_data.text import TextDataset
+from sley_data.datasets import TextDataset
+from sley_data.documents import read_documents
+from sley_data.files import find_files, text_files
 
 PACKED = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "txt": bytes}
 

@@ -12,9 +12,9 @@ from sley_core.data.dataset import DataContext
 from sley_core.errors import PlanError
 from sley_data.check import check
 from sley_data.config import TextConfig
-from sley_data.documents import text_files
-from sley_data.reading import read_documents
-from sley_data.text import TextDataset
+from sley_data.datasets import TextDataset
+from sley_data.documents import read_documents
+from sley_data.files import text_files
 
 LINES = [{"id": 1, "text": 'a "quoted"\nline'}, {"text": ""}, {"text": "schön"}]
 

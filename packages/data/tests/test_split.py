@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from counted import num_samples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,12 +18,9 @@ from sley_core.data.dataset import DataContext, Split
 from sley_core.errors import PlanError
 from sley_data.check import check
 from sley_data.config import TextConfig, TokensConfig
-from sley_data.documents import text_files
-from sley_data.reading import read_documents
-from sley_data.sizes import num_samples
-from sley_data.split import Content, among, content_of, in_share
-from sley_data.text import TextDataset
-from sley_data.tokens import TokensDataset
+from sley_data.datasets import TextDataset, TokensDataset
+from sley_data.documents import Content, among, content_of, in_share, read_documents
+from sley_data.files import text_files
 
 WAYS: dict[str, dict[str, Any]] = {"files": {}, "separator": {"separator": "\n\n"}, "field": {"field": "text"}}
 

@@ -11,7 +11,7 @@ from sley_core.data.dataset import IGNORED, DataContext, Split
 from sley_core.data.feed import Feed
 from sley_core.errors import PlanError
 from sley_data.config import TextConfig
-from sley_data.text import TextDataset
+from sley_data.datasets import TextDataset
 
 TEXTS = {"a.txt": b"abcdefghij", "b.txt": b"0123456", "empty.txt": b"", "sub/c.txt": b"\xff\x00\xfe\x80 not UTF-8"}
 

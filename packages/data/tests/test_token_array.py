@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sley_data.token_array import TokenArray
+from sley_data.packing import TokenArray
 
 DTYPES = [torch.uint8, torch.uint16, torch.uint32]
 

@@ -14,7 +14,7 @@ from sley_core.data.dataset import IGNORED, DataContext
 from sley_core.errors import PlanError, PluginError
 from sley_core.weight_files.tokenizers import without_settings
 from sley_data.config import TextConfig, TokensConfig
-from sley_data.text import TextDataset
+from sley_data.datasets import TextDataset
 from sley_data.tokenizer import Tokenizer as OurTokenizer
 from sley_data.tokenizer import text_ids
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sley_core.data.dataset import IGNORED, DataContext, Split
 from sley_core.errors import PlanError
 from sley_data.config import TokensConfig
-from sley_data.tokens import TokensDataset, map_tokens
+from sley_data.datasets import TokensDataset, map_tokens
 
 
 def write(path: Path, tokens: list[int], code: str = "H") -> Path:

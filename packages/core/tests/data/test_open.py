@@ -16,7 +16,7 @@ from sley_core.errors import PlanError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_text, with_values
 from sley_core.plan.plan import Plan
-from sley_data.text import TextDataset
+from sley_data.datasets import TextDataset
 
 REST = """\
 plan = 1

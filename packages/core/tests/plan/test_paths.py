@@ -10,7 +10,7 @@ import pytest
 from sley_core.errors import PlanError
 from sley_core.plan.load import load_plan
 from sley_core.table import expanded, written
-from sley_data.documents import find_files
+from sley_data.files import find_files
 
 PLAN = """\
 plan = 1

@@ -8,10 +8,9 @@ from sley_core.api.plan import DataConfig
 from sley_core.errors import SleyError
 from sley_core.records import Problem
 from sley_data.config import NUM_BYTES, TextConfig, TokensConfig
-from sley_data.documents import File, Found, text_files, token_files
-from sley_data.reading import documents_inside, of_split
-from sley_data.sizes import count_samples
-from sley_data.split import copied_tokens
+from sley_data.counts import count_samples
+from sley_data.documents import copied_tokens, documents_inside, of_split
+from sley_data.files import File, Found, text_files, token_files
 from sley_data.tokenizer import Tokenizer
 
 

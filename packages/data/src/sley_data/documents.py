@@ -1,230 +1,265 @@
-"""Finds the files that a `[data]` table names; torch-free.
+"""Reads the documents of a text corpus, split by split; torch-free.
 
-A document is named relative to where its pattern starts, wherever the corpus lies.
+A document is held out by its content, and never trained on: copies are all on one side, whatever their names. Neither a rank,
+an order, a seed nor the place of the corpus matters.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import re
-import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import compress
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from stat import S_ISDIR, S_ISREG
 
 from sley_core.api.data import Split
-from sley_core.errors import Diagnostic, KeyPath, PlanError
+from sley_core.errors import PlanError
 from sley_core.records import Problem
-from sley_data.config import TOKEN_BYTES, TextConfig, TokensConfig
-from sley_data.formats import SUFFIXES, Format, format_of
-from sley_data.token_bytes import wrong_ids
+from sley_data.config import TextConfig
+from sley_data.files import File, as_error, opened, text_files
 
-NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-JSON_LINES = frozenset({".jsonl", ".ndjson"})
-WILDCARDS = frozenset("*?[")
+_PIECE = 1 << 10
+"""Bytes of each of the pieces of a token file that are looked for in others."""
+
+_SEARCHED = 1 << 30
+"""Bytes that are searched at most for copies of held-out tokens, in all files together: about a second."""
+
+_END = 1 << 12
+"""Bytes at either end of a document that its key is made of, with its length: a file need not be read for it."""
 
 
 @dataclass(frozen=True)
-class File:
-    """Names a file, with its name within the corpus in forward slashes: `sub/one.txt` of `corpus/**/*.txt`.
-
-    num_bytes: as it is stored. is_compressed: whether it contains other bytes than that.
+class Content:
+    """The content of a document, as far as it decides about its split. size: in bytes. key: returns its key, the same for equal
+    contents; may read a file.
     """
 
-    name: str
-    path: Path
-    num_bytes: int
-    is_compressed: bool = False
+    size: int
+    key: Callable[[], bytes]
 
 
-Found = tuple[list[File], list[Problem]]
-"""Files, and problems of the paths and patterns that name them."""
+def content_of(text: bytes) -> Content:
+    """Returns the content of a text."""
+    return Content(len(text), lambda: _key(len(text), text[:_END], text[-_END:]))
 
 
-def as_error(problems: Iterable[Problem]) -> PlanError:
-    """Returns one PlanError that carries all `problems`."""
-    found = PlanError.many(Diagnostic(p.code, p.message, path=p.path, hint=p.hint) for p in problems)
-    assert isinstance(found, PlanError)
-    return found
+def content_of_file(file: File) -> Content:
+    """Returns the content of a file; one that is compressed is read for it. Raises OSError, and PlanError as `opened` does."""
+    if file.is_compressed:
+        with opened(file.path) as whole:
+            return content_of(whole.read())
+    return Content(file.num_bytes, lambda: _key_of_file(file))
 
 
-def find_files(patterns: Sequence[Path], key: KeyPath) -> Found:
-    """Returns the files that paths and patterns name, each once, and the problems found.
+def _key_of_file(file: File) -> bytes:
+    with file.path.open("rb") as content:
+        head = content.read(_END)
+        content.seek(max(0, file.num_bytes - _END))
+        return _key(file.num_bytes, head, content.read(_END))
 
-    patterns: as `table.PlanPattern` has them. A file that links lead to twice counts once, by its first name. Files are in the
-    order of `patterns`, sorted within one. A problem is a path that is missing, not a regular file or empty, a pattern without
-    a match, and a file or folder that may not be read. An empty file matched by a pattern is skipped.
+
+def _key(size: int, head: bytes, tail: bytes) -> bytes:
+    return blake2b(b"%d/%b/%b" % (size, head, tail), digest_size=8).digest()
+
+
+def in_share(contents: Iterable[Content], share: float) -> list[bool]:
+    """Returns for each document whether its key, uniform over [0, 1), is below `share`; asks for none if that is 0."""
+    return [share > 0 and int.from_bytes(each.key(), "big") < share * 2**64 for each in contents]
+
+
+def among(contents: Sequence[Content], others: Iterable[Content]) -> list[bool]:
+    """Returns for each document whether it is one of `others`, too. Keys are asked for only where sizes are equal."""
+    sizes = {each.size for each in contents}
+    keys = {(each.size, each.key()) for each in others if each.size in sizes}
+    known = {size for size, _ in keys}
+    return [each.size in known and (each.size, each.key()) in keys for each in contents]
+
+
+def copied_tokens(trained: Sequence[File], held_out: Sequence[File]) -> list[Problem]:
+    """Returns a problem for each held-out token file whose tokens are in a file to train on, all of them or as a part of it.
+
+    Pieces from three places of each held-out file are searched, in beginnings and ends of files to train on if these are large.
     """
-    files: dict[str, File] = {}
+    budget = _SEARCHED // max(1, len(trained) * len(held_out))
     problems = []
-    for number, pattern in enumerate(patterns):
+    for held in held_out:
         try:
-            for file in _named_by(str(pattern)):
-                if not os.access(file.path, os.R_OK):
-                    raise _BadPathError("data-missing", f"`{file.path}` may not be read", "change its permissions")
-                files.setdefault(os.path.realpath(file.path), file)
-        except _BadPathError as wrong:
-            problems.append(Problem((*key, number), wrong.message, wrong.hint, wrong.code))
-        except (OSError, ValueError) as error:
-            message = f"`{_literal(str(pattern))}` cannot be read: {error}"
-            problems.append(Problem((*key, number), message, None, "data-missing"))
-    return list(files.values()), problems
+            pieces = _pieces(held)
+            copied = next((file for file in trained if pieces and _has_all(file, pieces, budget)), None)
+        except OSError:
+            continue  # the code that opens it later reports the error
+        if copied is not None:
+            message = f"the tokens of `{held.path}` are in `{copied.path}` too, and would be trained on"
+            hint = "held-out data are others than those to train on: cut them out of `files`"
+            problems.append(Problem(("data", "held_out_files"), message, hint, "held-out-trained"))
+    return problems
 
 
-class _BadPathError(Exception):
-    def __init__(self, code: str, message: str, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.code, self.message, self.hint = code, message, hint
+def _has_all(file: File, pieces: Sequence[bytes], budget: int) -> bool:
+    with file.path.open("rb") as stored, mmap(stored.fileno(), 0, access=ACCESS_READ) as content:
+        return all(_is_in(content, piece, budget) for piece in pieces)
 
 
-_ESCAPED = re.compile(r"\[([*?\[])\]")
+def _pieces(file: File) -> list[bytes]:
+    """Returns bytes from the beginning, the middle and the end of a token file; not those in which hardly any byte differs."""
+    pieces = []
+    with file.path.open("rb") as content:
+        for start in (0, (file.num_bytes - _PIECE) // 2, file.num_bytes - _PIECE):
+            content.seek(max(0, start))
+            pieces.append(content.read(_PIECE))
+    return [piece for piece in dict.fromkeys(pieces) if len(set(piece)) > 4]
 
 
-def _literal(pattern: str) -> str:
-    """Returns the path that a pattern names if no character of it is special."""
-    return _ESCAPED.sub(r"\1", pattern)
+def _is_in(content: mmap, piece: bytes, budget: int) -> bool:
+    if len(content) <= budget:
+        return content.find(piece) >= 0
+    return content.find(piece, 0, budget // 2) >= 0 or content.find(piece, len(content) - budget // 2) >= 0
 
 
-def _is_special(pattern: str) -> bool:
-    return not WILDCARDS.isdisjoint(_ESCAPED.sub("", pattern))
+_COMPARED = 1 << 30
+"""Bytes of documents inside files that are read at most, to compare those of an evaluation with them."""
 
 
-def _named_by(pattern: str) -> Iterator[File]:
-    """Yields the files of one path or pattern, sorted; raises `_BadPathError` if there is none."""
-    alone = Path(_literal(pattern))
-    if not _is_special(pattern) or alone.exists():
-        yield _alone(alone)
-        return
-    parts = Path(pattern).parts
-    first = next(number for number, part in enumerate(parts) if _is_special(part))
-    root = Path(_literal(str(Path(*parts[:first]))))
-    matching = sorted(_matching(root, parts[first:])) if root.is_dir() else []
-    stats = ((path, path.stat()) for path in matching)
-    sizes = {path: found.st_size for path, found in stats if S_ISREG(found.st_mode)}
-    if not sizes:
-        hint = "`**` stands for folders of any depth, `*` for a part of one name, `[[]` for a bracket in a name"
-        hint = hint if root.exists() else f"there is no `{root}`"
-        raise _BadPathError("data-missing", f"`{alone}` matches no file", hint)
-    if not any(sizes.values()):
-        raise _BadPathError("data-empty", f"every file that `{alone}` matches is empty")
-    yield from (File(path.relative_to(root).as_posix(), path, size) for path, size in sizes.items() if size)
+def read_documents(
+    files: Sequence[File], config: TextConfig, split: Split, notes: list[str] | None = None
+) -> Iterator[tuple[str, bytes]]:
+    """Yields (name, content) of the documents of a split, in the order of `files`, which `text_files` returned.
 
-
-def _matching(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
-    """Yields what `parts`, a pattern by folders, matches in `folder`; links to folders are followed.
-
-    As in a shell, `*` and `**` leave out names that begin with a dot.
+    A document that `held_out_files` has, too, is not trained on, which is appended to `notes`. If each file is one document,
+    the other split's files are not read.
     """
-    first, rest = parts[0], parts[1:]
-    if first == "**":
-        for inner in _folders(folder, set()):
-            yield from _matching(inner, rest or ("*",))
-        return
-    for name in _names(folder) if _is_special(first) else [_literal(first)]:
-        if name == _literal(first) or (fnmatchcase(name, first) and (first[0] == "." or name[0] != ".")):
-            path = folder / name
-            if rest and path.is_dir():
-                yield from _matching(path, rest)
-            elif not rest and os.path.lexists(path):
-                yield path
+    inside = documents_inside(config)
+    if inside is None:
+        chosen = of_split(files, config, split)
+        count, num_left_out = len(files), len(files) - len(chosen)
+    else:
+        documents = [document for file in files for document in inside(file)]
+        is_chosen = _chosen([content_of(text) for _, text in documents], config, split)
+        count, num_left_out = len(documents), is_chosen.count(False)
+    if num_left_out and config.held_out_files and notes is not None:
+        notes.append(
+            f"{num_left_out} of {count} documents in `files` are in `held_out_files` too: they are not trained on"
+        )
+    if inside is None:
+        yield from ((file.name, read(file.path)) for file in chosen)
+    else:
+        yield from compress(documents, is_chosen)
 
 
-def _folders(folder: Path, known: set[str]) -> Iterator[Path]:
-    """Yields `folder` and all folders below it, each real folder once; without those whose names begin with a dot."""
-    real = os.path.realpath(folder)
-    if real in known:
-        return
-    known.add(real)
-    yield folder
-    for name in _names(folder):
-        if name[0] != "." and (folder / name).is_dir():
-            yield from _folders(folder / name, known)
+def contents_of(files: Sequence[File], config: TextConfig) -> list[Content]:
+    """Returns the contents of all documents in `files`; reads these if they have several documents."""
+    inside = documents_inside(config)
+    if inside is None:
+        return [content_of_file(file) for file in files]
+    return [content_of(text) for file in files for _, text in inside(file)]
 
 
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+def trained_on(own: TextConfig, evaluated: TextConfig) -> str:
+    """Returns in words which held-out documents of `evaluated` a run on `own` has trained on; "" if it is none.
+
+    own: the run's own table. Compares contents; if files have several documents, it reads all that the run was trained on.
+    """
+    if (own.separator, own.field) != (evaluated.separator, evaluated.field):
+        return "documents are cut otherwise than in the run's own data: whether it has trained on them is not known"
+    held, trained = text_files(evaluated, "held_out"), text_files(own, "train")
+    if held[1]:
+        return ""  # the evaluation reports it
+    unknown = "whether the run has trained on the held-out documents is not known"
+    if trained[1]:
+        return f"{unknown}: {trained[1][0].message}"
+    if documents_inside(own) is not None and sum(file.num_bytes for file in trained[0]) > _COMPARED:
+        return f"{unknown}: the run's data have more than {_COMPARED >> 30} GiB, and are not read for it"
+    known, asked = contents_of(trained[0], own), contents_of(held[0], evaluated)
+    known = list(compress(known, _chosen(known, own, "train")))
+    asked = list(compress(asked, _chosen(asked, evaluated, "held_out")))
+    count = sum(among(asked, known))
+    return (
+        f"the run has trained on {count} of the {len(asked)} held-out documents: this is no held-out loss"
+        if count
+        else ""
+    )
 
 
-def _alone(path: Path) -> File:
-    """Returns the file at a plain path; raises `_BadPathError` if it is missing, empty or not a regular file."""
-    if not path.exists():
-        raise _BadPathError("data-missing", f"there is no file `{path}`", "a relative path starts at the plan's folder")
-    found = path.stat()
-    if S_ISDIR(found.st_mode):
-        raise _BadPathError("data-missing", f"`{path}` is a folder", f"name its files: `{path.name}/*`")
-    if not S_ISREG(found.st_mode):
-        raise _BadPathError("data-missing", f"`{path}` is not a regular file")
-    if not found.st_size:
-        raise _BadPathError("data-empty", f"`{path}` is empty")
-    return File(path.name, path, found.st_size)
+def documents_inside(config: TextConfig) -> Callable[[File], Iterable[tuple[str, bytes]]] | None:
+    """Returns a function that yields the documents of a file as (name, content); None if each file is one document.
+
+    The function raises PlanError "data-json" with file and line for a line that is not a JSON object with text in
+    `field`.
+    """
+    field, separator = config.field, config.separator
+    if field is not None:
+        return lambda file: _json_lines(file, field)
+    return None if separator is None else lambda file: _separated(file, separator.encode())
 
 
-def standard_library() -> Found:
-    """Returns the source files of the running Python's standard library, sorted, without tests and installed packages."""
-    root = sysconfig.get_path("stdlib")
-    if files := _sources(root):
-        return [*files], []
-    message = f"this Python has no source files in `{root}`"
-    return [], [Problem(("data", "source"), message, "name `files` instead", "data-missing")]
+def of_split(files: Sequence[File], config: TextConfig, split: Split) -> list[File]:
+    """Returns the files of a split, if each file is one document."""
+    if not config.held_out and not config.held_out_files:
+        return list(files) if split == "train" else []
+    return list(compress(files, _chosen([content_of_file(file) for file in files], config, split)))
 
 
-@cache
-def _sources(root: str) -> tuple[File, ...]:
-    """Returns the files with source of a library, which stays as it is while a program runs."""
-    files = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in NOT_LIBRARY]
-        prefix = Path(folder, "_").relative_to(root).as_posix()[:-1]
-        paths = [(name, Path(folder, name)) for name in names if name.endswith(".py")]
-        files += [File(prefix + name, path, path.stat().st_size) for name, path in paths]
-    return tuple(sorted((file for file in files if file.num_bytes), key=lambda file: file.name))
+def _chosen(contents: Sequence[Content], config: TextConfig, split: Split) -> list[bool]:
+    """Returns for each document whether it belongs to the split. Asks for no key that does not decide it."""
+    if config.held_out_files and split == "held_out":
+        return [True] * len(contents)
+    if config.held_out_files:
+        return [not is_held_out for is_held_out in among(contents, held_out_contents(config))]
+    return [is_held_out == (split == "held_out") for is_held_out in in_share(contents, config.held_out)]
 
 
-def text_files(config: TextConfig, split: Split) -> Found:
-    """Returns the files that hold a split of a `data.text` table: all files for both splits without `held_out_files`."""
-    if config.source is not None and not (split == "held_out" and config.held_out_files):
-        return standard_library()
-    key = "held_out_files" if split == "held_out" and config.held_out_files else "files"
-    files, problems = find_files(getattr(config, key), ("data", key))
-    lines = [file for file in files if _suffix(file.path) in JSON_LINES]
-    if lines and config.field is None and config.separator is None:
-        message = f"`{lines[0].path}` has JSON lines: braces, keys and escapes would be text too"
-        hint = 'name the key of the text, as `field = "text"`; or `separator = "\\n"`, for lines as they stand'
-        problems.append(Problem(("data", key), message, hint, "data-json"))
-    formats = [format_of(file.path) for file in files]
-    problems += _refused(files, formats, key)
-    marked = zip(files, formats, strict=True)
-    return [replace(file, is_compressed=True) if form.is_compressed else file for file, form in marked], problems
+def held_out_contents(config: TextConfig) -> list[Content]:
+    """Returns the contents of the documents in `held_out_files`. Raises PlanError with every file that has a problem."""
+    files, problems = text_files(config, "held_out")
+    if problems:
+        raise as_error(problems)
+    return contents_of(files, config)
 
 
-def _suffix(path: Path) -> str:
-    """Returns how a file's name ends, in lower case: `.jsonl`, also of `a.jsonl.gz`."""
-    suffix = path.suffix.lower()
-    return path.with_suffix("").suffix.lower() if suffix in SUFFIXES else suffix
+def read(path: Path) -> bytes:
+    """Returns what a file contains, decompressed. Raises OSError, and PlanError as `opened` does."""
+    with opened(path) as file:
+        return file.read()
 
 
-def _refused(files: Sequence[File], formats: Sequence[Format], key: str) -> Iterator[Problem]:
-    """Yields a problem for each file that has a format of its own."""
-    for file, form in zip(files, formats, strict=True):
-        if form.refused is not None:
-            yield Problem(("data", key), f"`{file.path}` is {form.refused[0]}", form.refused[1], "data-format")
+def _separated(file: File, separator: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yields the non-empty documents of a file, named `file#0`, `file#1`, ...; the separator belongs to none of them.
+
+    A line end of the separator stands for that of Windows, too.
+    """
+    content = read(file.path)
+    if b"\n" in separator and b"\r\n" in content:
+        texts = re.split(re.sub(rb"(?:\\\r)?\\\n", rb"\r?\n", re.escape(separator)), content)
+    else:
+        texts = content.split(separator)
+    for number, text in enumerate(texts):
+        if text:
+            yield f"{file.name}#{number}", text
 
 
-def token_files(config: TokensConfig, split: Split) -> Found:
-    """Returns the files of a split of a `data.tokens` table; what shows that they are no such ids is a problem."""
-    key, patterns = ("files", config.files) if split == "train" else ("held_out_files", config.held_out_files)
-    files, problems = find_files(patterns, ("data", key))
-    formats = [format_of(file.path) for file in files]
-    packed = ("compressed", "unpack it: token files are mapped into memory")
-    formats = [replace(form, refused=packed) if form.is_compressed else form for form in formats]
-    problems += _refused(files, formats, key)
-    for file in [] if problems else files:
-        if file.num_bytes % TOKEN_BYTES[config.dtype]:
-            message = f"`{file.path}` has {file.num_bytes} bytes, which is no whole number of {config.dtype} tokens"
-            problems.append(Problem(("data", key), message, "is `dtype` right?", "data-size"))
-        elif found := wrong_ids(file.path, config.dtype, config.vocab_size):
-            problems.append(Problem(("data", key), f"`{file.path}` {found[0]}", found[1], "data-format"))
-    return files, problems
+def _json_lines(file: File, field: str) -> Iterator[tuple[str, bytes]]:
+    """Yields the non-empty texts of a file of JSON lines, named by line: `file#1`, `file#2`, ..."""
+    with opened(file.path) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip() and (text := _text_of(line, file, number, field)):
+                yield f"{file.name}#{number}", text
+
+
+def _text_of(line: bytes, file: File, number: int, field: str) -> bytes:
+    """Returns the text of one line as UTF-8; raises PlanError "data-json" with the line's number if it has none."""
+    try:
+        found = json.loads(line)
+        text = found[field] if isinstance(found, dict) else None
+        if isinstance(text, str):
+            return text.encode()
+        why = "is no JSON object" if not isinstance(found, dict) else f"has no text as `{field}`"
+        hint = None
+    except KeyError:
+        why = f"has no `{field}`"
+        hint = f"its keys are {', '.join(f'`{key}`' for key in found)}" if found else None
+    except (ValueError, RecursionError) as error:  # UnicodeEncodeError, for half of a surrogate pair, is a ValueError
+        why, hint = f"cannot be read: {str(error) or type(error).__name__}", None
+    raise PlanError("data-json", f"line {number} of `{file.path}` {why}", path=("data", "field"), hint=hint)

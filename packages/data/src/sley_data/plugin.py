@@ -14,10 +14,10 @@ def sley_records() -> list[DatasetRecord]:
         DatasetRecord(
             name="text",
             config=TextConfig,
-            build="sley_data.text:TextDataset",
+            build="sley_data.datasets:TextDataset",
             check=check,
             text_ids="sley_data.tokenizer:text_ids",
-            trained_on="sley_data.reading:trained_on",
+            trained_on="sley_data.documents:trained_on",
         ),
-        DatasetRecord(name="tokens", config=TokensConfig, build="sley_data.tokens:TokensDataset", check=check),
+        DatasetRecord(name="tokens", config=TokensConfig, build="sley_data.datasets:TokensDataset", check=check),
     ]

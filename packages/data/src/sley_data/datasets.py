@@ -1,0 +1,232 @@
+"""The datasets `data.text` and `data.tokens`: documents as samples of one length, loaded when they are first needed."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import warnings
+from array import array
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from hashlib import blake2b
+from itertools import accumulate, chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sley_core.api.data import DataContext, DataInfo, Sample
+from sley_core.errors import PlanError
+from sley_data import packing
+from sley_data.config import NUM_BYTES, Documents, TextConfig, TokensConfig
+from sley_data.counts import num_windows
+from sley_data.documents import copied_tokens, read_documents
+from sley_data.files import as_error, text_files, token_files
+from sley_data.packing import TokenArray
+from sley_data.tokenizer import Tokenizer
+
+
+class TokenDataset:
+    """Gives samples of `sequence` tokens with their labels; every label of the data comes exactly once per epoch.
+
+    A subclass defines `vocab_size`, `data_digest`, and `load() -> (tokens, offsets)`, which is called once, by the first `len`
+    or sample; `info` does not call it. `offsets` may be None if documents are cut.
+    """
+
+    def __init__(self, sequence: int, documents: Documents) -> None:
+        self._sequence = sequence
+        self._documents = documents
+
+    @cached_property
+    def info(self) -> DataInfo:
+        """The fields, vocabulary and sequence length; does not load the data."""
+        return DataInfo(packing.token_fields(self._documents), self.vocab_size, self._sequence)
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids; defined by a subclass."""
+        raise NotImplementedError
+
+    def load(self) -> tuple[TokenArray, Tensor | None]:
+        """Returns the tokens and the offsets of the documents, int64 [num_documents + 1] or None; defined by a subclass."""
+        raise NotImplementedError
+
+    @property
+    def data_digest(self) -> str:
+        """Differs if tokens, documents or their order differ; defined by a subclass. Loads the data."""
+        raise NotImplementedError
+
+    @cached_property
+    def _data(self) -> tuple[TokenArray, Tensor]:
+        tokens, offsets = self.load()
+        return tokens, torch.tensor([0, len(tokens)]) if offsets is None else offsets
+
+    @cached_property
+    def _ends(self) -> Tensor:
+        return packing.chunk_ends(self._data[1], self._sequence)
+
+    @cached_property
+    def _max_documents(self) -> int:
+        return packing.max_documents(self._data[1], self._sequence)
+
+    @cached_property
+    def _num_samples(self) -> int:
+        """The samples in an epoch; loads the data. Raises PlanError "data-short" if there is none."""
+        tokens = self._data[0]
+        if self._documents == "pad":
+            count = int(self._ends[-1]) if self._ends.numel() else 0
+        else:
+            count = num_windows(len(tokens), self._sequence)
+        if not count:
+            raise too_short(len(tokens), self._sequence)
+        return count
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> Sample:
+        """Returns sample `index` with the fields of `packing.token_fields`; raises IndexError outside [0, len)."""
+        if not 0 <= index < self._num_samples:
+            raise IndexError(index)
+        tokens, offsets = self._data
+        if self._documents == "pad":
+            return packing.pad_sample(tokens, offsets, self._ends, index, self._sequence)
+        if self._documents == "cut":
+            return packing.cut_sample(tokens, index, self._sequence)
+        return packing.pack_sample(tokens, offsets, index, self._sequence, self._max_documents)
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """Returns a digest of dtypes, shapes and values of `tensors`, which are on the host."""
+    digest = blake2b(digest_size=16)
+    for each in tensors:
+        digest.update(f"{each.dtype}{tuple(each.shape)}".encode())
+        digest.update(each.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def too_short(num_tokens: int, sequence: int) -> PlanError:
+    """Returns the PlanError "data-short" for data of `num_tokens`."""
+    message = f"the data has {num_tokens} tokens; one sample needs {sequence} and a label for the last"
+    return PlanError("data-short", message, path=("data", "sequence"), hint="give more text or a smaller `sequence`")
+
+
+class TextDataset(TokenDataset):
+    """Samples of one split of a corpus; which documents it holds depends on their content alone.
+
+    data_notes: what the user has to know about the documents, once they are read.
+    Bytes are taken as they are, in any encoding. A tokenizer needs UTF-8.
+    Raises PlanError with every file that is missing or empty, or where the text is shorter than one sample.
+    """
+
+    def __init__(self, config: TextConfig, context: DataContext) -> None:
+        super().__init__(config.sequence, config.documents)
+        self._config = config
+        self._split = context.split
+        self.data_notes: list[str] = []
+
+    @property
+    def vocab_size(self) -> int:
+        """256 for bytes, else the tokenizer's size."""
+        return NUM_BYTES if self._tokenizer is None else self._tokenizer.vocab_size
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        path = self._config.tokenizer
+        return None if path is None else Tokenizer(path, self._config.end_of_document)
+
+    @cached_property
+    def data_digest(self) -> str:
+        """A digest of every token and of the documents' lengths."""
+        tokens, offsets = self._data
+        return digest_of([tokens.parts[0], offsets])
+
+    def load(self) -> tuple[TokenArray, Tensor]:
+        """Reads the split's documents, in order; returns their tokens and the offsets of those that are not empty."""
+        files, problems = text_files(self._config, self._split)
+        if problems:
+            raise as_error(problems)
+        documents = read_documents(files, self._config, self._split, self.data_notes)
+        ids, lengths = _join(documents) if self._tokenizer is None else self._tokenizer.encode(documents)
+        offsets = torch.tensor([0, *accumulate(length for length in lengths if length)])
+        return TokenArray([as_tensor(ids)]), offsets
+
+
+def _join(documents: Iterable[tuple[str, bytes]]) -> tuple[bytearray, list[int]]:
+    """Returns the bytes of all documents joined, and the length of each."""
+    ids = bytearray()
+    lengths = []
+    for _, text in documents:
+        ids += text
+        lengths.append(len(text))
+    return ids, lengths
+
+
+def as_tensor(ids: bytearray | array[int]) -> Tensor:
+    """Returns a view of `ids`: uint8, uint16 or uint32 by the size of its items."""
+    dtype = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[memoryview(ids).itemsize]
+    return torch.frombuffer(ids, dtype=dtype) if ids else torch.empty(0, dtype=dtype)
+
+
+class TokensDataset(TokenDataset):
+    """Samples of raw token files, read as one stream in the order of the plan; the files are mapped, not copied.
+
+    With cut documents, opening costs nothing, whatever the size. To pack or pad documents the full stream is read once
+    for its `end_of_document` tokens, which takes about 2 s per GB on one core. Raises PlanError with every file that is
+    missing, empty or not a whole number of tokens long.
+    """
+
+    def __init__(self, config: TokensConfig, context: DataContext) -> None:
+        super().__init__(config.sequence, config.documents)
+        self._config = config
+        self._split = context.split
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids that the plan gives."""
+        return self._config.vocab_size
+
+    @cached_property
+    def data_digest(self) -> str:
+        """A digest of the files' sizes and of blocks of tokens spread over each file: at most 128 KiB of it are read."""
+        tokens, _ = self._data
+        pairs = ((torch.tensor(part.numel()), torch.cat(list(_blocks(part)))) for part in tokens.parts)
+        return digest_of(chain.from_iterable(pairs))
+
+    def load(self) -> tuple[TokenArray, Tensor | None]:
+        """Maps the split's files; returns them as one stream, and the offsets of its documents, or None if they are not
+        needed.
+        """
+        files, problems = token_files(self._config, self._split)
+        if self._split == "held_out":
+            problems += copied_tokens(token_files(self._config, "train")[0], files)
+        if problems:
+            raise as_error(problems)
+        tokens = TokenArray([map_tokens(file.path, getattr(torch, self._config.dtype)) for file in files])
+        if self._config.documents == "cut" or self._config.end_of_document is None:
+            return tokens, None
+        starts = tokens.find(self._config.end_of_document) + 1
+        return tokens, torch.cat([torch.tensor([0]), starts[starts < len(tokens)], torch.tensor([len(tokens)])])
+
+
+def _blocks(part: Tensor) -> Iterator[Tensor]:
+    """Yields a file's first tokens, its last ones, and blocks spread between them; all of it if that is not more."""
+    size = 1 << 11 if part.numel() > 1 << 15 else max(1, -(-part.numel() // 16))
+    for number in range(16):
+        start = max(0, part.numel() - size) * number // 15
+        yield part[start : start + size]
+
+
+def map_tokens(path: Path, dtype: torch.dtype) -> Tensor:
+    """Returns the tokens of a file as a read-only view: pages are loaded when they are read, and a write crashes.
+
+    The map is shared and read-only, so that files larger than memory can be mapped: PyTorch's own `from_file` maps
+    privately and writable, which Linux counts as memory that must exist.
+    """
+    assert sys.byteorder == "little", "token files are little-endian"
+    with path.open("rb") as file:
+        buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        # PyTorch warns that it has no read-only tensors. Nothing writes to these: `TokenArray.read` copies.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(buffer, dtype=dtype)

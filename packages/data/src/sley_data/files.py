@@ -1,0 +1,422 @@
+"""Finds the files that a `[data]` table names, and looks at their first bytes; torch-free.
+
+A file is refused by name if it is no text, or no raw token ids of the width and byte order that the table says.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import os
+import re
+import sysconfig
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cache
+from io import BufferedIOBase
+from math import log2
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+from typing import Literal, TypeVar
+
+from sley_core.api.data import Split
+from sley_core.errors import Diagnostic, KeyPath, PlanError
+from sley_core.records import Problem
+from sley_data.config import TOKEN_BYTES, TextConfig, TokensConfig
+
+_HEAD = 512
+"""Bytes that the marks are looked for in; tar has its mark at byte 257."""
+
+Opener = Callable[[Path], BufferedIOBase]
+T = TypeVar("T")
+
+_OPENED: dict[bytes, Opener] = {
+    rb"\x1f\x8b\x08": gzip.GzipFile,
+    rb"BZh[1-9]1AY&SY": bz2.BZ2File,
+    rb"\xfd7zXZ\x00": lzma.LZMAFile,
+}
+"""Formats of one compressed file each, by their mark, with what reads them."""
+
+SUFFIXES = frozenset({".gz", ".bz2", ".xz"})
+"""How the names of such files end, for the suffix before it: `.jsonl.gz`."""
+
+_UNPACK = "unpack it, and name the files that come out"
+_MARKS = {
+    rb"PK\x03\x04": ("a zip archive", _UNPACK),
+    rb"\x28\xb5\x2f\xfd": ("compressed by zstd", "unpack it: `zstd -d`; gzip, bzip2 and xz are read as they are"),
+    rb"\x04\x22\x4d\x18": ("compressed by lz4", "unpack it: `lz4 -d`; gzip, bzip2 and xz are read as they are"),
+    rb"\x1f\x9d": ("compressed by compress", "unpack it: `uncompress`; gzip, bzip2 and xz are read as they are"),
+    rb"7z\xbc\xaf\x27\x1c": ("a 7z archive", _UNPACK),
+    rb"Rar!\x1a\x07": ("a rar archive", _UNPACK),
+    rb".{257}ustar": ("a tar archive", _UNPACK),
+    rb"PAR1\x15": ("a Parquet table", 'write its column of texts as JSON lines, for `field = "text"`'),
+    rb"ARROW1\x00\x00": ("an Arrow table", 'write its column of texts as JSON lines, for `field = "text"`'),
+    rb"\x89HDF\r\n\x1a\n": ("an HDF5 file", "write what is to be read as text or as raw token ids"),
+    rb"SQLite format 3\x00": ("an SQLite database", "write its texts to files"),
+    rb"%PDF-\d\.\d": ("a PDF", "convert it to text"),
+    rb"\x00\x05\x16\x07": ("what macOS keeps beside a file, and not the file", "leave names that begin with `._` out"),
+    rb"version https://git-lfs": ("a pointer of Git LFS, and not the file", "download the file: `git lfs pull`"),
+    rb"\x93NUMPY": (
+        "a file of numpy, whose header would be read too",
+        'write raw ids, for `data.tokens`: `numpy.load("...").astype("uint16").tofile("tokens.bin")`',
+    ),
+}
+"""Formats that are refused, by their mark: which they are, and what to do."""
+
+
+_ANY = re.compile(b"|".join((*_OPENED, *_MARKS)), re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Format:
+    """Describes a file by its first bytes. is_compressed: whether `opened` gives other bytes than it has. refused: which format
+    it has, and what to do, if it can be no text and no raw ids.
+    """
+
+    is_compressed: bool = False
+    refused: tuple[str, str] | None = None
+
+
+PLAIN = Format()
+
+
+def format_of(path: Path) -> Format:
+    """Returns the format of a file; `PLAIN` for one that cannot be read: the code that reads it reports the error."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+        if not _ANY.match(head):
+            return PLAIN
+        if _marked(head, _OPENED) is None:
+            return Format(refused=_marked(head, _MARKS))
+        with opened(path) as inside:
+            return Format(is_compressed=True, refused=_marked(inside.read(_HEAD), _MARKS))
+    except OSError:
+        return PLAIN
+    except PlanError:
+        return Format(is_compressed=True)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BufferedIOBase]:
+    """Opens a file for reading; of one that gzip, bzip2 or xz compressed, what it contains.
+
+    Raises OSError; PlanError "data-format" for compressed content that is damaged or incomplete.
+    """
+    with path.open("rb") as file:
+        opener = _marked(file.read(_HEAD), _OPENED)
+        if opener is None:
+            file.seek(0)
+            yield file
+            return
+    try:
+        with opener(path) as file:
+            yield file
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        message = f"`{path}` is compressed, and damaged or incomplete: {error}"
+        raise PlanError("data-format", message, path=("data", "files")) from None
+
+
+def _marked(head: bytes, marks: dict[bytes, T]) -> T | None:
+    """Returns the value of the first mark with which `head` begins; None if there is none."""
+    return next((value for mark, value in marks.items() if re.match(mark, head, re.DOTALL)), None)
+
+
+_BLOCK = 1 << 13
+"""Bytes of a sample."""
+
+_NUM_BLOCKS = 16
+_ENOUGH = 64
+"""Ids that a sample must have before rare patterns mean anything."""
+
+_CODES = {"uint16": "H", "uint32": "I"}
+_LLM_C = (20240520).to_bytes(4, "little")
+"""How a token file of llm.c begins; its header has 1024 bytes."""
+
+
+def wrong_ids(path: Path, dtype: Literal["uint16", "uint32"], vocab_size: int) -> tuple[str, str] | None:
+    """Returns what shows that the ids of a file are not `dtype`, little-endian and below `vocab_size`, and what to do.
+
+    Reads at most 128 KiB of the file, spread over it; None if nothing shows it, or if the file cannot be read.
+    """
+    try:
+        sample = _sample(path)
+    except OSError:
+        return None  # the code that opens it later reports the error
+    if sample[:4] == _LLM_C:
+        return "begins with the header of llm.c, which would be read as tokens", "write the ids alone: `tail -c +1025`"
+    ids = _ids(sample, dtype)
+    if len(ids) < _ENOUGH:
+        return None
+    if _is_padded(ids):
+        advice = f'write them as {dtype}: `numpy.fromfile("...", "<i8").astype("{dtype}").tofile("...")`'
+        if dtype == "uint16":
+            advice = f'say `dtype = "uint32"`; or, if they have 64 bits, {advice}'
+        return f"has 0 or a small number after every id: its ids are wider than {dtype}", advice
+    if max(ids) >= vocab_size:
+        return _beyond(sample, dtype, max(ids), vocab_size)
+    if dtype == "uint16" and len(ids) >= 1 << 12 and _spread(ids, 8) > _spread(ids, 0) + 1:
+        advice = 'write them in little-endian order: `numpy.fromfile("...", ">u2").astype("<u2").tofile("...")`'
+        return "has ids whose upper bytes vary more than their lower ones: they are big-endian", advice
+    return None
+
+
+def _beyond(sample: bytes, dtype: str, largest: int, vocab_size: int) -> tuple[str, str]:
+    """Returns that an id is beyond the vocabulary, and as what the ids would fit."""
+    fits = [other for other in _CODES if other != dtype and max(_ids(sample, other)) < vocab_size]
+    swapped = _ids(sample, dtype)
+    swapped.byteswap()
+    if max(swapped) < vocab_size:
+        hint = "they fit if they are big-endian: write them in little-endian order"
+    elif fits:
+        hint = f'they fit as `dtype = "{fits[0]}"`'
+    else:
+        hint = "`vocab_size` is that of another tokenizer, or these are no raw ids"
+    return f"has the id {largest} as {dtype}, and `vocab_size` is {vocab_size}", hint
+
+
+def _sample(path: Path) -> bytes:
+    """Returns the file's first bytes, and blocks from places that are spread over it, each at a multiple of 8 bytes."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        if size <= _BLOCK * _NUM_BLOCKS:
+            file.seek(0)
+            return file.read()
+        blocks = []
+        for number in range(_NUM_BLOCKS):
+            file.seek((size - _BLOCK) * number // (_NUM_BLOCKS - 1) // 8 * 8)
+            blocks.append(file.read(_BLOCK))
+        return b"".join(blocks)
+
+
+def _ids(sample: bytes, dtype: str) -> array[int]:
+    ids = array(_CODES[dtype])
+    ids.frombytes(sample[: len(sample) // ids.itemsize * ids.itemsize])
+    return ids
+
+
+def _is_padded(ids: Sequence[int]) -> bool:
+    """Returns whether every second id is 0, or small beside the others, as the upper halves of wider ids are."""
+    lower, upper = ids[::2], ids[1::2]
+    return (max(upper) == 0 and len(set(lower)) > 4) or (max(upper) < 16 and max(lower) >= 1 << 12)
+
+
+def _spread(ids: Sequence[int], shift: int) -> float:
+    """Returns the entropy of one byte of the ids, in bits."""
+    counts = [0] * 256
+    for one in ids:
+        counts[one >> shift & 255] += 1
+    return -sum(count / len(ids) * log2(count / len(ids)) for count in counts if count)
+
+
+NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+JSON_LINES = frozenset({".jsonl", ".ndjson"})
+WILDCARDS = frozenset("*?[")
+
+
+@dataclass(frozen=True)
+class File:
+    """Names a file, with its name within the corpus in forward slashes: `sub/one.txt` of `corpus/**/*.txt`.
+
+    num_bytes: as it is stored. is_compressed: whether it contains other bytes than that.
+    """
+
+    name: str
+    path: Path
+    num_bytes: int
+    is_compressed: bool = False
+
+
+Found = tuple[list[File], list[Problem]]
+"""Files, and problems of the paths and patterns that name them."""
+
+
+def as_error(problems: Iterable[Problem]) -> PlanError:
+    """Returns one PlanError that carries all `problems`."""
+    found = PlanError.many(Diagnostic(p.code, p.message, path=p.path, hint=p.hint) for p in problems)
+    assert isinstance(found, PlanError)
+    return found
+
+
+def find_files(patterns: Sequence[Path], key: KeyPath) -> Found:
+    """Returns the files that paths and patterns name, each once, and the problems found.
+
+    patterns: as `table.PlanPattern` has them. A file that links lead to twice counts once, by its first name. Files are in the
+    order of `patterns`, sorted within one. A problem is a path that is missing, not a regular file or empty, a pattern without
+    a match, and a file or folder that may not be read. An empty file matched by a pattern is skipped.
+    """
+    files: dict[str, File] = {}
+    problems = []
+    for number, pattern in enumerate(patterns):
+        try:
+            for file in _named_by(str(pattern)):
+                if not os.access(file.path, os.R_OK):
+                    raise _BadPathError("data-missing", f"`{file.path}` may not be read", "change its permissions")
+                files.setdefault(os.path.realpath(file.path), file)
+        except _BadPathError as wrong:
+            problems.append(Problem((*key, number), wrong.message, wrong.hint, wrong.code))
+        except (OSError, ValueError) as error:
+            message = f"`{_literal(str(pattern))}` cannot be read: {error}"
+            problems.append(Problem((*key, number), message, None, "data-missing"))
+    return list(files.values()), problems
+
+
+class _BadPathError(Exception):
+    def __init__(self, code: str, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.hint = code, message, hint
+
+
+_ESCAPED = re.compile(r"\[([*?\[])\]")
+
+
+def _literal(pattern: str) -> str:
+    """Returns the path that a pattern names if no character of it is special."""
+    return _ESCAPED.sub(r"\1", pattern)
+
+
+def _is_special(pattern: str) -> bool:
+    return not WILDCARDS.isdisjoint(_ESCAPED.sub("", pattern))
+
+
+def _named_by(pattern: str) -> Iterator[File]:
+    """Yields the files of one path or pattern, sorted; raises `_BadPathError` if there is none."""
+    alone = Path(_literal(pattern))
+    if not _is_special(pattern) or alone.exists():
+        yield _alone(alone)
+        return
+    parts = Path(pattern).parts
+    first = next(number for number, part in enumerate(parts) if _is_special(part))
+    root = Path(_literal(str(Path(*parts[:first]))))
+    matching = sorted(_matching(root, parts[first:])) if root.is_dir() else []
+    stats = ((path, path.stat()) for path in matching)
+    sizes = {path: found.st_size for path, found in stats if S_ISREG(found.st_mode)}
+    if not sizes:
+        hint = "`**` stands for folders of any depth, `*` for a part of one name, `[[]` for a bracket in a name"
+        hint = hint if root.exists() else f"there is no `{root}`"
+        raise _BadPathError("data-missing", f"`{alone}` matches no file", hint)
+    if not any(sizes.values()):
+        raise _BadPathError("data-empty", f"every file that `{alone}` matches is empty")
+    yield from (File(path.relative_to(root).as_posix(), path, size) for path, size in sizes.items() if size)
+
+
+def _matching(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """Yields what `parts`, a pattern by folders, matches in `folder`; links to folders are followed.
+
+    As in a shell, `*` and `**` leave out names that begin with a dot.
+    """
+    first, rest = parts[0], parts[1:]
+    if first == "**":
+        for inner in _folders(folder, set()):
+            yield from _matching(inner, rest or ("*",))
+        return
+    for name in _names(folder) if _is_special(first) else [_literal(first)]:
+        if name == _literal(first) or (fnmatchcase(name, first) and (first[0] == "." or name[0] != ".")):
+            path = folder / name
+            if rest and path.is_dir():
+                yield from _matching(path, rest)
+            elif not rest and os.path.lexists(path):
+                yield path
+
+
+def _folders(folder: Path, known: set[str]) -> Iterator[Path]:
+    """Yields `folder` and all folders below it, each real folder once; without those whose names begin with a dot."""
+    real = os.path.realpath(folder)
+    if real in known:
+        return
+    known.add(real)
+    yield folder
+    for name in _names(folder):
+        if name[0] != "." and (folder / name).is_dir():
+            yield from _folders(folder / name, known)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def _alone(path: Path) -> File:
+    """Returns the file at a plain path; raises `_BadPathError` if it is missing, empty or not a regular file."""
+    if not path.exists():
+        raise _BadPathError("data-missing", f"there is no file `{path}`", "a relative path starts at the plan's folder")
+    found = path.stat()
+    if S_ISDIR(found.st_mode):
+        raise _BadPathError("data-missing", f"`{path}` is a folder", f"name its files: `{path.name}/*`")
+    if not S_ISREG(found.st_mode):
+        raise _BadPathError("data-missing", f"`{path}` is not a regular file")
+    if not found.st_size:
+        raise _BadPathError("data-empty", f"`{path}` is empty")
+    return File(path.name, path, found.st_size)
+
+
+def standard_library() -> Found:
+    """Returns the source files of the running Python's standard library, sorted, without tests and installed packages."""
+    root = sysconfig.get_path("stdlib")
+    if files := _sources(root):
+        return [*files], []
+    message = f"this Python has no source files in `{root}`"
+    return [], [Problem(("data", "source"), message, "name `files` instead", "data-missing")]
+
+
+@cache
+def _sources(root: str) -> tuple[File, ...]:
+    """Returns the files with source of a library, which stays as it is while a program runs."""
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in NOT_LIBRARY]
+        prefix = Path(folder, "_").relative_to(root).as_posix()[:-1]
+        paths = [(name, Path(folder, name)) for name in names if name.endswith(".py")]
+        files += [File(prefix + name, path, path.stat().st_size) for name, path in paths]
+    return tuple(sorted((file for file in files if file.num_bytes), key=lambda file: file.name))
+
+
+def text_files(config: TextConfig, split: Split) -> Found:
+    """Returns the files that hold a split of a `data.text` table: all files for both splits without `held_out_files`."""
+    if config.source is not None and not (split == "held_out" and config.held_out_files):
+        return standard_library()
+    key = "held_out_files" if split == "held_out" and config.held_out_files else "files"
+    files, problems = find_files(getattr(config, key), ("data", key))
+    lines = [file for file in files if _suffix(file.path) in JSON_LINES]
+    if lines and config.field is None and config.separator is None:
+        message = f"`{lines[0].path}` has JSON lines: braces, keys and escapes would be text too"
+        hint = 'name the key of the text, as `field = "text"`; or `separator = "\\n"`, for lines as they stand'
+        problems.append(Problem(("data", key), message, hint, "data-json"))
+    formats = [format_of(file.path) for file in files]
+    problems += _refused(files, formats, key)
+    marked = zip(files, formats, strict=True)
+    return [replace(file, is_compressed=True) if form.is_compressed else file for file, form in marked], problems
+
+
+def _suffix(path: Path) -> str:
+    """Returns how a file's name ends, in lower case: `.jsonl`, also of `a.jsonl.gz`."""
+    suffix = path.suffix.lower()
+    return path.with_suffix("").suffix.lower() if suffix in SUFFIXES else suffix
+
+
+def _refused(files: Sequence[File], formats: Sequence[Format], key: str) -> Iterator[Problem]:
+    """Yields a problem for each file that has a format of its own."""
+    for file, form in zip(files, formats, strict=True):
+        if form.refused is not None:
+            yield Problem(("data", key), f"`{file.path}` is {form.refused[0]}", form.refused[1], "data-format")
+
+
+def token_files(config: TokensConfig, split: Split) -> Found:
+    """Returns the files of a split of a `data.tokens` table; what shows that they are no such ids is a problem."""
+    key, patterns = ("files", config.files) if split == "train" else ("held_out_files", config.held_out_files)
+    files, problems = find_files(patterns, ("data", key))
+    formats = [format_of(file.path) for file in files]
+    packed = ("compressed", "unpack it: token files are mapped into memory")
+    formats = [replace(form, refused=packed) if form.is_compressed else form for form in formats]
+    problems += _refused(files, formats, key)
+    for file in [] if problems else files:
+        if file.num_bytes % TOKEN_BYTES[config.dtype]:
+            message = f"`{file.path}` has {file.num_bytes} bytes, which is no whole number of {config.dtype} tokens"
+            problems.append(Problem(("data", key), message, "is `dtype` right?", "data-size"))
+        elif found := wrong_ids(file.path, config.dtype, config.vocab_size):
+            problems.append(Problem(("data", key), f"`{file.path}` {found[0]}", found[1], "data-format"))
+    return files, problems
