@@ -98,17 +98,17 @@ def _three_steps(whole: bool, name: str, micros: int) -> None:
 
 def late(rounds: int) -> dict[str, object]:
     """What of an injected latency `dp.bucketed` hides, over gloo, whose reductions move without its help."""
-    from sley_dp import sums
+    from sley_dp import bucketed
 
     torch.set_num_threads(1)
     handlers = [{"use": "dp.bucketed", "bucket_mb": EQUAL_BUCKET_MB}]
     contestant = Sley(plan({**SHAPE, "sequence": 512}, 1, handlers, **SOCKETS), backward_only=True)
     batch = contestant.batch()
-    plain = sums.all_reduce
+    plain = bucketed.all_reduce
     wire = latency.Wire()
 
     def step(form: str) -> None:
-        sums.all_reduce = wire.form(plain, form)
+        bucketed.all_reduce = wire.form(plain, form)
         contestant.step(batch)
 
     for form in latency.FORMS[:3]:

@@ -16,8 +16,8 @@ from sley_core.engine.book import Entry
 from sley_core.engine.buffers import FlatBuffer
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
+from sley_dp.bucketed import Exact
 from sley_dp.narrow import Narrow
-from sley_dp.sums import Exact
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.runs import record
 
@@ -143,7 +143,7 @@ class Counted:
 @pytest.mark.parametrize(
     ("module", "sums"),
     [
-        ("sley_dp.sums", lambda: Exact(SentBytes())),
+        ("sley_dp.bucketed", lambda: Exact(SentBytes())),
         ("sley_dp.narrow", lambda: Narrow(SentBytes())),
     ],
 )

@@ -8,8 +8,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from sley_cma.connection import Connection
-from sley_cma.inbox import NUMBER_AT_BYTES, SLOTS, WORD_BYTES, Offer
+from sley_cma.connection import NUMBER_AT_BYTES, SLOTS, WORD_BYTES, Connection, Offer
 from sley_cma.process_vm import MemorySpan
 from sley_core.api.comm import Mark, Turn, differs
 

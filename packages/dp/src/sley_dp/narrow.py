@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sley_core.api.comm import Pending, all_gather, all_to_all
-from sley_dp.sums import Sums, described
+from sley_dp.bucketed import Sums, described
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -47,7 +47,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
 def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[ProcessGroupRecord]:
     for handler in plan.gradient_handlers:
         if isinstance(handler.config, ShardedConfig):
-            from sley_dp.shard_groups import shard_groups  # only `dp.sharded` needs them
+            from sley_dp.config import shard_groups  # only `dp.sharded` needs them
 
             yield from shard_groups(handler.config.shards, topology)
 
@@ -57,7 +57,7 @@ def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[Problem]:
     """Yields problems of the options of `dp.sharded`."""
     for number, handler in enumerate(plan.gradient_handlers):
         if isinstance(handler.config, ShardedConfig):
-            from sley_dp.shard_groups import check_one_copy, check_shards
+            from sley_dp.config import check_one_copy, check_shards
 
             yield from check_shards(topology, handler.config.shards, number)
             if plan.parallel.reduction == "canonical":

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from sley_core.api.comm import SentBytes
     from sley_core.api.parts import Entry, GradientBuffer, Parts, StepState
+    from sley_dp.bucketed import Sums
     from sley_dp.config import ReducerConfig
-    from sley_dp.sums import Sums
 
 Item = TypeVar("Item")
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_dp.shard_groups import SUMS, copies_axis
-from sley_dp.sums import Sums, described
+from sley_dp.bucketed import Sums, described
+from sley_dp.config import SUMS, copies_axis
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Group, Groups, Transport, Work
