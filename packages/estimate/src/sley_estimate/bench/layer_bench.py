@@ -21,11 +21,11 @@ from sley_core.data.cut import cut
 from sley_core.data.feed import Feed
 from sley_core.data.slices import Slices
 from sley_core.engine.call import LayerCaller
-from sley_core.engine.direct import WeightQueue, accumulates_directly, queued_products
+from sley_core.engine.direct import WeightQueue, accumulates_directly
 from sley_core.engine.in_flight import describe
 from sley_core.model.materialize import materialize
 from sley_estimate.bench.layer_calls import Half, Halves, Handed, LayerCalls
-from sley_estimate.bench.layer_gradients import LayerGradients
+from sley_estimate.bench.layer_gradients import LayerGradients, queued_products
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device, Span

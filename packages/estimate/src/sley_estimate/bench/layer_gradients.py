@@ -7,8 +7,11 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
+
+from sley_core.engine.direct import DirectLinear, Handover, WeightQueue, is_plain_linear
+from sley_core.model.patch import ForwardPatch
 
 
 class LayerGradients:
@@ -65,3 +68,31 @@ class LayerGradients:
 
 def _drop(parameter: Tensor) -> None:
     parameter.grad = None
+
+
+@contextmanager
+def queued_products(module: nn.Module, queue: WeightQueue, dtype: torch.dtype) -> Iterator[None]:
+    """Returns a context manager in which a D queues the weight gradients of `module`'s plain linears in `queue`, outside a run:
+    to time or to count the halves of a backward.
+
+    dtype: of the memory, allocated here, to which W adds.
+    """
+    with ExitStack() as patches:
+        for one in module.modules():
+            if is_plain_linear(one) and one.weight.requires_grad:
+                sink = Handover(partial(_multiply_into, torch.zeros_like(one.weight, dtype=dtype)), queue)
+                patches.callback(ForwardPatch(one, partial(_queueing_forward, one, sink)).undo)
+        yield
+
+
+def _queueing_forward(linear: nn.Linear, sink: Handover, input: Tensor) -> Tensor:
+    result: Tensor = DirectLinear.apply(input, linear.weight, linear.bias, sink, None)  # type: ignore[no-untyped-call]  # torch's
+    return result
+
+
+def _multiply_into(slot: Tensor, rows: Tensor, inputs: Tensor) -> None:
+    """Adds rows^T inputs to `slot`, in one kernel if the dtypes are equal, as the store does."""
+    if rows.dtype == slot.dtype:
+        slot.addmm_(rows.t(), inputs)
+    else:
+        slot.add_(rows.t() @ inputs)

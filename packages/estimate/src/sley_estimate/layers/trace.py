@@ -21,11 +21,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from sley_core.engine.boundary import Description
-from sley_core.engine.direct import WeightQueue, is_plain_linear, queued_products
+from sley_core.engine.direct import WeightQueue, is_plain_linear
 from sley_core.engine.in_flight import InFlight, describe, edges_of
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.fields import computed_from
+from sley_estimate.bench.layer_gradients import queued_products
 from sley_estimate.layers.fused import FusedKernels
 from sley_estimate.layers.operators import LayerWork, Operator
 from sley_estimate.layers.recorder import OperatorRecorder, moved_bytes
