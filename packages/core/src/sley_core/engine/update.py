@@ -136,7 +136,7 @@ class Update:
         if self.clip_norm is not None:
             self._clip(pieces, norm, self.clip_norm)
         scale_learning_rate(self.optimizer, self._factor)
-        self.masters.take_gradients(self.store)
+        self.masters.take_gradients()
         take: Callable[[], Any] = self.optimizer.step
         if is_on_device:
             take = partial(step_if, self.optimizer, totals.allow_a_step)

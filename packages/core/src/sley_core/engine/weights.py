@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -39,8 +39,8 @@ class WeightBuffer(FlatBuffer):
     """Holds the working weights of `entries`, side by side; the buffer divides into `num_parts` equal parts.
 
     Each entry has the same offset as its gradient in a gradient buffer of the same entries that is cut into as many parts. It
-    has no memory until `build`, which the store calls for the first value that moves in, so one buffer at a time is there
-    beside the values as they were made. Who reads or writes it before ends the process (`comm.copies.free`).
+    has no memory until `build`, which the store calls for the first value that moves in: so one buffer at a time is there
+    beside the values as they were made. A read or write before that ends the process (`comm.copies.free`).
     """
 
     def __init__(self, entries: Sequence[Entry], dtype: torch.dtype, num_parts: int) -> None:
@@ -91,10 +91,8 @@ class WeightStore:
         self._is_laid_out = False
 
     def lay_out(self, lists: Iterable[tuple[Sequence[Entry], int]]) -> list[WeightBuffer]:
-        """Makes a buffer for each list of entries, which divides into the given number of parts; returns these buffers, which
-        have no memory before masters are made: who attaches must not read or write them.
-
-        Called by what is attached before masters are made, as gradient handlers are. An entry has one place at most.
+        """Makes a buffer for each list of entries, which divides into the given number of parts; called before masters are
+        made, as by a gradient handler that is attached. The buffers have no memory until then. An entry has one place at most.
         """
         assert not self._is_laid_out, "weights are laid out before masters are made"
         made = [WeightBuffer(entries, self.dtype, num_parts) for entries, num_parts in lists]
@@ -111,14 +109,11 @@ class WeightStore:
         return entry in self._places
 
     def dtype_of(self, entry: Entry) -> torch.dtype:
-        """Returns the dtype of the entry's working weight."""
         return parameter_format(entry.name, self.dtype, self.keep)
 
     def adopt(self, entry: Entry) -> None:
-        """Moves the entry's value, rounded to its dtype, to its place; without a place it is rounded where it is.
-
-        The weight is contiguous afterwards: fused optimizers read weight, gradient and states in the order of memory, whatever
-        their strides, and buffers of gradients are contiguous.
+        """Moves the entry's value, rounded to its dtype, to its place; without a place it is rounded where it is. It is
+        contiguous then: fused optimizers read weight, gradient and states in the order of memory, whatever their strides.
         """
         self._is_laid_out = True
         parameter = entry.parameter
@@ -148,7 +143,7 @@ class WeightStore:
         return next(self._elsewhere(), None) is None
 
     def _elsewhere(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yields the parameters that are not in their places, with these; addresses would not do, which change with moves."""
+        """Yields the parameters that are not in their places, with these. Addresses would change when memory moves."""
         for parameter, place in self._held:
             if _memory(parameter) != _memory(place):
                 yield parameter, place
@@ -170,9 +165,8 @@ class WeightStore:
             self.settle()
 
     def settle(self) -> None:
-        """Blocks until all weights of this rank are those of the last step, and may be written. All ranks call it.
-
-        Called before control returns to a program; between two steps of one call it is not needed.
+        """Blocks until all weights of this rank are those of the last step, and may be written: before control returns to a
+        program. All ranks call it.
         """
         for one in self._completions:
             one.finish()
@@ -190,7 +184,7 @@ class WeightStore:
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Returns storage and place in it: the same while memory is away, and for fake tensors, which `is_set_to` does not take."""
+    """Returns storage and place in it; `is_set_to` does not take fake tensors."""
     storage: int = tensor.untyped_storage()._cdata
     return storage, int(tensor.storage_offset())
 
@@ -200,10 +194,10 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Stepped:
-    """Holds the parameter that the optimizer steps for one entry; its gradient is what the store's `part` returns.
+    """Holds the parameter that the optimizer steps for one entry; its gradient is the store's `part`.
 
-    original: the working weight that the entry's modules hold; the same object if there is no master and no span. span: which
-    elements of it are stepped here, if other ranks step the others; `parameter` has the span's shape then.
+    original: the working weight that the entry's modules hold; the same object if there is no master and no span. span: the
+    elements of it that are stepped here, if other ranks step the others; `parameter` has the span's shape then.
     """
 
     entry: Entry
@@ -225,31 +219,33 @@ class Stepped:
         return self.entry.decays
 
 
+@dataclass(eq=False)
 class _Master:
     """Holds the master of the elements `span` of `parameter`. working: these elements. seen: the state when they were last the
     master, rounded.
     """
 
-    def __init__(self, master: Tensor, parameter: nn.Parameter, span: Span | None) -> None:
-        self.master = master
-        self.parameter = parameter
-        self.span = span
+    master: Tensor
+    parameter: nn.Parameter
+    span: Span | None
+
+    def __post_init__(self) -> None:
         self.look()
 
     def look(self) -> None:
-        """Records the working weight and its present state."""
         self.working = _elements(self.parameter.detach(), self.span)
         self.seen = self.state
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """Version, storage, and place in the storage: the same while memory is away, and when it is back at another address.
-        `working` keeps its storage alive, so no other storage has that number.
+        """Version, storage, and place in it: the same while memory is away, and when it is back at another address. `working`
+        keeps the storage alive, so no other has that number.
         """
         storage: int = self.parameter.untyped_storage()._cdata
         return self.parameter._version, storage, int(self.parameter.storage_offset())
 
 
+@dataclass(eq=False)
 class Masters:
     """Holds what the optimizer steps for each entry, in the order in which entries were added.
 
@@ -262,23 +258,20 @@ class Masters:
     masters, and whoever steps them copies gradients there and weights back.
     """
 
-    def __init__(
-        self, weights: WeightStore, store: GradientStore, wide: torch.dtype, home: torch.device | None = None
-    ) -> None:
-        self.weights = weights
-        self.store = store
-        self.dtype = weights.dtype
-        self.wide = wide
-        self.home = home
-        self.stepped: list[Stepped] = []
+    weights: WeightStore
+    store: GradientStore
+    wide: torch.dtype
+    home: torch.device | None = None
+    stepped: list[Stepped] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
         self._originals: list[tuple[Entry, nn.Parameter]] = []
         self._flats: list[FlatBuffer] = []
         self._masters: dict[int, _Master] = {}  # by the id of their parameters
 
     def add(self, entries: Sequence[Entry]) -> list[Stepped]:
-        """Takes charge of `entries`, narrowing their parameters if needed; returns what the optimizer steps for them.
-
-        Leaves out entries of which this rank steps no element.
+        """Takes charge of `entries`, narrowing their parameters if needed; returns what the optimizer steps, without entries of
+        which this rank steps no element.
         """
         narrow = [entry for entry in entries if self.weights.dtype_of(entry) != self.wide or self.home is not None]
         masters = self._wide_copies(narrow)
@@ -313,22 +306,20 @@ class Masters:
         """Returns whether the stepped parameter is a copy, not the working weight or a view of it."""
         return id(stepped.original) in self._masters
 
-    def take_gradients(self, store: GradientStore) -> None:
-        """Sets `grad` of each stepped parameter to its gradient in `store`: a view, or a copy if the store has another type;
-        None while the entry is frozen. With a `home`, whoever steps sets it.
-
-        Calls `follow` first. Raises RunError `weight-replaced`.
+    def take_gradients(self) -> None:
+        """Calls `follow`, and sets `grad` of each stepped parameter to its gradient in the store: a view, or a copy if the
+        store has another type; None while the entry is frozen. With a `home`, whoever steps sets it.
         """
         self.follow()
         if self.home is not None:
             return
-        gradients = store.parts([stepped.entry for stepped in self.stepped])
+        gradients = self.store.parts([stepped.entry for stepped in self.stepped])
         for stepped, gradient in zip(self.stepped, gradients, strict=True):
             stepped.parameter.grad = None if gradient is None else gradient.to(stepped.parameter.dtype)
 
     def write_back(self, *, are_sent: bool | None = None) -> None:
-        """Copies masters, rounded, into the working weights; drops the references to gradients. Weights of which other ranks
-        step parts may be incomplete until `weights.settle`. are_sent: whether they are there already; left out, with a `home`,
+        """Copies masters, rounded, into the working weights; drops references to gradients. Weights of which other ranks step
+        parts may be incomplete until `weights.settle`. are_sent: whether they are there already, as with a `home`, by default,
         where whoever steps sends them.
         """
         self._take_back()
@@ -344,8 +335,8 @@ class Masters:
 
     @torch.no_grad()
     def _take_back(self) -> None:
-        """Copies the values of parameters that the optimizer has pointed elsewhere (`p.data = value`) into the run's memory:
-        masters and parts of weights are read there, not through the parameter.
+        """Copies values of parameters that the optimizer has pointed elsewhere (`p.data = value`) into the run's memory, where
+        masters and parts of weights are read.
         """
         for stepped in self.stepped:
             if stepped.parameter is stepped.original:
@@ -399,8 +390,8 @@ class Masters:
                 master.copy_(torch.where(working != master.to(working.dtype), working.to(master.dtype), master))
 
     def _wide_copies(self, entries: Sequence[Entry]) -> dict[Entry, Tensor]:
-        """Copies the values of `entries` into new flat buffers of the wide dtype: whole ones into one, and for each cut
-        gradient buffer one as long as this rank's part of it. Returns the copies, in the shape in which they are stepped.
+        """Returns copies of `entries` in the wide dtype, in the shape in which they are stepped: whole ones in one new flat
+        buffer, and one as long as this rank's part of each cut gradient buffer.
         """
         if not entries:
             return {}
@@ -421,5 +412,4 @@ class Masters:
 
 
 def _elements(value: Tensor, span: Span | None) -> Tensor:
-    """Returns the elements `span` of `value`, in its shape; `value` itself if there is no span."""
     return value if span is None else value.reshape(-1)[span.first : span.last].view(span.shape_in(value.shape))
