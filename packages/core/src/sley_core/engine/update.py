@@ -69,10 +69,9 @@ class Update:
 
     parameter_groups: makes torch.optim's groups, for entries that are unfrozen later. factor: returns the learning rate's
     factor at a step. clip_norm: None leaves the gradients' bits unchanged. norm_kind: the p of the p-norm, math.inf for the
-    largest element. scale: the loss scale of the gradients, in fp16. events: what else is called. skips: counts the steps that
-    are skipped because they are not finite, if the plan allows that. traits: how the optimizer behaves. seed: the run's, for
-    optimizers that draw. begun: the attributes with which the optimizer began. was_taken: whether the last step was taken, as
-    far as the host knows.
+    largest element. scale: the loss scale, in fp16. skips: counts steps that are not finite, if the plan allows them. traits:
+    how the optimizer behaves. seed: the run's, for optimizers that draw. begun: the attributes with which the optimizer began.
+    was_taken: whether the last step was taken, as far as the host knows.
     """
 
     store: GradientStore
@@ -113,16 +112,18 @@ class Update:
         it all-reduces the totals.
 
         loss: this rank's sum, a float64 scalar on the device; if sums are canonical, one number per micro-batch. weight: this
-        rank's share of the batch's; both are 0 on ranks without the loss. The learning rate counts only the steps that were
-        taken.
+        rank's share of the batch's; both are 0 without the loss. The learning rate counts only the steps that were taken.
         """
         num_skipped = sum(one.num_skipped for one in (self.scale, self.skips) if one is not None)
         self.was_taken = False
         self._factor = self.factor(step - num_skipped)
         pieces = list(self.store.pieces())
         totals = self._totals(pieces, loss, weight, votes)
-        if self.scale is not None and self._overflowed(step, totals, self.scale):
-            return totals
+        if self.scale is not None:
+            overflowed = totals.read(self.device)[len(USUAL)] > 0  # the same on every rank; waits for the device
+            self.scale.update(step, overflowed=overflowed)
+            if overflowed:
+                return totals
         self._follow()
         is_on_device = self.device.is_async and self._has_stepped and skips_on_device(self.optimizer)
         is_on_device &= self.masters.home is None
@@ -180,8 +181,8 @@ class Update:
 
     @contextmanager
     def seeded(self, step: int) -> Iterator[None]:
-        """Returns a context manager within which an optimizer that draws gets the same numbers on every rank, from the run's
-        seed and the step. One may draw in few steps only, so all get it but torch's own.
+        """Returns a context manager in which an optimizer that draws gets the same numbers on every rank, from the run's seed
+        and the step. One may draw in few steps only, so all get it but torch's own.
         """
         if self.traits is PLAIN:
             yield
@@ -214,9 +215,10 @@ class Update:
         # Each rank adds what it alone owns, so the sum counts every gradient once.
         norm = self._local_norm(pieces) if exact is None else torch.zeros_like(own_loss)
         differs = exchanges_differ(self._exchanging)
+        numbers = [self.numbers.own(self.device.torch_device)] if self.numbers.names else []
         host = torch.tensor([weight, *map(float, votes), differs], dtype=torch.float64)
         # One message for everything: on a small model the latency of a second one would be noticeable in every step.
-        every = [torch.stack([own_loss, norm]), self.device.move(host), *overflow, *self._numbers()]
+        every = [torch.stack([own_loss, norm]), self.device.move(host), *overflow, *numbers]
         num_scalars = sum(some.numel() for some in every)
         scalars = torch.cat(every if exact is None else [*every, exact.terms()])
         if math.isinf(self.norm_kind) and exact is None:
@@ -235,10 +237,6 @@ class Update:
         scale = self.scale.value if self.scale else None
         return StepTotals(values, own_loss, exchanges_of(self._exchanging), scale)
 
-    def _numbers(self) -> list[Tensor]:
-        """Returns this rank's shares of the numbers that plugins add to the row."""
-        return [self.numbers.own(self.device.torch_device)] if self.numbers.names else []
-
     def _unscale(self, pieces: list[Piece], factor: float) -> Tensor:
         """Multiplies every gradient by `factor`; returns float64 [1]: 1 if one of this rank's is not finite, else 0."""
         found = torch.zeros(1, device=self.device.torch_device)
@@ -247,12 +245,6 @@ class Update:
             # One pass for both, as in torch.amp.GradScaler, whose kernel it is.
             torch._amp_foreach_non_finite_check_and_unscale_(piece.tensors, found, inverse)
         return found.double()
-
-    def _overflowed(self, step: int, totals: StepTotals, scale: LossScale) -> bool:
-        """Adjusts the scale, and returns whether any rank's gradients overflowed. Waits for the device."""
-        overflowed = totals.read(self.device)[len(USUAL)] > 0
-        scale.update(step, overflowed=overflowed)
-        return overflowed
 
     def _local_norm(self, pieces: list[Piece]) -> Tensor:
         """Returns this rank's share of the norm, a float64 scalar: the sum of |g|^p over its gradients, or the largest |g|."""
@@ -335,8 +327,12 @@ def joined_norm(tensors: Sequence[Tensor], kind: float) -> Tensor:
     for one in tensors:
         if one.device.type != "cpu" or one.numel() < least:
             short.append(one)
-        else:
-            norms += _norms_of_rows(one, kind, wide)
+            continue
+        left = one.numel() % ROW  # 0 for most weights: a call of torch costs as much as the norm of a small one
+        rows = one.reshape(-1)[:-left].view(-1, ROW) if left else one.reshape(-1, ROW)
+        norms.append(torch.linalg.vector_norm(rows, kind, dim=1, dtype=wide))
+        if left:
+            norms.append(torch.linalg.vector_norm(one.reshape(-1)[-left:], kind, dtype=wide).reshape(1))
     if short:
         # As torch.nn.utils.get_total_norm, without its sorting by device and dtype: here all have the same.
         norms.append(torch.stack(torch._foreach_norm(short, kind, dtype=wide)))
@@ -344,24 +340,13 @@ def joined_norm(tensors: Sequence[Tensor], kind: float) -> Tensor:
     return joined
 
 
-def _norms_of_rows(long: Tensor, kind: float, wide: torch.dtype | None) -> list[Tensor]:
-    """Returns the norms of the rows of `long`, and of the remainder, computed in `wide`."""
-    left = long.numel() % ROW
-    if not left:  # most weights: a call of torch costs as much as the norm of a small one
-        return [torch.linalg.vector_norm(long.reshape(-1, ROW), kind, dim=1, dtype=wide)]
-    flat = long.reshape(-1)
-    rows = torch.linalg.vector_norm(flat[:-left].view(-1, ROW), kind, dim=1, dtype=wide)
-    return [rows, torch.linalg.vector_norm(flat[-left:], kind, dtype=wide).reshape(1)]
-
-
 def step_buckets(
     optimizer: torch.optim.Optimizer, stepped: Sequence[Stepped], buckets: Buckets, step: Callable[[], None]
 ) -> None:
-    """Calls `step`, which steps `optimizer`, once for each bucket, with only the bucket's parameters in the groups.
-
-    Gives the same update as one call if each parameter's update depends on no other parameter. Each call finds what the
-    optimizer keeps for all parameters, such as a count of steps, as it was before the first. Raises RunError
-    `optimizer-counts-steps` if two calls leave different values.
+    """Calls `step`, which steps `optimizer`, once for each bucket, with only the bucket's parameters in the groups: the same
+    update as in one call if each parameter's update depends on no other. Each call finds the optimizer's values for all
+    parameters, such as a count of steps, as before the first. Raises RunError `optimizer-counts-steps` if two calls leave
+    different values.
     """
     groups = _Groups(optimizer)
     before = copied(shared_values(optimizer))
@@ -377,7 +362,12 @@ def step_buckets(
                 found = changed(before, shared_values(optimizer))
                 for place, value in found.items():
                     if place in after and can_compare(value) and not same(value, after[place]):
-                        raise _counts(optimizer, place)
+                        raise RunError(
+                            "optimizer-counts-steps",
+                            f"{type(optimizer).__name__} computes its {place[0]} {place[2]!r} from the parameters that it "
+                            "steps, so it cannot be stepped bucket by bucket",
+                            hint='use `when = "idle"`, or an optimizer that keeps its numbers with each parameter',
+                        )
                 after |= found
         if after:
             put(optimizer, before | after)
@@ -414,12 +404,3 @@ class _Groups:
         """Puts all parameters back."""
         for group, parameters in zip(self._optimizer.param_groups, self._whole, strict=True):
             group["params"] = parameters
-
-
-def _counts(optimizer: torch.optim.Optimizer, place: tuple[str, Any, Any]) -> RunError:
-    return RunError(
-        "optimizer-counts-steps",
-        f"{type(optimizer).__name__} computes its {place[0]} {place[2]!r} from the parameters that it steps, so it cannot be "
-        "stepped bucket by bucket",
-        hint='use `when = "idle"`, or an optimizer that keeps its numbers with each parameter',
-    )

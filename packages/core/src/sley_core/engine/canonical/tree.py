@@ -1,7 +1,26 @@
-"""slot sums each micro-batch of a gradient separately:
+"""The fixed tree in which micro-batches are summed, over their numbers in the global batch, and the sums of a gradient in it.
 
-contributions of a micro-batch ──> leaf ──> partial sums, added ──> settle ──> rows, one per node of this rank's run
-                                    └ closed when another begins                 └ a reducer adds up those of all ranks
+    [0,7)                                       A node of two leaves or more is split at the largest power of two below its
+     ├── [0,4)                                  length: for 2^n leaves the perfect tree, else perfect trees side by side,
+     │    ├── [0,2) ── 0, 1                     the largest first, joined from the right.
+     │    └── [2,4) ── 2, 3
+     └── [4,7)                                  rank 0 of 2 has 0 to 3:  [0,4)
+          ├── [4,6) ── 4, 5                     rank 1 has 4 to 6:       [4,7)
+          └── 6                                 ranks of three cuts, 0-2, 3-4, 5-6:  [0,2) 2 | 3 4 | 5 6
+
+Any division of the leaves into runs gives nodes from which the same root is made. Each node is either inside a run, or disjoint
+from it, or split by its border. Take the maximal nodes of a run: those inside it whose parent is not. They are disjoint, and
+they cover the run (a leaf is a node inside it). A parent whose two children lie in different runs finds these, or the nodes
+that they are made of, among the runs' nodes. So adding siblings until one node is left performs each addition of the tree once
+and no other, in whatever order nodes come: the operands of an addition are fixed, and a + b is b + a bit for bit.
+
+A run has at most 2 log2(n) + 1 maximal nodes: each border of it splits one node per level, which leaves at most one child
+inside. Leaves that come in order leave one node per level open at a time, as the digits of a binary counter: log2(n) of them.
+
+A slot sums each micro-batch of a gradient separately:
+
+    contributions of a micro-batch ──> leaf ──> partial sums, added ──> settle ──> rows, one per node of this rank's run
+                                        └ closed when another begins                 └ a reducer adds up those of all ranks
 """
 
 from __future__ import annotations
