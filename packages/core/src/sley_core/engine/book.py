@@ -79,7 +79,14 @@ class Entry:
         if type(parameter) is StandIn:
             return parameter.shard
         if not isinstance(parameter, nn.Parameter):
-            raise _gone(self.name, holder, parameter)
+            what = "is gone" if parameter is None else f"became a {type(parameter).__name__}, which is no parameter"
+            raise RunError(
+                "weight-replaced",
+                f"the parameter {self.name!r} {what}: {type(holder.module).__name__}.{holder.attribute} was changed after "
+                "the run was made",
+                hint="a module that computes or removes weights, as torch's weight_norm, parametrizations and pruning do, "
+                "belongs into the model factory: the optimizer would not step what it adds",
+            )
         return parameter
 
     @property
@@ -127,8 +134,8 @@ class ParameterBook:
         self.entries: list[Entry] = []
         known: dict[int, Entry] = {}
         stages = stages or [(0, layers) for layers in chunks]
-        firsts, holders = _across(stages)
-        uses, own = _users(stages), {layer.name for layers in chunks for layer in layers}
+        firsts, holders, uses = _across(stages)
+        own = {layer.name for layers in chunks for layer in layers}
         for chunk, layers in enumerate(chunks):
             for layer in layers:
                 for name, holder in _held(layer, chunk):
@@ -209,28 +216,17 @@ def tie_axis(stages: Sequence[int]) -> str:
 
 def ties(stages: Stages) -> list[tuple[int, ...]]:
     """Returns the sets of stages that share a parameter, each once, in ascending order."""
-    _, holders = _across(stages)
+    _, holders, _ = _across(stages)
     return sorted({tuple(sorted(found)) for found in holders.values() if len(found) > 1})
 
 
-def _gone(name: str, holder: Holder, found: object) -> RunError:
-    """Returns RunError `weight-replaced` for a parameter that was removed or replaced after the run was made."""
-    what = "is gone" if found is None else f"became a {type(found).__name__}, which is no parameter"
-    return RunError(
-        "weight-replaced",
-        f"the parameter {name!r} {what}: {type(holder.module).__name__}.{holder.attribute} was changed after the run was made",
-        hint="what computes or removes weights, as torch's weight_norm, parametrizations and pruning do, belongs into the "
-        "model factory: the optimizer would not step what it adds",
-    )
-
-
-def _across(stages: Stages) -> tuple[dict[int, tuple[str, bool]], dict[int, set[int]]]:
-    """Returns, by id of a parameter, its (name, decays) at its first place in the model, and the stages that hold it.
-
-    Name and decay are computed from the whole model, the same on every stage, so that copies of a tie stay equal.
+def _across(stages: Stages) -> tuple[dict[int, tuple[str, bool]], dict[int, set[int]], dict[int, list[str]]]:
+    """Returns, by id of a parameter, its (name, decays) at its first place in the model, the stages that hold it, and the
+    layers that do. They are computed from the whole model, the same on every stage, so that copies of a tie stay equal.
     """
     firsts: dict[int, tuple[str, bool]] = {}
     holders: dict[int, set[int]] = {}
+    users: dict[int, list[str]] = {}
     for stage, layers in stages:
         for layer in layers:
             for name, holder in _held(layer, 0):
@@ -238,17 +234,9 @@ def _across(stages: Stages) -> tuple[dict[int, tuple[str, bool]], dict[int, set[
                 key = id(parameter)
                 firsts.setdefault(key, (name, parameter.ndim >= 2 and not is_norm(holder.module)))
                 holders.setdefault(key, set()).add(stage)
-    return firsts, holders
-
-
-def _users(stages: Stages) -> dict[int, list[str]]:
-    """Returns, by id of a parameter, the names of all layers of the model that hold it, in the model's order."""
-    found: dict[int, list[str]] = {}
-    for _, layers in stages:
-        for layer in layers:
             for parameter in layer.module.parameters():
-                found.setdefault(id(parameter), []).append(layer.name)
-    return found
+                users.setdefault(id(parameter), []).append(layer.name)
+    return firsts, holders, users
 
 
 def _held(layer: Layer, chunk: int) -> Iterator[tuple[str, Holder]]:

@@ -16,7 +16,7 @@ import json
 import operator
 import struct
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from math import prod
@@ -60,7 +60,10 @@ def take_apart(value: Any) -> tuple[Context, list[Any]] | None:
         return None, list(value)
     if kind in SUPPORTED_NODES:
         parts, context = SUPPORTED_NODES[kind].flatten_fn(value)
-        return (context, list(parts)) if _is_json(context) else None
+        try:
+            return (context, list(parts)) if json.loads(json.dumps(context)) == context else None
+        except (TypeError, ValueError):
+            return None
     if not is_dataclass(value) or isinstance(value, tuple | list | dict):
         return None
     names = [each.name for each in fields(value) if hasattr(value, each.name)]
@@ -130,20 +133,12 @@ def _attributes(value: Any) -> dict[str, Any]:
     """Returns the attributes of an object by name, those in slots included."""
     if isinstance(value, _WHOLE):
         return {}
-    slots = (name for kind in type(value).__mro__ for name in _names(getattr(kind, "__slots__", ())))
+    slots: list[str] = []
+    for kind in type(value).__mro__:
+        names = getattr(kind, "__slots__", ())
+        slots += [names] if isinstance(names, str) else names
     found = {name: getattr(value, name) for name in slots if name[:2] != "__" and hasattr(value, name)}
     return found | getattr(value, "__dict__", {})
-
-
-def _names(slots: str | Iterable[str]) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots
-
-
-def _is_json(context: Context) -> bool:
-    try:
-        return bool(json.loads(json.dumps(context)) == context)
-    except (TypeError, ValueError):
-        return False
 
 
 Structure: TypeAlias = Any
@@ -315,16 +310,12 @@ def _structure(part: Any, leaves: list[Tensor], layer: str) -> Structure:
         return {"dict": {key: _structure(each, leaves, layer) for key, each in part.items()}}
     name, apart = name_of(kind), take_apart(part)
     if name is None or apart is None:
-        raise _cannot_cross(kind, layer)
+        whose = f"the output of the layer {layer!r}" if layer else "a layer's output"
+        raise RunError(
+            "boundary-type",
+            f"{whose} holds a value of type {kind.__qualname__}, which can neither be sent to another stage nor returned",
+            hint="send tensors (`torch.tensor(3)` for a number), None, and tuples, lists, dicts (with string keys), named "
+            "tuples and dataclasses of them; a class of yours is made in a module, not in a function",
+        )
     context, parts = apart
     return {"type": name, "context": context, "parts": [_structure(each, leaves, layer) for each in parts]}
-
-
-def _cannot_cross(kind: type, layer: str) -> RunError:
-    whose = f"the output of the layer {layer!r}" if layer else "a layer's output"
-    return RunError(
-        "boundary-type",
-        f"{whose} holds a value of type {kind.__qualname__}, which can neither be sent to another stage nor returned",
-        hint="send tensors (`torch.tensor(3)` for a number), None, and tuples, lists, dicts (with string keys), named tuples "
-        "and dataclasses of them; a class of yours is made in a module, not in a function",
-    )

@@ -41,8 +41,6 @@ from sley_core.model.storage import sum_of_bits, version_of
 from sley_core.protocols import ActivationPolicy
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from sley_core.actions.action import Action
     from sley_core.comm.device import Device
     from sley_core.engine.config import KeepConfig, RecomputeConfig
@@ -244,7 +242,8 @@ class LayerCaller:
             if runs > 1:
                 if self.writes is not None:
                     self.writes.runs_again(layer)
-                self._report_recomputation(layer, args, micro)
+                again = replace(micro, phase=Phase.RECOMPUTE, layer=layer.name)
+                tell_hooks(self.hooks, "before_forward", again, args[0] if args else None)
             return self._run(layer, args, fields, micro)
 
         return self.policy.call(layer.name, run, args, fields, micro)
@@ -310,10 +309,6 @@ class LayerCaller:
             self._step, self._step_seed = micro.step, derive(self.seed, "forward", micro.step)
         return (self._step_seed + micro.global_micro * GOLDEN) % (1 << 63) ^ self._layer_seeds[layer]
 
-    def _report_recomputation(self, layer: Layer, args: tuple[Any, ...], micro: MicroStep) -> None:
-        again = replace(micro, phase=Phase.RECOMPUTE, layer=layer.name)
-        tell_hooks(self.hooks, "before_forward", again, args[0] if args else None)
-
 
 def tell_hooks(hooks: Sequence[SchedulerHook], event: str, *arguments: Any) -> None:
     """Calls the method `event` of each scheduler hook. An exception gets a note that says which hook raised it."""
@@ -346,13 +341,8 @@ def compile_layers(layers: Iterable[Layer], undo: ExitStack) -> None:
     """Makes calls of `layers` go through torch.compile until `undo` closes, which restores each module's former call."""
     varlen()  # imported now: compiled code cannot import it
     for layer in layers:
-        before = vars(layer.module).get(_KEPT)
+        kept = vars(layer.module)
+        before = {key: kept[key] for key in (_KEPT,) if key in kept}
         layer.module.compile()
-        undo.callback(_put_back, layer.module, before)
-
-
-def _put_back(module: nn.Module, before: object) -> None:
-    if before is None:
-        vars(module).pop(_KEPT, None)
-    else:
-        vars(module)[_KEPT] = before
+        undo.callback(kept.update, before)
+        undo.callback(kept.pop, _KEPT, None)  # called first

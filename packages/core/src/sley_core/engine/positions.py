@@ -282,17 +282,23 @@ class PositionProbe:
                 positions.change(one)
             positions.is_second = True
             with torch.no_grad(), as_it_was(layer.module.modules()):
-                if self._differ(positions, output, second(*others)) or positions.is_mixed:
-                    raise _mixes(layer)
+                before, after = list(tensors_in((output,))), list(tensors_in((second(*others),)))
+                is_mixed = len(before) == len(after) and any(
+                    positions.differ(one.detach(), other, self.dim) for one, other in zip(before, after, strict=True)
+                )
+                if is_mixed or positions.is_mixed:
+                    raise RunError(
+                        "sequence-mixing",
+                        f"the layer {layer.name!r} ({type(layer.module).__name__}) looks along the sequence beside its "
+                        "attention: another input at one position changes what it computes at others, and the ranks of "
+                        "`sp` have slices",
+                        path=("sequence", "use"),
+                        hint="train such a model with `sp = 1`; if it may see slices alone, name the layer in "
+                        "`[sequence] apart`",
+                    )
         finally:
             _RUNNING.reset(token)
         return output
-
-    def _differ(self, positions: Positions, output: Any, new: Any) -> bool:
-        pairs = list(tensors_in((output,))), list(tensors_in((new,)))
-        if len(pairs[0]) != len(pairs[1]):
-            return False
-        return any(positions.differ(one.detach(), other, self.dim) for one, other in zip(*pairs, strict=True))
 
 
 @contextmanager
@@ -317,13 +323,3 @@ def as_it_was(modules: Iterable[nn.Module]) -> Iterator[None]:
             module._buffers.update(buffers)
             for buffer, value in values:
                 buffer.copy_(value)
-
-
-def _mixes(layer: Layer) -> RunError:
-    return RunError(
-        "sequence-mixing",
-        f"the layer {layer.name!r} ({type(layer.module).__name__}) looks along the sequence beside its attention: another "
-        "input at one position changes what it computes at others, and the ranks of `sp` have slices",
-        path=("sequence", "use"),
-        hint="train such a model with `sp = 1`; if it may see slices alone, name the layer in `[sequence] apart`",
-    )

@@ -158,7 +158,14 @@ class WeightSaver:
         failed = self._write(sources, mine, precision, folder, facts)
         self._shared([], failed, folder, {})
         if self._parts.world.rank == 0:
-            failed = _complete(folder, {name: specs for name, _, specs in files})
+            every = {name: specs for name, _, specs in files}
+            missing = [name for name in every if not (unfinished(folder) / name).is_file()]
+            failed = f"`{missing[0]}` was written to a folder that rank 0 does not see" if missing else ""
+            try:
+                if not failed:
+                    complete(folder, every)
+            except OSError as error:
+                failed = unwritten(error, folder)
         self._shared([], failed, folder, {})
 
     def _shared(
@@ -193,7 +200,14 @@ class WeightSaver:
             if entry.stages[0] == stage:  # of a tie, the first stage
                 yield _Source(Spec.of(entry.name, wide or entry.parameter.dtype, entry.shape), entry, None)
         for layer in self._parts.layers:
-            for name, buffer in _kept_buffers(layer):
+            buffers = [
+                (f"{prefix}.{name}", buffer)
+                for prefix, module in layer.module.named_modules(prefix=layer.name)
+                for name, buffer in module._buffers.items()
+                if buffer is not None and name not in module._non_persistent_buffers_set
+            ]
+            buffers += [(name, extra_state(name, module)) for name, module in with_extra_state([layer])]
+            for name, buffer in buffers:
                 yield _Source(Spec.of(name, buffer.dtype, buffer.shape), None, buffer)
 
     @torch.no_grad()
@@ -253,23 +267,3 @@ class WeightSaver:
         bits = flat.view(_BITS[flat.element_size()])
         all_reduce(bits, group, what=f"the master of {entry.name}").wait()
         return flat.reshape(parameter.shape)
-
-
-def _kept_buffers(layer: Layer) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and value of the persistent buffers of `layer`, and of its modules' extra states."""
-    for prefix, module in layer.module.named_modules(prefix=layer.name):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}", buffer
-    yield from ((name, extra_state(name, module)) for name, module in with_extra_state([layer]))
-
-
-def _complete(folder: Path, files: dict[str, list[Spec]]) -> str:
-    """Renames the unfinished folder if all files are there; returns the failure in words, or ""."""
-    if missing := [name for name in files if not (unfinished(folder) / name).is_file()]:
-        return f"`{missing[0]}` was written to a folder that rank 0 does not see"
-    try:
-        complete(folder, files)
-    except OSError as error:
-        return unwritten(error, folder)
-    return ""

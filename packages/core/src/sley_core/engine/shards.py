@@ -262,7 +262,8 @@ class StandIn(nn.Parameter):
         if function in LIKE | AS_SECOND and not any(_stand_ins((bound, kwargs))):
             replaced = [_shape_of(one) for one in free]
             return function(*replaced, *bound, **kwargs) if function in LIKE else function(*bound, *replaced, **kwargs)
-        raise first._refused(_name(function))
+        name = getattr(function, "__name__", str(function))  # of an attribute's getter: the attribute's
+        raise first._refused(getattr(function.__self__, "__name__", name) if name in ("__get__", "__set__") else name)
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's
@@ -270,7 +271,14 @@ class StandIn(nn.Parameter):
         raise next(_stand_ins((args, kwargs or {})))._refused(str(function))
 
     def _refused(self, what: str) -> Exception:
-        return (_read_closed if self.is_closed else sharded_read)(self.entry, f"`{what}` reads")
+        if not self.is_closed:
+            return sharded_read(self.entry, f"`{what}` reads")
+        return RunError(
+            "weights-sharded",
+            f"`{what}` reads the parameter {self.entry.name!r} after its run was closed, and this rank holds "
+            f"{_part(self.entry)}",
+            hint="call the model while the run is open, or take whole weights out before",
+        )
 
 
 def stand_in(entries: Iterable[Entry]) -> None:
@@ -298,12 +306,6 @@ def _shape_of(value: Any) -> Any:
     return torch.empty((), dtype=shard.dtype, device=shard.device).expand(value.entry.shape)
 
 
-def _name(function: Any) -> str:
-    """Returns the function's name as a user writes it; for an attribute's getter, the attribute's name."""
-    name: str = getattr(function, "__name__", str(function))
-    return getattr(function.__self__, "__name__", name) if name in ("__get__", "__set__") else name
-
-
 def _stand_ins(value: Any) -> Iterator[StandIn]:
     """Yields the stand-ins in `value` and in the lists, tuples and dicts within it."""
     if isinstance(value, StandIn):
@@ -320,14 +322,6 @@ def sharded_read(entry: Entry, what: str) -> RunError:
         f"{what} the parameter {entry.name!r}, of which this rank holds {_part(entry)}, without its module",
         hint="call the linear or embedding that holds it; a module that reads its own parameters is not sharded. Between "
         "steps, `sley_core.engine.shards.wholes` gives copies of whole weights, and `run.book[name].parameter` is the shard",
-    )
-
-
-def _read_closed(entry: Entry, what: str) -> RunError:
-    return RunError(
-        "weights-sharded",
-        f"{what} the parameter {entry.name!r} after its run was closed, and this rank holds {_part(entry)}",
-        hint="call the model while the run is open, or take whole weights out before",
     )
 
 

@@ -35,7 +35,7 @@ class Lists:
         self.placement = placement
         self.stage = stage
         self._generate = generate
-        self.of_all_stages = lru_cache(maxsize=64)(self._of_all_stages)
+        self.of_all_stages = lru_cache(maxsize=64)(lambda micros: lower(generate(micros), placement, micros))
         self.evaluation = lru_cache(maxsize=64)(self._evaluation)
 
     @classmethod
@@ -60,9 +60,6 @@ class Lists:
     def training(self, micros: int) -> Lowered:
         """Returns this stage's lowered list of a training step."""
         return self.of_all_stages(micros)[self.stage]
-
-    def _of_all_stages(self, micros: int) -> list[Lowered]:
-        return lower(self._generate(micros), self.placement, micros)
 
     def _evaluation(self, micros: int) -> Lowered:
         lists = [forward_only(actions) for actions in self._generate(micros)]
@@ -116,7 +113,12 @@ def stage_of(plan: Plan, topology: Topology, rank: int, model: Model, costs: Seq
     stages = [(placement.holder(at).stage, layers) for at, layers in enumerate(positions)]
     chunks = [positions[placement.position(number, chunk)] for chunk in range(placement.chunks)]
     found = Stage(lists, stages, chunks)
-    _check_ties(plan, found)
+    if found.ties and not sums_ties(plan):
+        message = f"stages {list(found.ties[0])} share a parameter, and no gradient handler sums its gradients"
+        own = plan.pipeline.record.ties if isinstance(plan.pipeline.record, ScheduleRecord) else None
+        known = f'`use = "{own}"`' if own else '`use = "pp.shared_modules"`, of sley-pp,'
+        hint = f"add [[gradient_handlers]] with {known} behind the reducer"
+        raise PlanError.many([plan.diagnostic("handler-missing", message, ("gradient_handlers",), hint)])
     return found
 
 
@@ -137,14 +139,3 @@ def tie_groups(stage: Stage, topology: Topology) -> list[GroupEntry]:
         for stages in stage.ties
         for place in range(size)
     ]
-
-
-def _check_ties(plan: Plan, stage: Stage) -> None:
-    """Raises PlanError "handler-missing" if stages share a parameter and no gradient handler has the role "tie"."""
-    if stage.ties and not sums_ties(plan):
-        message = f"stages {list(stage.ties[0])} share a parameter, and no gradient handler sums its gradients"
-        schedule = plan.pipeline.record if plan.pipeline else None
-        own = schedule.ties if isinstance(schedule, ScheduleRecord) else None
-        known = f'`use = "{own}"`' if own else '`use = "pp.shared_modules"`, of sley-pp,'
-        hint = f"add [[gradient_handlers]] with {known} behind the reducer"
-        raise PlanError.many([plan.diagnostic("handler-missing", message, ("gradient_handlers",), hint)])
