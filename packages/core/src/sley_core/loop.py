@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sley_core.comm.progress import BETWEEN, DEVICE
 from sley_core.engine.evaluate import Collected
-from sley_core.engine.totals import Votes, is_no_number, is_refused, refusal
+from sley_core.engine.totals import Votes, refusal
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
@@ -313,7 +313,7 @@ class Loop:
         seconds = self.parts.world.device.seconds_between(self._since, ended) + launched.taken.seconds
         self._since = ended
         is_skipped = self._is_skipped(launched, result)
-        if is_refused(result) and not is_skipped:
+        if result.is_refused and not is_skipped:
             raise self._refusal(launched, result)
         self.was_stopped = result.wants_stop
         if result.wants_save:
@@ -341,7 +341,7 @@ class Loop:
         if skips is None:
             return False
         skips.settle(launched.totals)
-        return is_no_number(result) and not skips.are_too_many
+        return result.is_no_number and not skips.are_too_many
 
     def _refusal(self, launched: Launched, result: StepResult) -> RunError:
         skips, is_latest = self.stepper.update.skips, launched.number == self.num_steps_done

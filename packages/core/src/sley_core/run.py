@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.engine.load import LoadedWeights, WeightLoader
-    from sley_core.engine.parts import IsDue, Parts, Wait
+    from sley_core.engine.parts import Parts
     from sley_core.engine.save import Precision
     from sley_core.engine.step_batch import GivenBatch
     from sley_core.engine.stepper import Stepper
@@ -321,7 +321,7 @@ class Run(AbstractContextManager["Run"]):
         self.outputs.rewind(num_rows)
         return found
 
-    def before_layer(self, name: str, wait: Wait, is_due: IsDue | None = None) -> None:
+    def before_layer(self, name: str, wait: Callable[[], None], is_due: Callable[[], bool] | None = None) -> None:
         """Registers `wait`, which is called before every use of the weights of layer `name`, recomputation included, if
         `is_due` says so.
         """

@@ -71,14 +71,12 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, _root: Tensor, came: Input) -> Tensor:
-        """Returns `came`'s tensor. _root: any tensor that requires a gradient, so that the output does."""
         assert came.tensor is not None, came.leaf
         ctx.came = came
         return came.tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        """Adds the gradient to that of the input."""
         came: Input = ctx.came
         (gradient,) = gradients
         came.gradient = gradient if came.gradient is None else came.gradient + gradient
@@ -128,10 +126,8 @@ class InFlight:
             )
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Runs this chunk's backward from `gradients` of its outputs, and frees its graph.
-
-        Returns the gradients of its inputs, zeros where autograd made none. Raises RunError `no-gradient` for a loss
-        that depends on no trained parameter.
+        """Runs this chunk's backward from `gradients` of its outputs, and frees its graph. Returns the gradients of its inputs,
+        zeros where autograd made none. Raises RunError `no-gradient` for a loss that depends on no trained parameter.
         """
         if self.loss is not None:
             if not self.loss.requires_grad:
@@ -140,19 +136,17 @@ class InFlight:
                     "the loss of a micro-batch depends on no parameter that is trained",
                     hint="a layer or the loss detaches what it is given, or all that the micro-batch uses is frozen",
                 )
-            _backward_of_loss(self.loss, gradients[0])
+            if self.loss.ndim:
+                torch.autograd.backward(self.loss, gradients[0])  # no scalar: raises torch's error
+            # `torch.autograd.backward` would check the shape, which imports sympy: a third of a second.
+            _engine_run_backward(
+                (self.loss,), (gradients[0],), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
         elif self.edges:
             torch.autograd.backward(self.edges, list(gradients))
         # The edges own the graph: dropping them frees what autograd saved, and the weights' stand-ins.
         self.loss, self.edges = None, []
         return [came.take_gradient() for came in self.inputs if came.leaf.has_gradient]
-
-
-def _backward_of_loss(loss: Tensor, gradient: Tensor) -> None:
-    """Runs `torch.autograd.backward` on a scalar loss, without its shape check, which imports sympy: a third of a second."""
-    if loss.ndim:
-        torch.autograd.backward(loss, gradient)  # no scalar: raises torch's error
-    _engine_run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def describe(value: Any, layer: str = "") -> tuple[Description, list[Tensor]]:
@@ -187,15 +181,16 @@ class Crossing:
         self.placement = placement
         self.stage = stage
         self.link = link
-        self._neighbours = _neighbours(placement, stage)
+        sides = (placement.previous, placement.next)
+        peers = [side(stage, chunk) for chunk in range(placement.chunks) for side in sides]
+        self._neighbours = tuple(sorted({peer.stage for peer in peers if peer is not None} - {stage}))
         self._keys: Sequence[Hashable] = ()
         self._outgoing: dict[Spot, Payload] = {}
         self._handed: dict[Spot, Payload] = {}
 
     def begin(self, keys: Sequence[Hashable]) -> None:
-        """Starts a new list of actions; discards the values of one that failed.
-
-        keys: per micro-batch, everything that determines the shapes at its boundaries.
+        """Starts a new list of actions; discards the values of one that failed. keys: per micro-batch, everything that
+        determines the shapes at its boundaries.
         """
         if self._outgoing or self._handed:
             self.abort("the step before did not end")
@@ -218,7 +213,8 @@ class Crossing:
         if spot in self._handed:
             return self._handed.pop(spot)
         assert self.link is not None, f"nothing for {spot}"
-        return self.link.take(self._post(flow, chunk, micro))
+        peer = self._peer(flow, chunk)
+        return self.link.take(Transfer("post", flow, chunk, micro, peer.stage, peer.chunk))
 
     def give(self, flow: Flow, chunk: int, micro: int, payload: Payload) -> None:
         """Keeps what leaves `chunk` for the neighbour. If that is on another stage, the list's next entry, a send, sends it."""
@@ -241,19 +237,9 @@ class Crossing:
         if self.link is not None:
             self.link.abort(why)
 
-    def _post(self, flow: Flow, chunk: int, micro: int) -> Transfer:
-        peer = self._peer(flow, chunk)
-        return Transfer("post", flow, chunk, micro, peer.stage, peer.chunk)
-
     def _peer(self, flow: Flow, chunk: int) -> StageChunk:
         """Returns the chunk, and its stage, from which values of `flow` come into `chunk`."""
         source = self.placement.previous if flow == "forward" else self.placement.next
         peer = source(self.stage, chunk)
         assert peer is not None, f"chunk {chunk} of stage {self.stage} is at the model's end"
         return peer
-
-
-def _neighbours(placement: Placement, stage: int) -> tuple[int, ...]:
-    """Returns the other stages with which `stage` exchanges anything, ascending."""
-    peers = [side(stage, chunk) for chunk in range(placement.chunks) for side in (placement.previous, placement.next)]
-    return tuple(sorted({peer.stage for peer in peers if peer is not None} - {stage}))

@@ -32,22 +32,17 @@ if TYPE_CHECKING:
     from sley_core.protocols import MemoryPool
     from sley_core.topology import Topology
 
-Wait = Callable[[], None]
-IsDue = Callable[[], bool]
-
 
 class Waits:
     """Holds callbacks by the name of a layer, in the order in which they were registered."""
 
     def __init__(self) -> None:
-        self._waits: dict[str, list[tuple[Wait, IsDue | None]]] = {}
+        self._waits: dict[str, list[tuple[Callable[[], None], Callable[[], bool] | None]]] = {}
 
-    def before_layer(self, name: str, wait: Wait, is_due: IsDue | None = None) -> None:
+    def before_layer(self, name: str, wait: Callable[[], None], is_due: Callable[[], bool] | None = None) -> None:
         """Registers `wait`, to be called before every use of the weights of layer `name`; with `is_due`, only if that returns
-        True.
-
-        is_due: returns whether some of the weights are missing; must be cheap, change nothing, and return the same on all ranks
-        that hold shards of the layer: between a step's begin and end these read each other's shards only while nothing is due.
+        True: some of the weights are missing. It must be cheap, change nothing, and return the same on all ranks that hold
+        shards of the layer: between a step's begin and end these read each other's shards only while nothing is due.
         """
         self._waits.setdefault(name, []).append((wait, is_due))
 
@@ -65,13 +60,13 @@ class Waits:
         return any(is_due is None or is_due() for _, is_due in self._waits.get(name, ()))
 
 
-Event: TypeAlias = Callable[[], None]
 Buckets: TypeAlias = Callable[[Sequence["Stepped"]], Iterator[Sequence["Stepped"]]]
 """Given all that is stepped, yields it in buckets. Each bucket is stepped after it is yielded and before the next one is
 requested; the iterator is closed if that fails.
 """
 
 
+@dataclass
 class StepEvents:
     """Lists what a step calls, in the order of registration, on this rank alone: none of it may communicate.
 
@@ -85,18 +80,11 @@ class StepEvents:
     step_in_buckets: makes the optimizer step one bucket at a time; None steps everything at once.
     """
 
-    def __init__(self) -> None:
-        self.began: list[Event] = []
-        self.gradients_done: list[Event] = []
-        self.after_update: list[Event] = []
-        self.came_back: list[Callable[[Part], None]] = []
-        self.step_in_buckets: Buckets | None = None
-
-
-def call(events: Sequence[Event]) -> None:
-    """Calls each of `events`."""
-    for event in events:
-        event()
+    began: list[Callable[[], None]] = field(default_factory=list)
+    gradients_done: list[Callable[[], None]] = field(default_factory=list)
+    after_update: list[Callable[[], None]] = field(default_factory=list)
+    came_back: list[Callable[[Part], None]] = field(default_factory=list)
+    step_in_buckets: Buckets | None = None
 
 
 Share = Callable[[], "Tensor | float"]
@@ -104,10 +92,7 @@ Of = Literal["sum", "root"]
 
 
 class StepNumbers:
-    """Collects the numbers that plugins add to the rows of a run.
-
-    names: the numbers of all ranks, in one order on all of them, once they have agreed.
-    """
+    """Collects the numbers that plugins add to the rows. names: of all ranks, in one order on all, once they have agreed."""
 
     def __init__(self, groups: Groups) -> None:
         self.names: tuple[str, ...] = ()
@@ -137,16 +122,13 @@ class StepNumbers:
 
     def fraction(self, entry: Entry) -> float:
         """Returns the factor for a share summed over `entry`'s elements, so that the sum over all ranks counts each element
-        once.
-
-        Ranks of its reduce group hold the same gradient, and so do the stages of a tie.
+        once: ranks of its reduce group hold the same gradient, and so do the stages of a tie.
         """
         return 1.0 / (self._groups[entry.reduce_group].size * len(entry.stages))
 
     def agree(self) -> None:
-        """Merges the numbers of all ranks into one list, the same on all; a blocking collective over all ranks of the world.
-
-        Raises RunError `number-name` on all ranks if one name is a sum on one rank and a root on another.
+        """Merges the numbers of all ranks into one list, the same on all; a blocking collective over all ranks. Raises RunError
+        `number-name` on all ranks if one name is a sum on one rank and a root on another.
         """
         self._is_agreed = True
         found: dict[str, Of] = {}
@@ -173,13 +155,9 @@ class StepNumbers:
         return values
 
     def row(self, sums: Sequence[float]) -> dict[str, float]:
-        """Returns the numbers for the row, by name, from their `sums` over all ranks."""
         numbers = zip(self._kinds.items(), sums, strict=True)
-        return {name: _root(number) if of == "root" else number for (name, of), number in numbers}
-
-
-def _root(number: float) -> float:
-    return math.sqrt(number) if number >= 0 else math.nan
+        roots = {"root": lambda number: math.sqrt(number) if number >= 0 else math.nan, "sum": float}
+        return {name: roots[of](number) for (name, of), number in numbers}
 
 
 class Pools:
@@ -194,9 +172,8 @@ class Pools:
         self.made: dict[str, MemoryPool] = {}
 
     def __call__(self, name: str) -> MemoryPool:
-        """Returns the pool of the table `[pools.name]`, or of the record `name`, as `isp.slots`.
-
-        Raises PlanError `unknown-name` or `unknown-record`, and PluginError for a plugin that cannot be loaded.
+        """Returns the pool of the table `[pools.name]`, or of the record `name`, as `isp.slots`. Raises PlanError
+        `unknown-name` or `unknown-record`, and PluginError for a plugin that cannot be loaded.
         """
         if name not in self.made:
             if name in self._tables:

@@ -17,9 +17,9 @@ from sley_core.comm.collectives import all_reduce
 from sley_core.comm.progress import BETWEEN, REDUCTION, UPDATE
 from sley_core.engine import replicas
 from sley_core.engine.agreement import Agreement
-from sley_core.engine.parts import StepEvents, call
+from sley_core.engine.parts import StepEvents
 from sley_core.engine.step_batch import BatchWeight
-from sley_core.engine.totals import PendingTotals, Votes, is_no_number
+from sley_core.engine.totals import PendingTotals, Votes
 from sley_core.errors import RunError, closed
 
 if TYPE_CHECKING:
@@ -155,7 +155,8 @@ class Stepper:
             handler.finish_step(self.state)
         self.left_in_flight = False
         self.state.standing.comes(UPDATE)
-        call(self.events.gradients_done)
+        for event in self.events.gradients_done:
+            event()
         if (skips := self.update.skips) is not None:
             skips.settle()
         weight_here = batch.weight
@@ -169,8 +170,9 @@ class Stepper:
         if skips is not None:
             skips.follow(pending)
             if self.device.is_async and self.update.was_taken:  # the host does not know yet
-                self.state.taken_if(lambda: not is_no_number(pending.read()))
-        call(self.events.after_update)
+                self.state.taken_if(lambda: not pending.read().is_no_number)
+        for event in self.events.after_update:
+            event()
         for handler in self.handlers:
             handler.weights_updated(self.state)
         self.state.standing.comes(BETWEEN)
@@ -222,7 +224,8 @@ class Stepper:
     def _begin(self, what: str, batch: StepBatch) -> None:
         """Begins a step in store and handlers, and compares what ranks do: later, if nothing depends on it before."""
         self.store.begin_step()
-        call(self.events.began)
+        for event in self.events.began:
+            event()
         for group in self.groups.values():
             group.log.clear()
         is_due = self.compare is not None and self._num_begun > 0 and self._num_begun % replicas.LOOK_EVERY == 0

@@ -37,7 +37,6 @@ from sley_core.comm.device import Device
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
-    from sley_core.engine.gradients import GradientStore
     from sley_core.engine.parts import Parts
     from sley_core.plan.tables import LossScaleTable
 
@@ -111,10 +110,20 @@ class StepResult:
     def is_finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the step was not taken because of an error; a skip by fp16's loss scale is none."""
+        return self.ranks_differ or (not self.skipped and not (self.is_finite and self.weight > 0))
+
+    @property
+    def is_no_number(self) -> bool:
+        """Whether only a loss or gradient norm that is not finite stopped the step, which `on_nan = "skip"` allows."""
+        return not self.is_finite and not (self.ranks_differ or self.skipped) and self.weight > 0
+
 
 class PendingTotals:
-    """Holds totals that are being copied to the host. own_loss: this rank's, on the device. own_exchanges: this rank's unmarked
-    exchanges. ended: the end of the step in the device's work.
+    """Holds totals that are being copied to the host. own_loss: this rank's, on the device. own_exchanges: its unmarked ones.
+    ended: the end of the step in the device's work.
     """
 
     def __init__(self, totals: StepTotals, device: Device) -> None:
@@ -148,9 +157,8 @@ class LossScale:
         self._num_good = 0
 
     def update(self, step: int, *, overflowed: bool) -> None:
-        """Adjusts the scale after the vote on step number `step`, counted from 0.
-
-        Raises RunError `loss-scale-exhausted`, on all ranks alike, for an overflow at the smallest scale.
+        """Adjusts the scale after the vote on step `step`, counted from 0. Raises RunError `loss-scale-exhausted`, on all ranks
+        alike, for an overflow at the smallest scale.
         """
         config = self.config
         if overflowed:
@@ -176,7 +184,6 @@ class LossScale:
         return {"value": self.value, "num_good": self._num_good, "num_skipped": self.num_skipped}
 
     def restore(self, state: Mapping[str, float | int]) -> None:
-        """Restores the state that `state` returned."""
         self.value = float(state["value"])
         self._num_good = int(state["num_good"])
         self.num_skipped = int(state["num_skipped"])
@@ -197,14 +204,13 @@ class Skips:
         self._unread = totals
 
     def settle(self, totals: PendingTotals | None = None) -> None:
-        """Counts the step that was launched last, once; waits for its totals, and for nothing later on the device.
-
-        totals: counts only if that step's totals are these.
+        """Counts the step that was launched last, once, or only if its totals are `totals`; waits for them, and for nothing
+        later on the device.
         """
         if self._unread is None or (totals is not None and totals is not self._unread):
             return
         read, self._unread = self._unread, None
-        if is_no_number(read.read()):
+        if read.read().is_no_number:
             self.num_skipped += 1
             self.num_in_a_row += 1
         else:
@@ -212,7 +218,6 @@ class Skips:
 
     @property
     def are_too_many(self) -> bool:
-        """Whether more steps in a row were skipped than the plan allows."""
         return self.num_in_a_row > self.most
 
     def state(self) -> dict[str, int]:
@@ -221,7 +226,6 @@ class Skips:
         return {"num_skipped": self.num_skipped, "num_in_a_row": self.num_in_a_row}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Restores the state that `state` returned."""
         self.num_skipped, self.num_in_a_row = int(state["num_skipped"]), int(state["num_in_a_row"])
         self._unread = None
 
@@ -231,23 +235,13 @@ SHOWN = 16
 
 
 class RankReport(NamedTuple):
-    """Holds what one rank knows. loss: its part of the sum. bad: place in the backward's order, and name, of the first
-    parameter whose gradient is not finite on this rank, if there is any. samples: their numbers.
+    """Holds one rank's knowledge. loss: its part of the sum. bad: place in the backward's order, and name, of the first
+    parameter whose gradient is not finite on this rank. samples: their numbers.
     """
 
     loss: float
     bad: tuple[int, str] | None
     samples: tuple[int, ...]
-
-
-def is_refused(result: StepResult) -> bool:
-    """Returns whether a step was not taken because of an error; a skip by fp16's loss scale is none."""
-    return result.ranks_differ or (not result.skipped and not (result.is_finite and result.weight > 0))
-
-
-def is_no_number(result: StepResult) -> bool:
-    """Returns whether only a loss or gradient norm that is not finite stopped the step, which `on_nan = "skip"` allows."""
-    return not result.is_finite and not (result.ranks_differ or result.skipped) and result.weight > 0
 
 
 def refusal(
@@ -264,8 +258,8 @@ def refusal(
     it.
 
     "not-finite": the loss or the norm is not finite. "nothing-counts": the loss weight of the global batch is 0, so there is no
-    mean (torch's own cross-entropy gives NaN if all labels are ignored). "ranks-differ": some ranks exchanged other weights or
-    gradients than the others.
+    mean (torch's own cross-entropy gives NaN if all labels are ignored). "ranks-differ": ranks exchanged other weights or
+    gradients.
 
     samples: this rank's in that step, empty if a program brought them. is_latest: whether the store has its gradients.
     num_skipped: how many steps just before it were skipped.
@@ -274,13 +268,15 @@ def refusal(
         parts.store.state.was_taken = False
     if result.ranks_differ:
         return exchanges_error(f"step {number}", totals.own_exchanges, parts.groups["control"])
-    own = RankReport(
-        float(totals.own_loss), _first_bad(parts.store) if is_latest else None, tuple(samples[: SHOWN + 1])
-    )
-    # All ranks have the same totals, so all come here, in the same step.
-    seen = [
-        RankReport(*one) for one in gather_objects(own, parts.groups["control"], what="losses that are not finite")
-    ]  # it sends JSON
+    bad = None
+    if is_latest:
+        order = enumerate(parts.store.entries)
+        finite = ((place, entry.name, torch.isfinite(parts.store.part(entry)).all()) for place, entry in order)
+        bad = next(((place, name) for place, name, is_finite in finite if not is_finite), None)
+    own = RankReport(float(totals.own_loss), bad, tuple(samples[: SHOWN + 1]))
+    # All ranks have the same totals, so all come here, in the same step. Reports travel as JSON.
+    gathered = gather_objects(own, parts.groups["control"], what="losses that are not finite")
+    seen = [RankReport(*one) for one in gathered]
     if result.is_finite:
         return RunError(
             "nothing-counts",
@@ -296,17 +292,9 @@ def refusal(
     )
 
 
-def _first_bad(store: GradientStore) -> tuple[int, str] | None:
-    """Returns place and name of the first parameter, in backward order, whose gradient is not finite."""
-    for place, entry in enumerate(store.entries):
-        if not bool(torch.isfinite(store.part(entry)).all()):
-            return place, entry.name
-    return None
-
-
 def _where(parts: Parts, seen: Sequence[RankReport]) -> str:
-    """Returns in words the ranks (of several) whose loss is not finite, the parameter of the last stage with such gradients
-    whose gradient went bad first, and the samples that these ranks had.
+    """Returns in words the ranks (of several) whose loss is not finite, the parameter of the last stage whose gradient went bad
+    first, and the samples of these ranks.
     """
     bad = [rank for rank, one in enumerate(seen) if not math.isfinite(one.loss)]
     text = ""
