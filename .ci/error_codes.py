@@ -21,15 +21,14 @@ INTRODUCTION = """\
 
 <!-- Written by `python .ci/error_codes.py` from the sources; do not edit. -->
 
-What goes wrong is told as `error[code]: what is wrong`, with its place in the plan and a hint, and without a
-traceback. This page has every code, with what is said and what to do; {name} and … stand for what is only known then.
-After a fault of the machine, or of another rank, `train-cli doctor RUN` says more
-([when-it-fails.md](when-it-fails.md)).
+An error is printed as `error[code]: message`, with its place in the plan and a hint, without a traceback. This page lists the
+messages and hints of every code; {name} and … stand for values of the run. After a fault of the machine, or of another rank,
+`train-cli doctor RUN` prints the details ([when it fails](when-it-fails.md)).
 """
 KINDS = {
-    "PlanError": ("The plan", "Exit code 3. Found before anything runs, most of them by `train-cli check`."),
+    "PlanError": ("The plan", "Exit code 3. Reported before anything runs, most of them by `train-cli check`."),
     "PluginError": ("Plugins", "Exit code 4. A package that the plan needs is missing, broken, or not the only one."),
-    "UsageError": ("Commands and calls", "Exit code 2. Of the command line, or of a program that uses a run."),
+    "UsageError": ("Commands and calls", "Exit code 2. Raised by the command line, or in a program that uses a run."),
     "RunError": ("The run", "Exit code 1. All ranks end alike, unless one has died."),
 }
 
@@ -42,14 +41,14 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if PAGE.read_text("utf-8") == text:
         return 0
-    sys.stderr.write("docs/errors.md lacks what the sources say: python .ci/error_codes.py > docs/errors.md\n")
+    sys.stderr.write("docs/errors.md differs from the sources; run: python .ci/error_codes.py > docs/errors.md\n")
     return 1
 
 
 def page(errors: Sequence[Said]) -> str:
     lines = [INTRODUCTION]
     for kind, (title, about) in KINDS.items():
-        lines += [f"## {title}", "", about, "", "| Code | What is said | What to do |", "|---|---|---|"]
+        lines += [f"## {title}", "", about, "", "| Code | Message | Remedy |", "|---|---|---|"]
         by_code: dict[str, list[Said]] = defaultdict(list)
         for error in errors:
             if error.kind == kind:

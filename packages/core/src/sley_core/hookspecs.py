@@ -30,7 +30,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def sley_records() -> Iterable[records.Record]:  # type: ignore[empty-body]
-    """Offers what a plan's tables can name by `use`: models, datasets, losses, optimizers, schedules, pools and so on.
+    """Offers records that a plan's tables name by `use`: models, datasets, losses, optimizers, schedules, pools and so on.
 
     A record's class is its kind: `DatasetRecord` is for `[data]`, `LossRecord` for `[loss]`. Gradient handlers and scheduler
     hooks may be among them, or come from the two hooks below.

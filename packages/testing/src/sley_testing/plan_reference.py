@@ -39,11 +39,10 @@ Three keys come before all tables:
 | `extends` | a string | none | {EXTENDS} |
 | `source_folder` | a string | the folder of the file | {SOURCE_FOLDER} |
 
-In every path, a leading `~`, `$NAME` and `${{NAME}}` are replaced by the home folder and by what the environment has under that
-name; a name that it does not have is an error, and `$$` is a dollar sign. In patterns of files `*` is a part of one name, `**`
-folders of any depth, links to folders included, `?` one character and `[ab]` one of them; `[[]` is a bracket. As in a shell,
-names that begin with a dot need a pattern with a dot. Only what the plan itself says is a pattern: in the name of its folder
-these characters stand for themselves.
+In every path, a leading `~` is the home folder, and `$NAME` and `${{NAME}}` are environment variables; an unset variable is an
+error, and `$$` is a dollar sign. In patterns of files `*` matches a part of one name, `**` folders of any depth (through links,
+too), `?` one character and `[ab]` one of these; `[[]` is a bracket. As in a shell, names that begin with a dot need a pattern
+with a dot. The name of the plan's own folder is never a pattern.
 """
 
 
