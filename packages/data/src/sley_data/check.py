@@ -11,7 +11,6 @@ from sley_data.config import NUM_BYTES, TextConfig, TokensConfig
 from sley_data.counts import count_samples
 from sley_data.documents import copied_tokens, documents_inside, of_split
 from sley_data.files import File, Found, text_files, token_files
-from sley_data.tokenizer import Tokenizer
 
 
 def check(config: DataConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
@@ -30,7 +29,11 @@ def check(config: DataConfig, *, evaluates: bool, vocab_size: int | None = None)
 def _num_ids(config: TextConfig | TokensConfig) -> int:
     if isinstance(config, TokensConfig):
         return config.vocab_size
-    return NUM_BYTES if config.tokenizer is None else Tokenizer(config.tokenizer, None).vocab_size
+    if config.tokenizer is None:
+        return NUM_BYTES
+    from sley_data.tokenizer import Tokenizer  # bytes need none
+
+    return Tokenizer(config.tokenizer, None).vocab_size
 
 
 def _of_table(config: TextConfig | TokensConfig, *, evaluates: bool) -> Iterator[Problem]:
@@ -88,6 +91,8 @@ def _tokenizer_problems(config: TextConfig | TokensConfig) -> Iterator[Problem]:
     """Yields what is wrong with the tokenizer of a `data.text` table, by loading it."""
     if isinstance(config, TokensConfig) or config.tokenizer is None:
         return
+    from sley_data.tokenizer import Tokenizer  # bytes need none
+
     try:
         Tokenizer(config.tokenizer, config.end_of_document)
     except SleyError as error:

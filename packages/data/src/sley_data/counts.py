@@ -12,7 +12,6 @@ from sley_core.api.data import Split
 from sley_data.config import TOKEN_BYTES, TextConfig, TokensConfig
 from sley_data.documents import documents_inside, of_split, read_documents
 from sley_data.files import File
-from sley_data.tokenizer import Tokenizer
 
 
 def num_windows(num_tokens: int, sequence: int) -> int:
@@ -76,4 +75,6 @@ def _lengths(config: TextConfig, split: Split, files: Sequence[File]) -> list[in
     documents = read_documents(files, config, split)
     if config.tokenizer is None:
         return [len(text) for _, text in documents]
+    from sley_data.tokenizer import Tokenizer  # bytes need none
+
     return Tokenizer(config.tokenizer, config.end_of_document).encode(documents)[1]

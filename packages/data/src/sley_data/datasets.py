@@ -11,6 +11,7 @@ from functools import cached_property
 from hashlib import blake2b
 from itertools import accumulate, chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,7 +24,9 @@ from sley_data.counts import num_windows
 from sley_data.documents import copied_tokens, read_documents
 from sley_data.files import as_error, text_files, token_files
 from sley_data.packing import TokenArray
-from sley_data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from sley_data.tokenizer import Tokenizer
 
 
 class TokenDataset:
@@ -133,7 +136,11 @@ class TextDataset(TokenDataset):
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
         path = self._config.tokenizer
-        return None if path is None else Tokenizer(path, self._config.end_of_document)
+        if path is None:
+            return None
+        from sley_data.tokenizer import Tokenizer  # bytes need none
+
+        return Tokenizer(path, self._config.end_of_document)
 
     @cached_property
     def data_digest(self) -> str:
