@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from sley_core.data.collate import collate_of
+from sley_core.data.batches import Slices, collate_of
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.data.slices import Slices
 from sley_core.model.layers import Layer
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import small_plan

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sley_core.data.collate import collate_of
+from sley_core.data.batches import Slices, collate_of
 from sley_core.data.dataset import BOUNDARY_FIELDS, is_stream
-from sley_core.data.slices import Slices
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.engine.layer_costs import by_parameters
 from sley_core.engine.stage import stage_of

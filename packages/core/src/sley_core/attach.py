@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from sley_core.data.slices import sliced_info
+from sley_core.data.batches import sliced_info
 from sley_core.engine.call import LayerCaller, compile_layers
 from sley_core.engine.direct import accumulate_directly, accumulates_directly, add_rows_directly
 from sley_core.engine.execute import Executor

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sley_core.data.batches import POSITIONS, sliced_info
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.data.slices import POSITIONS, sliced_info
 from sley_core.engine import layer_costs
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.stage import stage_of

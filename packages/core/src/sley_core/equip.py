@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sley_core.attempt import RunAttempt
+from sley_core.data.batches import Slices, check_tokens
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
-from sley_core.data.slices import Slices
-from sley_core.data.vocabulary import check_tokens
 from sley_core.engine.evaluate import Evaluation, ForwardOnly
 from sley_core.engine.step_batch import BatchSplitter
 from sley_core.equipment import AssemblyFacts, Outputs, Samples, rows_of

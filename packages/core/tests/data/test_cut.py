@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from sley_core.data.cut import count_micros, cut
+from sley_core.data.batches import count_micros, cut
 from sley_core.data.dataset import Field
 from sley_core.errors import RunError
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sley_core.data.order import Order
+from sley_core.data.feed import Order
 
 GOLDEN = [8, 1, 9, 7, 6, 5, 3, 2, 4, 0]
 

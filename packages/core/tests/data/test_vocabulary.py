@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sley_core.data.batches import check_tokens
 from sley_core.data.dataset import DataInfo, Field
-from sley_core.data.vocabulary import check_tokens
 from sley_core.errors import RunError
 
 INFO = DataInfo(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sley_core.data.batches import Slices
 from sley_core.data.dataset import DataInfo, Field
-from sley_core.data.slices import Slices
 from sley_core.engine.step_batch import BatchSplitter
 from sley_core.errors import RunError
 

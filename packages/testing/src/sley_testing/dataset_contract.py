@@ -25,11 +25,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sley_core.data.collate import collate_of
+from sley_core.data.batches import check_tokens, collate_of
 from sley_core.data.dataset import AnyDataset, Batch, DataContext, Dataset, Field, Sample, Split, is_stream
 from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
-from sley_core.data.vocabulary import check_tokens
 from sley_core.json_values import from_json, to_json
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import small_plan

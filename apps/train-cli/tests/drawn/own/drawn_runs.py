@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.data.order import Order
+from sley_core.data.feed import Order
 from sley_core.errors import SleyError
 from sley_core.losses.config import CrossEntropyConfig
 from sley_core.losses.cross_entropy import CrossEntropy

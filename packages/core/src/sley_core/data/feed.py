@@ -7,28 +7,140 @@ gives the same global batch in every layout.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import Any, TypeVar, cast
+from hashlib import blake2b
+from math import isqrt
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar, cast
 
-from sley_core.data.collate import collate_of
+from sley_core.data.batches import collate_of
 from sley_core.data.dataset import AnyDataset, Batch, Dataset, Sample, Stream, is_stream
-from sley_core.data.digest import SamplesDigest, probe
-from sley_core.data.order import Order
-from sley_core.data.prefetch import PrefetchThread
-from sley_core.data.walk import StreamReader, set_epoch
+from sley_core.data.walk import SamplesDigest, StreamReader, probe, set_epoch
 from sley_core.errors import PlanError, RunError, note_origin
 from sley_core.factory import cause
 from sley_core.generators import comparable_state, seeded
 from sley_core.model.seeds import derive
 
-CLOSE_TIMEOUT_S = 30.0
-"""The most seconds that `close` waits: a run that ends must not wait as long as one that continues."""
+NUM_ROUNDS = 10
+
+
+class Order:
+    """Permutes the samples of an epoch: `order[place]` is the sample at `place`, both in [0, num_samples).
+
+    It depends on (num_samples, seed, epoch) alone. With `shuffle = False` it is the identity.
+
+    The place of a sample is computed, not looked up, so an epoch of any size needs no memory and can be entered at any place: a
+    rank computes only the rows it owns, and restoring a position is setting a number.
+
+    The permutation of [0, n) is a Feistel network over pairs (left, right) of [0, a)^2 with a = ceil(sqrt(n)), applied again
+    while the result is not below n (J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002: a network is
+    bijective whatever its round function is, and so is following its cycles until a value is inside). As (a - 1)^2 < n, it is
+    applied a^2 / n times on average: 2 at n = 2, and close to 1 for large n. The round function is BLAKE2b, and there are ten
+    rounds, as in NIST SP 800-38G, because small domains need more than the four that suffice for large ones.
+    """
+
+    def __init__(self, num_samples: int, *, seed: int, epoch: int, shuffle: bool = True) -> None:
+        assert num_samples > 0, num_samples
+        self._num_samples = num_samples
+        self._shuffle = shuffle
+        self._side = isqrt(num_samples - 1) + 1
+        self._key = blake2b(f"order/{seed}/{epoch}".encode(), digest_size=32).digest()
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, place: int) -> int:
+        """Returns the sample at `place`, in constant time on average; raises IndexError outside [0, num_samples)."""
+        if not 0 <= place < self._num_samples:
+            raise IndexError(place)
+        if not self._shuffle:
+            return place
+        sample = self._network(place)
+        while sample >= self._num_samples:
+            sample = self._network(sample)
+        return sample
+
+    def _network(self, value: int) -> int:
+        """Returns the Feistel network's permutation of `value`, both in [0, side^2)."""
+        left, right = divmod(value, self._side)
+        for number in range(NUM_ROUNDS):
+            left, right = right, (left + self._round(number, right)) % self._side
+        return left * self._side + right
+
+    def _round(self, number: int, value: int) -> int:
+        digest = blake2b(value.to_bytes(8, "little"), digest_size=8, key=self._key, salt=bytes([number])).digest()
+        return int.from_bytes(digest, "little")
+
 
 T = TypeVar("T")
+
+
+class PrefetchThread(Generic[T]):
+    """Prefetches the items of `items`, in order, one at a time. `close` stops and joins the thread.
+
+             ┌── permit ──┐                   The thread makes one item per permit. A permit is given when it starts and
+        next │            │ get               whenever an item is taken, so exactly one item is prefetched.
+             └── queue ───┘
+
+    What the thread raises is raised by `get`, with the thread's own traceback. The thread is a daemon: a dataset that never
+    returns cannot keep a process from ending.
+    """
+
+    def __init__(self, items: Iterator[T]) -> None:
+        """Starts the thread, which prepares the first item at once."""
+        self._items = items
+        self._ready: SimpleQueue[tuple[T] | BaseException] = SimpleQueue()
+        self._permits = threading.Semaphore(1)
+        self._closing = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="sley-data", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        """Runs in the thread: puts one item per permit into the queue, or the error that ends it."""
+        try:
+            while True:
+                self._permits.acquire()
+                if self._closing:
+                    return
+                self._ready.put((next(self._items),))
+        except BaseException as error:
+            self._ready.put(error)
+
+    def get(self, timeout_s: float) -> T:
+        """Returns the next item; blocks. Raises what making it raised, at each further call too; RunError after `timeout_s`."""
+        if self._error is not None:
+            raise self._error
+        try:
+            result = self._ready.get(timeout=timeout_s)
+        except Empty:
+            raise RunError(
+                "data-timeout",
+                f"the data set gave no batch within {timeout_s:g} s",
+                hint="its `__getitem__` or `__iter__` waits for something; if it needs longer, raise [limits] data_timeout_s",
+            ) from None
+        if isinstance(result, BaseException):
+            self._error = result
+            raise result
+        self._permits.release()
+        return result[0]
+
+    def close(self, timeout_s: float) -> None:
+        """Stops the thread after its current item and joins it; raises RunError if that takes longer than `timeout_s`."""
+        self._closing = True
+        self._permits.release()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise RunError("data-timeout", f"the data set did not return within {timeout_s:g} s of closing")
+
+
+CLOSE_TIMEOUT_S = 30.0
+"""The most seconds that `close` waits: a run that ends must not wait as long as one that continues."""
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
-from sley_core.data.cut import count_micros, cut
-from sley_core.data.slices import Slices, adds_up, sliced_info
-from sley_core.data.vocabulary import check_tokens
+from sley_core.data.batches import Slices, adds_up, check_tokens, count_micros, cut, sliced_info
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:

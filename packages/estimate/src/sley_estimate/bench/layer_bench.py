@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sley_core.data.cut import cut
+from sley_core.data.batches import Slices, cut
 from sley_core.data.feed import Feed
-from sley_core.data.slices import Slices
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.direct import WeightQueue, accumulates_directly
 from sley_core.engine.in_flight import describe

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from sley_core.data.slices import Slices, sliced_info
+from sley_core.data.batches import Slices, sliced_info
 from sley_core.errors import SleyError
 from sley_core.plan.load import with_tables
 from sley_estimate.layers.distinct import LayerKinds, slices_of
