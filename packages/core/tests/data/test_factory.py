@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, TensorDataset
@@ -180,3 +181,11 @@ def test_a_stream_has_no_samples_per_epoch() -> None:
     assert samples_per_epoch(stream, DataConfig()) is None
     with pytest.raises(PlanError, match="a stream has no number"):
         samples_per_epoch(stream, DataConfig(samples_per_epoch=3))
+
+
+@pytest.mark.parametrize(
+    ("field", "message"), [({"batch_dim": 1, "sequence_dim": 1}, "are both 1"), ({"dtype": "int65"}, "int64")]
+)
+def test_fields_that_mean_nothing_are_refused(field: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        FactoryDataConfig.model_validate({"fields": {"x": {"dtype": "int64", **field}}})

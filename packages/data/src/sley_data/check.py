@@ -88,7 +88,7 @@ def _first_lines(config: TextConfig | TokensConfig, files: Iterable[File]) -> It
 
 
 def _tokenizer_problems(config: TextConfig | TokensConfig) -> Iterator[Problem]:
-    """Yields what is wrong with the tokenizer of a `data.text` table, by loading it."""
+    """Yields the problems of the tokenizer of a `data.text` table; loads it."""
     if isinstance(config, TokensConfig) or config.tokenizer is None:
         return
     from sley_data.tokenizer import Tokenizer  # bytes need none
@@ -104,7 +104,7 @@ def _problems_of(error: SleyError) -> Iterator[Problem]:
 
 
 def _only_document(config: TextConfig | TokensConfig, files: Sequence[File]) -> File | None:
-    """Returns the file that is the only document of a text of which a share is to be held out; None for any other data."""
+    """Returns the file that is the only document of a text with a share to hold out; None for any other data."""
     if not isinstance(config, TextConfig) or not config.held_out or documents_inside(config) is not None:
         return None
     return files[0] if len(files) == 1 else None
@@ -116,7 +116,7 @@ def _is_enough(config: TextConfig, files: Sequence[File]) -> bool:
 
 
 def _train_problems(config: TextConfig | TokensConfig, count: int | None, alone: File | None) -> Iterator[Problem]:
-    """Yields a problem for a train split shorter than one sample, or of another size than the plan is pinned to."""
+    """Yields a problem for a train split shorter than one sample, or of another size than the plan was resolved for."""
     if alone is not None and isinstance(config, TextConfig) and not of_split([alone], config, "train"):
         message = f"`{alone.path}` is one document, and held out as such: nothing is left to train on"
         hint = '`separator = "\\n\\n"` makes each paragraph a document; or write `held_out = 0.0`'

@@ -29,9 +29,9 @@ def window(index: int, num_tokens: int, sequence: int) -> tuple[int, int]:
         window 1         a b c d .         labels 5..8
         window 2           x x x d .       starts at 5; labels 6..8 counted before, 9 new
     """
-    wanted = index * sequence
-    start = min(wanted, num_tokens - 1 - sequence)
-    return start, wanted - start
+    regular = index * sequence
+    start = min(regular, num_tokens - 1 - sequence)
+    return start, regular - start
 
 
 def num_chunks(lengths: Iterable[int], sequence: int) -> int:

@@ -117,7 +117,7 @@ def too_short(num_tokens: int, sequence: int) -> PlanError:
 class TextDataset(TokenDataset):
     """Samples of one split of a corpus; which documents it holds depends on their content alone.
 
-    data_notes: what the user has to know about the documents, once they are read.
+    data_notes: sentences for the user about the documents, once they are read.
     Bytes are taken as they are, in any encoding. A tokenizer needs UTF-8.
     Raises PlanError with every file that is missing or empty, or where the text is shorter than one sample.
     """

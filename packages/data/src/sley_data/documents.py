@@ -22,19 +22,20 @@ from sley_data.config import TextConfig
 from sley_data.files import File, as_error, opened, text_files
 
 _PIECE = 1 << 10
-"""Bytes of each of the pieces of a token file that are looked for in others."""
+"""Bytes of each piece of a held-out token file that is searched for in the files to train on."""
 
 _SEARCHED = 1 << 30
-"""Bytes that are searched at most for copies of held-out tokens, in all files together: about a second."""
+"""The most bytes of all files together that are searched for copies of held-out tokens: about a second."""
 
 _END = 1 << 12
-"""Bytes at either end of a document that its key is made of, with its length: a file need not be read for it."""
+"""Bytes at either end of a document that make its key, with its length: most of a file need not be read."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """The content of a document, as far as it decides about its split. size: in bytes. key: returns its key, the same for equal
-    contents; may read a file.
+    """Identifies the content of a document.
+
+    size: in bytes. key: returns a key, the same for equal contents; may read a file.
     """
 
     size: int
@@ -47,7 +48,7 @@ def content_of(text: bytes) -> Content:
 
 
 def content_of_file(file: File) -> Content:
-    """Returns the content of a file; one that is compressed is read for it. Raises OSError, and PlanError as `opened` does."""
+    """Returns the content of a file; reads a compressed file. Raises OSError, and PlanError as `opened` does."""
     if file.is_compressed:
         with opened(file.path) as whole:
             return content_of(whole.read())
@@ -66,12 +67,12 @@ def _key(size: int, head: bytes, tail: bytes) -> bytes:
 
 
 def in_share(contents: Iterable[Content], share: float) -> list[bool]:
-    """Returns for each document whether its key, uniform over [0, 1), is below `share`; asks for none if that is 0."""
+    """Returns for each document whether its key, uniform over [0, 1), is below `share`; computes no key if that is 0."""
     return [share > 0 and int.from_bytes(each.key(), "big") < share * 2**64 for each in contents]
 
 
 def among(contents: Sequence[Content], others: Iterable[Content]) -> list[bool]:
-    """Returns for each document whether it is one of `others`, too. Keys are asked for only where sizes are equal."""
+    """Returns for each document whether it is among `others`. Computes keys only where sizes are equal."""
     sizes = {each.size for each in contents}
     keys = {(each.size, each.key()) for each in others if each.size in sizes}
     known = {size for size, _ in keys}
@@ -79,21 +80,21 @@ def among(contents: Sequence[Content], others: Iterable[Content]) -> list[bool]:
 
 
 def copied_tokens(trained: Sequence[File], held_out: Sequence[File]) -> list[Problem]:
-    """Returns a problem for each held-out token file whose tokens are in a file to train on, all of them or as a part of it.
+    """Returns a problem for each held-out token file whose tokens a file to train on contains.
 
-    Pieces from three places of each held-out file are searched, in beginnings and ends of files to train on if these are large.
+    Searches for pieces from three places of each held-out file; of large files to train on, only the beginning and the end.
     """
     budget = _SEARCHED // max(1, len(trained) * len(held_out))
     problems = []
-    for held in held_out:
+    for evaluated in held_out:
         try:
-            pieces = _pieces(held)
+            pieces = _pieces(evaluated)
             copied = next((file for file in trained if pieces and _has_all(file, pieces, budget)), None)
         except OSError:
             continue  # the code that opens it later reports the error
         if copied is not None:
-            message = f"the tokens of `{held.path}` are in `{copied.path}` too, and would be trained on"
-            hint = "held-out data are others than those to train on: cut them out of `files`"
+            message = f"the tokens of `{evaluated.path}` are in `{copied.path}` too, and would be trained on"
+            hint = "held-out data must not be trained on: cut them out of `files`"
             problems.append(Problem(("data", "held_out_files"), message, hint, "held-out-trained"))
     return problems
 
@@ -104,7 +105,7 @@ def _has_all(file: File, pieces: Sequence[bytes], budget: int) -> bool:
 
 
 def _pieces(file: File) -> list[bytes]:
-    """Returns bytes from the beginning, the middle and the end of a token file; not those in which hardly any byte differs."""
+    """Returns bytes from the beginning, the middle and the end of a token file, without uniform pieces."""
     pieces = []
     with file.path.open("rb") as content:
         for start in (0, (file.num_bytes - _PIECE) // 2, file.num_bytes - _PIECE):
@@ -120,7 +121,7 @@ def _is_in(content: mmap, piece: bytes, budget: int) -> bool:
 
 
 _COMPARED = 1 << 30
-"""Bytes of documents inside files that are read at most, to compare those of an evaluation with them."""
+"""The most bytes of a run's data that are read to compare the documents of an evaluation with them."""
 
 
 def read_documents(
@@ -128,8 +129,8 @@ def read_documents(
 ) -> Iterator[tuple[str, bytes]]:
     """Yields (name, content) of the documents of a split, in the order of `files`, which `text_files` returned.
 
-    A document that `held_out_files` has, too, is not trained on, which is appended to `notes`. If each file is one document,
-    the other split's files are not read.
+    Leaves out documents that are in `held_out_files` too, and says so in `notes`. If each file is one document, the files of
+    the other split are not read.
     """
     inside = documents_inside(config)
     if inside is None:
@@ -158,21 +159,21 @@ def contents_of(files: Sequence[File], config: TextConfig) -> list[Content]:
 
 
 def trained_on(own: TextConfig, evaluated: TextConfig) -> str:
-    """Returns in words which held-out documents of `evaluated` a run on `own` has trained on; "" if it is none.
+    """Says how many held-out documents of `evaluated` a run on `own` was trained on; returns "" if there are none.
 
-    own: the run's own table. Compares contents; if files have several documents, it reads all that the run was trained on.
+    own: the table of the run. Compares contents; if files have several documents, reads all data of the run.
     """
     if (own.separator, own.field) != (evaluated.separator, evaluated.field):
-        return "documents are cut otherwise than in the run's own data: whether it has trained on them is not known"
-    held, trained = text_files(evaluated, "held_out"), text_files(own, "train")
-    if held[1]:
+        return "these documents are separated in another way than the run's own: whether it has trained on them is not known"
+    held_out, trained = text_files(evaluated, "held_out"), text_files(own, "train")
+    if held_out[1]:
         return ""  # the evaluation reports it
     unknown = "whether the run has trained on the held-out documents is not known"
     if trained[1]:
         return f"{unknown}: {trained[1][0].message}"
     if documents_inside(own) is not None and sum(file.num_bytes for file in trained[0]) > _COMPARED:
         return f"{unknown}: the run's data have more than {_COMPARED >> 30} GiB, and are not read for it"
-    known, asked = contents_of(trained[0], own), contents_of(held[0], evaluated)
+    known, asked = contents_of(trained[0], own), contents_of(held_out[0], evaluated)
     known = list(compress(known, _chosen(known, own, "train")))
     asked = list(compress(asked, _chosen(asked, evaluated, "held_out")))
     count = sum(among(asked, known))
@@ -203,7 +204,7 @@ def of_split(files: Sequence[File], config: TextConfig, split: Split) -> list[Fi
 
 
 def _chosen(contents: Sequence[Content], config: TextConfig, split: Split) -> list[bool]:
-    """Returns for each document whether it belongs to the split. Asks for no key that does not decide it."""
+    """Returns for each document whether it belongs to the split. Computes only the keys that decide it."""
     if config.held_out_files and split == "held_out":
         return [True] * len(contents)
     if config.held_out_files:
@@ -220,7 +221,7 @@ def held_out_contents(config: TextConfig) -> list[Content]:
 
 
 def read(path: Path) -> bytes:
-    """Returns what a file contains, decompressed. Raises OSError, and PlanError as `opened` does."""
+    """Returns the content of a file, decompressed. Raises OSError, and PlanError as `opened` does."""
     with opened(path) as file:
         return file.read()
 
@@ -251,15 +252,15 @@ def _json_lines(file: File, field: str) -> Iterator[tuple[str, bytes]]:
 def _text_of(line: bytes, file: File, number: int, field: str) -> bytes:
     """Returns the text of one line as UTF-8; raises PlanError "data-json" with the line's number if it has none."""
     try:
-        found = json.loads(line)
-        text = found[field] if isinstance(found, dict) else None
+        value = json.loads(line)
+        text = value[field] if isinstance(value, dict) else None
         if isinstance(text, str):
             return text.encode()
-        why = "is no JSON object" if not isinstance(found, dict) else f"has no text as `{field}`"
+        why = "is no JSON object" if not isinstance(value, dict) else f"has no text as `{field}`"
         hint = None
     except KeyError:
         why = f"has no `{field}`"
-        hint = f"its keys are {', '.join(f'`{key}`' for key in found)}" if found else None
+        hint = f"its keys are {', '.join(f'`{key}`' for key in value)}" if value else None
     except (ValueError, RecursionError) as error:  # UnicodeEncodeError, for half of a surrogate pair, is a ValueError
         why, hint = f"cannot be read: {str(error) or type(error).__name__}", None
     raise PlanError("data-json", f"line {number} of `{file.path}` {why}", path=("data", "field"), hint=hint)

@@ -30,7 +30,7 @@ from sley_core.records import Problem
 from sley_data.config import TOKEN_BYTES, TextConfig, TokensConfig
 
 _HEAD = 512
-"""Bytes that the marks are looked for in; tar has its mark at byte 257."""
+"""Bytes of a file that are searched for marks; the mark of tar is at byte 257."""
 
 Opener = Callable[[Path], BufferedIOBase]
 T = TypeVar("T")
@@ -40,10 +40,10 @@ _OPENED: dict[bytes, Opener] = {
     rb"BZh[1-9]1AY&SY": bz2.BZ2File,
     rb"\xfd7zXZ\x00": lzma.LZMAFile,
 }
-"""Formats of one compressed file each, by their mark, with what reads them."""
+"""Formats of a single compressed file, by their mark, with their readers."""
 
 SUFFIXES = frozenset({".gz", ".bz2", ".xz"})
-"""How the names of such files end, for the suffix before it: `.jsonl.gz`."""
+"""The last suffix of such a file; the suffix before it tells the content: `.jsonl.gz`."""
 
 _UNPACK = "unpack it, and name the files that come out"
 _MARKS = {
@@ -56,17 +56,17 @@ _MARKS = {
     rb".{257}ustar": ("a tar archive", _UNPACK),
     rb"PAR1\x15": ("a Parquet table", 'write its column of texts as JSON lines, for `field = "text"`'),
     rb"ARROW1\x00\x00": ("an Arrow table", 'write its column of texts as JSON lines, for `field = "text"`'),
-    rb"\x89HDF\r\n\x1a\n": ("an HDF5 file", "write what is to be read as text or as raw token ids"),
+    rb"\x89HDF\r\n\x1a\n": ("an HDF5 file", "write its content as text or as raw token ids"),
     rb"SQLite format 3\x00": ("an SQLite database", "write its texts to files"),
     rb"%PDF-\d\.\d": ("a PDF", "convert it to text"),
-    rb"\x00\x05\x16\x07": ("what macOS keeps beside a file, and not the file", "leave names that begin with `._` out"),
-    rb"version https://git-lfs": ("a pointer of Git LFS, and not the file", "download the file: `git lfs pull`"),
+    rb"\x00\x05\x16\x07": ("a file of macOS's attributes, not the file itself", "leave out names that begin with `._`"),
+    rb"version https://git-lfs": ("a pointer of Git LFS, not the file itself", "download the file: `git lfs pull`"),
     rb"\x93NUMPY": (
-        "a file of numpy, whose header would be read too",
+        "a file of numpy, and its header would be read as data",
         'write raw ids, for `data.tokens`: `numpy.load("...").astype("uint16").tofile("tokens.bin")`',
     ),
 }
-"""Formats that are refused, by their mark: which they are, and what to do."""
+"""Refused formats, by their mark: the name of the format, and a hint."""
 
 
 _ANY = re.compile(b"|".join((*_OPENED, *_MARKS)), re.DOTALL)
@@ -74,8 +74,9 @@ _ANY = re.compile(b"|".join((*_OPENED, *_MARKS)), re.DOTALL)
 
 @dataclass(frozen=True)
 class Format:
-    """Describes a file by its first bytes. is_compressed: whether `opened` gives other bytes than it has. refused: which format
-    it has, and what to do, if it can be no text and no raw ids.
+    """Describes a file by its first bytes.
+
+    is_compressed: whether `opened` decompresses it. refused: name of its format and a hint, if it is neither text nor raw ids.
     """
 
     is_compressed: bool = False
@@ -104,7 +105,7 @@ def format_of(path: Path) -> Format:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedIOBase]:
-    """Opens a file for reading; of one that gzip, bzip2 or xz compressed, what it contains.
+    """Opens a file for reading; decompresses gzip, bzip2 and xz.
 
     Raises OSError; PlanError "data-format" for compressed content that is damaged or incomplete.
     """
@@ -140,7 +141,7 @@ _LLM_C = (20240520).to_bytes(4, "little")
 
 
 def wrong_ids(path: Path, dtype: Literal["uint16", "uint32"], vocab_size: int) -> tuple[str, str] | None:
-    """Returns what shows that the ids of a file are not `dtype`, little-endian and below `vocab_size`, and what to do.
+    """Returns why the ids of a file are not `dtype`, little-endian and below `vocab_size`, and a hint.
 
     Reads at most 128 KiB of the file, spread over it; None if nothing shows it, or if the file cannot be read.
     """
@@ -167,8 +168,8 @@ def wrong_ids(path: Path, dtype: Literal["uint16", "uint32"], vocab_size: int) -
 
 
 def _beyond(sample: bytes, dtype: str, largest: int, vocab_size: int) -> tuple[str, str]:
-    """Returns that an id is beyond the vocabulary, and as what the ids would fit."""
-    fits = [other for other in _CODES if other != dtype and max(_ids(sample, other)) < vocab_size]
+    """Returns that an id is beyond the vocabulary, and a hint with the byte order or width in which the ids would fit."""
+    fits = [name for name in _CODES if name != dtype and max(_ids(sample, name)) < vocab_size]
     swapped = _ids(sample, dtype)
     swapped.byteswap()
     if max(swapped) < vocab_size:
@@ -209,8 +210,8 @@ def _is_padded(ids: Sequence[int]) -> bool:
 def _spread(ids: Sequence[int], shift: int) -> float:
     """Returns the entropy of one byte of the ids, in bits."""
     counts = [0] * 256
-    for one in ids:
-        counts[one >> shift & 255] += 1
+    for value in ids:
+        counts[value >> shift & 255] += 1
     return -sum(count / len(ids) * log2(count / len(ids)) for count in counts if count)
 
 
@@ -223,7 +224,7 @@ WILDCARDS = frozenset("*?[")
 class File:
     """Names a file, with its name within the corpus in forward slashes: `sub/one.txt` of `corpus/**/*.txt`.
 
-    num_bytes: as it is stored. is_compressed: whether it contains other bytes than that.
+    num_bytes: its stored size. is_compressed: whether that is the size of compressed content.
     """
 
     name: str
@@ -238,13 +239,13 @@ Found = tuple[list[File], list[Problem]]
 
 def as_error(problems: Iterable[Problem]) -> PlanError:
     """Returns one PlanError that carries all `problems`."""
-    found = PlanError.many(Diagnostic(p.code, p.message, path=p.path, hint=p.hint) for p in problems)
-    assert isinstance(found, PlanError)
-    return found
+    error = PlanError.many(Diagnostic(p.code, p.message, path=p.path, hint=p.hint) for p in problems)
+    assert isinstance(error, PlanError)
+    return error
 
 
 def find_files(patterns: Sequence[Path], key: KeyPath) -> Found:
-    """Returns the files that paths and patterns name, each once, and the problems found.
+    """Returns the files that paths and patterns name, each once, and their problems.
 
     patterns: as `table.PlanPattern` has them. A file that links lead to twice counts once, by its first name. Files are in the
     order of `patterns`, sorted within one. A problem is a path that is missing, not a regular file or empty, a pattern without
@@ -295,7 +296,7 @@ def _named_by(pattern: str) -> Iterator[File]:
     root = Path(_literal(str(Path(*parts[:first]))))
     matching = sorted(_matching(root, parts[first:])) if root.is_dir() else []
     stats = ((path, path.stat()) for path in matching)
-    sizes = {path: found.st_size for path, found in stats if S_ISREG(found.st_mode)}
+    sizes = {path: stat.st_size for path, stat in stats if S_ISREG(stat.st_mode)}
     if not sizes:
         hint = "`**` stands for folders of any depth, `*` for a part of one name, `[[]` for a bracket in a name"
         hint = hint if root.exists() else f"there is no `{root}`"
@@ -344,14 +345,14 @@ def _alone(path: Path) -> File:
     """Returns the file at a plain path; raises `_BadPathError` if it is missing, empty or not a regular file."""
     if not path.exists():
         raise _BadPathError("data-missing", f"there is no file `{path}`", "a relative path starts at the plan's folder")
-    found = path.stat()
-    if S_ISDIR(found.st_mode):
+    stat = path.stat()
+    if S_ISDIR(stat.st_mode):
         raise _BadPathError("data-missing", f"`{path}` is a folder", f"name its files: `{path.name}/*`")
-    if not S_ISREG(found.st_mode):
+    if not S_ISREG(stat.st_mode):
         raise _BadPathError("data-missing", f"`{path}` is not a regular file")
-    if not found.st_size:
+    if not stat.st_size:
         raise _BadPathError("data-empty", f"`{path}` is empty")
-    return File(path.name, path, found.st_size)
+    return File(path.name, path, stat.st_size)
 
 
 def standard_library() -> Found:
@@ -406,7 +407,7 @@ def _refused(files: Sequence[File], formats: Sequence[Format], key: str) -> Iter
 
 
 def token_files(config: TokensConfig, split: Split) -> Found:
-    """Returns the files of a split of a `data.tokens` table; what shows that they are no such ids is a problem."""
+    """Returns the files of a split of a `data.tokens` table, and their problems, such as ids of another width."""
     key, patterns = ("files", config.files) if split == "train" else ("held_out_files", config.held_out_files)
     files, problems = find_files(patterns, ("data", key))
     formats = [format_of(file.path) for file in files]
@@ -417,6 +418,6 @@ def token_files(config: TokensConfig, split: Split) -> Found:
         if file.num_bytes % TOKEN_BYTES[config.dtype]:
             message = f"`{file.path}` has {file.num_bytes} bytes, which is no whole number of {config.dtype} tokens"
             problems.append(Problem(("data", key), message, "is `dtype` right?", "data-size"))
-        elif found := wrong_ids(file.path, config.dtype, config.vocab_size):
-            problems.append(Problem(("data", key), f"`{file.path}` {found[0]}", found[1], "data-format"))
+        elif wrong := wrong_ids(file.path, config.dtype, config.vocab_size):
+            problems.append(Problem(("data", key), f"`{file.path}` {wrong[0]}", wrong[1], "data-format"))
     return files, problems

@@ -52,14 +52,14 @@ class TokenArray:
 
     def find(self, token: int, *, block: int = 1 << 24) -> Tensor:
         """Returns the positions of `token` as int64, ascending; reads every part, `block` tokens at a time."""
-        found = []
+        positions = []
         for part, end in zip(self.parts, self._ends, strict=True):
-            wanted = torch.tensor([token]).to(part.dtype).view(SIGNED[part.dtype])
+            value = torch.tensor([token]).to(part.dtype).view(SIGNED[part.dtype])
             values = part.view(SIGNED[part.dtype])
             for start in range(0, part.numel(), block):
-                hits = (values[start : start + block] == wanted).nonzero().flatten()
-                found.append(hits + (end - part.numel() + start))
-        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+                hits = (values[start : start + block] == value).nonzero().flatten()
+                positions.append(hits + (end - part.numel() + start))
+        return torch.cat(positions) if positions else torch.empty(0, dtype=torch.int64)
 
 
 WINDOW_BLOCK = 1 << 20
@@ -128,7 +128,7 @@ def chunk_ends(offsets: Tensor, sequence: int) -> Tensor:
 def pad_sample(tokens: TokenArray, offsets: Tensor, ends: Tensor, index: int, sequence: int) -> Sample:
     """Returns piece `index` of the documents, padded at its end with token 0 and ignored labels.
 
-    ends: what `chunk_ends` returns. Token 0 is in every vocabulary, and under causal attention nothing attends to padding at
+    ends: the result of `chunk_ends`. Token 0 is in every vocabulary, and under causal attention nothing attends to padding at
     the end.
     """
     document = int(torch.searchsorted(ends, index, right=True))

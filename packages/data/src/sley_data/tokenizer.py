@@ -169,8 +169,8 @@ class Utf8(TextIds):
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
         """Yields the text of token ids that are bytes of UTF-8, as far as each completes characters."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for one in ids:
-            yield decoder.decode(bytes([one]))
+        for byte in ids:
+            yield decoder.decode(bytes([byte]))
         yield decoder.decode(b"", final=True)
 
 
@@ -180,7 +180,7 @@ class Tokenized(TextIds):
     is_bytes = False
 
     def __init__(self, tokenizer: Tokenizer, end: int | None = None) -> None:
-        """end: the id after which a document ends, if the tokenizer does not say it."""
+        """end: the id after which a document ends, in place of the tokenizer's."""
         self._tokenizer = tokenizer
         self.size, self.end = tokenizer.vocab_size, tokenizer.end_of_document if end is None else end
         self.num_before = 0
@@ -192,15 +192,15 @@ class Tokenized(TextIds):
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
         """Yields the text that each token id adds, once its characters are complete."""
         so_far: list[int] = []
-        told = ""
-        for one in ids:
-            so_far.append(one)
+        yielded = ""
+        for token in ids:
+            so_far.append(token)
             text = self._tokenizer.decode(so_far)
-            # Later tokens may complete a character; what was told before does not change.
-            if text.startswith(told) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                yield text[len(told) :]
-                told = text
-        yield self._tokenizer.decode(so_far).removeprefix(told)
+            # Later tokens may complete a character; the text before it does not change.
+            if text.startswith(yielded) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield text[len(yielded) :]
+                yielded = text
+        yield self._tokenizer.decode(so_far).removeprefix(yielded)
 
 
 def text_ids(config: Table, tokenizer: Path | None) -> TextIds:
@@ -221,8 +221,8 @@ def _end_token(tokenizer: Path) -> str | None:
     """Returns the `eos_token` that transformers knows of a tokenizer, from the file beside it; None if there is none."""
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     try:
-        found = json.loads((folder / "tokenizer_config.json").read_text("utf-8")).get("eos_token")
+        token = json.loads((folder / "tokenizer_config.json").read_text("utf-8")).get("eos_token")
     except (OSError, ValueError, AttributeError):
         return None
-    token = found.get("content") if isinstance(found, dict) else found
+    token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from sley_core.data.config import FactoryDataConfig
 from sley_core.table import Table
 from sley_data.config import TextConfig, TokensConfig
 
@@ -49,12 +48,6 @@ def test_text_tables_that_mean_nothing_are_refused(table: dict[str, Any], messag
 )
 def test_token_tables_that_mean_nothing_are_refused(table: dict[str, Any], message: str) -> None:
     refused(TokensConfig, message, **{"files": ["a"], "vocab_size": 100, "sequence": 4, **table})
-
-
-def test_a_factorys_fields_are_refused_where_two_dims_are_one() -> None:
-    field = {"dtype": "int64", "batch_dim": 1, "sequence_dim": 1}
-    refused(FactoryDataConfig, "are both 1", fields={"x": field})
-    refused(FactoryDataConfig, "int64", fields={"x": {"dtype": "int65"}})
 
 
 def test_paths_start_at_the_plans_folder() -> None:
