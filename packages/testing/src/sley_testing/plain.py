@@ -1,11 +1,11 @@
-"""Trains by the loop that everybody writes by hand, as the oracle of every run: torch's autograd and optimizer, no engine.
+"""Trains by a plain PyTorch loop, the reference of every run: torch's autograd and optimizer, no engine.
 
 loop = PlainLoop(layers, CrossEntropy(config), optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
-loop.load(first)                                 # the weights that the run began with, by name
+loop.load(first)                                 # the run's first weights, by name
 step = loop.step(micro_batches)                  # those of the global batch, in order
 assert_step(step, run.step(own), gradients(run), weights(run))
 
-Nothing here imports Sley's engine, assembly or run, so a fault of theirs cannot stand on both sides of a comparison.
+Nothing here imports Sley's engine, assembly or run, so their faults cannot be on both sides of a comparison.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Named: TypeAlias = "list[tuple[str, nn.Parameter]]"
 MakeOptimizer: TypeAlias = "Callable[[Named], torch.optim.Optimizer]"
 
 NEGLIGIBLE = 1e-6
-"""A gradient smaller than this share of the model's largest is zero but for rounding; its error counts against that share."""
+"""A gradient below this share of the model's largest is zero but for rounding; its error is relative to that share."""
 
 SMALL = 1e-3
-"""So with a weight's norm below this: what begins as zeros has only what AdamW makes of a gradient that is rounding."""
+"""The same for a weight's norm below this: weights that start at zero hold only AdamW's steps on rounding errors."""
 
 
 @dataclass(frozen=True)
 class PlainStep:
-    """What one step of the loop made. loss: the mean; grad_norm: before clipping.
+    """Holds the results of one step. loss: the mean; grad_norm: before clipping.
 
-    gradients: by name, what the optimizer was given; weights: by name, after it.
+    gradients: by name, as the optimizer gets them; weights: by name, after its step.
     """
 
     loss: float
@@ -55,13 +55,13 @@ class NothingToTrainError(Exception):
 
 
 class PlainLoop:
-    """Trains `layers` micro-batch after micro-batch, each called with the one before it and the batch fields it names.
+    """Trains `layers`, each called with the output of the layer before it and the batch fields that its forward names.
 
-    layers: what a model factory returns, with real parameters, each tied one registered wherever it is held. loss: as a
-        plan's, `weight(batch)` and the sum `loss(output, batch)`. optimizer: makes torch's, from (name, parameter) of all
-        parameters; `decay_groups` may help. clip_norm, clip_kind: as torch.nn.utils.clip_grad_norm_ takes them.
-    A trained parameter that no micro-batch uses has a gradient of zeros, as in a run: momentum and decay go on. For a trained
-    parameter of a narrow dtype (bf16) the optimizer steps a copy in fp32, in which its gradients are summed, too.
+    layers: a model factory's result, with real parameters; each module of a tied parameter registers it. loss: as a plan's,
+        `weight(batch)` and the sum `loss(output, batch)`. optimizer: makes torch's from (name, parameter) of all
+        parameters; `decay_groups` may help. clip_norm, clip_kind: as for torch.nn.utils.clip_grad_norm_.
+    A trained parameter that no micro-batch uses has a gradient of zeros, as in a run: momentum and decay continue. For a
+    trained parameter of a narrow dtype (bf16) the optimizer steps a copy in fp32, in which its gradients are summed too.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class PlainLoop:
         self.clip_kind = clip_kind
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Gives every parameter the value of its name; raises KeyError where one is missing."""
+        """Loads every parameter by name; raises KeyError if one is missing."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(values[name])
@@ -94,9 +94,9 @@ class PlainLoop:
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def step(self, micros: Sequence[Batch]) -> PlainStep:
-        """Takes one optimizer step on the micro-batches of a global batch; returns what it made.
+        """Takes one optimizer step on the micro-batches of a global batch, and returns its results.
 
-        Raises NothingToTrainError where a micro-batch's loss has no gradient.
+        Raises NothingToTrainError if a micro-batch's loss has no gradient.
         """
         total = sum(self.loss.weight(micro) for micro in micros)
         self.optimizer.zero_grad(set_to_none=True)
@@ -124,8 +124,8 @@ class PlainLoop:
     def evaluate(self, micros: Sequence[Batch]) -> float:
         """Returns the mean loss of these micro-batches; changes nothing."""
         total = sum(self.loss.weight(micro) for micro in micros)
-        found = sum(self.loss.loss(self.forward(micro), micro).item() for micro in micros)
-        return found / total if total > 0 else 0.0
+        loss = sum(self.loss.loss(self.forward(micro), micro).item() for micro in micros)
+        return loss / total if total > 0 else 0.0
 
     def forward(self, micro: Batch) -> Any:
         """Returns the last layer's output."""
@@ -155,7 +155,7 @@ class PlainLoop:
 
 
 def _stepped(parameter: nn.Parameter) -> nn.Parameter:
-    """Returns what the optimizer steps: the parameter, or a copy in fp32 of a trained one in a narrower dtype."""
+    """Returns the parameter that the optimizer steps: this one, or a copy in fp32 of a trained one in a narrower dtype."""
     wide = torch.promote_types(parameter.dtype, torch.float32)
     if wide == parameter.dtype or not parameter.requires_grad:
         return parameter
@@ -163,7 +163,7 @@ def _stepped(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def named_parameters(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Returns every parameter once, under the name by which the first layer that holds it knows it."""
+    """Yields every parameter once, under its name in the first layer that holds it."""
     seen: set[int] = set()
     for name, module in layers:
         for path, parameter in module.named_parameters(name):
@@ -173,7 +173,7 @@ def named_parameters(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[
 
 
 def decay_groups(named: Named, weight_decay: float) -> list[dict[str, Any]]:
-    """Returns torch.optim's groups by a plan's rule for models without norms of matrices: matrices decay, vectors do not."""
+    """Returns torch.optim's groups by the rule of plans: matrices decay, vectors do not."""
     matrices = [parameter for _, parameter in named if parameter.ndim >= 2]
     vectors = [parameter for _, parameter in named if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -183,10 +183,10 @@ def decay_groups(named: Named, weight_decay: float) -> list[dict[str, Any]]:
 def assert_step(
     wanted: PlainStep, row: Mapping[str, float], gradients: Tensors, weights: Tensors, relative: float = 1e-9
 ) -> None:
-    """Asserts that a run's step equals the loop's: loss, gradient norm, and those gradients and weights that are given.
+    """Asserts that a run's step equals the loop's: loss, gradient norm, and the given gradients and weights.
 
-    A rank of a pipeline gives those of its stage; buffers among the weights are left out. The message says what differs
-    most, and by how much.
+    A rank of a pipeline gives those of its stage; buffers among the weights are left out. The message has the largest
+    difference and its size.
     """
     for key, value in (("loss", wanted.loss), ("grad_norm", wanted.grad_norm)):
         assert math.isclose(row[key], value, rel_tol=relative, abs_tol=1e-12), f"{key} is {row[key]}, not {value}"
@@ -198,8 +198,8 @@ def assert_step(
 
 
 def _fields(module: nn.Module, micro: Batch, skipped: int) -> dict[str, Tensor]:
-    """Returns the fields that a layer's forward names; the first parameter is the output before, but for the first layer."""
-    # what torch.compile wraps takes anything, and hands it on
+    """Returns the fields that a layer's forward names. skipped: the number of leading parameters that are not fields."""
+    # a module wrapped by torch.compile accepts and passes on any argument
     parameters = list(inspect.signature(getattr(module, "_orig_mod", module).forward).parameters.values())
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         taken = {parameter.name for parameter in parameters[:skipped]}
