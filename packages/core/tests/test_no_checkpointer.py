@@ -18,10 +18,15 @@ from sley_core.run import Run
 from sley_testing.plans import small_plan
 
 
+def loader_without() -> Loader:
+    """Returns a loader of what the small plan names, where no checkpointer is installed."""
+    return Loader({name: import_module(f"sley_{name}.plugin") for name in ("models", "data")})
+
+
 def bare(texts: Path, folder: Path | None = None) -> Run:
     """Returns a run of the small plan where no checkpointer is installed."""
-    loader = Loader({"models": import_module("sley_models.plugin")})
-    return assemble(plan_from_dict(small_plan(), texts, loader=loader), World.alone("cpu"), folder=folder)
+    plan = plan_from_dict(small_plan(), texts, loader=loader_without())
+    return assemble(plan, World.alone("cpu"), folder=folder)
 
 
 IMPORTS = """
@@ -45,9 +50,8 @@ def test_a_run_imports_nothing_of_what_would_save_it(texts, tmp_path):
 
 
 def test_a_plan_that_wants_checkpoints_says_what_to_install(texts):
-    loader = Loader({"models": import_module("sley_models.plugin")})
     with pytest.raises(PluginError, match=r"plugin-missing.*`checkpoint` is not installed(?s:.*)packages/checkpoint"):
-        plan_from_dict(small_plan(checkpoint={"every_steps": 1}), texts, loader=loader)
+        plan_from_dict(small_plan(checkpoint={"every_steps": 1}), texts, loader=loader_without())
 
 
 def test_a_save_and_a_load_say_what_to_install(texts, tmp_path):

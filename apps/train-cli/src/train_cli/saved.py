@@ -60,7 +60,7 @@ def paths_in(files: CheckpointFiles, folder: str) -> list[str]:
 def about_or_none(files: CheckpointFiles, path: str) -> SavedRun | None:
     """Returns the description of the checkpoint at `path`; None if there is none, or it is damaged."""
     try:
-        return files.about(path)
+        return files.describe(path)
     except Exception:  # whatever a file system raises
         return None
 
@@ -106,7 +106,7 @@ def check_given(plan: Plan, path: str) -> None:
         return files.names(str(folder))
 
     try:
-        has_some = files.about(path) is not None
+        has_some = files.describe(path) is not None
     except SleyError:  # a damaged one, which the load names
         has_some = True
     if has_some or names_in(given):

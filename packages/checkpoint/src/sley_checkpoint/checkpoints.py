@@ -222,20 +222,20 @@ class AnyLayout(Checkpointer):
             self._folder()
         # Half, so that a rank names the file that it cannot read before the others stop waiting for it.
         with TimedReads(self.state.plan.limits.collective_timeout_s / 2) as reads:
-            found, passed_over, origin, notes = choose(
+            checkpoint, passed_over, origin, notes = choose(
                 self.state, None if is_auto else absolute(path), reads, anew=anew
             )
-            if found is None:
+            if checkpoint is None:
                 return None
             # The folder of a run says which checkpoints are its own; without one, their run's name does.
-            run, own = found.index.run, self.state.plan.run.name
-            if is_auto and self.state.attempt.folder is None and found.place != origin and run != own:
-                message = f"{found.place} is of the run {run!r}, and this one is {own!r}"
+            run, own = checkpoint.index.run, self.state.plan.run.name
+            if is_auto and self.state.attempt.folder is None and checkpoint.place != origin and run != own:
+                message = f"{checkpoint.place} is of the run {run!r}, and this one is {own!r}"
                 hint = "name the checkpoint itself to go on from another run's"
                 raise RunError("checkpoint-mismatch", message, hint=hint)
-            notes += self.state.restore(found)
-        self._saved_step, self._is_written, self._saved_at = found.step, True, time.monotonic()
-        return Restored(found.place, found.step, found.index.lineage, notes, passed_over)
+            notes += self.state.restore(checkpoint)
+        self._saved_step, self._is_written, self._saved_at = checkpoint.step, True, time.monotonic()
+        return Restored(checkpoint.place, checkpoint.step, checkpoint.index.lineage, notes, passed_over)
 
     def _folder(self) -> str:
         if self.folder is None:

@@ -51,9 +51,9 @@ def choose(state: TrainingState, path: str | None, reads: TimedReads, *, anew: b
     passed_over: list[PassedOver] = []
     for name in names:
         candidate = TimedFolder(open_folder(name), reads)
-        index, said = _seen(candidate, world.rank, world.size)
+        index, report = _seen(candidate, world.rank, world.size)
         # All ranks: they look at the same candidates in one order. Nobody reads the index again, which may be gone by then.
-        everyone = gather_objects(said, control, what="what is damaged of a checkpoint")
+        everyone = gather_objects(report, control, what="what is damaged of a checkpoint")
         damages = [Damage(*one) for one in dict.fromkeys(tuple(one) for own, _, _ in everyone for one in own)]
         for rank, (_, _, stalled) in zip(control.ranks, everyone, strict=True):
             if stalled:
@@ -92,8 +92,8 @@ def _candidates(state: TrainingState, path: str | None, reads: TimedReads, *, an
         paths = [folder.text] if INDEX in folder.names() else _paths(folder, ready(folder))
         return _seen_by_rank_0(paths)
     except StalledError as error:
-        said = f"rank 0 could not load the checkpoint: {error.diagnostics[0].message}"
-        return _seen_by_rank_0(problem=("checkpoint-load", said, None))
+        message = f"rank 0 could not load the checkpoint: {error.diagnostics[0].message}"
+        return _seen_by_rank_0(problem=("checkpoint-load", message, None))
     except SleyError as error:
         first = error.diagnostics[0]
         return _seen_by_rank_0(problem=(first.code, first.message, first.hint))

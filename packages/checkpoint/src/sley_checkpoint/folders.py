@@ -134,8 +134,8 @@ class LocalFolder:
     def read(self, name: str, first: int = 0, last: int | None = None) -> bytearray:
         end = self.num_bytes(name)
         data = bytearray(max(0, min(end, end if last is None else last) - first))
-        found = self.read_into(name, first, memoryview(data))
-        return data[:found]
+        num_read = self.read_into(name, first, memoryview(data))
+        return data[:num_read]
 
     def read_into(self, name: str, first: int, memory: memoryview) -> int:
         done = 0
@@ -233,8 +233,8 @@ class RemoteFolder:
 
     def num_bytes(self, name: str) -> int:
         self._system.invalidate_cache(self._path)
-        found: dict[str, Any] = self._system.info(self._at(name))
-        return int(found["size"])
+        info: dict[str, Any] = self._system.info(self._at(name))
+        return int(info["size"])
 
     def crc(self, name: str) -> int:
         crc, num_bytes = 0, self.num_bytes(name)
@@ -320,13 +320,13 @@ class TimedReads(AbstractContextManager["TimedReads"]):
         if not self._stalled:
             self._tasks.put(read)
             try:
-                found, error = self._results.get(timeout=self.limit_s)
+                result, error = self._results.get(timeout=self.limit_s)
             except Empty:
                 self._stalled = f"reading {file} has not gone on for {self.limit_s:g} s"
             else:
                 if error is not None:
                     raise error
-                return found
+                return result
         raise StalledError("checkpoint-load", self._stalled, hint="its file system does not answer on this rank")
 
     def _run(self) -> None:

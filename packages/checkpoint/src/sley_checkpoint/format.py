@@ -67,12 +67,12 @@ class CheckpointIndex(SavedRun):
         content = rest.removesuffix(b"}\n")
         if not rest or head != f'{{"checksum":"{sha256(content).hexdigest()}"'.encode():
             raise ValueError("its checksum does not fit its text")
-        found: dict[str, Any] = json.loads(content)
-        if (kind := found.pop("format")) != FORMAT:
+        fields: dict[str, Any] = json.loads(content)
+        if (kind := fields.pop("format")) != FORMAT:
             raise ValueError(f"it has format {kind}, and this version reads {FORMAT}")
-        found["files"] = {name: FileFacts(*one) for name, one in found["files"].items()}
-        found["tensors"] = {name: _tensor(one) for name, one in found["tensors"].items()}
-        return cls(**found)
+        fields["files"] = {name: FileFacts(*one) for name, one in fields["files"].items()}
+        fields["tensors"] = {name: _tensor(one) for name, one in fields["tensors"].items()}
+        return cls(**fields)
 
 
 def read_index(folder: ReadableFolder) -> CheckpointIndex:
@@ -142,12 +142,12 @@ def parsed(start: bytes) -> tuple[dict[str, InFile], dict[str, Any]]:
     header = json.loads(start[_LENGTH.size : begin])
     about = header.pop("__metadata__")
     offsets, facts = json.loads(about["DCP_SHARDING_INFO"]), json.loads(about["sley"])
-    found = {}
+    tensors = {}
     for name, one in header.items():
         rectangle = Rectangle(tuple(offsets[name]["saved_offsets"]), tuple(one["shape"]))
         first, last = one["data_offsets"]
-        found[name] = InFile(BY_NAME[one["dtype"]], rectangle, begin + first, begin + last)
-    return found, facts
+        tensors[name] = InFile(BY_NAME[one["dtype"]], rectangle, begin + first, begin + last)
+    return tensors, facts
 
 
 def header_bytes(start: bytes | bytearray) -> int:
@@ -170,8 +170,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
     """Yields the bytes of `tensor`, row by row, without a copy if it is contiguous and on the host."""
-    held = tensor.detach().cpu().contiguous()
-    data = bytes_of(held)
+    contiguous = tensor.detach().cpu().contiguous()
+    data = bytes_of(contiguous)
     for start in range(0, len(data), CHUNK_BYTES):
         yield data[start : start + CHUNK_BYTES]
 

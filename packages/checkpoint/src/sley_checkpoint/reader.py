@@ -61,7 +61,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return list(self.index.tensors)
 
     @property
-    def about(self) -> CheckpointIndex:
+    def description(self) -> CheckpointIndex:
         return self.index
 
     @property
@@ -222,10 +222,10 @@ def newest(path: str | Path) -> Newest:
     folder = open_folder(path)
     passed_over: list[tuple[str, list[Damage]]] = []
     for name in ready(folder):
-        found = damages(folder.child(name))
-        if not found:
+        wrong = damages(folder.child(name))
+        if not wrong:
             return Newest(folder.child(name).text, passed_over)
-        passed_over.append((folder.child(name).text, found))
+        passed_over.append((folder.child(name).text, wrong))
     return Newest(None, passed_over)
 
 
@@ -271,8 +271,8 @@ def examined(folder: ReadableFolder, rank: int = 0, num_ranks: int = 1) -> tuple
         return None, [Damage(INDEX, f"is damaged: {error.diagnostics[0].message.rpartition(' is damaged: ')[2]}")]
     except Exception as error:  # whatever a file system raises
         return None, [Damage(INDEX, f"cannot be read: {one_line(error)}")]
-    found = (_damage(folder, name, index) for name in sorted(index.files)[rank::num_ranks])
-    return index, [one for one in found if one is not None]
+    every = (_damage(folder, name, index) for name in sorted(index.files)[rank::num_ranks])
+    return index, [one for one in every if one is not None]
 
 
 def _damage(folder: ReadableFolder, name: str, index: CheckpointIndex) -> Damage | None:
@@ -303,17 +303,17 @@ def _how(num_bytes: int, facts: FileFacts) -> str:
 def _whose(folder: ReadableFolder, name: str, index: CheckpointIndex, facts: FileFacts) -> str:
     """Returns a text if the file says that it belongs to another checkpoint or rank; else ""."""
     try:
-        _, found = read_header(folder, name)
+        _, header = read_header(folder, name)
     except StalledError:
         raise
     except RunError:
         return ""
-    if (found.get("run"), found.get("step")) != (index.run, index.step):
-        return f"is of step {found.get('step')} of the run {found.get('run')!r}"
-    if found.get("token") != index.token:
+    if (header.get("run"), header.get("step")) != (index.run, index.step):
+        return f"is of step {header.get('step')} of the run {header.get('run')!r}"
+    if header.get("token") != index.token:
         return f"is of another checkpoint of step {index.step}"
-    if found.get("rank") != facts.rank:
-        return f"is the file of rank {found.get('rank')}"
+    if header.get("rank") != facts.rank:
+        return f"is the file of rank {header.get('rank')}"
     return ""
 
 
@@ -330,7 +330,7 @@ class Files:
     def names(self, folder: str) -> list[str]:
         return ready(open_folder(folder))
 
-    def about(self, path: str) -> CheckpointIndex | None:
+    def describe(self, path: str) -> CheckpointIndex | None:
         folder = open_folder(path)
         return read_index(folder) if INDEX in folder.names() else None
 
@@ -347,7 +347,7 @@ class Files:
                 message = f"no checkpoint in {folder.text} is whole: {seen.passed_over[0][1][0]}"
                 raise RunError("checkpoint-damaged", message)
             path = seen.path
-        elif found := verify(path):
-            message = f"the checkpoint {folder.text} is damaged: {', '.join(map(str, found))}"
+        elif wrong := verify(path):
+            message = f"the checkpoint {folder.text} is damaged: {', '.join(map(str, wrong))}"
             raise RunError("checkpoint-damaged", message)
         return read(path)

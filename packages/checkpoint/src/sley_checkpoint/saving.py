@@ -53,14 +53,14 @@ class Preparation:
         Raises RunError on all ranks alike.
         """
         world, control, attempt = self.state.parts.world, self._control, self.state.attempt.current
-        about = self.state.about(step)
+        about = self.state.describe(step)
         pieces, own, why = self._own()
         lines = listed(pieces)
         # Rank 0 alone knows the attempt.
         chosen = ["", "", ""] if attempt is None or why else self._target(where, step, attempt)
-        said = [why, where.path, sha256(json.dumps(about.state).encode()).hexdigest(), _digest(lines), chosen]
+        report = [why, where.path, sha256(json.dumps(about.state).encode()).hexdigest(), _digest(lines), chosen]
         # All ranks come here, with an error too: nobody waits for one that has none.
-        everyone = gather_objects(said, control, what="what ranks are about to save")
+        everyone = gather_objects(report, control, what="what ranks are about to save")
         _, token, problem = everyone[0][4]
         _raise_first([one[0] for one in everyone] + [problem], control.ranks)
         _same([one[1] for one in everyone], "folder", control.ranks)
@@ -120,7 +120,7 @@ class Preparation:
     def _own(self) -> tuple[list[TensorPiece], dict[str, Any], str]:
         """Returns this rank's tensors, the rest of its state, and the text of an error if it cannot save, else ""."""
         try:
-            own = self.state.own()
+            own = self.state.rank_values()
             return self.state.pieces(), own, ""
         except SleyError as error:
             first = error.diagnostics[0]
@@ -217,11 +217,11 @@ def listed(pieces: Sequence[TensorPiece]) -> list[Listed]:
     return [Listed(one.name, DTYPES[one.tensor.dtype], one.shape, one.rectangle) for one in pieces]
 
 
-def from_lists(found: Sequence[Sequence[Any]]) -> list[Listed]:
+def from_lists(lists: Sequence[Sequence[Any]]) -> list[Listed]:
     """Rebuilds the descriptions from lists, which JSON made of them."""
     return [
         Listed(name, dtype, tuple(shape), Rectangle(tuple(offsets), tuple(sizes)))
-        for name, dtype, shape, (offsets, sizes) in found
+        for name, dtype, shape, (offsets, sizes) in lists
     ]
 
 
@@ -289,5 +289,5 @@ def _check(pieces: dict[Listed, list[tuple[int, int]]]) -> None:
             raise RunError("checkpoint-ranks", f"{message}, and {first.dtype} {list(first.shape)} on another")
         assert piece.rectangle.common(Rectangle.all_of(piece.shape)) in (piece.rectangle, None), piece
         numel[piece.name] = numel.get(piece.name, 0) + piece.rectangle.numel
-    for name, found in numel.items():
-        assert found == prod(known[name].shape), f"{found} elements of {known[name]} are on ranks"
+    for name, num_elements in numel.items():
+        assert num_elements == prod(known[name].shape), f"{num_elements} elements of {known[name]} are on ranks"

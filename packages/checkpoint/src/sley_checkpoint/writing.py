@@ -78,8 +78,8 @@ class Writing:
         for number, pieces in enumerate(self.files):
             name = file_name(self.rank, number)
             written[name] = self.staging.write(name, self._content(number, pieces))
-            if (found := self.staging.crc(name)) != written[name].crc:
-                raise RunError("checkpoint-failed", f"{name} reads other than it was written: {found:x}")
+            if (crc := self.staging.crc(name)) != written[name].crc:
+                raise RunError("checkpoint-failed", f"{name} reads other than it was written: {crc:x}")
         note = json.dumps({"files": written, "own": self.own}).encode()
         self.staging.write(_note(self.rank), [note])
 
@@ -103,8 +103,10 @@ class Writing:
             for name, (num_bytes, crc) in note["files"].items()
         }
         for name, facts in files.items():
-            if (found := self.staging.num_bytes(name)) != facts.num_bytes:
-                raise RunError("checkpoint-failed", f"{name} has {found} bytes, of {facts.num_bytes} that were written")
+            if (num_bytes := self.staging.num_bytes(name)) != facts.num_bytes:
+                raise RunError(
+                    "checkpoint-failed", f"{name} has {num_bytes} bytes, of {facts.num_bytes} that were written"
+                )
         index = replace(self.index, files=files).with_ranks([note["own"] for note in notes])
         for rank in range(self.num_ranks):
             self.staging.delete(_note(rank))  # all of it is in the index

@@ -100,5 +100,5 @@ def _source(run: str) -> tuple[Plan, Tensors]:
     if found is None:
         raise UsageError("no-run", f"`{run}` is neither the folder of a run, with its `{PLAN}`, nor a checkpoint")
     own, source = plan_and_weights(found)
-    say(f"after step {found.about.step} of {own.run.steps} of the run {own.run.name!r}, from {found.place}")
+    say(f"after step {found.description.step} of {own.run.steps} of the run {own.run.name!r}, from {found.place}")
     return plan or own, source

@@ -155,7 +155,7 @@ class CheckpointFiles(Protocol):
         """Returns the names of the complete checkpoints in a folder of several, the newest first."""
         ...
 
-    def about(self, path: str) -> SavedRun | None:
+    def describe(self, path: str) -> SavedRun | None:
         """Returns the description of the checkpoint at `path`; None if there is none. Raises RunError "checkpoint-damaged"."""
         ...
 

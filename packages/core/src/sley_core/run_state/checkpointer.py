@@ -54,6 +54,11 @@ class NoCheckpointer(Checkpointer):
             return None
         return default.load(path, anew=anew)
 
+    def close(self) -> None:
+        """Closes the default checkpointer, if it was imported."""
+        if self._default is not None:
+            self._default.close()
+
     def _imported(self) -> Checkpointer:
         if self._default is None:
             loader = self._state.plan.loader

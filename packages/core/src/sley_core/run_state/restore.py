@@ -127,8 +127,8 @@ class Restoring:
 
     def _leaf(self, stepped: Stepped, name: str) -> Any:
         """Reads one state leaf of `stepped` from the checkpoint: a plain value, a whole tensor, or this rank's part of one."""
-        if name in self.saved.about.values:
-            return from_json(self.saved.about.values[name])
+        if name in self.saved.description.values:
+            return from_json(self.saved.description.values[name])
         shape = self.saved.kind(name).shape
         is_part = shape == tuple(stepped.entry.shape)
         if not is_part:
@@ -137,7 +137,7 @@ class Restoring:
 
     def _options(self, names: Sequence[str]) -> dict[str, Any]:
         """Returns the counters that the optimizer keeps in the groups of these parameters."""
-        values = self.saved.about.values
+        values = self.saved.description.values
         options = [values[OPTIONS + name] for name in names if OPTIONS + name in values]
         if any(one != options[0] for one in options):
             raise RunError("checkpoint-mismatch", f"the optimizer had other options for {names[0]!r} and {names[-1]!r}")
@@ -171,7 +171,7 @@ def extra_states(saved: Saved) -> dict[str, str]:
 def load_one(optimizer: torch.optim.Optimizer, saved: Saved, name: str) -> None:
     """Restores the optimizer's state of the parameter `name`, in an optimizer of this parameter alone, whole, on the host."""
     (parameter,) = optimizer.param_groups[0]["params"]
-    values = saved.about.values
+    values = saved.description.values
     every = _by_parameter(saved).get(name, [])
     kept = (StateLeaf(path, from_json(values[one]) if one in values else saved.tensor(one)) for one, path in every)
     options = from_json(values.get(OPTIONS + name, {}))
@@ -182,17 +182,17 @@ def load_one(optimizer: torch.optim.Optimizer, saved: Saved, name: str) -> None:
 
 def _shared(saved: Saved) -> Shared:
     """Returns the values that the optimizer keeps for all of its parameters together, besides options."""
-    every = (from_json(value) for name, value in saved.about.values.items() if name.startswith(SHARED))
+    every = (from_json(value) for name, value in saved.description.values.items() if name.startswith(SHARED))
     return {tuple(place): value for place, value in every}
 
 
 def _by_parameter(saved: Saved) -> dict[str, list[tuple[str, tuple[tuple[str, str | int], ...]]]]:
     """Returns, by parameter, the names of its states in the checkpoint, each with its path; tensors and values."""
     states: dict[str, list[tuple[str, tuple[tuple[str, str | int], ...]]]] = {}
-    for name in [*saved.names, *saved.about.values]:
+    for name in [*saved.names, *saved.description.values]:
         if name.startswith(OPTIMIZER):
             parameter, _, state = name.removeprefix(OPTIMIZER).rpartition("/")
-            path = saved.about.paths.get(name, [["dict", state]])
+            path = saved.description.paths.get(name, [["dict", state]])
             assert name == state_name(parameter, state), name
             states.setdefault(parameter, []).append((name, tuple((kind, key) for kind, key in path)))
     return states
@@ -222,7 +222,7 @@ class SavedWeights:
 
     def tensor(self, name: str) -> Tensor:
         value = self.saved.tensor(self._origin[name])
-        if not self.saved.about.state["has_modes"] or not self._origin[name].startswith(WEIGHTS):
+        if not self.saved.description.state["has_modes"] or not self._origin[name].startswith(WEIGHTS):
             return value
         parameter = nn.Parameter(value)
         config: Any = self._plan.optimizer.config
@@ -239,6 +239,6 @@ def plan_and_weights(saved: Saved) -> tuple[Plan, SavedWeights]:
     The plan names the folder from which its paths start; files that the run has kept take the
     place of those that it names, if the checkpoint lies in the run's folder.
     """
-    document = read_text(saved.about.plan, saved.place, Path())
+    document = read_text(saved.description.plan, saved.place, Path())
     plan = resolve(with_kept(document, Path(saved.place).parent.parent), Loader())
     return plan, SavedWeights(saved, plan)

@@ -43,7 +43,7 @@ class SavedRun:
         object.__setattr__(self, "lineage", lineage_of(self.lineage))  # JSON has lists in place of tuples
 
     def with_ranks(self, own: Sequence[Mapping[str, Any]]) -> Self:
-        """Returns the description completed by `TrainingState.own()` of every rank, in their order.
+        """Returns the description completed by `TrainingState.rank_values()` of every rank, in their order.
 
         Raises RunError "checkpoint-ranks" if ranks have different values under one name.
         """
@@ -65,7 +65,7 @@ class Saved(Tensors, Protocol):
     """A checkpoint that can be read: its description, and tensors under the names of `TrainingState.pieces`."""
 
     @property
-    def about(self) -> SavedRun: ...
+    def description(self) -> SavedRun: ...
 
     @property
     def place(self) -> str:
@@ -80,7 +80,7 @@ class WholeTensors:
     """Is a checkpoint whose tensors are all in memory: for a checkpointer that reads whole files."""
 
     def __init__(self, about: SavedRun, tensors: Mapping[str, Tensor], place: str = "the checkpoint") -> None:
-        self.about = about
+        self.description = about
         self.place = place
         self._tensors = tensors
 

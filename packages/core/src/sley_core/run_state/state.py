@@ -101,12 +101,12 @@ class TrainingState:
         """
         return self._tensors.pieces()
 
-    def own(self) -> dict[str, Any]:
+    def rank_values(self) -> dict[str, Any]:
         """Returns, as JSON, the state of this rank that is no tensor, for `SavedRun.with_ranks`."""
         rank = {"generators": generators(self.parts.world.device)}
         return {"values": self._tensors.values(), "paths": self._tensors.paths(), "rank": rank}
 
-    def about(self, step: int) -> SavedRun:
+    def describe(self, step: int) -> SavedRun:
         """Returns the description of the run after `step` steps: the same on all ranks, but only rank 0 has the lineage."""
         update, attempt = self._tensors.update, self.attempt.current
         plugins = {name: str(plugin) for name, plugin in self.plan.plugins.items()}
@@ -140,9 +140,9 @@ class TrainingState:
         the run would compute other numbers, RunError "checkpoint-mismatch" for another model's or optimizer's; and RunError
         "checkpoint-load" if a rank cannot read it.
         """
-        different = changes(saved.about.plan, self.resolved_plan.to_toml())
+        different = changes(saved.description.plan, self.resolved_plan.to_toml())
         refuse_changes(different)
-        restoring = Restoring(self._tensors, saved, is_same_layout=saved.about.layout == self._layout)
+        restoring = Restoring(self._tensors, saved, is_same_layout=saved.description.layout == self._layout)
         restoring.notes += (f"the plan has changed since: {one}" for one in different)
         if any(change.path[0] == "learning_rate" or change.path in RATES for change in different):
             # A plan that can no longer be loaded, as of weights that are gone, says nothing.
@@ -150,12 +150,12 @@ class TrainingState:
                 restoring.notes.append(self._rates(saved))
         self._check(restoring)
         self.all_or_none(restoring.restore, "load the checkpoint")
-        self._restore_rest(saved.about, restoring.notes)
+        self._restore_rest(saved.description, restoring.notes)
         return restoring.notes
 
     def _rates(self, saved: Saved) -> str:
         """Returns a note on the learning rate under a changed plan."""
-        before, step = plan_from_text(saved.about.plan, saved.place, Path()), saved.about.step
+        before, step = plan_from_text(saved.description.plan, saved.place, Path()), saved.description.step
         then, now, last = (
             plan.learning_rate.build(plan.run.steps)(at) * float(cast("Any", plan.optimizer.config).lr)
             for plan, at in ((before, max(0, step - 1)), (self.plan, step), (self.plan, self.plan.run.steps - 1))
@@ -186,7 +186,7 @@ class TrainingState:
 
     def _check(self, restoring: Restoring) -> None:
         """Raises RunError "checkpoint-mismatch", on all ranks alike, if the checkpoint is of another model or optimizer."""
-        saved, about = restoring.saved, restoring.saved.about
+        saved, about = restoring.saved, restoring.saved.description
         said = [list(restoring.expected()), list(restoring.mismatches()), self._changed_data(about.state["data"])]
         # All ranks: only together do they know all names of the model.
         everyone = gather_objects(said, self._control, what="whether the checkpoint fits")

@@ -33,8 +33,8 @@ class Pickles(Checkpointer):
         self.state.attempt.begin(step)
         folder = Path(path or f"{self.state.folder}/step-{step:08}")
         self.state.all_or_none(lambda: self._write(folder), "write the checkpoint", "checkpoint-failed")
-        everyone = gather_objects(self.state.own(), self.control, what="what each rank keeps")
-        about = self.state.about(step).with_ranks(everyone)  # only rank 0 knows the attempt that took the steps
+        everyone = gather_objects(self.state.rank_values(), self.control, what="what each rank keeps")
+        about = self.state.describe(step).with_ranks(everyone)  # only rank 0 knows the attempt that took the steps
         self.state.all_or_none(lambda: self._end(folder, about), "end the checkpoint", "checkpoint-failed")
         if path is None:
             self.state.attempt.saved(step)
@@ -50,7 +50,7 @@ class Pickles(Checkpointer):
         folder = newest[0].parent if str(path) == "auto" else Path(path)
         saved = self.state.all_or_none(lambda: self._read(folder), "read the checkpoint")
         notes = self.state.restore(saved)
-        return Restored(str(folder), saved.about.step, saved.about.lineage, notes)
+        return Restored(str(folder), saved.description.step, saved.description.lineage, notes)
 
     def _write(self, folder: Path) -> None:
         """Writes this rank's parts of tensors: what several ranks have alike, each of them writes."""
