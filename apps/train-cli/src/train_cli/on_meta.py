@@ -15,8 +15,7 @@ from torch import Tensor
 from sley_core.data.batches import Slices, collate_of
 from sley_core.data.dataset import BOUNDARY_FIELDS, is_stream
 from sley_core.engine.boundary import flatten, unflatten
-from sley_core.engine.layer_costs import by_parameters
-from sley_core.engine.stage import stage_of
+from sley_core.engine.stage import by_parameters, stage_of
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.formats import buffer_format, parameter_format
 from sley_core.model.layers import MODEL

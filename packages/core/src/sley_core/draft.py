@@ -11,9 +11,8 @@ import torch
 from sley_core.data.batches import POSITIONS, sliced_info
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.engine import layer_costs
 from sley_core.engine.book import ParameterBook
-from sley_core.engine.stage import stage_of
+from sley_core.engine.stage import by_parameters, costs_are_timed, stage_of, timed_costs
 from sley_core.errors import KeyPath, PlanError
 from sley_core.model import modes
 from sley_core.model.build import build_on_meta
@@ -54,12 +53,12 @@ def draft_of(plan: Plan, world: World) -> Draft:
     with world.all_or_none(plan.limits.collective_timeout_s):  # one host may lack a file, or what a factory needs
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
         model = draft_model(plan, dataset.info)
-    costs, found = layer_costs.by_parameters(model), dict[KeyPath, Any]()
+    costs, found = by_parameters(model), dict[KeyPath, Any]()
     notes = [*modes.notes_of(model.layers)]
-    if layer_costs.are_timed(plan) and world.simulation is None:
-        costs = layer_costs.timed(plan, world, partial(draft_model, plan), dtypes(plan)[0])
+    if costs_are_timed(plan) and world.simulation is None:
+        costs = timed_costs(plan, world, partial(draft_model, plan), dtypes(plan)[0])
         found["partition", "layer_costs"] = costs
-    elif layer_costs.are_timed(plan):
+    elif costs_are_timed(plan):
         name = plan.partition.name if plan.partition else ""
         notes.insert(0, f"`{name}` times layers in a run; here they are cut by parameters")
     return Draft(dataset, model, stage_of(plan, plan.topology(world.size), world.rank, model, costs), notes, found)

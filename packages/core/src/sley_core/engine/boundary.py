@@ -176,7 +176,6 @@ class Leaf:
         return _FIRST * first + _OVERLAPS * self.overlaps + _HAS_GRADIENT * self.has_gradient
 
     def flagged(self, flags: int) -> Leaf:
-        """Returns a copy of this leaf with the flags encoded in `flags`."""
         first = flags // _FIRST
         return replace(
             self,
@@ -214,7 +213,6 @@ class Description:
         return all(one.dtype == two.dtype and one.shape == two.shape for one, two in pairs)
 
     def flagged(self, flags: bytes) -> Description:
-        """Returns a copy of this description with the flags encoded in `flags`."""
         if flags == self.flags:
             return self
         pairs = zip(self.leaves, struct.unpack(f"<{len(self.leaves)}I", flags), strict=True)
@@ -226,18 +224,15 @@ class Description:
 
 def flatten(value: Any, layer: str = "") -> tuple[list[Tensor], Structure]:
     """Returns the tensors of `value` in order, and its structure. layer: the name of the layer whose output it is, for the
-    error.
-
-    Raises RunError `boundary-type` if it holds anything other than tensors, None and supported containers.
+    error `boundary-type`: it may hold only tensors, None and supported containers.
     """
     leaves: list[Tensor] = []
     return leaves, _structure(value, leaves, layer)
 
 
 def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
-    """Rebuilds the value that `flatten` took apart, with `leaves` as its tensors.
-
-    Raises RunError `boundary-type` for a type that no module imported in this process defines.
+    """Rebuilds the value that `flatten` took apart, with `leaves` as its tensors. Raises RunError `boundary-type` for a type
+    that no module imported in this process defines.
     """
     if structure is None:
         return None

@@ -20,10 +20,11 @@ from sley_core.engine.boundary import flatten, gradients_of, unflatten
 from sley_core.engine.call import LayerCaller, tell_hooks
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.in_flight import InFlight, describe, edges_of
-from sley_core.engine.replicas import check_fields, versions
+from sley_core.engine.replicas import check_fields
 from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.errors import note_origin
 from sley_core.generators import IN_USE
+from sley_core.model.storage import version_of
 from sley_core.protocols import SplitLogits
 
 if TYPE_CHECKING:
@@ -162,15 +163,12 @@ class Executor:
         if self.weights is not None:
             self.weights.begin(actions, phase)
         self.caller.policy.begin(actions, phase)
-        self.crossing.begin(self._keys(batch, phase))
+        # Everything that determines the shapes at the boundaries of each micro-batch.
+        has_link = self.crossing.link is not None
+        keys = [(phase, *(tuple(value.shape) for value in micro.values())) for micro in batch] if has_link else []
+        self.crossing.begin(keys)
         shape = (len(batch),) if self.keeps_apart else ()
         return torch.zeros(shape, dtype=torch.float64, device=self.device.torch_device)
-
-    def _keys(self, batch: Sequence[Batch], phase: Phase) -> list[tuple[Any, ...]]:
-        """Returns, per micro-batch, everything that determines the shapes at the boundaries; nothing without a pipeline."""
-        if self.crossing.link is None:
-            return []
-        return [(phase, *(tuple(value.shape) for value in micro.values())) for micro in batch]
 
     def _act(
         self,
@@ -205,11 +203,11 @@ class Executor:
         """Runs the chunk's forward, then the loss or the next chunk's input. Keeps the graph edges for the backward."""
         fields = self._fields(batch, micro.micro)
         args: tuple[Any, ...] = ()
-        if not self._is_first(micro.chunk):
+        if self.crossing.placement.previous(self.crossing.stage, micro.chunk) is not None:
             args = (held.enter(*self.crossing.bring("forward", micro.chunk, micro.micro)),)
             self._ready()
         tell_hooks(self.hooks, "before_forward", micro, args[0] if args else None)
-        before = versions(fields.values())
+        before = [version_of(value) for value in fields.values()]
         for layer in self.chunks[micro.chunk]:
             named = {name: fields[name] for name in layer.fields}
             args = (self.caller(layer, args, named, micro),)
@@ -297,9 +295,6 @@ class Executor:
         tell_hooks(self.hooks, "before_backward", micro, None)
         self.queue.run((micro.chunk, micro.micro))
         tell_hooks(self.hooks, "after_backward", micro, None)
-
-    def _is_first(self, chunk: int) -> bool:
-        return self.crossing.placement.previous(self.crossing.stage, chunk) is None
 
     def _is_last(self, chunk: int) -> bool:
         return self.crossing.placement.next(self.crossing.stage, chunk) is None

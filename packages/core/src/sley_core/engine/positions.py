@@ -99,10 +99,9 @@ class OverPositions:
 
     @torch.no_grad()
     def check(self, output: object, batch: Mapping[str, Tensor]) -> None:
-        """Raises RunError "loss-not-additive" for a loss that relates one position to another.
-
-        output: the model's output for `batch`, whose fields are this rank's slice. Not checked are losses that draw random
-        numbers, and those that cannot be evaluated on a part: their output has no dim of positions.
+        """Raises RunError "loss-not-additive" for a loss that relates one position to another. output: the model's, for
+        `batch`, whose fields are this rank's slice. Losses that draw random numbers are not checked, nor those that cannot be
+        evaluated on a part: their output has no dim of positions.
         """
         if self._is_shown or type(output) is not Tensor:
             return
@@ -151,7 +150,6 @@ class OverPositions:
     def _window(
         self, output: Tensor, batch: Mapping[str, Tensor], dim: int, start: int, size: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns `size` positions of output and batch, from `start` on."""
         part = {}
         for name, value in batch.items():
             along = self.fields[name].sequence_dim
@@ -244,7 +242,7 @@ _RUNNING: ContextVar[Positions | None] = ContextVar("positions", default=None)
 
 def attended(tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tensor:
     """Returns `attention()`, the context of `tensors` [b, s, ...] of which this rank has a slice. A sequence attention calls
-    its attention through this, so that a layer can be asked whether it mixes positions in another way.
+    its attention so: then a layer can be asked whether it mixes positions in another way.
     """
     running = _RUNNING.get()
     return attention() if running is None or is_aside() else running.attend(tensors, attention)
@@ -268,9 +266,8 @@ class PositionProbe:
         return not any(fnmatchcase(layer.name, pattern) for pattern in self.apart)
 
     def call(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], first: Call, second: Call) -> Any:
-        """Returns `first(args, fields)`, the layer's output. second: the same, without a policy.
-
-        Raises RunError "sequence-mixing" if the input at two positions changes what is at others.
+        """Returns `first(args, fields)`, the layer's output. second: the same, without a policy. Raises RunError
+        "sequence-mixing" if the input at two positions changes what is at others.
         """
         positions = Positions(self.dim, self.length)
         given = args, dict(fields)

@@ -24,7 +24,7 @@ from sley_core.comm.collectives import all_gather, all_reduce, gather_objects
 from sley_core.engine.shards import StandIn
 from sley_core.errors import RunError
 from sley_core.model.buffers import is_per_rank, refuse_written
-from sley_core.model.storage import fingerprint
+from sley_core.model.storage import fingerprint, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -50,41 +50,35 @@ class CopyComparison:
         self._is_first = True
 
     def __call__(self) -> None:
-        """Compares the weights of the last step, for which it waits; blocking collectives. Raises RunError `ranks-differ`."""
+        """Compares fingerprints of the last step's values, for which it waits, by blocking collectives: all ranks call it.
+        Raises RunError `ranks-differ` on all ranks of the run alike, naming the values that differ, and where.
+        """
         is_first, self._is_first = self._is_first, False
+        parts = self.parts
         if not is_first:
-            self.parts.weights.settle()
-            for layer in self.parts.layers:
-                self.parts.waits.wait_for(layer.name)
-        check_copies(self.parts, self.per_rank_buffers, is_first=is_first)
-
-
-def check_copies(parts: Parts, per_rank_buffers: Sequence[str] = (), *, is_first: bool) -> None:
-    """Compares the values of copies by fingerprint. Blocking collectives: all ranks call it. Raises RunError
-    `ranks-differ` on all ranks of the run alike, naming the values that differ, and where.
-
-    per_rank_buffers: patterns of the buffers that may differ between ranks. is_first: whether no step was taken yet.
-    """
-    what = "first values" if is_first else "values"
-    by_axis: dict[str, list[tuple[str, Tensor]]] = {}
-    for name, value, axis in _copies(parts, per_rank_buffers):
-        by_axis.setdefault(axis, []).append((name, value))
-    faults = []
-    # The ranks of a stage hold the same entries, and so do those of a tie. All ranks take the axes in one order: no deadlock.
-    for axis in sorted(by_axis):
-        names = [name for name, _ in by_axis[axis]]
-        prints = torch.stack([fingerprint(value) for _, value in by_axis[axis]])
-        faults.append(_differing(what, names, prints, parts.groups[axis]))
-    # All ranks must raise: those of other groups would wait for the ones that stop.
-    everyone = gather_objects(faults, parts.groups["control"], what="first values that differ")
-    if fault := next((fault for found in everyone for fault in found if fault), ""):
-        hint = (
-            "let the model draw from torch's generator, `random` or numpy alone, and load weights on every rank"
-            ' (or `start = "broadcast"` of `dp.bucketed`: the first rank\'s)'
-            if is_first
-            else "write weights and buffers on all ranks alike, and let an optimizer draw from torch's generator"
-        )
-        raise RunError("ranks-differ", fault, hint=hint)
+            parts.weights.settle()
+            for layer in parts.layers:
+                parts.waits.wait_for(layer.name)
+        what = "first values" if is_first else "values"
+        by_axis: dict[str, list[tuple[str, Tensor]]] = {}
+        for name, value, axis in _copies(parts, self.per_rank_buffers):
+            by_axis.setdefault(axis, []).append((name, value))
+        faults = []
+        # The ranks of a stage, or of a tie, hold the same entries. All ranks take the axes in one order: no deadlock.
+        for axis in sorted(by_axis):
+            names = [name for name, _ in by_axis[axis]]
+            prints = torch.stack([fingerprint(value) for _, value in by_axis[axis]])
+            faults.append(_differing(what, names, prints, parts.groups[axis]))
+        # All ranks must raise: those of other groups would wait for the ones that stop.
+        everyone = gather_objects(faults, parts.groups["control"], what="first values that differ")
+        if fault := next((fault for found in everyone for fault in found if fault), ""):
+            hint = (
+                "let the model draw from torch's generator, `random` or numpy alone, and load weights on every rank"
+                ' (or `start = "broadcast"` of `dp.bucketed`: the first rank\'s)'
+                if is_first
+                else "write weights and buffers on all ranks alike, and let an optimizer draw from torch's generator"
+            )
+            raise RunError("ranks-differ", fault, hint=hint)
 
 
 def _copies(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str, Tensor, str]]:
@@ -224,9 +218,9 @@ class WriteWatch:
 
 
 def check_fields(layers: Sequence[Layer], fields: Mapping[str, Tensor], before: Sequence[int]) -> None:
-    """Raises RunError "field-written" if `layers`, of one stage of several, wrote a field of the batch. before: `versions`."""
+    """Raises RunError "field-written" if `layers`, of one stage of several, wrote a batch field. before: their versions."""
     for (name, field), version in zip(fields.items(), before, strict=True):
-        if _version(field) != version:
+        if version_of(field) != version:
             named = [layer.name for layer in layers if name in layer.fields]
             raise RunError(
                 "field-written",
@@ -236,13 +230,8 @@ def check_fields(layers: Sequence[Layer], fields: Mapping[str, Tensor], before: 
             )
 
 
-def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """Returns the version counters of `tensors`."""
-    return [_version(one) for one in tensors]
-
-
 def _version(tensor: Tensor | None) -> int:
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+    return 0 if tensor is None else version_of(tensor)
 
 
 def _prints(tensors: Sequence[Tensor | None]) -> list[Tensor]:

@@ -97,7 +97,6 @@ Shards = dict[int, Shard]
 
 def shards_of(layers: Iterable[Layer], cuts: Callable[[Sequence[Place]], int | None], group: Group) -> Shards:
     """Returns the shards of all parameters of the full model that can be sharded; the same on all ranks but for their index.
-
     cuts: returns the dim along which to shard a parameter held at all of these places; None leaves it unsharded. The result is
     empty if `group` has one rank.
     """
@@ -160,10 +159,9 @@ def cut_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
 
 
 def wholes(parts: Mapping[Entry, Tensor], groups: Groups) -> dict[Entry, Tensor]:
-    """Returns full copies of sharded tensors: `parts` holds this rank's shard of each, of the shape of its entry's parameter.
+    """Returns full copies of sharded tensors; `parts` holds this rank's shard of each, and an unsharded tensor is cloned.
 
-    Communicates: one all-gather over `wp` per sharded dtype, so its ranks must pass the same entries in the same order. An
-    unsharded tensor is cloned.
+    Communicates: one all-gather over `wp` per sharded dtype, so its ranks must pass the same entries in the same order.
     """
     found = {entry: own.detach().clone() for entry, own in parts.items() if entry.shard is None}
     sharded = {entry: own.detach() for entry, own in parts.items() if entry.shard is not None}

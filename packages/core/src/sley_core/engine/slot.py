@@ -135,9 +135,8 @@ class Slot:
         self.parameter.grad = None
 
     def passed(self, *, learning: bool) -> None:
-        """Counts one pass in the action that completes the gradient, and completes it if no more are expected.
-
-        learning: whether this is the first step, in which the number is not known yet; then the end of the chunk completes it.
+        """Counts one pass in the action that completes the gradient, and completes it if no more are expected. learning:
+        whether this is the first step, in which the end of the chunk completes it, since the number is not known yet.
         """
         self.final += 1
         habit = self.habit
@@ -148,7 +147,7 @@ class Slot:
         """Checks that a contribution may come now; a COMPLETE gradient that was not yet reported is opened again.
 
         Raises RunError `gradient-complete` if the gradient is complete and no step runs: a backward called by the user. Raises
-        `gradient-late` if the gradient was already reported: its reduction would sum only a part of it.
+        `gradient-late` if it was already reported: its reduction would sum only a part of it.
         """
         if self.state is State.OPEN:
             return
@@ -294,7 +293,6 @@ class LooseSlot(Slot):
         assert not is_late, f"{self.entry.name}: a contribution after its gradient was reported ready"
 
     def complete(self) -> None:
-        """Takes over what autograd summed in `parameter.grad` without a hook; then does as `Slot.complete`."""
         summed = self.parameter.grad if self.autograd is Autograd.UNWATCHED else None
         if summed is not None:
             self.adopt(dense(summed, self.entry))

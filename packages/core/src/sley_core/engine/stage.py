@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING
+
+import torch
 
 from sley_core.actions.action import Action, Kind, Lowered, forward_only, sequential
 from sley_core.actions.lower import lower
@@ -17,10 +20,12 @@ from sley_core.actions.placement import Placement, loop
 from sley_core.engine.book import Stages, tie_axis, ties
 from sley_core.errors import PlanError
 from sley_core.plan.check import sums_ties
-from sley_core.records import ScheduleRecord
+from sley_core.records import PartitionerRecord, ScheduleRecord
 from sley_core.topology import DEFAULT_LANE, GroupEntry, Topology
 
 if TYPE_CHECKING:
+    from sley_core.comm.world import World
+    from sley_core.data.dataset import DataInfo
     from sley_core.model.layers import Layer, Model
     from sley_core.plan.plan import Plan
 
@@ -139,3 +144,28 @@ def tie_groups(stage: Stage, topology: Topology) -> list[GroupEntry]:
         for stages in stage.ties
         for place in range(size)
     ]
+
+
+def by_parameters(model: Model) -> list[float]:
+    """Returns the number of parameters of each layer; a tied parameter counts in each layer that holds it."""
+    return [float(sum(p.numel() for p in layer.module.parameters())) for layer in model.layers]
+
+
+def costs_are_timed(plan: Plan) -> bool:
+    """Returns whether the plan's partition needs the layers' seconds and the plan does not have them yet."""
+    if plan.partition is None or not isinstance(plan.partition.record, PartitionerRecord):
+        return False
+    return plan.partition.record.timer is not None and plan.partition.config.layer_costs is None
+
+
+def timed_costs(plan: Plan, world: World, draft: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
+    """Returns the seconds of each layer, equal on every rank, as the partitioner's timer measures them; a blocking collective.
+
+    draft: makes the model on meta. dtype: of the working weights.
+    """
+    record = plan.partition.record if plan.partition else None
+    assert isinstance(record, PartitionerRecord), record
+    assert record.timer is not None, record
+    module, _, attribute = record.timer.partition(":")
+    seconds: list[float] = getattr(import_module(module), attribute)(plan, world, draft, dtype)
+    return seconds

@@ -32,10 +32,8 @@ MOST_SHAPES = 16
 
 
 class BatchWeight:
-    """Holds the divisor of every gradient.
-
-    total: returns the sum of all ranks' weights; called in the first backward, since the sum is exchanged during the first
-    forward. scale: the factor of every gradient until the step ends (fp16).
+    """Holds the divisor of every gradient. total: returns the sum of all ranks' weights; called in the first backward, since
+    the sum is exchanged during the first forward. scale: the factor of every gradient until the step ends (fp16).
     """
 
     def __init__(self, total: Callable[[], float], scale: float = 1.0) -> None:
@@ -60,9 +58,8 @@ class Additive:
         self._shown: set[tuple[object, ...]] = set()
 
     def check(self, batch: Mapping[str, Tensor], num_micros: int) -> None:
-        """Raises RunError "loss-not-additive" for a loss that counts something once per micro-batch, as a mean does.
-
-        Called on every rank of a replica alike, whether or not the model's last chunk is there.
+        """Raises RunError "loss-not-additive" for a loss that counts something once per micro-batch, as a mean does. Called on
+        every rank of a replica alike, whether or not the model's last chunk is there.
         """
         if num_micros == 1 or len(self._shown) >= MOST_SHAPES:
             return
@@ -157,10 +154,8 @@ class BatchSplitter:
         return self._split(whole, counts)
 
     def fed(self, batch: Batch) -> StepBatch:
-        """Cuts the samples of a feed, which has checked their tokens.
-
-        Raises RunError "batch-fields" and "batch-size" as `given` does, and "loss-not-additive" for a loss whose weight is not
-        the sum of its slices' or micro-batches' weights.
+        """Cuts the samples of a feed, which has checked their tokens. Raises RunError "batch-fields" and "batch-size" as
+        `given` does, and "loss-not-additive" for a loss whose weight is not the sum of its slices' or micro-batches' weights.
         """
         return self._split([batch], [self._count(batch)])
 

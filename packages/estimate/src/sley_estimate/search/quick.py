@@ -17,8 +17,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from sley_core.draft import draft_model
-from sley_core.engine import layer_costs
-from sley_core.engine.stage import stage_of
+from sley_core.engine.stage import by_parameters, stage_of
 from sley_core.errors import PlanError, SleyError
 from sley_core.topology import Topology
 from sley_estimate.layers.once import once
@@ -57,7 +56,7 @@ class Quick:
         self.world = world
         self.machine = machine
         self.tables = LayerTables(plan, world, machine)
-        self._costs = layer_costs.by_parameters(self.tables.model)
+        self._costs = by_parameters(self.tables.model)
         self._cuts: dict[tuple[int, str], StageCut | SleyError] = {}
         self._parts: dict[Hashable, ModelParts] = {}
         self._seconds: dict[Hashable, float | SleyError] = {}
