@@ -169,9 +169,7 @@ class Agreement:
         return dict.fromkeys(axes, (seen, number))
 
     def _differing(self) -> RunError:
-        """Returns the error `ranks-differ` from all ranks' views. A blocking collective on `control`: all have seen the same
-        sum.
-        """
+        """Returns the error `ranks-differ` from all ranks' views. A blocking collective on `control`: all saw the same sum."""
         # By the label of the group that must agree; a view travels as JSON, [description, checksum].
         own = [{str(self.groups[axis]): view for axis, view in fact.items()} for fact in self._facts]
         views = gather_objects(own, self._everyone, what="what ranks do differently")

@@ -133,8 +133,8 @@ class Cut:
         return size * self.index, size * (self.index + 1)
 
     def span(self, start: int, numel: int, total: int) -> Span:
-        """Returns which of the `numel` elements of an entry that begins at `start` lie in this part, counted from `start`;
-        maybe none. total: the number of elements of the buffer.
+        """Returns the elements of this part, counted from `start`, of an entry of `numel` that begins there in a buffer of
+        `total`.
         """
         begin, end = self.bounds(total)
         first = min(max(begin - start, 0), numel)
@@ -167,9 +167,7 @@ class Layout(NamedTuple):
         return [(entries, cut) for entries, cut in zip(self.buffers, cuts, strict=True) if entries]
 
     def check(self, trainable: Sequence[Entry]) -> None:
-        """Asserts that `order`, and `buffers` with `loose`, name each of `trainable`, which is in the book's order, exactly
-        once.
-        """
+        """Asserts that `order`, and `buffers` with `loose`, name each of `trainable`, in the book's order, exactly once."""
         for entries in (self.order, [entry for buffer in (*self.buffers, self.loose) for entry in buffer]):
             named = sorted(entry.index for entry in entries)
             assert named == [entry.index for entry in trainable], "a layout names every trainable entry once"
@@ -252,9 +250,7 @@ class GradientBuffer(FlatBuffer):
         return self.views_in(self.own)
 
     def views_in(self, memory: Tensor) -> dict[Entry, Tensor]:
-        """Returns a view of `memory` [as long as `own`] for each entry, at its place in this rank's part, in the shape of its
-        span.
-        """
+        """Returns a view of `memory` [as long as `own`] for each entry, at its place in this part, in its span's shape."""
         begin, _ = (self.cut or WHOLE).bounds(self.data.numel())
         found = {}
         for entry, start in zip(self.entries, self.offsets, strict=True):

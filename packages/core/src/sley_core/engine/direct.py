@@ -123,8 +123,8 @@ class Handover:
             self.queue.put(partial(self._of_own, rows, inputs, version_of(rows), version_of(inputs)), self.entry)
 
     def shares(self, gradient: Tensor) -> bool:
-        """Returns whether `gradient`, given to the running backward, is to be queued and somebody else has its memory. Asked
-        before any view of it is made.
+        """Returns whether somebody else has the memory of `gradient`, which is to be queued; asked before any view of it is
+        made.
         """
         if not self.queue.is_collecting:
             return False

@@ -364,9 +364,7 @@ class GradientStore:
             torch._foreach_mul_(sums, factor)
 
     def chunk_done(self, chunk: int) -> None:
-        """Ends the chunk's last gradient action, the last in this step: entries without a contribution are zero, all are
-        reported.
-        """
+        """Ends the chunk's last gradient action of this step: entries without a contribution are zero, all are reported."""
         if not self.state.is_last:
             return
         done, are_all_complete = self.state.done, True

@@ -37,7 +37,6 @@ class Each(GradientHandler):
     def attach(self, parts: Parts) -> None:
         """Takes store, book and groups; if sums are canonical, lays the store out with one buffer per reduced entry."""
         self._store = parts.store
-        self._book = parts.book
         self._groups = parts.groups
         self._alone = frozenset(axis for axis, group in parts.groups.items() if group.size == 1)
         self._trees = TreeSums(parts.store, self._sent) if parts.store.canonical is not None else None

@@ -113,8 +113,8 @@ class InFlight:
         return unflatten(entered, description.structure)
 
     def check_unwritten(self, layer: str) -> None:
-        """Raises RunError `boundary-overlap` if the chunk wrote in place to an input that shared memory with another one where
-        it was made. layer: the chunk's first.
+        """Raises RunError `boundary-overlap` if the chunk wrote in place to an input that overlapped with another where it was
+        made.
         """
         watched, self._watched = self._watched, []
         if any(version_of(tensor) != version for tensor, version in watched):
@@ -189,9 +189,7 @@ class Crossing:
         self._handed: dict[Spot, Payload] = {}
 
     def begin(self, keys: Sequence[Hashable]) -> None:
-        """Starts a new list of actions; discards the values of one that failed. keys: per micro-batch, everything that
-        determines the shapes at its boundaries.
-        """
+        """Starts a list of actions; discards a failed one's values. keys: per micro-batch, all that determines its shapes."""
         if self._outgoing or self._handed:
             self.abort("the step before did not end")
         self._keys = keys

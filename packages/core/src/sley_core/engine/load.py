@@ -103,7 +103,7 @@ class _Loading:
         self.given: set[str] = set()
 
     def look(self, pairs: Pairs, *, writes: bool = False) -> None:
-        """Checks every pair; with `writes`, writes it while no fault was found. Faults, also of the iterable, are kept for
+        """Checks every pair; with `writes`, writes it while there is no fault. Faults, also of the iterable, are kept for
         `agreed`.
         """
         try:

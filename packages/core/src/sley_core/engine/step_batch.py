@@ -160,9 +160,7 @@ class BatchSplitter:
         return self._split([batch], [self._count(batch)])
 
     def to_predict(self, batch: GivenBatch, reads: Collection[str]) -> StepBatch:
-        """Checks and cuts samples, as `given`, of which only outputs are asked for: a field that no layer `reads` may be
-        missing.
-        """
+        """Checks and cuts samples, as `given`, to predict: a field that no layer `reads` may be missing."""
         given = set[str]().union(*([batch] if isinstance(batch, Mapping) else _listed(batch)))
         fields = {name: field for name, field in self.info.fields.items() if name in given or name in reads}
         slices = Slices(fields, self.slices.num_slices, self.slices.index)

@@ -122,9 +122,7 @@ class StepResult:
 
 
 class PendingTotals:
-    """Holds totals that are being copied to the host. own_loss: this rank's, on the device. own_exchanges: its unmarked ones.
-    ended: the end of the step in the device's work.
-    """
+    """Holds totals that are being copied to the host. own_loss, own_exchanges: this rank's. ended: the end of the step."""
 
     def __init__(self, totals: StepTotals, device: Device) -> None:
         self._device = device
@@ -157,8 +155,8 @@ class LossScale:
         self._num_good = 0
 
     def update(self, step: int, *, overflowed: bool) -> None:
-        """Adjusts the scale after the vote on step `step`, counted from 0. Raises RunError `loss-scale-exhausted`, on all ranks
-        alike, for an overflow at the smallest scale.
+        """Adjusts the scale after the vote on step `step`, from 0. Raises RunError `loss-scale-exhausted` at the smallest
+        scale.
         """
         config = self.config
         if overflowed:
@@ -204,9 +202,7 @@ class Skips:
         self._unread = totals
 
     def settle(self, totals: PendingTotals | None = None) -> None:
-        """Counts the step that was launched last, once, or only if its totals are `totals`; waits for them, and for nothing
-        later on the device.
-        """
+        """Counts the last step, once, or only if its totals are `totals`; waits for them, and for nothing later on the device."""
         if self._unread is None or (totals is not None and totals is not self._unread):
             return
         read, self._unread = self._unread, None
@@ -293,9 +289,7 @@ def refusal(
 
 
 def _where(parts: Parts, seen: Sequence[RankReport]) -> str:
-    """Returns in words the ranks (of several) whose loss is not finite, the parameter of the last stage whose gradient went bad
-    first, and the samples of these ranks.
-    """
+    """Returns in words which losses are not finite, which gradient of the last bad stage went bad first, and their samples."""
     bad = [rank for rank, one in enumerate(seen) if not math.isfinite(one.loss)]
     text = ""
     if bad:

@@ -165,9 +165,7 @@ class WeightStore:
             self.settle()
 
     def settle(self) -> None:
-        """Blocks until all weights of this rank are those of the last step, and may be written: before control returns to a
-        program. All ranks call it.
-        """
+        """Blocks until this rank's weights are those of the last step, and may be written, as by a program. All ranks call it."""
         for one in self._completions:
             one.finish()
 
@@ -221,9 +219,7 @@ class Stepped:
 
 @dataclass(eq=False)
 class _Master:
-    """Holds the master of the elements `span` of `parameter`. working: these elements. seen: the state when they were last the
-    master, rounded.
-    """
+    """Holds the master of the elements `span`, `working`, of `parameter`. seen: the state when they were last equal, rounded."""
 
     master: Tensor
     parameter: nn.Parameter
@@ -238,9 +234,7 @@ class _Master:
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """Version, storage, and place in it: the same while memory is away, and when it is back at another address. `working`
-        keeps the storage alive, so no other has that number.
-        """
+        """Version, storage, kept alive by `working`, and place in it: the same while memory is away, and when it is back."""
         storage: int = self.parameter.untyped_storage()._cdata
         return self.parameter._version, storage, int(self.parameter.storage_offset())
 
@@ -270,9 +264,7 @@ class Masters:
         self._masters: dict[int, _Master] = {}  # by the id of their parameters
 
     def add(self, entries: Sequence[Entry]) -> list[Stepped]:
-        """Takes charge of `entries`, narrowing their parameters if needed; returns what the optimizer steps, without entries of
-        which this rank steps no element.
-        """
+        """Takes charge of `entries`, narrowing their parameters if needed; returns what the optimizer steps on this rank."""
         narrow = [entry for entry in entries if self.weights.dtype_of(entry) != self.wide or self.home is not None]
         masters = self._wide_copies(narrow)
         added = []
@@ -335,9 +327,7 @@ class Masters:
 
     @torch.no_grad()
     def _take_back(self) -> None:
-        """Copies values of parameters that the optimizer has pointed elsewhere (`p.data = value`) into the run's memory, where
-        masters and parts of weights are read.
-        """
+        """Copies parameters that the optimizer has pointed elsewhere (`p.data = `) back to where masters and weights are read."""
         for stepped in self.stepped:
             if stepped.parameter is stepped.original:
                 continue

@@ -49,8 +49,8 @@ class TreeSums:
         self._under_way: deque[_TreeSum] = deque()
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        """Starts to sum `buffer`, whose gradients are complete; waits for the oldest sum if NUM_SLOTS are in flight. The buffer
-        must not be used until `finish`.
+        """Starts to sum `buffer`, which is then not used until `finish`; first waits for the oldest sum if NUM_SLOTS are in
+        flight.
         """
         if len(self._under_way) == NUM_SLOTS:
             self._under_way.popleft().finish()

@@ -65,9 +65,7 @@ def weight_of(digits: Sequence[float]) -> float:
 
 
 def spread(own: Tensor, first: int, num_leaves: int) -> Tensor:
-    """Returns [num_leaves] with `own`, this rank's values per micro-batch, from index `first` on, and zeros elsewhere: the sum
-    over ranks has each value exactly.
-    """
+    """Returns [num_leaves] with `own`, a value per micro-batch, from `first` on, and zeros: ranks' sums are then exact."""
     spaced = own.new_zeros(num_leaves)
     spaced[first : first + own.numel()] = own
     return spaced
@@ -99,9 +97,7 @@ def largest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def digits(tensors: Iterable[Tensor], most: Tensor, kind: float) -> Tensor:
-    """Returns the sums of the digits of |g|^kind in units of `most`, the largest |g| of all ranks: float64 [6], whole numbers,
-    which ranks may add in any order.
-    """
+    """Returns the sums of the digits of |g|^kind in units of `most`, the largest |g| of all: float64 [6], whole numbers."""
     shrink = _power_of_two(-_exponent(most))
     sums = torch.zeros(_NUM_DIGITS, dtype=torch.int64, device=most.device)
     for one in tensors:
@@ -139,9 +135,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 class ExactTotals:
     """Computes norm and loss from the gradients `pieces` and from `losses`, float64 [micro-batches] of this rank. kind: the p
-    of the p-norm.
-
-    Its construction is a collective over all ranks, which finds the largest element.
+    of the p-norm. Its construction is a collective over all ranks, which finds the largest element.
     """
 
     def __init__(
