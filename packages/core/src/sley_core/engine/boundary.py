@@ -231,7 +231,7 @@ def flatten(value: Any, layer: str = "") -> tuple[list[Tensor], Structure]:
 
 
 def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
-    """Rebuilds the value that `flatten` took apart. Raises RunError `boundary-type` for a type that nothing here has imported."""
+    """Rebuilds the value that `flatten` took apart. Raises RunError `boundary-type` for a type that nothing has imported."""
     if structure is None:
         return None
     if isinstance(structure, int):

@@ -127,7 +127,7 @@ class Executor:
 
     @torch.no_grad()
     def predict(self, steps: Lowered, batch: Sequence[Batch], state: StepState, outputs: dict[int, Any]) -> None:
-        """Runs a forward-only list without the loss; puts micro-batches' outputs into `outputs`, on ranks with the last chunk."""
+        """Runs a forward-only list without the loss; puts micro-batches' outputs into `outputs`, if it has the last chunk."""
         total = self._begin(batch, Phase.EVALUATE, actions_of(steps))
         self._outputs, self._is_predicting = outputs, True
         self._forward_all(steps, batch, state, total)

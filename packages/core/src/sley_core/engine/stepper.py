@@ -115,7 +115,34 @@ class Stepper:
         if self.is_closed:
             raise closed("stepper")
         with self.device.in_use():
-            return self._step(step, batch, votes, clock, outputs)
+            before, loss = self._run(step, batch, clock, outputs, is_last=True)
+            self.state.standing.comes(REDUCTION)
+            for handler in self.handlers:
+                handler.finish_step(self.state)
+            self.left_in_flight = False
+            self.state.standing.comes(UPDATE)
+            for event in self.events.gradients_done:
+                event()
+            if (skips := self.update.skips) is not None:
+                skips.settle()
+            weight_here = batch.weight
+            if self.store.canonical is not None:  # all ranks know the global weight already, so one rank adds it
+                weight_here = self.agreement.weight if self.groups["all"].coord == 0 else 0.0
+            if before is not None:
+                loss, weight_here = loss + before.loss, weight_here + before.weight
+            totals = self.update.step(step, loss, weight_here, votes)
+            pending = PendingTotals(totals, self.device)
+            self.state.was_taken = self.update.was_taken
+            if skips is not None:
+                skips.follow(pending)
+                if self.device.is_async and self.update.was_taken:  # the host does not know yet
+                    self.state.taken_if(lambda: not pending.read().is_no_number)
+            for event in self.events.after_update:
+                event()
+            for handler in self.handlers:
+                handler.weights_updated(self.state)
+            self.state.standing.comes(BETWEEN)
+            return pending
 
     def add(self, step: int, batch: StepBatch, outputs: dict[int, Any] | None = None) -> float:
         """Adds the gradients of `batch` to those of the calls before it, and returns its mean loss, which waits for the device:
@@ -144,39 +171,6 @@ class Stepper:
             all_reduce(own, self.groups["all"], what="the loss of a call").wait()
             self.state.standing.comes(BETWEEN)
             return self.device.read(own, [1.0])[0] / total if total else 0.0
-
-    def _step(
-        self, step: int, batch: StepBatch, votes: Votes, clock: ActionClock | None, outputs: dict[int, Any] | None
-    ) -> PendingTotals:
-        """Takes the step, as `step` describes: executes the list, finishes the reductions, and updates."""
-        before, loss = self._run(step, batch, clock, outputs, is_last=True)
-        self.state.standing.comes(REDUCTION)
-        for handler in self.handlers:
-            handler.finish_step(self.state)
-        self.left_in_flight = False
-        self.state.standing.comes(UPDATE)
-        for event in self.events.gradients_done:
-            event()
-        if (skips := self.update.skips) is not None:
-            skips.settle()
-        weight_here = batch.weight
-        if self.store.canonical is not None:  # all ranks know the global weight already, so one rank adds it
-            weight_here = self.agreement.weight if self.groups["all"].coord == 0 else 0.0
-        if before is not None:
-            loss, weight_here = loss + before.loss, weight_here + before.weight
-        totals = self.update.step(step, loss, weight_here, votes)
-        pending = PendingTotals(totals, self.device)
-        self.state.was_taken = self.update.was_taken
-        if skips is not None:
-            skips.follow(pending)
-            if self.device.is_async and self.update.was_taken:  # the host does not know yet
-                self.state.taken_if(lambda: not pending.read().is_no_number)
-        for event in self.events.after_update:
-            event()
-        for handler in self.handlers:
-            handler.weights_updated(self.state)
-        self.state.standing.comes(BETWEEN)
-        return pending
 
     def _run(
         self,

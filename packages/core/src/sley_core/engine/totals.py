@@ -202,7 +202,7 @@ class Skips:
         self._unread = totals
 
     def settle(self, totals: PendingTotals | None = None) -> None:
-        """Counts the last step, once, or only if its totals are `totals`; waits for them, and for nothing later on the device."""
+        """Counts the last step, once, or only if its totals are `totals`; waits for them, and for nothing later."""
         if self._unread is None or (totals is not None and totals is not self._unread):
             return
         read, self._unread = self._unread, None

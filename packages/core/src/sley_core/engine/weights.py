@@ -165,7 +165,7 @@ class WeightStore:
             self.settle()
 
     def settle(self) -> None:
-        """Blocks until this rank's weights are those of the last step, and may be written, as by a program. All ranks call it."""
+        """Blocks until this rank's weights are those of the last step, and may be written. All ranks call it."""
         for one in self._completions:
             one.finish()
 
@@ -219,7 +219,7 @@ class Stepped:
 
 @dataclass(eq=False)
 class _Master:
-    """Holds the master of the elements `span`, `working`, of `parameter`. seen: the state when they were last equal, rounded."""
+    """Holds the master of the elements `span`, `working`, of `parameter`. seen: its state when they were last equal, rounded."""
 
     master: Tensor
     parameter: nn.Parameter
@@ -327,7 +327,7 @@ class Masters:
 
     @torch.no_grad()
     def _take_back(self) -> None:
-        """Copies parameters that the optimizer has pointed elsewhere (`p.data = `) back to where masters and weights are read."""
+        """Copies parameters that the optimizer has pointed elsewhere (`p.data = `) to where masters and weights are read."""
         for stepped in self.stepped:
             if stepped.parameter is stepped.original:
                 continue
