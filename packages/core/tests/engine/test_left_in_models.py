@@ -123,7 +123,7 @@ def test_one_part_that_cannot_let_go_keeps_no_other(small, own):
     with drafts_kept() as kept:
         run = assemble(plan_from_dict(small(precision=DIRECT), own), World.alone("cpu"))
     run.step()
-    run.stepper._undo.callback(fails, None, None)
+    run.stepper.undo.callback(fails, None, None)
     with pytest.raises(ValueError, match="asked to"):
         run.close()
     ((model, traces),) = kept

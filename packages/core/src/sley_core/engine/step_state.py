@@ -44,7 +44,8 @@ class StepState:
 
     step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step, or in this call if several calls add
     up to a step. first_micro: the global number of its first one. is_last: whether the step ends with this list of actions.
-    after_first: called once, after the first action. standing: the same, for failure reports.
+    after_first: called once, after the first action. done: chunks whose last gradient action is over. standing: the same, for
+    failure reports.
     """
 
     def __init__(self, within: Standing | None = None) -> None:
@@ -60,7 +61,7 @@ class StepState:
         self.action: Action | None = None
         self.after_first: Callable[[], None] | None = None
         self._last: dict[int, Action] = {}
-        self._done: frozenset[int] = frozenset()
+        self.done: frozenset[int] = frozenset()
         self._settled: frozenset[int] | None = None
 
     def begin(
@@ -76,7 +77,7 @@ class StepState:
         self.action = None
         self.after_first = None
         self._last = {action.chunk: action for action in actions if action.kind in GRADIENT_KINDS}
-        self._done = frozenset()
+        self.done = frozenset()
         self._settled = None
 
     @property
@@ -102,12 +103,12 @@ class StepState:
         """Marks `action` as running; decides whether it is its chunk's last gradient action."""
         self.action = action
         is_last = self._last.get(action.chunk) == action
-        self._settled = self._done | {action.chunk} if is_last else None
+        self._settled = self.done | {action.chunk} if is_last else None
 
     def leave(self, action: Action) -> None:
         """Marks `action` as over, and calls `after_first` after the first one."""
         if self._last.get(action.chunk) == action:
-            self._done |= {action.chunk}
+            self.done |= {action.chunk}
         self.action = None
         self._settled = None
         if self.after_first is not None:
@@ -121,8 +122,3 @@ class StepState:
     def last_of_list(self, chunks: frozenset[int]) -> bool:
         """Returns whether the running action is the last of its list that can add to a gradient of all `chunks`."""
         return self._settled is not None and chunks <= self._settled
-
-    @property
-    def done(self) -> frozenset[int]:
-        """Chunks whose last gradient action is over."""
-        return self._done

@@ -219,7 +219,7 @@ class Stepped:
 
 @dataclass(eq=False)
 class _Master:
-    """Holds the master of the elements `span`, `working`, of `parameter`. seen: its state when they were last equal, rounded."""
+    """Holds the master of `working`, the elements `span` of `parameter`. seen: its state when both were last equal, rounded."""
 
     master: Tensor
     parameter: nn.Parameter
