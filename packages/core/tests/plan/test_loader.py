@@ -119,6 +119,12 @@ def test_listing_imports_no_plugin(install: Install) -> None:
     assert "fake_sley_zeta" not in sys.modules
 
 
+def test_a_former_name_is_answered_with_the_present_one() -> None:
+    with pytest.raises(PlanError, match="has no dataset `text`") as caught:
+        Loader().record("datasets", "core.text")
+    assert str(caught.value.diagnostics[0].hint).startswith("it is `data.text` now; install sley-data")
+
+
 def test_a_missing_plugin_of_ours_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     found = fault_of("pp", Loader(plugins={}))
     assert found.code == "plugin-missing"
