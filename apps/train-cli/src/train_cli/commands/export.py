@@ -15,7 +15,7 @@ from sley_core.records import ModelRecord
 from sley_core.run_files import PLAN
 from train_cli.console import say
 from train_cli.run_files import newest_weights, plan_of_run
-from train_cli.saved import files_of
+from train_cli.saved import files_of, is_remote
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -96,7 +96,8 @@ def _source(run: str) -> tuple[Plan, Tensors]:
         if isinstance(path, Path):
             say(f"the weights{'' if step is None else f' of step {step}'} in {path}")
             return plan, WeightFiles(path)
-    found = files_of(plan).open(str(path))
+    is_there = is_remote(str(path)) or Path(path).is_dir()
+    found = files_of(plan).open(str(path)) if is_there else None
     if found is None:
         raise UsageError("no-run", f"`{run}` is neither the folder of a run, with its `{PLAN}`, nor a checkpoint")
     own, source = plan_and_weights(found)
