@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sley_core.actions.action import loop
 from sley_core.actions.lower import lower
-from sley_core.actions.placement import loop
 from sley_core.engine.call import Recompute
 from sley_core.model.layers import Layer
 from sley_core.protocols import Loss

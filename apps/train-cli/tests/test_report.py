@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 from started_program import Result
 
-from sley_core.actions.action import Action, Kind
+from sley_core.actions.action import Action, Kind, Placement
 from sley_core.actions.draw_trace import chrome_trace
-from sley_core.actions.placement import Placement
 from sley_core.actions.timeline import TimedAction, Timeline
 from sley_core.errors import UsageError
 from sley_core.metrics.jsonl import rows

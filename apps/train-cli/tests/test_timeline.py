@@ -7,8 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from sley_core.actions.action import Action, Kind
-from sley_core.actions.schedule import Schedule
+from sley_core.actions.action import Action, Kind, Schedule
 from sley_core.errors import PlanError
 from sley_core.hookspecs import hookimpl
 from sley_core.plan.load import plan_from_dict

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from sley_core.actions.action import Placement, loop, v
 from sley_core.actions.lower import lower
-from sley_core.actions.placement import Placement, loop, v
 from sley_estimate.seconds.critical_path import critical_path, path_costs
 from sley_estimate.seconds.layer_seconds import LayerSeconds
 from sley_estimate.seconds.links import Cost

@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 
+from sley_core.actions.action import loop, v
 from sley_core.actions.costs import Costs
 from sley_core.actions.lower import lower
 from sley_core.actions.peaks import peaks_of
-from sley_core.actions.placement import loop, v
 from sley_estimate.search.held import Held
 
 

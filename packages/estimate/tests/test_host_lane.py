@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from sley_core.actions.action import Action, Kind
+from sley_core.actions.action import Action, Kind, loop
 from sley_core.actions.lower import lower
-from sley_core.actions.placement import loop
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan

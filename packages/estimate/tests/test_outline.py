@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from sley_core.actions.action import Placement, loop, v
 from sley_core.actions.lower import lower
-from sley_core.actions.placement import Placement, loop, v
 from sley_core.errors import PlanError
 from sley_estimate.seconds.layer_seconds import LayerSeconds
 from sley_estimate.seconds.links import Cost

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sley_core.actions.placement import loop
+from sley_core.actions.action import loop
 from sley_pp.csv_schedules import write_csv
 from sley_pp.schedules import gpipe
 from sley_testing.runs import Recorded, record

@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from sley_core.actions.action import Action, Kind
-from sley_core.actions.placement import loop, v
+from sley_core.actions.action import Action, Kind, loop, v
 from sley_core.errors import PlanError
 from sley_pp.config import CsvConfig
 from sley_pp.csv_schedules import read_csv, write_csv

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from sley_core.actions.placement import Placement
+from sley_core.actions.action import Placement
 from sley_core.comm import collectives
 from sley_pp.csv_schedules import write_csv
 from sley_testing.lists import any_lists

@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from sley_core.actions.action import Kind
+from sley_core.actions.action import Kind, Schedule
 from sley_core.actions.lower import lower
-from sley_core.actions.schedule import Schedule
 from sley_core.plan.loader import Loader
 from sley_pp import plugin
 

@@ -6,13 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sley_core.actions.action import Action, Kind
+from sley_core.actions.action import Action, Kind, Schedule, loop, v
 from sley_core.actions.costs import Costs
 from sley_core.actions.draw import draw_text
 from sley_core.actions.lower import lower
 from sley_core.actions.machine import Machine
-from sley_core.actions.placement import loop, v
-from sley_core.actions.schedule import Schedule
 from sley_core.actions.simulate import Simulation, simulate
 from sley_core.errors import PlanError
 from sley_pp.schedules import (

@@ -125,7 +125,7 @@ class PartitionerRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRecord(Record):
-    """`build(config) -> Schedule` (see `sley_core.actions.schedule`).
+    """`build(config) -> Schedule` (see `sley_core.actions.action`).
 
     What a plan uses with it if the plan does not say, each by a record's name (`"pp.link"`), of this plugin or of another:
     link: the stage link; None takes the only one that the plan's plugins have.

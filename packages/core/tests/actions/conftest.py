@@ -7,8 +7,7 @@ from random import Random
 
 import pytest
 
-from sley_core.actions.action import Action, Kind
-from sley_core.actions.placement import Placement
+from sley_core.actions.action import Action, Kind, Placement
 from sley_testing import lists
 
 Lists = list[list[Action]]

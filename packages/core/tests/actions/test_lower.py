@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sley_core.actions.action import Action, Kind, actions_of, forward_only, sequential
+from sley_core.actions.action import Action, Kind, Placement, actions_of, forward_only, loop, sequential, v
 from sley_core.actions.lower import lower
-from sley_core.actions.placement import Placement, loop, v
 from sley_core.errors import PlanError
 
 F, B, D, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT

@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sley_core.actions.action import DIRECTIONS
-from sley_core.actions.placement import Placement, StageChunk, loop, v
-from sley_core.actions.schedule import Schedule
+from sley_core.actions.action import DIRECTIONS, Placement, Schedule, StageChunk, loop, v
 from sley_core.errors import PlanError
 from sley_core.topology import LANES as LANES_OF_GROUPS
 

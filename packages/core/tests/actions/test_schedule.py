@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sley_core.actions.schedule import Schedule
+from sley_core.actions.action import Schedule
 from sley_core.errors import PlanError
 
 

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sley_core.actions.action import Action, Kind, Transfer, forward_only, sequential
+from sley_core.actions.action import Action, Kind, Placement, Transfer, forward_only, loop, sequential, v
 from sley_core.actions.costs import Costs
 from sley_core.actions.lower import lower
 from sley_core.actions.peaks import Peaks
-from sley_core.actions.placement import Placement, loop, v
 from sley_core.actions.simulate import simulate
 from sley_core.actions.timeline import TimedAction, Timeline
 from sley_core.errors import PlanError

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from sley_core.actions.placement import Placement, loop, v
+from sley_core.actions.action import Placement, loop, v
 from sley_estimate.search.stage_cut import ModelParts
 
 

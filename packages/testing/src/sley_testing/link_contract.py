@@ -19,9 +19,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from sley_core.actions.action import Transfer, forward_only
+from sley_core.actions.action import Placement, Transfer, forward_only
 from sley_core.actions.lower import lower
-from sley_core.actions.placement import Placement
 from sley_core.errors import RunError
 from sley_testing.link_walks import WAIT_S, Walker, linked
 from sley_testing.lists import any_lists

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sley_core.actions.action import SENDS_GRADIENT, Action, Flow, Kind, Transfer
+from sley_core.actions.action import SENDS_GRADIENT, Action, Flow, Kind, Placement, Transfer
 from sley_core.actions.lower import lower
-from sley_core.actions.placement import Placement
 from sley_core.assemble import make_parts
 from sley_core.comm.world import World
 from sley_core.engine.book import ParameterBook

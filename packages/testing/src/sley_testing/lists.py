@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from sley_core.actions.action import Action, Kind
-from sley_core.actions.placement import Placement
+from sley_core.actions.action import Action, Kind, Placement
 
 
 def any_lists(placement: Placement, micros: int, chance: Random) -> list[list[Action]]:

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from sley_core.actions.action import Placement, Schedule
 from sley_core.actions.costs import Costs
 from sley_core.actions.draw import draw_text
 from sley_core.actions.lower import lower
 from sley_core.actions.machine import Machine
-from sley_core.actions.placement import Placement
-from sley_core.actions.schedule import Schedule
 from sley_core.actions.simulate import Simulation, simulate
 from sley_core.assemble import assemble
 from sley_core.comm.world import World

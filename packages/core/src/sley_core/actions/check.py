@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from sley_core.actions.action import GRADIENT_KINDS, SENDS_GRADIENT, Action, Kind
-from sley_core.actions.placement import Placement
+from sley_core.actions.action import GRADIENT_KINDS, SENDS_GRADIENT, Action, Kind, Placement
 from sley_core.errors import PlanError
 
 NEEDS = {

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from sley_core.actions.action import Kind
-from sley_core.actions.placement import Placement
+from sley_core.actions.action import Kind, Placement
 
 if TYPE_CHECKING:
     from sley_core.actions.timeline import Timeline

@@ -11,9 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sley_core.actions.action import SENDS_GRADIENT, Action, Flow, Kind, Step, Transfer, actions_of
+from sley_core.actions.action import SENDS_GRADIENT, Action, Flow, Kind, Placement, Step, Transfer, actions_of
 from sley_core.actions.costs import Costs
-from sley_core.actions.placement import Placement
 from sley_core.actions.timeline import TimedAction
 from sley_core.errors import PlanError
 

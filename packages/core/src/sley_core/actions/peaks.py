@@ -16,10 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sley_core.actions.action import GRADIENT_KINDS, Action, Kind, Step, Transfer
+from sley_core.actions.action import GRADIENT_KINDS, Action, Kind, Placement, Step, Transfer
 from sley_core.actions.costs import Costs
 from sley_core.actions.machine import taken
-from sley_core.actions.placement import Placement
 
 
 @dataclass(frozen=True)

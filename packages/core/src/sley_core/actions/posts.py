@@ -23,9 +23,8 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from sley_core.actions.action import DIRECTIONS, Action, Direction, Flow, Transfer, direction_of
+from sley_core.actions.action import DIRECTIONS, Action, Direction, Flow, Placement, Transfer, direction_of
 from sley_core.actions.machine import Delivery, taken
-from sley_core.actions.placement import Placement
 
 AHEAD = 4
 """How many actions before the one that takes it a receive is posted.

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sley_core.actions.action import Step
+from sley_core.actions.action import Placement, Step
 from sley_core.actions.costs import Costs
 from sley_core.actions.machine import Machine
 from sley_core.actions.peaks import Peaks, peaks_of
-from sley_core.actions.placement import Placement
 from sley_core.actions.timeline import Timeline
 
 

@@ -1,9 +1,18 @@
 """Gives schedules their words: actions, transfers, and where a chunk of layers is placed; imports no torch."""
 
-from sley_core.actions.action import GRADIENT_KINDS, Action, Direction, Kind, Transfer, direction_of
+from sley_core.actions.action import (
+    GRADIENT_KINDS,
+    Action,
+    Direction,
+    Kind,
+    Placement,
+    Schedule,
+    Transfer,
+    direction_of,
+    loop,
+    v,
+)
 from sley_core.actions.machine import Delivery, given, taken
-from sley_core.actions.placement import Placement, loop, v
-from sley_core.actions.schedule import Schedule
 from sley_core.topology import DEFAULT_LANE
 
 __all__ = [

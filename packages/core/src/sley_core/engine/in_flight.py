@@ -28,7 +28,7 @@ from sley_core.errors import RunError
 from sley_core.model.storage import version_of
 
 if TYPE_CHECKING:
-    from sley_core.actions.placement import Placement, StageChunk
+    from sley_core.actions.action import Placement, StageChunk
     from sley_core.protocols import StageLink
 
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sley_core.actions.action import Action, Kind, Lowered, forward_only, sequential
+from sley_core.actions.action import Action, Kind, Lowered, Placement, forward_only, loop, sequential
 from sley_core.actions.lower import lower
-from sley_core.actions.placement import Placement, loop
 from sley_core.engine.book import Stages, tie_axis, ties
 from sley_core.errors import PlanError
 from sley_core.plan.check import sums_ties

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sley_core.actions.action import Kind, actions_of, sequential
+from sley_core.actions.action import Kind, actions_of, loop, sequential
 from sley_core.actions.lower import lower
-from sley_core.actions.placement import loop
 from sley_core.engine.book import Entry, ParameterBook
 from sley_core.engine.buffers import Planner, by_reduce_group, loose
 from sley_core.engine.gradients import GradientStore

@@ -19,10 +19,9 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from sley_core.actions.action import Action, Kind
+from sley_core.actions.action import Action, Kind, Placement
 from sley_core.actions.draw_trace import MICROSECONDS
 from sley_core.actions.machine import given, taken
-from sley_core.actions.placement import Placement
 from sley_core.actions.timeline import TimedAction, Timeline
 
 INCHES = (6.0, 3.0)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from sley_core.actions.placement import Placement
+    from sley_core.actions.action import Placement
     from sley_core.comm.members import Members
     from sley_core.comm.transport.protocol import Transport
     from sley_core.comm.verbs import Collective, Exchange

@@ -12,9 +12,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sley_core.actions.action import Action, Kind, Lowered, Transfer, actions_of
+from sley_core.actions.action import Action, Kind, Lowered, Placement, Transfer, actions_of
 from sley_core.actions.machine import taken
-from sley_core.actions.placement import Placement
 from sley_estimate.layers.operators import Operator
 from sley_estimate.recorded.expand import expanded
 from sley_estimate.recorded.words import HOST, Awaited, Began, RecordedStep, Words, Worked

@@ -13,10 +13,9 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from sley_core.actions.action import GRADIENT_KINDS, Action, Kind, Lowered, Step, Transfer
+from sley_core.actions.action import GRADIENT_KINDS, Action, Kind, Lowered, Placement, Step, Transfer
 from sley_core.actions.costs import Costs
 from sley_core.actions.machine import taken
-from sley_core.actions.placement import Placement
 
 Counts = NDArray[np.int64]
 

@@ -22,7 +22,7 @@ from sley_estimate.search.held import Held, most_held
 from sley_estimate.seconds.outline import Outline
 
 if TYPE_CHECKING:
-    from sley_core.actions.placement import Placement
+    from sley_core.actions.action import Placement
     from sley_core.engine.stage import Lists
 
 Floats = NDArray[np.float64]

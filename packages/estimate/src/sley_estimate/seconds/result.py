@@ -14,8 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sley_core.actions.action import Action, Lowered
-from sley_core.actions.placement import Placement
+from sley_core.actions.action import Action, Lowered, Placement
 from sley_core.actions.timeline import TimedAction, Timeline
 from sley_estimate.seconds.lanes import Exposed, Lanes, LaneSpan
 from sley_estimate.seconds.outline import Outline
