@@ -12,7 +12,7 @@ width loses its middle, so that how it starts and how it ends can be read.
 from __future__ import annotations
 
 from sley_core.actions.action import Action, Kind
-from sley_core.actions.timeline import Timeline
+from sley_core.actions.costs import Timeline
 
 FILL = {
     Kind.FORWARD: "-",

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 
 from sley_core.actions.action import Kind
+from sley_core.actions.costs import TimedAction, Timeline
 from sley_core.actions.draw import NAMES, label
-from sley_core.actions.timeline import TimedAction, Timeline
 
 COLOURS = {
     Kind.FORWARD: ("#4c78a8", "#9ecae9"),

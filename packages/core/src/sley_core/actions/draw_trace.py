@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from sley_core.actions.timeline import Timeline
+from sley_core.actions.costs import Timeline
 
 MICROSECONDS = 1e6
 

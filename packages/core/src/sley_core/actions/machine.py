@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sley_core.actions.action import SENDS_GRADIENT, Action, Flow, Kind, Placement, Step, Transfer, actions_of
-from sley_core.actions.costs import Costs
-from sley_core.actions.timeline import TimedAction
+from sley_core.actions.costs import Costs, TimedAction
 from sley_core.errors import PlanError
 
 

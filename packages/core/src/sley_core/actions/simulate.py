@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sley_core.actions.action import Placement, Step
-from sley_core.actions.costs import Costs
+from sley_core.actions.costs import Costs, Timeline
 from sley_core.actions.machine import Machine
 from sley_core.actions.peaks import Peaks, peaks_of
-from sley_core.actions.timeline import Timeline
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from sley_core.actions.action import Action, Kind, Placement
+from sley_core.actions.costs import TimedAction, Timeline
 from sley_core.actions.draw_trace import MICROSECONDS
 from sley_core.actions.machine import given, taken
-from sley_core.actions.timeline import TimedAction, Timeline
 
 INCHES = (6.0, 3.0)
 
