@@ -9,7 +9,7 @@ import pytest
 from sley_core.actions.action import loop, v
 from sley_core.actions.costs import Costs
 from sley_core.actions.lower import lower
-from sley_core.actions.peaks import peaks_of
+from sley_core.actions.simulate import peaks_of
 from sley_estimate.search.held import Held
 
 

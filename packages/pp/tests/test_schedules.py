@@ -10,8 +10,7 @@ from sley_core.actions.action import Action, Kind, Schedule, loop, v
 from sley_core.actions.costs import Costs
 from sley_core.actions.draw import draw_text
 from sley_core.actions.lower import lower
-from sley_core.actions.machine import Machine
-from sley_core.actions.simulate import Simulation, simulate
+from sley_core.actions.simulate import Machine, Simulation, simulate
 from sley_core.errors import PlanError
 from sley_pp.schedules import (
     gpipe,

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from sley_core.actions.action import GRADIENT_KINDS, Action, Kind, Lowered, Placement, Step, Transfer
 from sley_core.actions.check import check_lists
 from sley_core.actions.costs import Costs
-from sley_core.actions.machine import Delivery, Machine, given
 from sley_core.actions.posts import AHEAD, order_of, posts_of, send_of
+from sley_core.actions.simulate import Delivery, Machine, given
 
 
 def lower(

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from sley_core.actions.action import DIRECTIONS, Action, Direction, Flow, Placement, Transfer, direction_of
-from sley_core.actions.machine import Delivery, taken
+from sley_core.actions.simulate import Delivery, taken
 
 AHEAD = 4
 """How many actions before the one that takes it a receive is posted.

@@ -1,14 +1,243 @@
-"""Predicts how long a step takes and what it holds, before it runs."""
+"""Runs the lists of all stages in simulated time, until every list is at its end or no stage can go on.
+
+A stage does one action at a time, in the order of its list. An action waits for its inputs; a send or a post does not wait. A
+sent value travels once its receive is posted, one after another per sender and receiver, while both stages go on computing. The
+result does not depend on the order in which stages are visited.
+
+The most that a stage holds at once is counted from its list alone, since a stage does one thing at a time.
+
+What a micro-batch leaves behind in one chunk, and until when:
+
+    F ───────── graph ─────────> B                    outputs and saved tensors, from the end of F to the end of B
+    F ── graph ──> D ── queue ──> W                   a split backward: the graph goes at the end of D, what D has queued
+                                                      for the weight gradients (inputs, output gradients) at the end of W
+    post ── buffer ──> F, B or D                      what is received, from its post to the end of the action that takes it
+
+A pair (chunk, micro-batch) that has a graph or a queue is *held*. What is received belongs to the graph from the end of F on.
+Outputs on their way to another stage are not counted: they are gone when the transfer is.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from sley_core.actions.action import Placement, Step
-from sley_core.actions.costs import Costs, Timeline
-from sley_core.actions.machine import Machine
-from sley_core.actions.peaks import Peaks, peaks_of
+from sley_core.actions.action import (
+    GRADIENT_KINDS,
+    SENDS_GRADIENT,
+    Action,
+    Flow,
+    Kind,
+    Placement,
+    Step,
+    Transfer,
+    actions_of,
+)
+from sley_core.actions.costs import Costs, TimedAction, Timeline
+from sley_core.errors import PlanError
+
+
+class Delivery(NamedTuple):
+    """Names a value that crosses a boundary: in flow `flow`, to the chunk at `position`, of micro-batch `micro`."""
+
+    flow: Flow
+    position: int
+    micro: int
+
+    @property
+    def origin(self) -> int:
+        """Position of the chunk that makes the value."""
+        return self.position + (-1 if self.flow == "forward" else 1)
+
+
+class Machine:
+    """Simulates one run of `lists`.
+
+    posted: whether a transfer waits for its post. If False the lists have no posts, and it starts when it is sent.
+    """
+
+    def __init__(self, lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs, *, posted: bool) -> None:
+        self.lists = lists
+        self.placement = placement
+        self.costs = costs
+        self.posted = posted
+        self.spans: list[TimedAction] = []
+        self.sent_s: dict[Delivery, float] = {}
+        self._arrived_s: dict[Delivery, float] = {}
+        self.posted_s: dict[Delivery, float] = {}
+        self._free_s: dict[tuple[int, int], float] = {}
+        self._now_s = [0.0] * len(lists)
+        self._positions = [placement.positions(stage) for stage in range(placement.stages)]
+        self._at = [0] * len(lists)
+        self._waiting: dict[Delivery, int] = {}
+        self._ready = deque(range(len(lists)))
+
+    def run(self) -> None:
+        """Runs until all stages are at the end of their lists; results are in `spans`, `sent_s` and `posted_s`.
+
+        Raises PlanError "schedule-deadlock" if some stages are blocked, with each one's place and what it waits for.
+        """
+        while self._ready:
+            self._advance(self._ready.popleft())
+        if self._waiting:
+            stuck = sorted((stage, delivery) for delivery, stage in self._waiting.items())
+            places = "; ".join(self._place(stage, delivery) for stage, delivery in stuck)
+            raise PlanError("schedule-deadlock", f"the schedule comes to a stop: {places}", path=("pipeline", "use"))
+
+    def _advance(self, stage: int) -> None:
+        """Runs one stage's list until an action must wait for a value that has not arrived."""
+        steps = self.lists[stage]
+        for at in range(self._at[stage], len(steps)):
+            step = steps[at]
+            if isinstance(step, Transfer):
+                self._transfer(stage, step)
+            elif step.kind is not Kind.CHUNK_DONE and not self._act(stage, step):
+                self._at[stage] = at
+                return
+        self._at[stage] = len(steps)
+
+    def _act(self, stage: int, action: Action) -> bool:
+        """Runs `action` and returns True if its input has arrived; else records what the stage waits for and returns False."""
+        position = self._positions[stage][action.chunk]
+        start_s = self._now_s[stage]
+        delivery = taken(action, position, self.placement)
+        if delivery is not None:
+            arrived_s = self._arrived_s.get(delivery)
+            if arrived_s is None:
+                self._waiting[delivery] = stage
+                return False
+            start_s = max(start_s, arrived_s)
+        end_s = self._now_s[stage] = start_s + self.costs.seconds[action.kind][position]
+        self.spans.append(TimedAction(stage, action, start_s, end_s))
+        made = given(action, position, self.placement)
+        if made is not None and self.placement.holder(made.position).stage == stage:
+            self._arrive(made, end_s)
+        return True
+
+    def _transfer(self, stage: int, step: Transfer) -> None:
+        """Records one end of a transfer; once both ends are there, computes when the value arrives."""
+        if step.op == "post":
+            delivery = Delivery(step.flow, self._positions[stage][step.chunk], step.micro)
+            channel = step.peer, stage
+            self.posted_s[delivery] = self._now_s[stage]
+        else:
+            delivery = Delivery(step.flow, self._positions[step.peer][step.peer_chunk], step.micro)
+            channel = stage, step.peer
+            self.sent_s[delivery] = self._now_s[stage]
+        sent_s = self.sent_s.get(delivery)
+        posted_s = self.posted_s.get(delivery) if self.posted else 0.0
+        if sent_s is not None and posted_s is not None:
+            start_s = max(sent_s, posted_s, self._free_s.get(channel, 0.0))
+            end_s = self._free_s[channel] = start_s + self.costs.link_s[min(delivery.position, delivery.origin)]
+            self._arrive(delivery, end_s)
+
+    def _place(self, stage: int, delivery: Delivery) -> str:
+        """Returns in words where `stage` is blocked, and which stage's action it waits for."""
+        before = actions_of(self.lists[stage][: self._at[stage]])
+        action = self.lists[stage][self._at[stage]]
+        source = self.placement.holder(delivery.origin)
+        kind = Kind.FORWARD if delivery.flow == "forward" else Kind.BACKWARD
+        awaited = Action(kind, source.chunk, delivery.micro)
+        where = f"stage {stage} at {action} (number {len(before) + 1} of its list)"
+        return f"{where} waits for {awaited} of stage {source.stage}"
+
+    def _arrive(self, delivery: Delivery, at_s: float) -> None:
+        """Records that `delivery` is available from `at_s` on; a stage that waits for it is ready again."""
+        self._arrived_s[delivery] = at_s
+        waiting = self._waiting.pop(delivery, None)
+        if waiting is not None:
+            self._ready.append(waiting)
+
+
+def taken(action: Action, position: int, placement: Placement) -> Delivery | None:
+    """Returns the value that `action` of the chunk at `position` waits for, from this stage or another; None if it
+    needs none.
+    """
+    if action.kind is Kind.FORWARD and position > 0:
+        return Delivery("forward", position, action.micro)
+    if action.kind in SENDS_GRADIENT and position + 1 < placement.num_positions:
+        return Delivery("backward", position, action.micro)
+    return None
+
+
+def given(action: Action, position: int, placement: Placement) -> Delivery | None:
+    """Returns the value that `action` makes for a neighbouring chunk; None if it makes none."""
+    if action.kind is Kind.FORWARD and position + 1 < placement.num_positions:
+        return Delivery("forward", position + 1, action.micro)
+    if action.kind in SENDS_GRADIENT and position > 0:
+        return Delivery("backward", position - 1, action.micro)
+    return None
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Holds the peaks of one stage; each may be reached at another time.
+
+    pairs: (chunk, micro-batch) pairs held; 1F1B reaches min(P - s, M) on stage s. graphs: those of them with a graph. receives:
+    buffers of receives. num_bytes: graphs, queues and buffers together.
+    """
+
+    pairs: int
+    graphs: int
+    receives: int
+    num_bytes: int
+
+
+def peaks_of(steps: Sequence[Step], stage: int, placement: Placement, costs: Costs) -> Peaks:
+    """Returns the peaks of `stage` when it runs `steps`, its lowered list. A forward-only list keeps no graphs."""
+    keeps = any(step.kind in GRADIENT_KINDS for step in steps if isinstance(step, Action))
+    graphs = queues = receives = num_bytes = 0
+    peak = Peaks(0, 0, 0, 0)
+    for step in steps:
+        position = placement.position(stage, step.chunk)
+        if isinstance(step, Transfer):
+            if step.op == "post":
+                receives += 1
+                num_bytes += _boundary(step.flow == "forward", position, costs)
+        else:
+            if _from_elsewhere(step, stage, position, placement):
+                receives -= 1
+                num_bytes -= _boundary(step.kind is Kind.FORWARD, position, costs)
+            graph, queue = _change(step.kind) if keeps else (0, 0)
+            graphs += graph
+            queues += queue
+            num_bytes += graph * costs.graph_bytes[position] + queue * costs.queued_bytes[position]
+        peak = Peaks(
+            max(peak.pairs, graphs + queues),
+            max(peak.graphs, graphs),
+            max(peak.receives, receives),
+            max(peak.num_bytes, num_bytes),
+        )
+    assert graphs >= 0 <= queues, f"stage {stage} ends with {graphs} graphs and {queues} queues"
+    return peak
+
+
+def _change(kind: Kind) -> tuple[int, int]:
+    """Returns by how much an action of this kind changes the number of (graphs, queues)."""
+    match kind:
+        case Kind.FORWARD:
+            return 1, 0
+        case Kind.BACKWARD:
+            return -1, 0
+        case Kind.INPUT_GRADIENT:
+            return -1, 1
+        case Kind.WEIGHT_GRADIENT:
+            return 0, -1
+        case Kind.CHUNK_DONE:
+            return 0, 0
+
+
+def _from_elsewhere(action: Action, stage: int, position: int, placement: Placement) -> bool:
+    """Returns whether `action` takes a value from another stage."""
+    delivery = taken(action, position, placement)
+    return delivery is not None and placement.holder(delivery.origin).stage != stage
+
+
+def _boundary(forward: bool, position: int, costs: Costs) -> int:
+    """Returns the bytes of a value from the neighbour: from the position before if `forward`, else from the one after."""
+    return costs.boundary_bytes[position - 1 if forward else position]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from sley_core.actions.action import (
     loop,
     v,
 )
-from sley_core.actions.machine import Delivery, given, taken
+from sley_core.actions.simulate import Delivery, given, taken
 from sley_core.topology import DEFAULT_LANE
 
 __all__ = [

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sley_core.actions.draw import draw_text
-from sley_core.actions.machine import Delivery
+from sley_core.actions.simulate import Delivery
 from sley_core.errors import SleyError
 from sley_estimate.machine.read import load_machine
 from train_cli.surroundings import num_cores

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sley_core.actions.action import Action, Kind, Lowered, Placement, Transfer, actions_of
-from sley_core.actions.machine import taken
+from sley_core.actions.simulate import taken
 from sley_estimate.layers.operators import Operator
 from sley_estimate.recorded.expand import expanded
 from sley_estimate.recorded.words import HOST, Awaited, Began, RecordedStep, Words, Worked

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sley_core.actions.action import GRADIENT_KINDS, Action, Kind, Lowered, Placement, Step, Transfer
 from sley_core.actions.costs import Costs
-from sley_core.actions.machine import taken
+from sley_core.actions.simulate import taken
 
 Counts = NDArray[np.int64]
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sley_core.actions.action import Action, Kind, Lowered, Placement, Transfer
-from sley_core.actions.machine import Delivery, taken
+from sley_core.actions.simulate import Delivery, taken
 from sley_estimate.seconds.layer_seconds import KINDS, LayerSeconds
 from sley_estimate.seconds.links import Cost
 from sley_estimate.seconds.program import Await, Begin, Exchange, Word

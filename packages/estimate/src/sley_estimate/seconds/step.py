@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sley_core.actions.action import GRADIENT_KINDS, Action, Kind, Lowered, Placement, Transfer, direction_of
-from sley_core.actions.machine import Delivery, taken
+from sley_core.actions.simulate import Delivery, taken
 from sley_estimate.seconds.layer_seconds import LayerSeconds
 from sley_estimate.seconds.links import NOTHING, Cost
 from sley_estimate.seconds.program import Await, Begin, Compute, Exchange, Word
