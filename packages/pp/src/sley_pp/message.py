@@ -308,7 +308,7 @@ class Outbox:
         """Returns messages whose send is complete to the pool; on gloo, waits for the oldest beyond SENDS_UNDER_WAY.
 
         Gloo reports the end of a send only to a wait. The wait delays only a stage that would be delayed anyway: the peer
-        reaches its receive without anything that this stage issues later (`sley_core.actions.posts`), and much earlier, unless
+        reaches its receive without anything that this stage issues later (`sley_core.actions.lower`), and much earlier, unless
         it is slower.
         """
         if self._lines.says_when_sent:
