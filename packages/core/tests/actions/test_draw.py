@@ -9,9 +9,7 @@ import pytest
 
 from sley_core.actions.action import Action, Kind, loop, sequential, v
 from sley_core.actions.costs import Costs, TimedAction, Timeline
-from sley_core.actions.draw import draw_text
-from sley_core.actions.draw_svg import draw_svg
-from sley_core.actions.draw_trace import chrome_trace
+from sley_core.actions.draw import chrome_trace, draw_svg, draw_text
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import simulate
 

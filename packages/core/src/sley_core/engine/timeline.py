@@ -25,8 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from sley_core.actions.action import Action, Kind
 from sley_core.actions.costs import Costs, TimedAction, Timeline
-from sley_core.actions.draw_svg import draw_svg
-from sley_core.actions.draw_trace import chrome_trace
+from sley_core.actions.draw import chrome_trace, draw_svg
 from sley_core.actions.simulate import simulate
 from sley_core.comm.collectives import gather_objects
 from sley_core.comm.device import Device

@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator
 
 from sley_core.actions.action import Action, Kind, Placement
 from sley_core.actions.costs import TimedAction, Timeline
-from sley_core.actions.draw_trace import MICROSECONDS
+from sley_core.actions.draw import MICROSECONDS
 from sley_core.actions.simulate import given, taken
 
 INCHES = (6.0, 3.0)

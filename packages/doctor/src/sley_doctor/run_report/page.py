@@ -16,7 +16,7 @@ import jinja2
 import tomli
 
 from sley_core.actions.costs import Timeline
-from sley_core.actions.draw_svg import draw_svg
+from sley_core.actions.draw import draw_svg
 from sley_core.errors import UsageError, dotted
 from sley_core.metrics.jsonl import rows
 from sley_core.metrics.summary import NAME as SUMMARY

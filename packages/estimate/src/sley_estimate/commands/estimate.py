@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sley_core.actions.action import in_words
-from sley_core.actions.draw_svg import picture, timeline_elements
+from sley_core.actions.draw import picture, timeline_elements
 from sley_core.errors import UsageError
 from sley_core.plan.load import load_plan
 from sley_estimate.commands.seconds import machine_of, seconds_data, seconds_lines
