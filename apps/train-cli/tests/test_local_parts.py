@@ -16,9 +16,8 @@ import pytest
 from sley_core.errors import PlanError
 from sley_core.plan.load import load_plan
 from train_cli import surroundings
-from train_cli.folder_lock import FolderLock, TakenError, is_restart, lock
 from train_cli.local_launch import _scratch
-from train_cli.run_folder import check_run_folder, held_run_folder
+from train_cli.run_folder import FolderLock, TakenError, check_run_folder, held_run_folder, is_restart, lock
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +80,7 @@ def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_attempt_has_a_store_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from sley_core.comm.occasions import STORE
-    from train_cli.rendezvous import FileRendezvous
+    from train_cli.local_launch import FileRendezvous
 
     monkeypatch.setenv(STORE, "")
     rendezvous = FileRendezvous(tmp_path, "run")
@@ -101,7 +100,7 @@ def test_the_agent_waits_for_no_file_of_a_folder_that_was_tidied_away(
     from torch.distributed.elastic.utils.store import barrier
 
     from sley_core.comm.occasions import STORE
-    from train_cli.rendezvous import FileRendezvous
+    from train_cli.local_launch import FileRendezvous
 
     monkeypatch.setenv(STORE, "")
     meeting = tmp_path / "meeting"

@@ -17,8 +17,8 @@ from written_records import record, window
 
 from sley_core.metrics.summary import write_summary
 from sley_doctor.reports.work_record import line
-from train_cli.folder_lock import FolderLock
 from train_cli.recorder import WORK
+from train_cli.run_folder import FolderLock
 
 Cli = Callable[..., Any]
 

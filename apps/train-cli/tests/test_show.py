@@ -9,7 +9,7 @@ from typing import Any
 
 from sley_core.plan.load import load_plan, plan_from_text
 from sley_core.topology import Topology
-from train_cli.layout_text import group_lines, rank_lines
+from train_cli.commands.show import group_lines, rank_lines
 
 Cli = Callable[..., Any]
 

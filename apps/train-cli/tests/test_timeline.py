@@ -15,7 +15,7 @@ from sley_core.plan.loader import Loader
 from sley_core.records import PartitionerRecord, Record, ScheduleRecord, StageLinkRecord
 from sley_core.table import Table
 from sley_testing.plans import loader_of, small_plan
-from train_cli.timeline import timeline
+from train_cli.commands.show import timeline
 
 
 class Nothing(Table):

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from train_cli.engines import trainjob_status
-from train_cli.engines.trainjob_status import refusal, status_server
+from train_cli import trainjob_status
+from train_cli.trainjob_status import refusal, status_server
 
 PATH = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/mine/trainjobs/small/status"
 

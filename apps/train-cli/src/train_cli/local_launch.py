@@ -1,4 +1,5 @@
-"""Starts the ranks of a local run and waits for them: torch.distributed.elastic's agent, in this process.
+"""Starts the ranks of a local run and waits for them: torch.distributed.elastic's agent, in this process, with a rendezvous in
+a private file and an end of its own for ranks.
 
     launcher ──> agent ──> python -m train_cli run plan.toml     RANK=0     each in a session of its own,
                      └───> python -m train_cli run plan.toml     RANK=1     stdout and stderr as the launcher's
@@ -15,25 +16,174 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not where type checkers look
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from sley_core.comm.occasions import STORE
 from sley_core.errors import EXIT_OK, EXIT_PLAN_INVALID, EXIT_PLUGIN, EXIT_TERMINATED, EXIT_USAGE
 from train_cli import surroundings
-from train_cli.agent import Agent, send
 from train_cli.blame import blame
 from train_cli.faults import Fault
-from train_cli.folder_lock import lock
 from train_cli.recorder import recorder
-from train_cli.rendezvous import FileRendezvous
-from train_cli.stopping import HEARD, REMIND_S, STILL, WARNINGS, codes
+from train_cli.run_folder import lock
+from train_cli.stopping import HEARD, HURRY_S, REMIND_S, STILL, WARNINGS, codes
+
+MORE_S = 2
+"""Between SIGTERM and SIGKILL, beyond what a rank gives itself."""
+
+AGAIN_S = 1.5
+"""Between two SIGTERMs that a rank takes for two."""
+
+_END_POLL_S = 0.05
+_STATES = {
+    "T": "it is stopped, as by SIGSTOP",
+    "t": "it is stopped by a debugger",
+    "D": "it waits in the kernel, for a disk or a device",
+    "R": "it is running, and hears no signal",
+    "S": "it sleeps, and hears no signal",
+}
+
+
+class Agent(LocalElasticAgent):
+    """Runs the ranks of `spec` as elastic's agent does, and ends them in the way above.
+
+    silent: after the run, the state of each rank that SIGTERM did not end. is_asked: set when the user has asked the run to
+    stop. watch: called several times a second. terminated_s: how long a rank gives itself after SIGTERM.
+
+        a rank fails ──> SIGTERM to the others ──> a second SIGTERM ── all have ended ──> result
+                                                    └── 10 s ──> those left are noted in `silent` with their states, and killed
+
+    A rank of ours ends after SIGTERM unless it cannot run at all. Where the user asked the run to stop, ranks may save a
+    checkpoint, and the second SIGTERM, which makes them hurry, is left out. Elastic alone waits 30 s, and versions of torch
+    differ in whether that can be changed; the agent ends ranks itself, so that all versions behave alike.
+    """
+
+    def __init__(self, spec: WorkerSpec, logs: LogsSpecs, watch: Callable[[], None], terminated_s: float) -> None:
+        self._grace_s = round(terminated_s) + MORE_S
+        super().__init__(spec, logs, exit_barrier_timeout=self._grace_s)
+        self.silent: dict[int, str] = {}
+        self.is_asked = False
+        self._watch = watch
+        self._started: list[int] = []
+
+    def pids(self) -> list[int]:
+        """Returns the process ids of the ranks started so far."""
+        return [worker.id for worker in self.get_worker_group().workers if isinstance(worker.id, int)]
+
+    def end_sessions(self) -> None:
+        """Kills processes that ranks have left behind, by the rank's session, which each rank leads."""
+        send(self._started, signal.SIGKILL)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Starts the ranks, and puts `_end` in place of elastic's way to end them."""
+        found: dict[int, Any] = super()._start_workers(worker_group)
+        self._started += [pid for pid in found.values() if isinstance(pid, int)]
+        context = self._pcontext
+        assert context is not None, "workers without a context"
+        # All ways to end ranks lead through it; elastic calls it itself where it sees the first failure.
+        self._close = context.close
+        context.close = self._end  # type: ignore[method-assign]
+        return found
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._watch()
+        found: RunResult = super()._monitor_workers(worker_group)
+        return found
+
+    def _end(self, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
+        """Ends all ranks: a signal, then SIGKILL after a while for those still alive, whose states go to `silent`."""
+        send(self._alive().values(), signal.SIGTERM if death_sig is None else death_sig)
+        if self.is_asked:
+            alive = self._wait(self._grace_s)
+        elif alive := self._wait(AGAIN_S):
+            send(alive.values(), signal.SIGTERM)
+            alive = self._wait(HURRY_S + MORE_S)
+        self.silent.update({rank: state_of(pid) for rank, pid in alive.items()})
+        self._close(signal.SIGKILL, self._grace_s)
+
+    def _wait(self, seconds: float) -> dict[int, int]:
+        """Waits for the ranks to end; returns the process id of each rank that has not."""
+        deadline = time.monotonic() + seconds
+        while (alive := self._alive()) and time.monotonic() < deadline:
+            time.sleep(_END_POLL_S)
+        return alive
+
+    def _alive(self) -> dict[int, int]:
+        """Returns the process id of each rank that has not ended, without waiting."""
+        context: Any = self._pcontext
+        handlers = context.subprocess_handlers.items()
+        return {rank: handler.proc.pid for rank, handler in handlers if handler.proc.poll() is None}
+
+
+def send(pids: Iterable[int], number: signal.Signals) -> None:
+    """Sends a signal to processes that may have ended; SIGKILL goes to the whole session of each."""
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
+
+
+def state_of(pid: int) -> str:
+    """Returns the state of a process in words; empty if the system does not tell."""
+    try:
+        # The name of the program, in parentheses, may have any character.
+        letter = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+    return _STATES.get(letter, "")
+
+
+class FileRendezvous(RendezvousHandler):
+    """Serves one agent without peers. `next_rendezvous` also puts the store of the new attempt into this process's environment,
+    of which the agent gives its ranks a copy.
+
+    Elastic's own rendezvous keep a TCPStore, which listens on all interfaces whatever address it is given; and a store that is
+    used twice gives gloo the addresses of ranks that have ended.
+    """
+
+    def __init__(self, folder: Path, run_id: str) -> None:
+        self._folder = folder
+        self._run_id = run_id
+        self._num_attempts = 0
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Makes the folder and store of a new attempt, and puts the store's URI into this process's environment."""
+        attempt = self._folder / f"attempt-{self._num_attempts}"
+        attempt.mkdir()
+        self._num_attempts += 1
+        os.environ[STORE] = (attempt / "ranks").as_uri()
+        # Ranks read no address: World.join uses the store. Elastic wants one to put into their environment.
+        address = RendezvousStoreInfo("127.0.0.1", 0)
+        # The agent's own store, for agents of other machines, stays in memory: it cannot be lost and waits for no file.
+        return RendezvousInfo(HashStore(), 0, 1, address)
+
+    def get_backend(self) -> str:
+        return "sley-file"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def shutdown(self) -> bool:
+        return True
+
 
 _POLL_S = 0.1
 _REFUSED = (EXIT_USAGE, EXIT_PLAN_INVALID, EXIT_PLUGIN)

@@ -17,7 +17,7 @@ from sley_core.model.steps import is_blank
 from sley_core.plan.plan import Plan
 from train_cli.layer_check import check_layers
 from train_cli.on_meta import check_boundaries
-from train_cli.opening import parameters
+from train_cli.progress import parameters
 
 
 def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[str]:

@@ -22,9 +22,8 @@ from sley_core.run_files import WEIGHTS
 from train_cli import failure_file, lifeline
 from train_cli.console import say
 from train_cli.faults import Fault
-from train_cli.opening import opening, repeats
 from train_cli.preflight import meet, thread_note
-from train_cli.progress import Reporter, closing
+from train_cli.progress import Reporter, closing, opening, repeats
 from train_cli.recorder import recorder
 from train_cli.resume import AUTO, is_finished, load
 from train_cli.resume import totals as done
@@ -129,7 +128,7 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, resume: str | None, li
         run.notes.append(note)
     tell: AbstractContextManager[list[Callable[[Any], None]]] = nullcontext([])
     if "KUBEFLOW_TRAINER_SERVER_URL" in os.environ:
-        from train_cli.engines.trainjob_status import refusal, status_server
+        from train_cli.trainjob_status import refusal, status_server
 
         if note := refusal(os.environ):
             run.notes.append(note)

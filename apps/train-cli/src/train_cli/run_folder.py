@@ -1,4 +1,4 @@
-"""Makes the folder of a run, `runs/<name>/`, once before any rank starts, for one run at a time; overwrites only on request.
+"""Makes and locks the folder of a run, `runs/<name>/`, once before any rank starts, for one run at a time.
 
 It holds `plan.toml` as resolved, `start.json`, and what the run wrote: `metrics.jsonl`, `summary.json`, traces, the final
 weights, `faults` if it failed, and `attempt.json`, which says from which checkpoints it may resume.
@@ -6,26 +6,119 @@ weights, `faults` if it failed, and `attempt.json`, which says from which checkp
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from errno import ELOOP
 from pathlib import Path
 
 import tomli
 
 from sley_core.attempt import NAME as ATTEMPT
+from sley_core.attempt import torchrun
 from sley_core.errors import PlanError, SleyError
 from sley_core.json_text import write_whole
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.plan.plan import Plan
 from sley_core.run_files import PLAN
-from train_cli.folder_lock import NAME as LOCK
-from train_cli.folder_lock import FolderLock, TakenError, check_free, is_restart
 from train_cli.recorder import FAULTS, WORK, recorder
 from train_cli.saved import can_go_on
 from train_cli.start_record import NAME as START
+
+LOCK = ".lock"
+
+
+class TakenError(Exception):
+    """Raised where another process has locked the folder; `pid` as that process wrote it, or empty."""
+
+    def __init__(self, pid: str) -> None:
+        super().__init__(pid)
+        self.pid = pid
+
+
+class FolderLock:
+    """Makes `folder` if it is missing, and locks it. Raises TakenError, and OSError if it cannot be written.
+
+    It is a lock of the system (flock(2)) on a file, not the file's existence: a file left by a killed run keeps nobody out. On
+    file systems without such locks, and on systems without fcntl, nothing is locked.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK
+        while True:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+            try:
+                _lock_or_taken(self._file)
+                if self._is_there():  # else its former holder has removed it meanwhile, perhaps with its folder
+                    break
+            except BaseException:
+                os.close(self._file)
+                raise
+            os.close(self._file)
+        os.ftruncate(self._file, 0)
+        os.write(self._file, json.dumps({"pid": os.getpid(), "starter": torchrun()}).encode())
+
+    def release(self) -> None:
+        """Unlocks the folder and removes the file, unless torchrun may restart this rank, which must recognise its folder."""
+        restarts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
+        if self._is_there() and int(restarts[0]) >= int(restarts[1]):
+            self._path.unlink()
+        os.close(self._file)
+
+    def _is_there(self) -> bool:
+        """Returns whether the locked file is still the one in the folder."""
+        try:
+            found = os.stat(self._path, follow_symlinks=False)  # noqa: PTH116 - beside fstat
+        except OSError:
+            return False
+        own = os.fstat(self._file)
+        return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
+
+
+def check_free(folder: Path) -> None:
+    """Raises TakenError if a run has locked `folder` now; changes nothing."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        file = os.open(folder / LOCK, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+        try:
+            _lock_or_taken(file)
+        finally:
+            os.close(file)
+
+
+def is_restart(folder: Path) -> bool:
+    """Returns whether torchrun restarted this rank within the run that made `folder`, so that it may reuse the folder."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return False
+    try:
+        return bool(json.loads((folder / LOCK).read_text("utf-8"))["starter"] == torchrun())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def lock(file: int) -> None:
+    """Locks an open file or folder for this process and its forks. Raises BlockingIOError if another process has it."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _lock_or_taken(file: int) -> None:
+    """Locks `file`, or raises TakenError; does nothing on file systems without locks."""
+    try:
+        lock(file)
+    except BlockingIOError:
+        try:
+            pid = str(json.loads(os.pread(file, 1000, 0))["pid"])
+        except (ValueError, KeyError, TypeError):
+            pid = ""
+        raise TakenError(pid) from None
+    except OSError:
+        return  # no locks here
 
 
 def run_folder(plan: Plan) -> Path:

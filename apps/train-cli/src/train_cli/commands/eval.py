@@ -14,7 +14,7 @@ from sley_core.errors import PlanError, SleyError
 from sley_core.losses.config import CrossEntropyConfig
 from sley_core.records import DatasetRecord
 from train_cli.console import say
-from train_cli.opening import repeats
+from train_cli.progress import repeats
 from train_cli.trained import plan_of, trained_run
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ import typer
 
 from sley_core.errors import UsageError
 from sley_core.plan.load import load_plan
-from train_cli.engines import kubeflow, ray, slurm, torchrun
-from train_cli.engines.job import job_of
+from train_cli.engines import job_of, kubeflow_manifest, ray_program, slurm_script, torchrun_command
 from train_cli.options import PlanArgument, SetOption
 
 
@@ -45,12 +44,12 @@ def launch(
     job = job_of(load_plan(plan, changes), nodes, per_node, arguments)
     match on:
         case Engine.torchrun:
-            text = torchrun.render(job)
+            text = torchrun_command(job)
         case Engine.slurm:
-            text = slurm.render(job)
+            text = slurm_script(job)
         case Engine.kubeflow:
             assert image is not None
-            text = kubeflow.render(job, image)
+            text = kubeflow_manifest(job, image)
         case Engine.ray:
-            text = ray.render(job)
+            text = ray_program(job)
     typer.echo(text, nl=False)

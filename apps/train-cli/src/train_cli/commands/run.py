@@ -25,15 +25,13 @@ from sley_core.plan.plan import Plan
 from train_cli import console, lifeline
 from train_cli.as_rank import as_rank
 from train_cli.console import Settings
-from train_cli.folder_lock import is_restart
 from train_cli.lazy import module_of
-from train_cli.opening import ranks
 from train_cli.options import MessageFormat, PlanArgument, SetOption, WorldOption
 from train_cli.preflight import refuse_lone_worlds
-from train_cli.progress import draws_line
+from train_cli.progress import draws_line, ranks
 from train_cli.recorder import FAULTS
 from train_cli.resume import AUTO, goes_on, is_again
-from train_cli.run_folder import check_run_folder, held_run_folder, run_folder
+from train_cli.run_folder import check_run_folder, held_run_folder, is_restart, run_folder
 from train_cli.saved import check_given
 from train_cli.stopping import terminated_s
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from sley_core.actions.costs import Costs
+from sley_core.actions.draw import draw_text
+from sley_core.actions.lower import lower
+from sley_core.actions.simulate import simulate
 from sley_core.errors import KeyPath, PlanError, UsageError, dotted
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
 from sley_core.plan.write import leaves
 from sley_core.records import GradientHandlerRecord
 from sley_core.topology import GroupEntry, Topology
-from train_cli.layout_text import group_lines, rank_lines, sizes
 from train_cli.lazy import module_of
 from train_cli.options import (
     FormatOption,
@@ -28,6 +32,101 @@ from train_cli.options import (
     WorldOption,
     given_world,
 )
+
+MOST_RANKS = 32
+"""In a larger world ranks are told as kinds."""
+
+_MOST_STAGES = 16
+_MOST_GROUPS = 4
+"""How many groups of one axis are listed."""
+
+_SIZES = ("pp", "dp", "sp", "wdp", "wp")
+
+
+def sizes(topology: Topology) -> str:
+    """Returns the sizes of all axes as text: `pp 2, dp 1, sp 1, wdp 1, wp 1`."""
+    return ", ".join(f"{name} {getattr(topology, name)}" for name in _SIZES)
+
+
+def rank_lines(topology: Topology, rank: int | None) -> Iterator[str]:
+    """Yields a table of the coordinates of all ranks, or of `rank`; for a large world a summary of what its ranks have in
+    common.
+    """
+    if rank is None and topology.world > MOST_RANKS:
+        yield from _kinds(topology)
+        return
+    yield "  rank  stage    dp    sp   wdp    wp"
+    for each in range(topology.world) if rank is None else (rank,):
+        at = topology.coordinates(each)
+        yield "".join(f"{number:6}" for number in (at.rank, at.stage, at.dp, at.sp, at.wdp, at.wp))
+
+
+def _kinds(topology: Topology) -> Iterator[str]:
+    """Yields the ranks of each stage, and how a rank's place in its stage gives its coordinates."""
+    size = topology.ranks_per_stage
+    rows = [f"  stage {stage:<5} ranks {stage * size}-{stage * size + size - 1}" for stage in range(topology.pp)]
+    yield from rows if len(rows) <= _MOST_STAGES else [*rows[:3], f"  ... {len(rows)} stages in all", rows[-1]]
+    yield f"  the n-th rank of a stage of {size}, from 0, has"
+    for outer, inner, length in (("dp", "sp", topology.sp), ("wdp", "wp", topology.wp)):
+        yield f"    {_place(topology, outer, f'n // {length}'):20} {_place(topology, inner, f'n % {length}')}"
+    yield "  --rank N shows one rank, --format json all"
+
+
+def _place(topology: Topology, axis: str, formula: str) -> str:
+    """Returns a coordinate as a formula of the place in a stage, as short as the axis allows."""
+    length = getattr(topology, axis)
+    if length == 1:
+        return f"{axis} = 0"
+    return f"{axis} = {'n' if length == topology.ranks_per_stage else formula}"
+
+
+def group_lines(entries: Sequence[GroupEntry]) -> Iterator[str]:
+    """Yields one line per axis and lane with its groups, in the order of `entries`; of many groups only the first ones and the
+    last.
+    """
+    lines: dict[tuple[str, str], list[GroupEntry]] = {}
+    for entry in entries:  # the lanes of a group follow each other
+        lines.setdefault((entry.axis, entry.lane), []).append(entry)
+    for (axis, lane), every in lines.items():
+        name = axis if lane == "main" else f"{axis}.{lane}"
+        shown = "  ".join(each.label for each in every[:_MOST_GROUPS])
+        if len(every) > _MOST_GROUPS:
+            first, second, last = every[0], every[1], every[-1]
+            shown = f"{len(every)} groups of {len(first.ranks)}: {first.label}  {second.label}  ...  {last.label}"
+        yield f"  {name:14} {every[0].backend:7} {shown}"
+
+
+WIDTH = 110
+"""Columns where there is no terminal that has a number of its own."""
+
+
+def timeline(plan: Plan, topology: Topology) -> Iterator[str]:
+    """Yields the drawing, and each stage's idle share and peak; a full backward costs two forwards.
+
+    Raises PlanError "no-pipeline" for a plan without one, and the errors of its schedule.
+    """
+    if plan.pipeline is None:
+        hint = 'add [pipeline] with `use = "pp.one_f_one_b"`, of sley-pp, and `pp = 2` to [parallel]'
+        raise PlanError("no-pipeline", "the plan has no [pipeline], so there is no timeline to draw", hint=hint)
+    schedule = plan.pipeline.build()
+    micros = plan.num_micros(topology)
+    try:
+        placement = schedule.placement(topology.pp)
+        lists = lower(schedule.lists(topology.pp, micros), placement, micros)
+    except PlanError as error:
+        raise plan.located(error) from None
+    simulation = simulate(lists, placement, Costs.even(placement.num_positions))
+    sizes = f"{_counted(topology.pp, 'stage')}, {_counted(micros, 'micro-batch', 'es')}"
+    yield f"# {plan.pipeline.name}: {sizes}; F, D and W take one unit of time each, B two"
+    yield draw_text(simulation.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
+    for stage, held in enumerate(simulation.peaks):
+        idle = simulation.timeline.idle(stage)
+        yield f"  stage {stage}: idle {idle:.1%}, holds at most {_counted(held.pairs, 'micro-batch', 'es')} of a chunk"
+
+
+def _counted(number: int, word: str, plural: str = "s") -> str:
+    return f"{number} {word}{'' if number == 1 else plural}"
+
 
 _COLUMN = 44
 """Where the origins begin."""
@@ -64,7 +163,7 @@ def show(
         known = seconds.machine_of(machine, per_node)
         typer.echo("\n".join(seconds.estimated(resolved, topology.world, known)))
     elif timeline:
-        from train_cli.timeline import timeline as drawn
+        from train_cli.commands.show import timeline as drawn
 
         typer.echo("\n".join(drawn(resolved, topology)))
     elif form is OutputFormat.json:

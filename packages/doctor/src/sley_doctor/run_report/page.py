@@ -44,8 +44,7 @@ from sley_doctor.slow.blocks import Block, middle
 from sley_doctor.slow.judge import judge
 from sley_doctor.slow.words import SHOWN_S, cause_in_words, nobody, remedy, waits_of
 from sley_doctor.verdict.verdict import verdict
-from train_cli.opening import memory_of
-from train_cli.progress import duration, rate
+from train_cli.progress import duration, memory_of, rate
 from train_cli.start_record import StartRecord, read_start
 
 Row = Mapping[str, float | int | None]

@@ -27,7 +27,7 @@ from sley_core.metrics.summary import NAME as SUMMARY
 from sley_doctor.reports.fault_report import FaultReport, FoundReports, LaunchReport, SeenExchange
 from sley_doctor.reports.work_record import WorkRecord
 from sley_doctor.verdict.divergence import Divergence, divergence, late_for
-from train_cli.folder_lock import TakenError, check_free
+from train_cli.run_folder import TakenError, check_free
 from train_cli.stopping import WARNINGS
 
 RUNNING, KILLED, UNKNOWN = "running", "killed", "unknown"

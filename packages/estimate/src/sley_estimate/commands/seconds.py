@@ -13,8 +13,8 @@ from sley_core.actions.draw import draw_text
 from sley_core.actions.simulate import Delivery
 from sley_core.errors import SleyError
 from sley_estimate.machine.read import load_machine
+from train_cli.commands.show import WIDTH
 from train_cli.surroundings import num_cores
-from train_cli.timeline import WIDTH
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
