@@ -138,6 +138,18 @@ def test_the_modules_that_a_page_names_are_there(page: str) -> None:
     assert not [path for path in sorted(named) if not any((root / path).exists() for root in roots)]
 
 
+def test_the_tour_names_what_its_files_have() -> None:
+    text = (ROOT / "docs" / "tour.md").read_text("utf-8")
+    stops = re.findall(r"\]\(([^)]+)\)\*\*\s+\((\d+)\s+lines\)(.*?)\n\n", text, re.DOTALL)
+    assert len(stops) == 7
+    for path, lines, words in stops:
+        code = (ROOT / "docs" / path).read_text("utf-8")
+        count = len(code.splitlines())
+        assert abs(int(lines) - count) <= count // 10, f"{path} has {count} lines"
+        for name in re.findall(r"`(?:\w+\.)?(\w+)`", words):
+            assert re.search(rf"\b{name}\b", code), f"{path} has no {name}"
+
+
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 def test_a_package_stands_alone(package: Path) -> None:
     """Its folder is what an archive holds: the licence is in it, and its page, leads nowhere outside."""
