@@ -119,10 +119,9 @@ class Entry:
 
 
 class ParameterBook:
-    """Lists the entries of this rank's layers, in the order in which the model names them.
-
-    chunks: this rank's layers, per model chunk. stages: all layers of the model, on meta; if left out, this rank has all of
-    them. shards: which parameters are sharded, and how.
+    """Lists the entries of this rank's layers, in the order in which the model names them. chunks: these layers, per model
+    chunk. stages: all layers of the model, on meta; if left out, this rank has all. shards: which parameters are sharded, and
+    how.
     """
 
     def __init__(

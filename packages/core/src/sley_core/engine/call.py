@@ -81,9 +81,7 @@ class Keep(ActivationPolicy):
 
 class Recompute(ActivationPolicy):
     """Recomputes the layers named in `names`: they keep only their inputs, and run again once when their backward needs them.
-
-    Raises RunError `recompute-in-place` if the inputs of one are written in place: the second run would start from other
-    values.
+    Raises RunError `recompute-in-place` if inputs are written in place: the second run would start from other values.
     """
 
     def __init__(self, names: frozenset[str]) -> None:

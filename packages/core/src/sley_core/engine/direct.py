@@ -41,10 +41,8 @@ Work = Callable[[], None]
 
 
 class WeightQueue:
-    """Holds the closures of every D until its W runs.
-
-    D opens `collecting(place)`; within it linears call `put`. W calls `run(place)`. on_last: called with the entry when
-    `run` has done its last product, however often a linear was used.
+    """Holds the closures of every D until its W runs. D opens `collecting(place)`, in which linears call `put`; W calls
+    `run(place)`. on_last: called with the entry when `run` has done its last product, however often a linear was used.
     """
 
     def __init__(self) -> None:
@@ -58,7 +56,6 @@ class WeightQueue:
 
     @contextmanager
     def collecting(self, place: Place) -> Iterator[None]:
-        """Returns a context manager in which `put` queues for `place`."""
         assert self._open is None, f"D of {place} within that of {self._open}"
         self._queued[place] = []
         self._open = place
@@ -97,12 +94,10 @@ _OWN = 2
 
 
 class Handover:
-    """Is the sink of one linear: multiplies at once, or queues while a D is collecting.
+    """Is the sink of one linear: multiplies at once, or queues while a D is collecting. entry: the weight's, for `on_last`.
 
     Between D and W, a hook or the backward of another branch may write in place to the output gradient, if it has that too. So
     until the first W has shown whether that happens, such a gradient is copied, and after that only if it does.
-
-    entry: the weight's entry, for the queue's `on_last`.
     """
 
     def __init__(
@@ -161,17 +156,15 @@ BiasSink = Callable[[Tensor], None]
 
 
 class DirectLinear(torch.autograd.Function):
-    """Computes `F.linear` with a backward that gives the weight's gradient to `sink` instead of to autograd.
-
-    Only if the backward would add it to the weight's `grad`; `autograd.grad` of the weight gets it from autograd. bias_sink:
-    the same for the bias; if None, autograd gets the bias's gradient.
+    """Computes `F.linear` with a backward that gives the weight's gradient to `sink` instead of to autograd, if it would be
+    added to `grad`; `autograd.grad` of the weight gets it from autograd. bias_sink: the same for the bias; if None, autograd
+    gets that.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Handover, bias_sink: BiasSink | None
     ) -> Tensor:
-        """Computes the linear, and saves its input and weight for the backward."""
         ctx.save_for_backward(x, weight)
         ctx.sink = sink
         ctx.bias_sink = bias_sink
@@ -201,7 +194,7 @@ class DirectLinear(torch.autograd.Function):
 
 def no_view(result: Tensor) -> Tensor:
     """Returns `result` as a tensor that may be written in place, which autograd forbids for a view returned by a custom
-    function. A linear with a bias returns a view if there are more than two dims.
+    function, as of a linear with a bias and more than two dims.
     """
     found: Tensor = torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
     return found
@@ -216,10 +209,8 @@ class Asked(Enum):
 
 
 def asked_of(ctx: Any, place: int = 1) -> Asked:
-    """Returns what the running backward wants of a weight's gradient. Called in every backward: a forward may itself call
-    `autograd.grad`.
-
-    place: index of the weight, a leaf, among the inputs of the function whose backward this is.
+    """Returns what the running backward wants of a weight's gradient. Asked in every backward: a forward may itself call
+    `autograd.grad`. place: index of the weight, a leaf, among the inputs of the function whose backward this is.
     """
     accumulation = ctx.next_functions[place][0]
     if accumulation is None:
@@ -233,10 +224,8 @@ def asked_of(ctx: Any, place: int = 1) -> Asked:
 def direct_forward(
     linear: nn.Linear, weight: Tensor, sink: Handover, bias: Tensor | None, bias_sink: BiasSink | None, input: Tensor
 ) -> Tensor:
-    """Runs the forward of `linear` while a run is open. The last parameter is named as that of `nn.Linear.forward`, for models
-    that pass `input` by name.
-
-    weight, bias: the parameters that the store knows; if the module now has others, autograd handles those.
+    """Runs the forward of `linear` while a run is open. `input` is named as in `nn.Linear.forward`, for models that pass it by
+    name. weight, bias: the parameters that the store knows; if the module now has others, autograd handles those.
     """
     held = linear.weight
     # Left to autograd: a frozen weight, whose input need not be kept; a weight that a program put in place of the store's;
@@ -273,14 +262,13 @@ def accumulate_directly(
     *,
     all_types: bool = False,
 ) -> Callable[[], None]:
-    """Patches every plain `nn.Linear` of `layers` to add its weight gradient to `store` directly; if the store's sums are
-    canonical, its bias's gradient too. Returns a function that undoes it.
+    """Patches every plain `nn.Linear` of `layers` to add its weight gradient to `store` directly; if sums are canonical, its
+    bias's gradient too. Returns a function that undoes it.
 
-    Skips linears with a sharded parameter (its communicator handles them), and those whose weight is not a parameter
-    (`weight_norm`) or whose forward was replaced (autograd handles them).
-
-    queue: takes the products instead while a D runs. Patches only if weight and store have the same dtype, unless `all_types`:
-    one call cannot accumulate a bf16 product into fp32 on every device.
+    Skips linears with a sharded parameter (its communicator handles them), and those whose weight is no parameter
+    (`weight_norm`) or whose forward was replaced (autograd handles them). queue: takes the products instead while a D runs.
+    Patches only if weight and store have the same dtype, unless `all_types`: one call cannot accumulate a bf16 product into
+    fp32 on every device.
     """
     patches = ExitStack()
     queue.on_last = store.passed
@@ -344,10 +332,7 @@ def without_padding(rows: Tensor, tokens: Tensor, padding_idx: int | None) -> Te
 
 
 def embedding_forward(embedding: nn.Embedding, weight: Tensor, sink: Handover, input: Tensor) -> Tensor:
-    """Runs the forward of `embedding` while a run is open. The last parameter is named as that of `nn.Embedding.forward`.
-
-    weight: the parameter that the store knows; if the module now has another, autograd handles that.
-    """
+    """Runs the forward of `embedding` while a run is open. weight: the one that the store knows; autograd handles others."""
     held = embedding.weight
     is_own = held is weight and held.requires_grad and not held._backward_hooks
     if not is_own or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
@@ -366,10 +351,8 @@ def is_plain_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
 def add_rows_directly(
     layers: Iterable[Layer], book: ParameterBook, store: GradientStore, queue: WeightQueue
 ) -> Callable[[], None]:
-    """Patches every plain, unsharded `nn.Embedding` of `layers` to add its gradient's rows to `store` directly. Returns a
-    function that undoes it.
-
-    queue: takes the rows instead while a D runs.
+    """Patches every plain, unsharded `nn.Embedding` of `layers` to add its gradient's rows to `store` directly, or while a D
+    runs to `queue`. Returns a function that undoes it.
     """
     patches = ExitStack()
     for layer in layers:

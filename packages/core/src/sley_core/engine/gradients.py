@@ -98,10 +98,8 @@ class GradientStore:
         return list(self._seen)
 
     def gradient(self, entry: Entry) -> Tensor:
-        """Returns the gradient of `entry`, a view: its parameter's shape, the store's dtype.
-
-        Raises RunError if it is frozen or was discarded by an offload, and `gradient-sharded` once a reducer leaves only a part
-        of it to this rank.
+        """Returns the gradient of `entry`, a view: its parameter's shape, the store's dtype. Raises RunError if it is frozen or
+        was discarded by an offload, and `gradient-sharded` once a reducer leaves only a part of it to this rank.
         """
         if entry not in self._slots:
             raise RunError(
@@ -270,10 +268,8 @@ class GradientStore:
             self.free()
 
     def watch(self) -> None:
-        """Installs the autograd hooks, now and in later layouts; the first `begin_step` calls it if nobody did.
-
-        Gradients that no handler reduces, and that have the store's dtype, get no hook: autograd sums them itself, without a
-        Python call.
+        """Installs the autograd hooks, now and in later layouts; the first `begin_step` calls it if nobody did. Gradients that
+        no handler reduces, and that have the store's dtype, get no hook: autograd sums them itself, without a Python call.
         """
         self._is_watching = True
         for slot in self._order:

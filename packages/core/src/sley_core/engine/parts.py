@@ -71,13 +71,12 @@ class StepEvents:
     """Lists what a step calls, in the order of registration, on this rank alone: none of it may communicate.
 
     began: before the first forward. gradients_done: all gradients are reduced, and nothing is updated yet. after_update: after
-    the update of any step that did not raise, taken or not.
+    the update of any step that did not raise, taken or not. step_in_buckets: makes the optimizer step one bucket at a time;
+    None steps everything at once.
 
     came_back: between two steps, with the name of a part of the run's memory that is on the device again, or on its way. Its
     tensors, views and hooks are those from before, but their addresses may be others: for a plugin that has kept any, as a CUDA
     graph or a registered buffer does.
-
-    step_in_buckets: makes the optimizer step one bucket at a time; None steps everything at once.
     """
 
     began: list[Callable[[], None]] = field(default_factory=list)

@@ -135,10 +135,9 @@ class WeightSaver:
         require: Callable[[], None],
         facts: Mapping[str, str],
     ) -> None:
-        """Saves as `Run.save_weights` describes. require: raises if memory that is read here is offloaded. facts: for the
-        metadata of the files; those of rank 0 count.
-
-        Every rank calls it. Ranks exchange their failures over `control` after each part, so that all raise and none waits.
+        """Saves as `Run.save_weights` describes. Every rank calls it; ranks exchange failures over `control` after each part,
+        so that all raise and none waits. require: raises if memory that is read here is offloaded. facts: for the metadata of
+        the files; those of rank 0 count.
         """
         Agreement(self._parts.groups).begin(f"saving weights ({precision}) in {folder}").check()
         sources: list[_Source] = []

@@ -94,10 +94,9 @@ class Slot:
 
     contributions: their number in this step. final: the number of passes in the action that completes the gradient. Autograd
     makes one pass per backward, however often it uses the parameter; the queue of a W makes one after the entry's last product;
-    a communicator makes one with every contribution.
-
-    autograd: IN_VIEW only if parameter and view have the same dtype, which is not known before the first layout. is_lent:
-    whether `parameter.grad` was made the view in this step, so that whatever is there now is the whole sum.
+    a communicator makes one with every contribution. autograd: IN_VIEW only if parameter and view have the same dtype, which is
+    not known before the first layout. is_lent: whether `parameter.grad` was made the view in this step, so that its present
+    value is the whole sum.
     """
 
     __slots__ = (
@@ -247,9 +246,8 @@ class Slot:
 
 
 class LooseSlot(Slot):
-    """Holds an unbuffered gradient: it stays in the tensor that autograd made, if that has the store's dtype.
-
-    For entries that no handler reduces. Saves the buffer and one pass over memory. `view` is a new tensor in every step.
+    """Holds an unbuffered gradient, which no handler reduces: it stays in the tensor that autograd made, if that has the
+    store's dtype. Saves the buffer and one pass over memory. `view` is a new tensor in every step.
     """
 
     __slots__ = ("dtype", "nothing", "paused")

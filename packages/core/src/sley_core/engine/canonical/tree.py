@@ -94,9 +94,8 @@ def run_of(coord: int, size: int, num_leaves: int) -> tuple[int, int]:
 
 
 class Spares:
-    """Lends memory for partial sums, and reuses it; shared by all gradients of a run, within one step.
-
-    made: all tensors allocated since `clear`, of num_bytes. max_bytes: the most since the run began.
+    """Lends memory for partial sums, and reuses it; shared by all gradients of a run, within one step. made: all tensors
+    allocated since `clear`, of num_bytes. max_bytes: the most since the run began.
     """
 
     def __init__(self) -> None:
@@ -128,11 +127,8 @@ class Spares:
 
 
 class PartialSums:
-    """Holds the contributions to one gradient, added up as far as the tree of `num_leaves` micro-batches allows, per use of the
-    parameter.
-
-    home: the tensor that should hold the last sum, if it is one of the operands. spares: takes the memory of sums that were
-    added to another.
+    """Holds the contributions to one gradient, added up as far as the tree of `num_leaves` allows, per use of the parameter.
+    home: the tensor that should hold the last sum, if it is one of the operands. spares: takes the memory of added sums.
     """
 
     def __init__(self, num_leaves: int, spares: Spares | None = None, home: Tensor | None = None) -> None:
@@ -142,7 +138,6 @@ class PartialSums:
         self._held: dict[tuple[int, Node], Tensor] = {}
 
     def __len__(self) -> int:
-        """Returns how many sums are held."""
         return len(self._held)
 
     @property
@@ -230,7 +225,6 @@ class CanonicalOrder:
         return run_of(group.coord, group.size, self.num_leaves)[0]
 
     def is_alone(self, entry: Entry) -> bool:
-        """Returns whether this rank has the whole tree of the gradient of `entry`."""
         return self.groups[entry.reduce_group].size == 1
 
     def nodes(self, reduce_group: str, coord: int | None = None) -> list[Node]:
