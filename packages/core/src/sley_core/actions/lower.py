@@ -259,11 +259,7 @@ def _placed(issues: Sequence[_Issue], ahead: int) -> list[tuple[int, Transfer]]:
 
 
 def lower(
-    lists: Sequence[Sequence[Action]],
-    placement: Placement,
-    micros: int,
-    *,
-    training: bool = True,
+    lists: Sequence[Sequence[Action]], placement: Placement, micros: int, *, training: bool = True
 ) -> list[Lowered]:
     """Returns one lowered list per stage. Pure: every rank computes all of them and gets the same result.
 

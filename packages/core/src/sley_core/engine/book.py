@@ -21,13 +21,7 @@ if TYPE_CHECKING:
 Stages: TypeAlias = "Sequence[tuple[int, Sequence[Layer]]]"
 """Parts of the model in its own order, each with the stage that holds it; a stage may hold several."""
 
-NORM_CLASSES = (
-    nn.modules.batchnorm._NormBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-    nn.LocalResponseNorm,
-)
+NORM_CLASSES = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
 @dataclass(frozen=True)
@@ -125,10 +119,7 @@ class ParameterBook:
     """
 
     def __init__(
-        self,
-        chunks: Sequence[Sequence[Layer]],
-        stages: Stages | None = None,
-        shards: Shards | None = None,
+        self, chunks: Sequence[Sequence[Layer]], stages: Stages | None = None, shards: Shards | None = None
     ) -> None:
         self.entries: list[Entry] = []
         known: dict[int, Entry] = {}

@@ -255,12 +255,7 @@ def accumulates_directly(wanted: str, device: Device) -> bool:
 
 
 def accumulate_directly(
-    layers: Iterable[Layer],
-    book: ParameterBook,
-    store: GradientStore,
-    queue: WeightQueue,
-    *,
-    all_types: bool = False,
+    layers: Iterable[Layer], book: ParameterBook, store: GradientStore, queue: WeightQueue, *, all_types: bool = False
 ) -> Callable[[], None]:
     """Patches every plain `nn.Linear` of `layers` to add its weight gradient to `store` directly; if sums are canonical, its
     bias's gradient too. Returns a function that undoes it.

@@ -169,12 +169,7 @@ class Executor:
         return torch.zeros(shape, dtype=torch.float64, device=self.device.torch_device)
 
     def _act(
-        self,
-        action: Action,
-        micro: MicroStep,
-        batch: Sequence[Batch],
-        weight: BatchWeight | None,
-        total: Tensor,
+        self, action: Action, micro: MicroStep, batch: Sequence[Batch], weight: BatchWeight | None, total: Tensor
     ) -> None:
         place = action.chunk, action.micro
         self._ready()

@@ -211,12 +211,7 @@ class WeightSaver:
 
     @torch.no_grad()
     def _write(
-        self,
-        sources: list[_Source],
-        mine: dict[str, str],
-        precision: Precision,
-        folder: Path,
-        facts: Mapping[str, str],
+        self, sources: list[_Source], mine: dict[str, str], precision: Precision, folder: Path, facts: Mapping[str, str]
     ) -> str:
         """Writes this rank's files; returns the failure, or "". After one it still takes part in every exchange."""
         files: dict[str, list[Spec]] = {}

@@ -173,13 +173,7 @@ class Stepper:
             return self.device.read(own, [1.0])[0] / total if total else 0.0
 
     def _run(
-        self,
-        step: int,
-        batch: StepBatch,
-        clock: ActionClock | None,
-        outputs: dict[int, Any] | None,
-        *,
-        is_last: bool,
+        self, step: int, batch: StepBatch, clock: ActionClock | None, outputs: dict[int, Any] | None, *, is_last: bool
     ) -> tuple[CallSums | None, Tensor]:
         """Runs forwards and backwards of one call of the step, which begins with the first one and ends with the last one.
         Returns the sums of the calls before, and the sum of this call's loss over this rank's samples.
