@@ -156,7 +156,7 @@ def _common() -> list[Any]:
 def _print_versions(wanted: bool) -> None:
     """Prints the versions and exits, for `--version`."""
     if wanted:
-        from train_cli.versions import sley_versions
+        from train_cli.machine_facts import sley_versions
 
         for name, version in sley_versions().items():
             typer.echo(f"{name} {version}")

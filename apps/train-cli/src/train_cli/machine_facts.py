@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from importlib.metadata import distributions
 from typing import Any
 
 from train_cli.surroundings import num_cores
-from train_cli.versions import sley_versions
 
+_GROUPS = ("[sley.plugins]", "[sley.commands]")
 _VARIABLES = ("SLEY_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MKL_", "MALLOC_")
 """Prefixes of the environment variables that change a run; others are private and not told."""
 
@@ -47,3 +48,15 @@ def _torch(names_gpus: bool) -> dict[str, Any]:
 
 def _variables() -> dict[str, str]:
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+
+
+def sley_versions() -> dict[str, str]:
+    """Returns versions by distribution, sorted by name; reads metadata only."""
+    found: dict[str, str] = {}
+    for dist in distributions():
+        name = dist.metadata["Name"] or ""
+        text = "" if name.startswith("sley-") else dist.read_text("entry_points.txt") or ""
+        if name.startswith("sley-") or any(group in text for group in _GROUPS):
+            # What is met first on sys.path is what an import finds.
+            found.setdefault(name, dist.version)
+    return dict(sorted(found.items()))

@@ -12,7 +12,6 @@ from sley_core.plan.loader import Loader
 from sley_core.plan.read import read_file
 from sley_core.plan.resolve import resolve
 from sley_core.run_files import KEPT, PLAN, WEIGHTS, with_kept
-from sley_core.weight_files.tokenizers import TOKENIZER
 from train_cli.saved import about_or_none, checkpoints_of, files_of, is_remote, paths_in
 
 if TYPE_CHECKING:
@@ -31,6 +30,8 @@ def keep_files(plan: Plan, folder: Path) -> None:
         source = getattr(getattr(plan, table).config, key, None)
         if not isinstance(source, Path) or source.resolve().is_relative_to(folder.resolve()):
             continue
+        from sley_core.weight_files.tokenizers import TOKENIZER
+
         (folder / name).mkdir(exist_ok=True)
         files = [(source, TOKENIZER[0])] if source.is_file() else [(source / one, one) for one in (*TOKENIZER, *MODEL)]
         for file, own in files:

@@ -29,8 +29,7 @@ from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
 from sley_core.engine.stage import Stage
 from sley_core.engine.step_state import StepState
 from sley_core.engine.weights import WeightStore
-from sley_core.equip import outputs_of, samples_of, state_of
-from sley_core.equipment import AssemblyFacts
+from sley_core.equip import AssemblyFacts, outputs_of, samples_of, state_of
 from sley_core.errors import PlanError
 from sley_core.join import join
 from sley_core.model.layers import Model

@@ -15,7 +15,6 @@ from sley_core.engine.positions import OverPositions, PositionProbe, WholeSequen
 from sley_core.engine.replicas import CopyComparison, WriteWatch
 from sley_core.engine.shards import close_stand_ins
 from sley_core.engine.stepper import Stepper
-from sley_core.losses.parameters import check_no_parameters
 from sley_core.records import GradientHandlerRecord, LossRecord
 from sley_core.updates import make_update
 
@@ -57,7 +56,11 @@ def stepper_of(
     # A hook, or a handler that does not support shards, may read weights at any time.
     parts.weights.is_eager = bool(hooks) or not all(_takes_shards(one.record) for one in plan.gradient_handlers)
     crossing = Crossing(stage.lists.placement, stage.lists.stage, _link(plan, parts))
-    check_no_parameters(loss := plan.loss.build())
+    loss = plan.loss.build()
+    if not type(loss).__module__.startswith("sley_core."):
+        from sley_core.losses.parameters import check_no_parameters
+
+        check_no_parameters(loss)
     if hasattr(loss, "attach"):
         loss.attach(parts)
     update = make_update(plan, parts, model, checks=checks)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sley_core.engine.step_batch import GivenBatch, StepBatch
     from sley_core.engine.stepper import Stepper
     from sley_core.engine.totals import PendingTotals, StepResult
-    from sley_core.equipment import Outputs, Samples
+    from sley_core.equip import Outputs, Samples
     from sley_core.plan.plan import Plan
     from sley_core.protocols import Checkpointer
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from sley_core.comm.collectives import gather_objects
 from sley_core.comm.device import on_stream
 from sley_core.engine.save import WeightSaver
-from sley_core.equipment import rows_of
+from sley_core.equip import rows_of
 from sley_core.errors import StateError, UsageError, closed
 from sley_core.loop import Loop, Row
 from sley_core.memory.run_memory import TO_EVALUATE, TO_LOAD, TO_RESTORE, TO_SAVE, TO_STEP
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from sley_core.engine.save import Precision
     from sley_core.engine.step_batch import GivenBatch
     from sley_core.engine.stepper import Stepper
-    from sley_core.equipment import AssemblyFacts, Outputs, Samples
+    from sley_core.equip import AssemblyFacts, Outputs, Samples
     from sley_core.memory.run_memory import RunMemory
     from sley_core.memory.state import Part
     from sley_core.plan.plan import Plan
