@@ -32,8 +32,8 @@ NUM_SLOTS = 2
 
 
 class TreeSums:
-    """Sums buffers of `store` over their groups; of a buffer that is cut, this rank's part. sent: counts the bytes sent. lane:
-    of the groups.
+    """Sums buffers of `store` over their groups; of a buffer that is cut, this rank's part. sent: counts bytes. lane: of the
+    groups.
 
              start* ──> finish ──> start* ──> finish ...
                 └─────> forget ────────┘             (a step that failed)
@@ -164,17 +164,18 @@ def _packed(store: GradientStore, buffer: GradientBuffer, num_uses: int, num_row
 
 
 def cost_note(parts: Parts, num_micros: int) -> str:
-    """Returns one line of text: how many sums are kept besides the gradients, their bytes, and what ranks exchange.
-
-    num_micros: of this rank, in one step.
+    """Returns one line of text: how many sums are kept besides the gradients, their bytes, and what ranks exchange. num_micros:
+    of this rank, in one step.
     """
     topology = parts.topology
     num_leaves = topology.dp * num_micros
     copies = 0
     num_bytes = 0
     for entry in parts.book.trainable:
+        # To a shard come the gradients of all ranks that share the weight, micro-batch by micro-batch.
         ranks = topology.wp if entry.shard is not None else 1
-        most = entry.num_sums * most_sums(_arrivals(ranks, num_micros), num_leaves) - 1
+        arrivals = [rank * num_micros + at for at in range(num_micros) for rank in range(ranks)]
+        most = entry.num_sums * most_sums(arrivals, num_leaves) - 1
         num_bytes += most * entry.numel * parts.store.dtype.itemsize
         copies = max(copies, most)
     nodes = max(
@@ -206,8 +207,3 @@ def _joined(nodes: Iterable[Node], num_leaves: int) -> tuple[set[Node], int]:
         held.add(node)
         most = max(most, len(held))
     return held, most
-
-
-def _arrivals(num_ranks: int, num_micros: int) -> list[int]:
-    """Returns the order in which gradients come to a shard: of all ranks that share the weight, micro-batch by micro-batch."""
-    return [rank * num_micros + at for at in range(num_micros) for rank in range(num_ranks)]

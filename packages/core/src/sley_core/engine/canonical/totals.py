@@ -144,7 +144,14 @@ class ExactTotals:
         self._order = order
         self._kind = kind
         self._losses = losses
-        self._counted = [tensor for piece in pieces if _counts(piece, groups) for tensor in piece.tensors]
+        # Among the ranks with copies of the same elements, one counts them.
+        stage = groups["pp"].coord
+        counted = [
+            piece
+            for piece in pieces
+            if groups[piece.reduce_group].coord < piece.num_shards and stage == piece.stages[0]
+        ]
+        self._counted = [tensor for piece in counted for tensor in piece.tensors]
         self._most = largest((tensor for piece in pieces for tensor in piece.tensors), losses.device)
         # All ranks of the world, before the message of the totals, at the end of every step.
         all_reduce(self._most, groups["all"], "max", what="the largest gradient").wait()
@@ -161,8 +168,3 @@ class ExactTotals:
         if math.isinf(self._kind):
             return loss, self._most
         return loss, norm_of(summed[:-num_losses], self._most, self._kind)
-
-
-def _counts(piece: Piece, groups: Groups) -> bool:
-    """Returns whether this rank is the one, among those with copies of these elements, that counts them."""
-    return groups[piece.reduce_group].coord < piece.num_shards and groups["pp"].coord == piece.stages[0]

@@ -316,15 +316,12 @@ class CanonicalSlot(Slot):
         self.rows = rows
         self._sums = None
 
-    @property
-    def _is_first(self) -> bool:
-        """Whether the open leaf is this rank's first, whose sum the view holds."""
-        return self._leaf is None or self._leaf == (0, self.order.first(self.entry.reduce_group))
-
     def _begin(self) -> Tensor:
         """Returns the memory of a new leaf, with arbitrary contents."""
         self._fresh = False
-        self._sum = self.view if self._is_first else self.order.spares.lend(self.view)
+        # The view holds the sum of this rank's first leaf.
+        is_first = self._leaf is None or self._leaf == (0, self.order.first(self.entry.reduce_group))
+        self._sum = self.view if is_first else self.order.spares.lend(self.view)
         return self._sum
 
     def leave(self) -> None:
