@@ -11,6 +11,7 @@ import pytest
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
+from sley_memory.leaks import find_leaks
 from sley_testing.plans import Tables, changed
 
 EXAMPLES = {path.stem: path for path in (Path(__file__).parents[3] / "examples" / "plans").glob("*.toml")}
@@ -36,7 +37,7 @@ def uncounted(tables: Tables, folder: Path) -> tuple[list[str], dict[str, int]]:
         run.step()
         run.step()
         of_data = (".feed.", ".dataset.")
-        leaks = [str(leak) for leak in run.memory.leaks(SMALL) if not any(word in leak.path for word in of_data)]
+        leaks = [str(leak) for leak in find_leaks(run, SMALL) if not any(word in leak.path for word in of_data)]
         return leaks, run.memory.bytes
 
 

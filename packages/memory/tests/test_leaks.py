@@ -11,6 +11,7 @@ from parking import EVERYTHING, running
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sley_core.comm.copies import is_host_memory
+from sley_memory.leaks import find_leaks
 from sley_testing.plans import small_plan
 
 CACHING = {**PLAN, "model": {"factory": "odd_parts:caching"}, "offload": EVERYTHING}
@@ -24,12 +25,12 @@ def test_a_model_that_keeps_its_output_is_named():
     with running(CACHING) as run:
         run.step()
         run.memory.offload().wait()
-        (leak,) = [leak for leak in run.memory.leaks() if leak.path.startswith("layers")]
+        (leak,) = [leak for leak in find_leaks(run) if leak.path.startswith("layers")]
         assert leak.path == "layers[0].module.cache['last'][0]"
         assert (leak.num_bytes, leak.dtype, leak.shape) == (2 * 512 * 4, torch.float32, (2, 512))
         assert str(leak) == "layers[0].module.cache['last'][0]: float32 [2, 512], 0.00 MiB"
         run.layers[0].module.cache.clear()
-        assert not [leak for leak in run.memory.leaks() if leak.path.startswith("layers")]
+        assert not [leak for leak in find_leaks(run) if leak.path.startswith("layers")]
 
 
 def test_other_holders_are_named():
@@ -42,7 +43,7 @@ def test_other_holders_are_named():
         run.stepper.update.optimizer.kept = {"last": torch.ones(5001)}
         run.stepper.update.optimizer.register_step_post_hook(lambda *_: of_a_closure.sum())
         run.memory.offload()
-        found = {leak.num_bytes: leak.path for leak in run.memory.leaks()}
+        found = {leak.num_bytes: leak.path for leak in find_leaks(run)}
         assert found[20_004] == "optimizer.kept['last']"
         assert found[16_004].startswith("a_local in test_other_holders_are_named()")
         assert found[8004].endswith("test_leaks.KEPT[0]")
@@ -57,7 +58,7 @@ def test_a_tensor_without_values_is_no_leak():
     with running(CACHING) as run:
         run.step()
         run.memory.offload()
-        assert not [leak for leak in run.memory.leaks() if leak.shape == (6001,)]
+        assert not [leak for leak in find_leaks(run) if leak.shape == (6001,)]
     KEPT.clear()
 
 
@@ -67,7 +68,7 @@ def test_what_is_here_is_no_leak():
         run.layers[0].module.cache.clear()
         weight = run.layers[0].module.linear.weight
         run.memory.offload("masters", "gradients")
-        assert not [leak for leak in run.memory.leaks() if leak.path.startswith(("layers", "optimizer", "store"))]
+        assert not [leak for leak in find_leaks(run) if leak.path.startswith(("layers", "optimizer", "store"))]
         assert weight.untyped_storage().nbytes() > 4096
 
 
@@ -95,7 +96,7 @@ def left_over(tables, folder):
             run.step()
         run.memory.offload().wait()
         new = {key for key, size in storages().items() if key not in before and size > 2048}
-        listed = {leak.path: leak for leak in run.memory.leaks(2048)}
+        listed = {leak.path: leak for leak in find_leaks(run, 2048)}
         moved = sum(moved.given_back for moved in run.memory.report.values())
         return len(new), sorted(listed), moved
 

@@ -12,6 +12,7 @@ from parking import sha
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
+from sley_memory.leaks import find_leaks
 from sley_testing.plans import small_plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
@@ -40,7 +41,7 @@ def test_the_driver_gets_the_memory_back(run):
     before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
     size = sum(run.memory.bytes.values())
     run.memory.offload().wait()
-    left = run.memory.leaks(MIB)
+    left = find_leaks(run, MIB)
     assert not left, "\n".join(map(str, left))
     assert before - torch.cuda.memory_allocated() >= size - 2 * MIB
     assert torch.cuda.mem_get_info()[0] - free >= 0.98 * size

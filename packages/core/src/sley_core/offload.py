@@ -56,9 +56,7 @@ def memory_of(plan: Plan, parts: Parts, stepper: Stepper, numbers: MoveNumbers |
         undo.callback(manager.detach)
     if numbers is not None:
         numbers.managers = managers
-    return RunMemory(
-        parts.world.device, holdings, managers, update.masters, dict(_roots(parts, stepper)), parts.events.came_back
-    )
+    return RunMemory(parts.world.device, holdings, managers, update.masters, parts.events.came_back)
 
 
 def move_numbers(plan: Plan, parts: Parts) -> MoveNumbers | None:
@@ -75,15 +73,6 @@ def _parts_of(manager: Component) -> Sequence[str]:
     record = manager.record
     assert isinstance(record, OffloadManagerRecord), manager.name
     return record.parts(manager.config)
-
-
-def _roots(parts: Parts, stepper: Stepper) -> Iterator[tuple[str, object]]:
-    """Yields objects of the run that hold tensors, by names that a user knows: layers, handlers, optimizer, store, stepper."""
-    yield from ((f"layers[{at}].module", layer.module) for at, layer in enumerate(parts.layers))
-    yield from ((f"handlers[{at}]", handler) for at, handler in enumerate(stepper.handlers))
-    yield "optimizer", stepper.update.optimizer
-    yield "store", parts.store
-    yield "stepper", stepper
 
 
 def _buffers(parts: Parts) -> Iterator[tuple[str, Tensor]]:

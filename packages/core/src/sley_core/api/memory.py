@@ -1,6 +1,6 @@
 """Gives offload managers, pools and activation policies what a run holds, and the means to move it."""
 
-from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, free, grow, make_room
+from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, free, grow, is_host_memory, make_room
 from sley_core.engine.weights import Stepped
 from sley_core.memory.holdings import Holding, Holdings, storage_id
 from sley_core.memory.protocols import OffloadManager
@@ -23,6 +23,7 @@ __all__ = [
     "free",
     "grow",
     "is_away",
+    "is_host_memory",
     "is_plain",
     "make_room",
     "storage_id",

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from sley_core.engine.parts import StepNumbers
     from sley_core.engine.weights import Masters
     from sley_core.memory.holdings import Holdings
-    from sley_core.memory.leaks import Leak
     from sley_core.memory.protocols import OffloadManager
     from sley_core.memory.state import Part
 
@@ -58,10 +57,9 @@ class RunMemory:
         ...
         run.memory.onload()               # the next step gives the same numbers as if nothing had been
 
-    device: the rank's. managers: those of the plan, attached. masters: the run's, which follow what a program writes. roots:
-    objects of the run by a readable name, from which `leaks` names what it finds. settle: makes sure that no step is under way;
-    check_free: that no exchange of one that failed is; the run sets both. Ranks need not do alike, unless a manager shares the
-    host's copies among them, as `memory.everything` does with `shared = true`; a step or an evaluation of all ranks needs
+    device: the rank's. managers: those of the plan, attached. masters: the run's, which follow what a program writes. settle:
+    makes sure that no step is under way; check_free: that no exchange of one that failed is; the run sets both. Ranks need not
+    do alike, unless a manager shares the host's copies among them, as `memory.everything` does with `shared = true`; a step or an evaluation of all ranks needs
     everything on each. came_back: called with each part that `onload` has brought back (`StepEvents.came_back`).
     """
 
@@ -71,7 +69,6 @@ class RunMemory:
         holdings: Holdings,
         managers: Sequence[OffloadManager],
         masters: Masters,
-        roots: Mapping[str, object] | None = None,
         came_back: Sequence[Callable[[Part], None]] = (),
     ) -> None:
         self.device = device
@@ -79,7 +76,6 @@ class RunMemory:
         self.managers = managers
         self.masters = masters
         self.came_back = came_back
-        self.roots = roots or {}
         self.settle: Callable[[], None] = _nothing
         self.check_free: Callable[[], None] = _nothing
 
@@ -186,19 +182,6 @@ class RunMemory:
         `memory-away` where this rank's host has only a part of what is away.
         """
         return partial(_where_it_lies, self._copies())
-
-    def leaks(self, min_bytes: int = 4096) -> list[Leak]:
-        """Returns what has memory on the device now and belongs to no part of the run, the largest first: after an offload,
-        tensors that a model, a hook or the program itself has kept. Storages of fewer bytes are left out.
-
-        Collects Python's garbage first, and takes a second or so. Tensors that only autograd's graph holds are not seen. On a
-        CPU the host's own tensors, such as the data's, are among them.
-        """
-        from sley_core.memory.leaks import find_leaks  # few runs look for leaks
-
-        self.settle()
-        known = [tensor for part in PARTS for _, tensor in self.holdings.everything(part)]
-        return find_leaks(self.holdings.device, known, self.roots, min_bytes)
 
     def _copies(self) -> dict[int, Tensor]:
         """Returns the host's copies of all that is away or coming, by `storage_id`, uint8 [bytes]; of a storage that two parts

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.copies import is_host_memory
-from sley_core.memory.holdings import storage_id
+from sley_core.api.memory import PARTS, is_host_memory, storage_id
 
 if TYPE_CHECKING:
     from types import CellType
+
+    from sley_core.run import Run
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, CodeType)
 """What holds nothing, or leads everywhere."""
@@ -44,33 +45,43 @@ class Leak(NamedTuple):
         return f"{self.path}: {dtype} {list(self.shape)}, {self.num_bytes / 2**20:.2f} MiB"
 
 
-def find_leaks(
-    device: torch.device, known: Iterable[Tensor], roots: Mapping[str, object], min_bytes: int
-) -> list[Leak]:
-    """Collects Python's garbage, then returns the storages on `device` of at least `min_bytes` that no `known` tensor lies in,
-    the largest first, each with a path to a tensor in it.
+def find_leaks(run: Run, min_bytes: int = 4096) -> list[Leak]:
+    """Returns what has memory on the run's device now and belongs to no part of the run, the largest first: after an offload,
+    tensors that a model, a hook or the program itself has kept. Storages of fewer than `min_bytes` are left out.
 
-    roots: objects by name, from which paths begin where they can.
+    Collects Python's garbage first, and takes a second or so. Tensors that only autograd's graph holds are not seen. On a CPU
+    the host's own tensors, such as the data's, are among them.
     """
+    run.memory.settle()
+    holdings = run.memory.holdings
+    # By address: memory may have a second storage (`Device.again`).
+    places = {
+        _address(tensor)
+        for part in PARTS
+        for _, tensor in holdings.everything(part)
+        if tensor.device == holdings.device
+    }
     gc.collect()
     # tensors of a subclass, such as stand-ins of sharded weights, may refuse to be asked
     with torch._C.DisableTorchFunctionSubclass():
-        return _find(device, known, roots, min_bytes)
-
-
-def _find(device: torch.device, known: Iterable[Tensor], roots: Mapping[str, object], min_bytes: int) -> list[Leak]:
-    """Returns the same as `find_leaks`, without collecting: of each storage the tensor with the shortest path."""
-    # By address: memory may have a second storage (`Device.again`).
-    places = {_address(tensor) for tensor in known if tensor.device == device}
-    found = {id(tensor): tensor for tensor in _tensors(device, min_bytes) if _address(tensor) not in places}
-    paths = _paths(found, roots)
-    best: dict[int, Leak] = {}
-    # those with a path first, the shortest first: a view may be reached where the tensor that it is of is not
-    for key, tensor in sorted(found.items(), key=lambda pair: (pair[0] not in paths, len(paths.get(pair[0], "")))):
-        path = paths.get(key, "held by something that is not Python's")
-        leak = Leak(tensor.untyped_storage().nbytes(), tensor.dtype, tuple(tensor.shape), path)
-        best.setdefault(storage_id(tensor), leak)
+        left = {id(tensor): tensor for tensor in _tensors(holdings.device, min_bytes) if _address(tensor) not in places}
+        paths = _paths(left, dict(_roots(run)))
+        best: dict[int, Leak] = {}
+        # those with a path first, the shortest first: a view may be reached where the tensor that it is of is not
+        for key, tensor in sorted(left.items(), key=lambda pair: (pair[0] not in paths, len(paths.get(pair[0], "")))):
+            path = paths.get(key, "held by something that is not Python's")
+            leak = Leak(tensor.untyped_storage().nbytes(), tensor.dtype, tuple(tensor.shape), path)
+            best.setdefault(storage_id(tensor), leak)
     return sorted(best.values(), key=lambda leak: (-leak.num_bytes, leak.path))
+
+
+def _roots(run: Run) -> Iterator[tuple[str, object]]:
+    """Yields objects of the run that hold tensors, by names that a user knows: layers, handlers, optimizer, store, stepper."""
+    yield from ((f"layers[{at}].module", layer.module) for at, layer in enumerate(run.layers))
+    yield from ((f"handlers[{at}]", handler) for at, handler in enumerate(run.stepper.handlers))
+    yield "optimizer", run.stepper.update.optimizer
+    yield "store", run.store
+    yield "stepper", run.stepper
 
 
 def _tensors(device: torch.device, min_bytes: int) -> Iterator[Tensor]:
