@@ -23,8 +23,6 @@ from sley_core.api.memory import PARTS, is_host_memory, storage_id
 if TYPE_CHECKING:
     from types import CellType
 
-    from sley_core.run import Run
-
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, CodeType)
 """What holds nothing, or leads everywhere."""
 
@@ -45,12 +43,12 @@ class Leak(NamedTuple):
         return f"{self.path}: {dtype} {list(self.shape)}, {self.num_bytes / 2**20:.2f} MiB"
 
 
-def find_leaks(run: Run, min_bytes: int = 4096) -> list[Leak]:
+def find_leaks(run: Any, min_bytes: int = 4096) -> list[Leak]:
     """Returns what has memory on the run's device now and belongs to no part of the run, the largest first: after an offload,
     tensors that a model, a hook or the program itself has kept. Storages of fewer than `min_bytes` are left out.
 
     Collects Python's garbage first, and takes a second or so. Tensors that only autograd's graph holds are not seen. On a CPU
-    the host's own tensors, such as the data's, are among them.
+    the host's own tensors, such as the data's, are among them. run: the assembled `Run`.
     """
     run.memory.settle()
     holdings = run.memory.holdings
@@ -75,7 +73,7 @@ def find_leaks(run: Run, min_bytes: int = 4096) -> list[Leak]:
     return sorted(best.values(), key=lambda leak: (-leak.num_bytes, leak.path))
 
 
-def _roots(run: Run) -> Iterator[tuple[str, object]]:
+def _roots(run: Any) -> Iterator[tuple[str, object]]:
     """Yields objects of the run that hold tensors, by names that a user knows: layers, handlers, optimizer, store, stepper."""
     yield from ((f"layers[{at}].module", layer.module) for at, layer in enumerate(run.layers))
     yield from ((f"handlers[{at}]", handler) for at, handler in enumerate(run.stepper.handlers))
