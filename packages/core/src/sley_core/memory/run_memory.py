@@ -59,8 +59,8 @@ class RunMemory:
 
     device: the rank's. managers: those of the plan, attached. masters: the run's, which follow what a program writes. settle:
     makes sure that no step is under way; check_free: that no exchange of one that failed is; the run sets both. Ranks need not
-    do alike, unless a manager shares the host's copies among them, as `memory.everything` does with `shared = true`; a step or an
-    evaluation of all ranks needs everything on each. came_back: called with each part that `onload` has brought back
+    do alike, unless a manager shares the host's copies among them, as `memory.everything` does with `shared = true`; a step or
+    an evaluation of all ranks needs everything on each. came_back: called with each part that `onload` has brought back
     (`StepEvents.came_back`).
     """
 
