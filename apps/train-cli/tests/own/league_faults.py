@@ -139,11 +139,14 @@ def stops_gradients(original: Any, self: Any, transfer: Any, description: Any, t
     original(self, transfer, description, sent, key)
 
 
-@wrong("sley_core.engine.call:LayerCaller._report_recomputation", "dropout-pp")
-def draws_anew(original: Any, self: Any, layer: Any, args: Any, micro: Any) -> None:
+@wrong("sley_core.engine.call:LayerCaller._seed", "dropout-pp")
+def draws_anew(original: Any, self: Any, layer: str, micro: Any) -> int:
     """A layer that runs again draws other numbers than the first time."""
-    self._layer_seeds[layer.name] ^= 1
-    original(self, layer, args, micro)
+    call, seen = (layer, micro.step, micro.global_micro), self.__dict__.setdefault("seen", set())
+    is_again = call in seen
+    seen.add(call)
+    seed: int = original(self, layer, micro)
+    return seed ^ is_again
 
 
 @wrong("sley_memory.offload.parked:Parked._send", "offload")
