@@ -36,8 +36,8 @@ from sley_estimate.machine.read import machine_from_dict
 from sley_estimate.machine.tables import MachineFile
 from sley_estimate.seconds.layer_seconds import LayerSeconds
 from sley_estimate.seconds.links import collective, message
-from sley_estimate.seconds.result import simulate_step
-from sley_estimate.seconds.step import GradientExchange, StepWork
+from sley_estimate.seconds.program import Await, Begin, Compute, Exchange
+from sley_estimate.testing.plain_steps import plain_step
 from sley_pp.schedules import one_f_one_b
 
 VOCABULARY = 51_200
@@ -219,16 +219,12 @@ def predictor(machine: MachineFile) -> Callable[[GPTRow], float]:
             message(middle.output_bytes, stage * row.dp, (stage + 1) * row.dp, machine.links)
             for stage in range(row.pp - 1)
         ]
-        work = StepWork(
-            parts,
-            between,
-            gradients={stage: [GradientExchange(cost)] for stage, cost in enumerate(sums)},
-            update_s={
-                stage: number * UPDATE_BYTES / machine.device.memory_bandwidth for stage, number in enumerate(numbers)
-            },
-            after_s=machine.device.step_s,
-        )
-        return simulate_step(lists_of(row.pp, row.micros), loop(row.pp), work).seconds
+        behind = {}
+        for stage, (cost, number) in enumerate(zip(sums, numbers, strict=True)):
+            summed = Exchange(stage, "sum", (stage,), *cost)
+            update_s = number * UPDATE_BYTES / machine.device.memory_bandwidth + machine.device.step_s
+            behind[stage] = [Begin(summed), Await(summed.key), Compute(update_s)]
+        return plain_step(lists_of(row.pp, row.micros), loop(row.pp), parts, between, behind).seconds
 
     return predict
 

@@ -20,9 +20,6 @@ from sley_estimate.machine.read import machine_from_dict
 from sley_estimate.recorded.expand import expanded
 from sley_estimate.recorded.record import record
 from sley_estimate.recorded.words import Awaited, Began, RecordedStep, Worked
-from sley_estimate.search.choices import choices_of
-from sley_estimate.search.layouts import AXES, Layouts
-from sley_estimate.search.quick import Quick
 from sley_estimate.seconds_of_plan import estimate_both, estimate_seconds
 from sley_estimate.testing.short_calibration import shortly
 from sley_testing.plans import small_plan
@@ -189,8 +186,3 @@ def test_the_slowest_group_of_a_stage_counts(tables: dict[str, Any], sizes: dict
     last = sizes.get("pp", 1) - 1
     slow, fast = (estimate_seconds(plan, 6, one).step.exposed_s(last)[lane] for one in (apart, together))
     assert slow > 10 * fast
-    (shape,) = Layouts(plan, 6, choices_of(plan), keep=AXES).shapes()
-    computing_s = [sum(Quick(plan, 6, one).tables.of(shape).totals[:2]) for one in (apart, together)]
-    assert last or computing_s[0] > 2 * computing_s[1], (
-        "a glance sees it too: exchanges of shards and slices are a layer's"
-    )

@@ -94,5 +94,5 @@ def test_alike_stages_take_what_each_would_by_its_own_steps(schedule: str, handl
     with patch.object(of_plan, "each_rank", wraps=of_plan.each_rank) as looked:
         together = seconds(tables, 8, slow)
     assert len(looked.call_args.args[1]) < 4, "some stages are alike"
-    with patch.object(of_plan, "representatives", lambda plan, topology, draft: list(range(topology.pp))):
+    with patch.object(of_plan, "representatives", lambda plan, topology, draft: [(one,) for one in range(topology.pp)]):
         assert together == pytest.approx(seconds(tables, 8, slow), rel=1e-9)

@@ -242,10 +242,14 @@ class Picky:
     def sley_records(self) -> list[ActivationPolicyRecord]:
         build = "sley_core.engine.call:keep"
         return [
-            ActivationPolicyRecord(name="never", config=Table, build=build, variants=({},)),
-            ActivationPolicyRecord(name="away", config=Table, build=build, variants=({},), copies=True),
-            ActivationPolicyRecord(name="as_well", config=Table, build=build, variants=({},)),
+            ActivationPolicyRecord(name="never", config=Table, build=build),
+            ActivationPolicyRecord(name="away", config=Table, build=build),
+            ActivationPolicyRecord(name="as_well", config=Table, build=build),
         ]
+
+    @hookimpl(optionalhook=True)
+    def sley_estimate_hints(self) -> dict[str, Any]:
+        return {f"picky.{name}": {"variants": [{}], "copies": name == "away"} for name in ("never", "away", "as_well")}
 
     @hookimpl
     def sley_check_plan(self, plan: Plan, topology: Topology) -> Iterator[Problem]:

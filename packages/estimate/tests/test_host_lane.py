@@ -19,13 +19,14 @@ from sley_estimate.calibrate.engine import MICROS, WEIGHTS, measure_engine, solv
 from sley_estimate.layers.operators import LayerWork, Operator
 from sley_estimate.machine.read import machine_from_dict
 from sley_estimate.machine.tables import EngineTable, MachineFile
-from sley_estimate.search.compare import seconds_parts
+from sley_estimate.search.compare import parts_of_seconds
 from sley_estimate.seconds.layer_seconds import LayerSeconds
 from sley_estimate.seconds.links import NOTHING
-from sley_estimate.seconds.result import StepSeconds, simulate_step
-from sley_estimate.seconds.step import StepWork
+from sley_estimate.seconds.program import Compute, Word
+from sley_estimate.seconds.result import StepSeconds
 from sley_estimate.seconds_of_plan import estimate_seconds
 from sley_estimate.testing.machines import small_machine, timed_layers
+from sley_estimate.testing.plain_steps import plain_step
 from sley_testing.plans import small_plan
 
 ENGINE = {"step_s": 1e-6, "parameter_s": 1e-8, "micro_s": 1e-7, "gradient_s": 1e-8}
@@ -34,10 +35,10 @@ NARROW = LayerSeconds(1.0, 2.0, 1.0, 1.0, host_forward=2.0, host_backward=3.0)
 WIDE = LayerSeconds(4.0, 8.0, 4.0, 4.0, host_forward=2.0, host_backward=3.0)
 
 
-def stepped(layers: Sequence[LayerSeconds], micros: int = 1, **more: Any) -> StepSeconds:
+def stepped(layers: Sequence[LayerSeconds], micros: int = 1, behind: Sequence[Word] = ()) -> StepSeconds:
     """A step of one stage: all forwards and backwards of a micro-batch, one after the other."""
     actions = [Action(kind, 0, micro) for micro in range(micros) for kind in (Kind.FORWARD, Kind.BACKWARD)]
-    return simulate_step(lower([actions], loop(1), micros), loop(1), StepWork([layers], [], **more))
+    return plain_step(lower([actions], loop(1), micros), loop(1), [layers], [], {0: behind})
 
 
 @pytest.mark.parametrize(
@@ -54,14 +55,14 @@ def test_what_the_host_loses_in_narrow_layers_it_catches_up_in_wide_ones(
 
 
 def test_what_the_host_takes_beside_layers_comes_on_top() -> None:
-    found = stepped([NARROW], update_s={0: 1.0}, host_s={0: 0.5})
+    found = stepped([NARROW], behind=[Compute(1.0, None, 0.5)])
     assert (found.devices_s, found.host_s) == (pytest.approx(4.0), (pytest.approx(5.5),))
 
 
 def test_the_slowest_host_of_all_stages_counts() -> None:
     actions = [[Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)] for _ in range(2)]
-    work = StepWork([[WIDE], [NARROW]], [NOTHING], host_s={1: 20.0})
-    found = simulate_step(lower(actions, loop(2), 1), loop(2), work)
+    behind = {1: [Compute(0.0, None, 20.0)]}
+    found = plain_step(lower(actions, loop(2), 1), loop(2), [[WIDE], [NARROW]], [NOTHING], behind)
     assert found.devices_s == pytest.approx(15.0)
     assert found.host_s == (pytest.approx(5.0), pytest.approx(25.0))
     assert found.seconds == pytest.approx(25.0)
@@ -69,9 +70,10 @@ def test_the_slowest_host_of_all_stages_counts() -> None:
 
 def test_parts_of_a_step_that_waits_for_its_host_sum_to_it() -> None:
     bound, free = stepped([NARROW]), stepped([WIDE])
-    parts = {part.name: (part.one, part.other) for part in seconds_parts(bound, free)}
-    assert parts["waiting for the host"] == (pytest.approx(2.0), 0.0)
-    assert sum(one for one, _ in parts.values()) == pytest.approx(bound.seconds)
+    parts = parts_of_seconds(bound)
+    assert parts["waiting for the host"] == pytest.approx(2.0)
+    assert "waiting for the host" not in parts_of_seconds(free)
+    assert sum(parts.values()) == pytest.approx(bound.seconds)
 
 
 def plan_of(**changes: Any) -> Plan:

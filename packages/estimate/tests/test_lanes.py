@@ -15,8 +15,7 @@ from sley_estimate.seconds.lanes import Lanes
 from sley_estimate.seconds.layer_seconds import LayerSeconds
 from sley_estimate.seconds.links import NOTHING, Cost
 from sley_estimate.seconds.program import Await, Begin, Compute, Exchange
-from sley_estimate.seconds.result import simulate_step
-from sley_estimate.seconds.step import GradientExchange, StepWork
+from sley_estimate.testing.plain_steps import plain_step
 from sley_testing.lists import any_lists
 
 LAYER = LayerSeconds(forward=1.0, backward=2.0, input_gradient=1.0, weight_gradient=1.0)
@@ -36,11 +35,10 @@ def one_f_one_b(stages, micros):
     return lists
 
 
-def step(stages, micros, layers=1, **work):
+def step(stages, micros, messages=None):
     placement = loop(stages)
     lists = lower(one_f_one_b(stages, micros), placement, micros)
-    messages = work.pop("messages", [NOTHING] * (stages - 1))
-    return simulate_step(lists, placement, StepWork([[LAYER] * layers] * stages, messages, **work))
+    return plain_step(lists, placement, [[LAYER]] * stages, messages or [NOTHING] * (stages - 1))
 
 
 @pytest.mark.parametrize(("stages", "micros"), [(1, 4), (2, 1), (2, 4), (4, 4), (4, 16), (8, 3)])
@@ -60,8 +58,7 @@ def test_without_shared_links_it_is_the_simulation_of_actions(seed):
     even = Costs.even(placement.num_positions, forward=1.0, input_gradient=1.25, weight_gradient=0.5)
     simulated = simulate(lowered, placement, even)
     parts = [[LayerSeconds(1.0, 1.75, 1.25, 0.5)]] * placement.num_positions
-    work = StepWork(parts, [NOTHING] * (placement.num_positions - 1))
-    found = simulate_step(lowered, placement, work)
+    found = plain_step(lowered, placement, parts, [NOTHING] * (placement.num_positions - 1))
     assert found.timeline.spans == simulated.timeline.spans
 
 
@@ -69,49 +66,6 @@ def test_a_message_delays_the_stage_that_needs_it():
     found = step(2, 1, messages=[Cost(0.25, 0.5)])
     assert found.seconds == pytest.approx(6 + 2 * 0.75)
     assert found.exposed_s(0) == {"down": pytest.approx(0.75 + 3.0 + 0.75)}
-
-
-def test_a_reduction_hides_under_what_is_left_of_the_backward():
-    """Of three layers, the last is complete first: its sum has two layers' backwards (4 s) to hide under."""
-    hidden = step(1, 2, layers=3, gradients={0: [GradientExchange(Cost(0.5, 3.0), "ready", ((0, 2),))]})
-    assert hidden.seconds == pytest.approx(2 * 9)
-    assert hidden.exposed_s(0) == {}
-    exposed = step(1, 2, layers=3, gradients={0: [GradientExchange(Cost(0.5, 4.5), "ready", ((0, 2),))]})
-    assert exposed.seconds == pytest.approx(2 * 9 + 1)
-    assert exposed.exposed_s(0) == {"reduce": pytest.approx(1.0)}
-    assert exposed.timeline.idle(0) == exposed.idle(0) == pytest.approx(1 / 19), "behind the list too, as it is drawn"
-
-
-def test_sums_that_start_at_the_end_are_exposed_whole_and_one_after_another():
-    found = step(1, 2, gradients={0: [GradientExchange(Cost(0.5, 1.0))] * 2}, update_s={0: 0.25}, after_s=0.125)
-    assert found.seconds == pytest.approx(6 + 3 + 0.375)
-
-
-def test_stages_meet_in_the_norm():
-    found = step(2, 1, gradients={1: [GradientExchange(Cost(0.0, 4.0))]}, together=Cost(0.5, 0.0), update_s={0: 1.0})
-    assert found.seconds == pytest.approx(max(6.0, 4.0 + 4.0) + 0.5 + 1.0)
-
-
-def test_weights_of_the_step_before_come_while_the_first_forward_runs():
-    """Layer 1's weights need 1.5 s, of which layer 0's forward hides 1 s."""
-    found = step(
-        1, 2, layers=2, gradients={0: [GradientExchange(Cost(0.0, 1.5), "updated", ((0, 1),), lane="weights")]}
-    )
-    assert found.seconds == pytest.approx(2 * 6 + 0.5)
-    assert found.exposed_s(0) == {"weights": pytest.approx(0.5)}
-
-
-def test_a_sum_of_several_layers_waits_for_all_of_them():
-    uses = ((0, 0), (0, 2))
-    found = step(1, 2, layers=3, gradients={0: [GradientExchange(Cost(0.0, 1.0), "ready", uses)]})
-    assert found.exposed_s(0) == {"reduce": pytest.approx(1.0)}
-
-
-def test_a_tie_is_summed_by_the_stages_that_hold_it_behind_their_own_sums():
-    tie = GradientExchange(Cost(0.0, 1.0), handler=1, lane="tie", members=(0, 1), key="tie")
-    own = GradientExchange(Cost(0.0, 2.0), handler=0)
-    found = step(2, 1, gradients={0: [tie, own], 1: [tie]})
-    assert found.seconds == pytest.approx(6 + 2 + 1)
 
 
 def exchange(key, rank, links, work=2.0, latency=0.0):

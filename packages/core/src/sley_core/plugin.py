@@ -19,7 +19,6 @@ from sley_core.optim.config import (
 )
 from sley_core.optim.learning_rate import check_learning_rate
 from sley_core.records import (
-    AS_IT_IS,
     ActivationPolicyRecord,
     GradientHandlerRecord,
     LossRecord,
@@ -48,10 +47,8 @@ def sley_records() -> list[Record]:
         LRScheduleRecord(
             name="warmup_stable_decay", config=WarmupStableDecayConfig, build=f"{rates}:warmup_stable_decay"
         ),
-        ActivationPolicyRecord(name="keep", config=KeepConfig, build=f"{activations}:keep", variants=AS_IT_IS),
-        ActivationPolicyRecord(
-            name="recompute", config=RecomputeConfig, build=f"{activations}:recompute", variants=AS_IT_IS
-        ),
+        ActivationPolicyRecord(name="keep", config=KeepConfig, build=f"{activations}:keep"),
+        ActivationPolicyRecord(name="recompute", config=RecomputeConfig, build=f"{activations}:recompute"),
         MetricsWriterRecord(name="jsonl", config=JsonlConfig, build=f"{metrics}.jsonl:JsonlWriter"),
         MetricsWriterRecord(name="tensorboard", config=TensorboardConfig, build=f"{metrics}.writers:TensorboardWriter"),
         MetricsWriterRecord(name="wandb", config=WandbConfig, build=f"{metrics}.writers:WandbWriter"),
@@ -68,9 +65,6 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             build=f"{home}.handlers:Each",
             role="reducer",
             canonical=True,
-            plain_sums=lambda config: True,
-            bucket_bytes=lambda config: 0.0,
-            variants=AS_IT_IS,
         ),
         GradientHandlerRecord(
             name="gradient_norms",

@@ -17,9 +17,6 @@ from sley_core.table import Table
 Role = Literal["reducer", "tie", "transform", "observer"]
 Scope = Literal["elementwise", "per_matrix", "global"]
 
-AS_IT_IS: tuple[Mapping[str, Any], ...] = ({},)
-"""The `variants` of a record that a search only tries with its defaults."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
@@ -28,15 +25,12 @@ class Record:
     name: unique among the plugin's records of the same class.
     config: the pydantic model of its table, without the key `use`.
     build: `"module:attribute"`; the hook's docstring says what it is called with.
-    variants: the tables, without `use`, with which `train-cli search` tries it where a plan leaves the choice open; `({},)` is
-        one with its defaults. Without any, a search uses it only if the plan names it.
     """
 
     name: str
     config: type[Table]
     build: str
     summary: str = ""
-    variants: tuple[Mapping[str, Any], ...] = ()
 
     def load(self, what: str | None = None) -> Any:
         """Returns the object that the string `what` of this record names, by default `build`; imports its module.
@@ -154,12 +148,6 @@ class GradientHandlerRecord(Record):
     takes_shards: whether it also works after a reducer whose result is a shard. It then reads `store.part` instead of
         `store.gradient`, and calls `parts.weights.settle` before it reads a weight, part of which may still be in flight.
     canonical: whether its sums are those of `TreeSums` if `parts.store.canonical` is set, or need no order.
-    plain_sums: for a reducer, whether with the table `config` it exchanges each gradient once a step, over all ranks that share
-        the weight and in the dtype of accumulation: one all-reduce, or, if its result is a shard, one reduce-scatter and one
-        all-gather of the weight. Only then can a search price it with its cost model, and use it.
-    bucket_bytes: for such a reducer, how many bytes of gradients it exchanges at once with the table `config`, at most: of
-        gradients that follow each other in a backward pass, and a larger one by itself; 0.0: each by itself. None, as if
-        nothing is said: a search counts the gradients of each layer as one exchange.
     before, after: roles that this handler must precede or follow in the plan's list.
     """
 
@@ -170,8 +158,6 @@ class GradientHandlerRecord(Record):
     tolerance: float = 0.0
     tolerance_of: Callable[[Any], float] | None = None
     canonical: bool = False
-    plain_sums: Callable[[Any], bool] = field(default=lambda config: False, compare=False)
-    bucket_bytes: Callable[[Any], float | None] = field(default=lambda config: None, compare=False)
     before: tuple[Role, ...] = ()
     after: tuple[Role, ...] = ()
 
@@ -192,24 +178,13 @@ class WeightCommunicatorRecord(Record):
 
     canonical: whether it keeps the gradients of micro-batches apart if `parts.store.canonical` is set, and passes each to
         `store.add_of_micros`.
-    reduces: how often it reduces gradients with the table `config`, if apart from that it gathers the sharded weights of each
-        layer once before every forward and once before every backward, while the previous layer computes. Only then can a
-        search price it with its cost model, and use it; None for any other.
     """
 
     canonical: bool = False
-    reduces: Callable[[Any], Literal["micro_batch", "step"] | None] = field(default=lambda config: None, compare=False)
 
 
-@dataclass(frozen=True, kw_only=True)
 class SequenceAttentionRecord(Record):
-    """`build(config, group) -> SequenceCommunicator`; group: the ranks that hold the slices of the same samples.
-
-    swaps: whether its only exchanges are one all-to-all of queries, keys and values before an attention and one of its output
-        after it, and as many in the backward. Only then can a search price it with its cost model, and use it.
-    """
-
-    swaps: bool = False
+    """`build(config, group) -> SequenceCommunicator`; group: the ranks that hold the slices of the same samples."""
 
 
 class MemoryPoolRecord(Record):
@@ -224,30 +199,15 @@ class OffloadManagerRecord(Record):
     scope: the widest optimizer scope (`OptimizerRecord.scope`) that its way of stepping supports.
     steps_on_host: whether masters and optimizer states are created on the host, where it steps them, through
         `parts.events.step_in_buckets`.
-    swaps: whether, with the table `config`, optimizer states are on the device only while their weights are stepped; False for
-        a manager that moves memory only when it is called. A search skips managers that return None.
     """
 
     steps_on_host: bool = False
-    swaps: Callable[[Any], bool | None] = field(default=lambda config: None, compare=False)
     parts: Callable[[Any], Sequence[str]]
     scope: Callable[[Any], Scope] = lambda config: "global"
 
 
-@dataclass(frozen=True, kw_only=True)
 class ActivationPolicyRecord(Record):
-    """`build(config, layer_names) -> ActivationPolicy`.
-
-    copies: whether it copies what the layers in its attribute `names` save for their backward to the host after their forward,
-        and back before their backward.
-    """
-
-    copies: bool = False
-
-
-def copies_to_host(record: Record | None) -> bool:
-    """Returns whether `record` is of an activation policy that says that it copies."""
-    return isinstance(record, ActivationPolicyRecord) and record.copies
+    """`build(config, layer_names) -> ActivationPolicy`."""
 
 
 def steps_on_host(record: Record | None) -> bool:

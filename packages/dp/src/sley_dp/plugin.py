@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sley_core.hookspecs import hookimpl
-from sley_core.records import AS_IT_IS, GradientHandlerRecord, Problem, ProcessGroupRecord
+from sley_core.records import GradientHandlerRecord, Problem, ProcessGroupRecord
 from sley_dp.config import BucketedConfig, ShardedConfig
 
 if TYPE_CHECKING:
@@ -23,9 +23,6 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             role="reducer",
             canonical=True,
             tolerance_of=lambda config: config.tolerance,
-            plain_sums=lambda config: config.reduction == "same",
-            bucket_bytes=lambda config: config.bucket_bytes,
-            variants=AS_IT_IS,
             summary="Flat buckets, reduced while the backward runs.",
         ),
         GradientHandlerRecord(
@@ -35,12 +32,14 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             role="reducer",
             result="shard",
             canonical=True,
-            plain_sums=lambda config: config.shards is None,
-            bucket_bytes=lambda config: config.bucket_bytes,
-            variants=AS_IT_IS,
             summary="Flat buckets, of which each rank steps a part: optimizer states and masters are shared (ZeRO-1).",
         ),
     ]
+
+
+@hookimpl(optionalhook=True)
+def sley_estimate_hints() -> dict[str, Any]:
+    return {"dp.bucketed": {"variants": [{}]}, "dp.sharded": {"variants": [{}]}}
 
 
 @hookimpl

@@ -17,7 +17,7 @@ from sley_estimate.bytes.stages import stage_bytes
 from sley_estimate.layers.of_plan import PricedLayer, priced_layers, priced_slices
 from sley_estimate.machine.notes import notes_on
 from sley_estimate.recorded.of_plan import bytes_and_records_of, records_of, seconds_of_records
-from sley_estimate.stage_facts import waits_before_updates
+from sley_estimate.seconds.update import waits_before_updates
 from train_cli.on_meta import meta_micro_batch
 
 if TYPE_CHECKING:

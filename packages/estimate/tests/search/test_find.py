@@ -1,70 +1,95 @@
-"""What a search of layouts does beside putting them in order."""
+"""A search ranks by a formula and shows what layouts take by their own steps."""
 
 from __future__ import annotations
 
-import gc
-from dataclasses import replace
-from types import SimpleNamespace
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from sley_estimate.search.best_first import Estimate
-from sley_estimate.search.choices import Choice
-from sley_estimate.search.find import find
-from sley_estimate.search.layouts import Candidate, Shape, Sizes
+from sley_core.plan.load import plan_from_dict
+from sley_core.plan.plan import Plan
+from sley_estimate.machine.read import machine_from_dict
+from sley_estimate.search import find as finding
+from sley_estimate.search.choices import choices_of
+from sley_estimate.search.find import ExactEstimate, exact, find, rank_layouts
+from sley_estimate.search.layouts import Layouts
+from sley_estimate.search.roofline import Roofline
+from sley_estimate.seconds_of_plan import estimate_both
+from sley_estimate.testing.machines import small_machine
+from sley_testing.plans import small_plan
 
-SHAPE = Shape(Sizes(1, 1, 1, 1), Choice("core.keep", {}), None, None)
-SPACE = SimpleNamespace(
-    shapes=lambda: [SHAPE],
-    within=lambda shape: [Candidate(shape, Choice("none", {"number": number}), None) for number in range(3)],
-    num_within=lambda shape: 3,
-    offloading=lambda shape: (),
-)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_cycles_are_collected_before_and_after_a_glance_and_not_within(fails):
-    """Also where an estimate fails, and while layouts are told, whose own steps make cycles."""
-    within, told = [], []
-
-    def seconds(layout):
-        within.append(gc.isenabled())
-        if fails:
-            raise ZeroDivisionError
-        return 1.0
-
-    estimator = SimpleNamespace(
-        least=lambda shape: Estimate(1.0, 8),
-        bound=lambda layout: Estimate(1.0, 8),
-        closer_s=lambda layout, look=False: 0.0,
-        num_bytes=lambda layout: 8,
-        seconds=seconds,
-    )
-    assert gc.isenabled()
-    with pytest.raises(ZeroDivisionError):
-        find(SPACE, estimator, top=1, verify=not fails, tell=lambda layout: told.append(gc.isenabled()) or 1 / 0)
-    assert gc.isenabled()
-    assert within
-    assert not any(within)
-    assert told == ([] if fails else [True])
+MACHINE = machine_from_dict(small_machine())
 
 
-def test_a_layout_that_does_not_fit_by_its_own_steps_is_tried_with_its_states_away(monkeypatch):
-    """At a glance all fit: bytes are a lower figure there."""
-    away = Choice("away", {})
-    space = SimpleNamespace(**vars(SPACE) | {"offloading": lambda shape: [replace(shape, offload=away)]})
-    estimator = SimpleNamespace(
-        least=lambda shape: Estimate(1.0, 8),
-        bound=lambda layout: Estimate(1.0 if layout.shape.offload is None else 2.0, 8),
-        closer_s=lambda layout, look=False: 0.0,
-        num_bytes=lambda layout: 8,
-        seconds=lambda layout: 1.0 if layout.shape.offload is None else 2.0,
-    )
+def plan_of(**changes: Any) -> Plan:
+    data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
+    return plan_from_dict(small_plan(**{"data": data, "batch": {"global_size": 8, "micro_size": 1}, **changes}))
 
-    def exact(quick, layout, memory):
-        return None if layout.shape.offload is None else SimpleNamespace(estimate=Estimate(2.5, 9))
 
-    monkeypatch.setattr("sley_estimate.search.find.exact", exact)
-    found = find(space, estimator, memory=10, top=2)
-    assert [one.seen.layout.shape.offload for one in found.fastest] == [away, away]
-    assert found.dropped == 3
+def space_of(plan: Plan, world: int = 2) -> Layouts:
+    return Layouts(plan, world, choices_of(plan), ["offload", "sp", "wp", "micro_size"])
+
+
+def test_what_is_shown_is_what_estimate_says() -> None:
+    plan = plan_of()
+    with patch.object(finding, "NUM_EXACT", 2):
+        found = find(space_of(plan), MACHINE, top=2)
+    for one in found.fastest:
+        held, seconds = estimate_both(one.layout.plan(plan, 2), 2, MACHINE)
+        assert isinstance(one.takes, ExactEstimate)
+        assert one.takes.seconds == pytest.approx(seconds.step.seconds)
+        assert one.takes.num_bytes == max(stage.peak for stage in held)
+    assert found.fastest[0].takes.seconds <= found.fastest[1].takes.seconds
+
+
+def test_more_layouts_take_their_steps_until_enough_fit() -> None:
+    """Three at a time, of which none fits at first."""
+    space = space_of(plan_of())
+    called = []
+
+    def some_fit(plan: Plan, *others: Any) -> ExactEstimate | None:
+        called.append(plan)
+        return exact(plan, *others) if len(called) > 4 else None
+
+    told: list[tuple[int, int]] = []
+    with (
+        patch.object(finding, "NUM_EXACT", 3),
+        patch.object(finding, "can_fork", lambda: False),
+        patch.object(finding, "exact", some_fit),
+    ):
+        found = find(space, MACHINE, memory=1 << 40, top=1, tell=lambda *both: told.append(both))
+    assert found.dropped == 4
+    assert len(found.fastest) == 1
+    assert found.num_exact == len(called) == 6
+    assert told[:3] == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_what_exceeds_the_memory_is_counted_and_the_smallest_is_named() -> None:
+    ranking = rank_layouts(space_of(plan_of()), MACHINE, 1, 30, 5)
+    assert ranking.too_large + sum(ranking.refused.values()) == ranking.num_layouts
+    assert ranking.too_large > 4
+    assert not ranking.best
+    assert ranking.smallest is not None
+
+
+def test_slower_layouts_with_less_memory_are_ranked_too() -> None:
+    ranking = rank_layouts(space_of(plan_of(), 4), MACHINE, None, 30, 1)
+    (fastest, *_), front = ranking.best.values(), [*ranking.front.values()]
+    sizes = [fastest.num_bytes, *(one.num_bytes for one in front)]
+    assert all(other <= finding.LESS * one for one, other in pairwise(sizes))
+    assert all(one.seconds <= finding.SLOWEST * fastest.seconds for one in front)
+
+
+def test_the_formula_is_near_the_steps_of_a_layout() -> None:
+    """What many small operators take beside layers is the greatest difference."""
+    plan = plan_of(model__hidden=128, model__ffn_hidden=384)
+    choices = choices_of(plan)
+    roofline = Roofline(plan, 1, machine_from_dict(small_machine(device__launch_s=1e-9)), choices)
+    for layout in Layouts(plan, 1, choices, ["offload", "micro_size"]).every():
+        if layout.shape.activations.copies:
+            continue
+        takes = exact(layout.plan(plan, 1), 1, roofline.machine)
+        assert takes is not None
+        assert roofline.of(layout).seconds == pytest.approx(takes.seconds, rel=0.1), layout

@@ -1,4 +1,4 @@
-"""Layouts come from the plan and from what installed plugins declare, an outsider's too."""
+"""Layouts come from the plan and from what installed plugins say to searches, an outsider's too."""
 
 from __future__ import annotations
 
@@ -24,15 +24,23 @@ class Outsider:
     def sley_records(self):
         build = "sley_core.engine.call:keep"
         return [
-            ActivationPolicyRecord(name="deep", config=Deep, build=build, variants=({}, {"depth": 3})),
+            ActivationPolicyRecord(name="deep", config=Deep, build=build),
             ActivationPolicyRecord(name="silent", config=Deep, build=build),
-            ScheduleRecord(name="own", config=Deep, build=build, ties=None, variants=({"depth": 2},)),
+            ScheduleRecord(name="own", config=Deep, build=build, ties=None),
         ]
 
     @hookimpl
     def sley_gradient_handlers(self):
         build = "sley_core.engine.handlers:GradientNorms"
-        return [GradientHandlerRecord(name="watch", config=Deep, build=build, role="observer", variants=({},))]
+        return [GradientHandlerRecord(name="watch", config=Deep, build=build, role="observer")]
+
+    @hookimpl(optionalhook=True)
+    def sley_estimate_hints(self):
+        return {
+            "out.deep": {"variants": [{}, {"depth": 3}]},
+            "out.own": {"variants": [{"depth": 2}]},
+            "out.watch": {"variants": [{}]},
+        }
 
 
 class Broken:
@@ -48,7 +56,7 @@ def plan_with(plugins=None, **changes):
     return plan_from_dict(small_plan(data=DATA, **changes), loader=loader_of(plugins or {}))
 
 
-def test_what_records_declare_is_offered_and_what_is_silent_is_not():
+def test_what_a_plugin_names_is_offered_and_nothing_else():
     choices = choices_of(plan_with({"out": Outsider()}))
     assert [str(one) for one in choices.policies] == [
         "core.keep",
@@ -61,7 +69,7 @@ def test_what_records_declare_is_offered_and_what_is_silent_is_not():
     assert choices.weights == choices.attention == ()
 
 
-def test_the_plans_own_choice_comes_first_even_if_its_record_is_silent():
+def test_the_plans_own_choice_comes_first_even_if_nothing_is_said_of_it():
     choices = choices_of(plan_with({"out": Outsider()}, activations={"use": "out.silent", "depth": 5}))
     assert choices.policies[0] == Choice("out.silent", {"depth": 5})
     assert Choice("out.deep", {}) in choices.policies
@@ -72,7 +80,11 @@ def test_a_variant_that_is_no_table_of_its_record_is_skipped_by_name():
         @hookimpl
         def sley_records(self):
             build = "sley_core.engine.call:keep"
-            return [ActivationPolicyRecord(name="w", config=Deep, build=build, variants=({"dept": 1}, {"depth": 2}))]
+            return [ActivationPolicyRecord(name="w", config=Deep, build=build)]
+
+        @hookimpl(optionalhook=True)
+        def sley_estimate_hints(self):
+            return {"bad.w": {"variants": [{"dept": 1}, {"depth": 2}]}}
 
     choices = choices_of(plan_with({"bad": Wrong()}))
     assert Choice("bad.w", {"depth": 2}) in choices.policies
@@ -84,6 +96,25 @@ def test_a_broken_plugin_is_skipped_by_name():
     choices = choices_of(plan_with({"bad": Broken()}))
     assert len(choices.skipped) == 1
     assert choices.skipped[0].startswith("bad: ")
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"out.gone": {}}, "names `out.gone`, which the plugin does not have"),
+        ({"out.deep": {"speed": 3}}, "failed in `sley_estimate_hints`: TypeError: "),
+    ],
+)
+def test_a_plugin_that_says_what_cannot_be_is_skipped_by_name(said, message):
+    class Wrong(Outsider):
+        @hookimpl(optionalhook=True)
+        def sley_estimate_hints(self):
+            return said
+
+    choices = choices_of(plan_with({"out": Wrong()}))
+    assert len(choices.skipped) == 1
+    assert message in choices.skipped[0]
+    assert "out.deep" not in map(str, choices.policies)
 
 
 def test_sizes_divide_the_world_and_the_batch():
@@ -112,8 +143,8 @@ def test_a_layout_is_a_plan_that_check_accepts_and_keeps_what_the_user_wrote():
         {"out": Outsider()}, gradient_handlers=handlers, parallel={"dp": 2, "reduction": "canonical"}, run__seed=5
     )
     space = Layouts(plan, 4, choices_of(plan), keep=["pp"])
-    found = [layout for shape in space.shapes() for layout in space.within(shape)]
-    assert len(found) == sum(map(space.num_within, space.shapes())) > 0
+    found = list(space.every())
+    assert found
     for layout in found:
         made = layout.plan(plan, 4)
         assert check_plan(made, 4) == []

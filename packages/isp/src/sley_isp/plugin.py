@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 from sley_core.hookspecs import hookimpl
 from sley_core.records import (
-    AS_IT_IS,
     MemoryPoolRecord,
     Problem,
     Record,
@@ -30,16 +29,12 @@ def sley_records() -> list[Record]:
             config=CommunicatorConfig,
             build="sley_isp.communicator:Communicator",
             canonical=True,
-            reduces=_reduces,
-            variants=({}, {"reduce": "step"}),
             summary="Linears and embeddings, sharded; gathered ahead, gradients reduced during the backward.",
         ),
         SequenceAttentionRecord(
             name="all_to_all",
             config=AllToAllConfig,
             build="sley_isp.sequence.all_to_all:AllToAllAttention",
-            swaps=True,
-            variants=AS_IT_IS,
             summary="Each rank attends with some of the heads over the whole sequence; two exchanges per attention.",
         ),
         MemoryPoolRecord(
@@ -52,10 +47,12 @@ def sley_records() -> list[Record]:
     ]
 
 
-def _reduces(config: CommunicatorConfig) -> Literal["micro_batch", "step"] | None:
-    """Returns how often gradients are reduced; None if some weights are not gathered, or not prefetched."""
-    gathers_all = config.overlap and config.ahead and config.head == "gather" and config.embedding == "gather"
-    return config.reduce if gathers_all else None
+@hookimpl(optionalhook=True)
+def sley_estimate_hints() -> dict[str, Any]:
+    return {
+        "isp.communicator": {"variants": [{}, {"reduce": "step"}]},
+        "isp.all_to_all": {"variants": [{}]},
+    }
 
 
 @hookimpl

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sley_core.hookspecs import hookimpl
 from sley_core.records import (
-    AS_IT_IS,
     ActivationPolicyRecord,
     MemoryPoolRecord,
     OffloadManagerRecord,
@@ -53,18 +52,14 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
 
 @hookimpl
 def sley_records() -> list[Record]:
-    def record(
-        name: str, config: type[OffloadConfig], summary: str, variants: tuple[dict[str, str], ...] = ()
-    ) -> OffloadManagerRecord:
+    def record(name: str, config: type[OffloadConfig], summary: str) -> OffloadManagerRecord:
         return OffloadManagerRecord(
             name=name,
             config=config,
             build="sley_memory.offload.manager:Manager",
             summary=summary,
-            variants=variants,
             parts=_moves,
             scope=_scope,
-            swaps=_steps_in_buckets,
         )
 
     return [
@@ -78,38 +73,41 @@ def sley_records() -> list[Record]:
             name="host",
             config=HostConfig,
             build="sley_memory.host:build",
-            variants=AS_IT_IS,
-            copies=True,
             summary="What chosen layers save for their backward waits on the host.",
         ),
         ActivationPolicyRecord(
             name="selective",
             config=SelectiveConfig,
             build="sley_memory.selective:build",
-            variants=AS_IT_IS,
             summary="Chosen layers run again in their backward, but for their attention.",
         ),
         record("weights", WeightsConfig, "Parameters and module buffers to the host and back, by call."),
         record("masters", MastersConfig, "fp32 masters to the host and back, by call."),
-        record(
-            "optimizer_states",
-            StatesConfig,
-            "Optimizer states, by call or between all steps.",
-            ({"when": "between_steps"},),
-        ),
+        record("optimizer_states", StatesConfig, "Optimizer states, by call or between all steps."),
         record("gradients", GradientsConfig, "Gradients freed and made anew, by call."),
         OffloadManagerRecord(
             name="host_optimizer",
             config=HostOptimizerConfig,
             build="sley_memory.offload.host_optimizer:HostOptimizer",
             summary="Masters and optimizer states on the host, which steps them there.",
-            variants=AS_IT_IS,
             parts=_moves,
             scope=_scope,
             steps_on_host=True,
         ),
         record("everything", EverythingConfig, "All of a run's memory, by call."),
     ]
+
+
+@hookimpl(optionalhook=True)
+def sley_estimate_hints() -> dict[str, Any]:
+    by_call = ("weights", "masters", "optimizer_states", "gradients", "everything")
+    return {
+        **{f"memory.{name}": {"in_steps": _steps_in_buckets} for name in by_call},
+        "memory.optimizer_states": {"variants": [{"when": "between_steps"}], "in_steps": _steps_in_buckets},
+        "memory.host_optimizer": {"variants": [{}]},
+        "memory.host": {"variants": [{}], "copies": True},
+        "memory.selective": {"variants": [{}]},
+    }
 
 
 def _steps_in_buckets(config: OffloadConfig) -> bool:

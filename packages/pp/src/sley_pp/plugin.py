@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from sley_core.api.plan import Table
@@ -18,7 +17,7 @@ from sley_core.records import (
 from sley_pp import config
 
 
-def _schedule(name: str, table: type[Table], summary: str, *variants: Mapping[str, Any]) -> ScheduleRecord:
+def _schedule(name: str, table: type[Table], summary: str) -> ScheduleRecord:
     return ScheduleRecord(
         name=name,
         config=table,
@@ -27,8 +26,17 @@ def _schedule(name: str, table: type[Table], summary: str, *variants: Mapping[st
         partition="pp.balanced",
         ties="pp.shared_modules",
         summary=summary,
-        variants=variants,
     )
+
+
+@hookimpl(optionalhook=True)
+def sley_estimate_hints() -> dict[str, Any]:
+    return {
+        "pp.one_f_one_b": {"variants": [{}]},
+        "pp.interleaved": {"variants": [{"chunks": 2}, {"chunks": 4}]},
+        "pp.zero_bubble_h1": {"variants": [{}]},
+        "pp.zero_bubble_v": {"variants": [{}]},
+    }
 
 
 @hookimpl
@@ -38,27 +46,22 @@ def sley_records() -> list[Record]:
             "one_f_one_b",
             config.OneFOneBConfig,
             "One forward, one backward; holds at most as many micro-batches as there are stages.",
-            {},
         ),
         _schedule("gpipe", config.GPipeConfig, "All forwards, then all backwards."),
         _schedule(
             "interleaved",
             config.InterleavedConfig,
             "1F1B over several parts of the model per stage; a smaller bubble, more transfers.",
-            {"chunks": 2},
-            {"chunks": 4},
         ),
         _schedule(
             "zero_bubble_h1",
             config.ZeroBubbleH1Config,
             "1F1B with weight gradients in its bubble: a third of it is left.",
-            {},
         ),
         _schedule(
             "zero_bubble_v",
             config.ZeroBubbleVConfig,
             "Two parts of the model per stage in a V, weight gradients in the bubble: almost none is left.",
-            {},
         ),
         _schedule("csv", config.CsvConfig, "A schedule from a file, in the form of torch.distributed.pipelining."),
         StageLinkRecord(

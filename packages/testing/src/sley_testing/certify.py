@@ -153,14 +153,14 @@ def _unknown(kind: RecordKind, each: Record) -> str:
     if isinstance(each, GradientHandlerRecord) and each.role == "tie":
         return "a handler of ties needs a schedule: inherit `schedule_contract.TieContract` in a test"
     needed = [key for key, info in each.config.model_fields.items() if info.is_required()]
-    if needed and not each.variants:
-        return f"its table needs {', '.join(f'`{key}`' for key in needed)}, and its record names no `variants`"
+    if needed:
+        return f"its table needs {', '.join(f'`{key}`' for key in needed)}: inherit its contract in a test"
     return ""
 
 
 def _table(plugin: str, each: Record) -> Tables:
-    """Returns the table of a plan that uses the record, with the options of its first variant."""
-    return {"use": f"{plugin}.{each.name}", **(each.variants[0] if each.variants else {})}
+    """Returns the table of a plan that uses the record with its defaults."""
+    return {"use": f"{plugin}.{each.name}"}
 
 
 def _run_contract(kind: RecordKind, table: Tables) -> _Report:

@@ -272,6 +272,8 @@ def _looked_at(module: Any, found: Found) -> Any:
                 raise PluginError("plugin-hook", message, hint="write `@hookimpl` above it, of `sley_core.hookspecs`")
             continue
         hook = options.get("specname") or name
+        if hook not in HOOKS and options["optionalhook"]:  # a hook of another package
+            continue
         if hook not in HOOKS:
             hint = suggestion(hook, HOOKS, f"it may need a newer core than {core_version()}")
             raise PluginError("plugin-hook", f"{found.label}: there is no hook `{hook}`", hint=hint)

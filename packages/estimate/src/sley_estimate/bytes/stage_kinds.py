@@ -63,23 +63,22 @@ def alike_stages(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]
     return found
 
 
-def representatives(plan: Plan, topology: Topology, draft: Draft) -> list[int]:
-    """Returns for every stage the number of the stage whose steps tell its seconds. Raises as `alike_stages`.
+def representatives(plan: Plan, topology: Topology, draft: Draft) -> list[tuple[int, ...]]:
+    """Returns for every stage the numbers of the stages whose steps tell its seconds, the nearest first. Raises as
+    `alike_stages`.
 
-    Of alike stages it is the first of those in which the most forwards wait for their backward at once, and which so hold the
-    most bytes. Where weights are sharded, an action gathers ahead for the action behind it, so that only stages of one kind
-    have a common one.
+    Of alike stages these are one in which the most forwards wait for their backward at once, and which so holds the most bytes;
+    and, where weights are sharded, one in which the fewest do: a gather ahead depends on the action behind it, and the lists of
+    these two have nearly all pairs of actions that others have.
     """
     lists = draft.stage.lists
-    if plan.parallel.wp > 1:
-        kinds = stage_kinds(plan, topology, draft)
-        return [kinds.index(kind) for kind in kinds]
     alike, micros = alike_stages(plan, topology, draft), fewest_micros(lists, plan.num_micros(topology))
     waiting = [most_waiting(steps) for steps in lists.of_all_stages(micros)]
-    fullest: dict[Hashable, int] = {}
+    ends: dict[Hashable, tuple[int, ...]] = {}
     for number in sorted(range(topology.pp), key=lambda stage: (-waiting[stage], stage)):
-        fullest.setdefault(alike[number], number)
-    return [fullest[kind] for kind in alike]
+        known = ends.get(alike[number], ())
+        ends[alike[number]] = (*known[:1], number) if plan.parallel.wp > 1 else known or (number,)
+    return [tuple(sorted(ends[kind], key=lambda one: abs(one - number))) for number, kind in enumerate(alike)]
 
 
 WAITING = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRADIENT: -1}

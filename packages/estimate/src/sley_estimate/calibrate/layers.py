@@ -19,7 +19,7 @@ from sley_core.data.factory import open_dataset
 from sley_core.draft import DTYPES, draft_model, dtypes
 from sley_core.errors import PlanError, SleyError
 from sley_core.plan.check import check_plan
-from sley_core.records import ActivationPolicyRecord, copies_to_host
+from sley_core.records import ActivationPolicyRecord
 from sley_estimate.bench.layer_bench import LayerBench
 from sley_estimate.bench.layer_calls import Handed
 from sley_estimate.calibrate.echo import Echo, NotImaginedError, imagined
@@ -104,7 +104,7 @@ def _is_allowed(plan: Plan, choice: Choice) -> bool:
     own = plan.activations
     if (choice.name, choice.config) == (own.name, own.config):
         return True
-    if not isinstance(choice.record, ActivationPolicyRecord) or copies_to_host(choice.record):
+    if not isinstance(choice.record, ActivationPolicyRecord) or choice.copies:
         return False
     world = plan.world()
     try:

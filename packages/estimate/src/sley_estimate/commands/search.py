@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
 from sley_core.errors import PlanError, SleyError, UsageError
 from sley_core.plan.load import load_plan
 from sley_estimate.commands.estimate import num_bytes
-from sley_estimate.commands.found import compared, lines, written
 from sley_estimate.machine.notes import notes_on
 from sley_estimate.machine.read import load_machine
 from sley_estimate.search.layouts import AXES, Axis
 from train_cli.options import PlanArgument, SetOption
+from train_cli.progress import draws_line
+from train_cli.surroundings import num_cores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sley_core.plan.plan import Plan
     from sley_estimate.machine.tables import MachineFile
-    from sley_estimate.search.exact import ExactEstimate
-    from sley_estimate.search.find import SearchFound
-    from sley_estimate.search.layouts import Candidate
+    from sley_estimate.search.find import ExactEstimate, SearchFound
 
 
 def search(
@@ -60,6 +62,9 @@ def search(
         )
     if explain and not verify:
         raise UsageError("explain-needs-steps", "`--explain` compares what `estimate` says, which `--rough` leaves out")
+    from sley_estimate.commands.found import compared, lines, written
+    from sley_estimate.search.roofline import Rough
+
     limit = None if memory is None else num_bytes(memory)
     resolved = load_plan(plan, overrides or [])
     known = load_machine(machine)
@@ -70,8 +75,8 @@ def search(
     if not found.fastest:
         raise typer.Exit(1)
     best = found.fastest[0]
-    if own is not None and best.exact is not None:
-        typer.echo("\n".join(compared(own, best.exact)))
+    if own is not None and not isinstance(best.takes, Rough):
+        typer.echo("\n".join(compared(own, best.takes)))
     if write is not None:
         write.write_text(written(resolved, world, best), "utf-8")
         typer.echo(f"written to {write}")
@@ -85,7 +90,6 @@ def _found(
     from sley_estimate.search.choices import choices_of
     from sley_estimate.search.find import find
     from sley_estimate.search.layouts import Layouts
-    from sley_estimate.search.quick import Quick
 
     # Such as files that are not there, which every layout would be left out for.
     wrong = check_data(plan.data, plan.model, evaluates=plan.evaluation is not None)
@@ -93,24 +97,27 @@ def _found(
         raise PlanError.many(problems)
     choices = choices_of(plan)
     try:
-        space, quick = Layouts(plan, world, choices, keep), Quick(plan, world, machine)
-        return find(space, quick, memory=limit, top=top, verify=verify, tell=_tell), choices.skipped
+        space = Layouts(plan, world, choices, keep)
+        with Progress(console=Console(stderr=True), transient=True, disable=not draws_line(sys.stderr)) as progress:
+            task = progress.add_task("ranking all layouts", total=None)
+
+            def tell(done: int, total: int) -> None:
+                progress.update(task, description="taking the steps of the best", completed=done, total=total)
+
+            found = find(space, machine, memory=limit, top=top, verify=verify, cores=num_cores(), tell=tell)
+        return found, choices.skipped
     except SleyError as error:
         raise plan.located(error) from error.__cause__
 
 
 def _as_it_is(plan: Plan, world: int, machine: MachineFile) -> ExactEstimate:
     """Returns the estimate of the plan as it is. Raises SleyError with its place in the plan, as `estimate` does."""
-    from sley_estimate.search.exact import exact_of_plan
+    from sley_estimate.search.find import exact_apart
 
     try:
-        return exact_of_plan(plan, world, machine)
+        return exact_apart(plan, world, machine)
     except SleyError as error:
         raise plan.located(error) from error.__cause__
-
-
-def _tell(layout: Candidate) -> None:
-    typer.echo(f"verifying {layout}", err=True)
 
 
 def _axis(name: str) -> Axis:

@@ -14,7 +14,6 @@ from math import log2
 from typing import TYPE_CHECKING, Literal
 
 from sley_core.errors import SleyError
-from sley_core.records import copies_to_host
 from sley_estimate.layers.variants import LayerVariants, SlicedAttention, Variant
 from sley_estimate.seconds.layer_seconds import LayerSeconds
 
@@ -132,5 +131,5 @@ class NearestLayers:
         if any(table.micro_size is None for table in tables):
             sizes |= {1 << bits for bits in range(plan.batch.global_size.bit_length())}
         slices = {1, plan.parallel.sp, *(table.sp for table in tables)} if self.attention else {1}
-        alone = (one for one in self.policies if not copies_to_host(one.record))  # copies are priced by themselves
+        alone = (one for one in self.policies if not one.copies)  # copies are priced by themselves
         yield from (Variant(*one) for one in product(alone, sorted(sizes), sorted(slices)))

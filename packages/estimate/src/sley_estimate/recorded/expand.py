@@ -16,20 +16,21 @@ from sley_core.errors import PlanError
 from sley_estimate.recorded.words import Awaited, Began, RecordedStep, Word, Words
 
 
-def expanded(step: RecordedStep, actions: Sequence[Action]) -> RecordedStep:
+def expanded(step: RecordedStep, actions: Sequence[Action], more: Sequence[RecordedStep] = ()) -> RecordedStep:
     """Returns `step` as a step of the compute actions `actions`, in their order; `step` itself if those are its own. Each
     action gets the words of a recorded one in the same place, and exchanges get new numbers. Pure.
 
+    more: steps of alike stages, in which an action may be whose place `step` does not have.
     Raises PlanError "estimate-seconds" for an action of a kind or chunk that was not recorded.
     """
     if list(actions) == [action for action, _ in step.actions]:
         return step
     known: dict[Hashable, Words] = {}
-    recorded = [action for action, _ in step.actions]
-    for (_, words), places in zip(step.actions, _places(recorded), strict=True):
-        for place in places:
-            known[place] = words
-    copied = _Copies(step)
+    for one in (*more, step):
+        for (_, words), places in zip(one.actions, _places([action for action, _ in one.actions]), strict=True):
+            for place in places:
+                known[place] = words
+    copied = _Copies(step, more)
     opening = copied.of(step.opening)
     made = []
     for action, places in zip(actions, _places(actions), strict=True):
@@ -58,10 +59,10 @@ def _places(actions: Sequence[Action]) -> Iterator[list[Hashable]]:
 class _Copies:
     """Copies words, so that every exchange has a number of its own and waits keep their distance in its queue."""
 
-    def __init__(self, step: RecordedStep) -> None:
+    def __init__(self, step: RecordedStep, more: Sequence[RecordedStep] = ()) -> None:
         self._queues: dict[tuple[str, str], list[int]] = defaultdict(list)
         self._numbers = count(1 + max((word.number for word in step.words if isinstance(word, Began)), default=0))
-        self._distances = _distances(step)
+        self._distances = {key: value for one in (*more, step) for key, value in _distances(one).items()}
         for one in step.carried:
             self._queues[one.queue].append(one.number)
 

@@ -61,7 +61,7 @@ def records_of(plan: Plan, size: int, draft: Draft, *, runs_ahead: bool = False,
 
     topology = plan.topology(size)
     standing = representatives(plan, topology, draft)
-    stages = sorted(set(standing))
+    stages = sorted({one for some in standing for one in some})
     found = each_rank(plan, [stage * topology.ranks_per_stage for stage in stages], cores, look, draft)
     return records_from(dict(zip(stages, found, strict=True)), standing, draft)
 
@@ -79,7 +79,9 @@ def bytes_and_records_of(plan: Plan, size: int, cores: int, draft: Draft) -> tup
 
     found = list(each_stage(plan, size, cores, look, draft))
     standing = representatives(plan, plan.topology(size), draft)
-    return [held for held, _ in found], records_from({one: found[one][1] for one in set(standing)}, standing, draft)
+    return [held for held, _ in found], records_from(
+        {one: record for one, (_, record) in enumerate(found)}, standing, draft
+    )
 
 
 def bytes_and_record(
@@ -91,8 +93,8 @@ def bytes_and_record(
     return rank_bytes(plan, rank, size, recipes, draft, recording), recording.found
 
 
-def records_from(known: Mapping[int, RankRecord], standing: Sequence[int], draft: Draft) -> Records:
-    """Returns the records of all stages. known: of those that stand for others, by number. standing: which one stands for each
+def records_from(known: Mapping[int, RankRecord], standing: Sequence[Sequence[int]], draft: Draft) -> Records:
+    """Returns the records of all stages. known: of those that stand for others, by number. standing: which ones stand for each
     stage. draft: of any rank.
     """
     lists = draft.stage.lists
@@ -100,8 +102,12 @@ def records_from(known: Mapping[int, RankRecord], standing: Sequence[int], draft
     chunks = range(lists.placement.chunks)
     return Records(
         [
-            known[one].on_stage(number, [names[lists.placement.position(number, chunk)] for chunk in chunks])
-            for number, one in enumerate(standing)
+            known[some[0]].on_stage(
+                number,
+                [names[lists.placement.position(number, chunk)] for chunk in chunks],
+                [known[one].step for one in some[1:]],
+            )
+            for number, some in enumerate(standing)
         ],
         lists,
     )
@@ -123,7 +129,7 @@ def seconds_of_records(
     """
     prices = _Prices(records, machine, measured or {}, waits=waits)
     programs = recorded_programs(
-        {number: one.step for number, one in enumerate(records.ranks)},
+        {number: (one.step, *one.more) for number, one in enumerate(records.ranks)},
         records.lists.of_all_stages(num_micros),
         records.lists.placement,
         Prices(

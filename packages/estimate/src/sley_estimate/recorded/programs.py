@@ -12,15 +12,14 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sley_core.actions.action import Action, Kind, Lowered, Placement, Transfer, actions_of
-from sley_core.actions.simulate import taken
+from sley_core.actions.action import Action, Kind, Lowered, Placement, Transfer, actions_of, direction_of
+from sley_core.actions.simulate import Delivery, taken
 from sley_estimate.layers.operators import Operator
 from sley_estimate.recorded.expand import expanded
 from sley_estimate.recorded.words import HOST, Awaited, Began, RecordedStep, Words, Worked
 from sley_estimate.seconds.links import Cost
 from sley_estimate.seconds.program import Await, Begin, Compute, Exchange, Program
 from sley_estimate.seconds.program import Word as ProgramWord
-from sley_estimate.seconds.step import message_exchange
 
 
 class Share(NamedTuple):
@@ -58,16 +57,20 @@ class Prices:
 
 
 def recorded_programs(
-    steps: Mapping[int, RecordedStep], lists: Sequence[Lowered], placement: Placement, prices: Prices
+    steps: Mapping[int, Sequence[RecordedStep]], lists: Sequence[Lowered], placement: Placement, prices: Prices
 ) -> list[Program]:
     """Returns one program per stage: its lowered list in `lists`, with what the recorded step of the stage did in each action,
     and what that takes. Pure.
 
-    steps: by stage, of any number of micro-batches. Raises PlanError "estimate-seconds" for an action of a kind or chunk that
-    was not recorded.
+    steps: by stage, of it or of alike ones, of any number of micro-batches. Raises PlanError "estimate-seconds" for an action
+    of a kind or chunk that was not recorded.
     """
     return [
-        list(_RecordedStage(stage, expanded(steps[stage], _computing(entries)), entries, placement, prices).program())
+        list(
+            _RecordedStage(
+                stage, expanded(steps[stage][0], _computing(entries), steps[stage][1:]), entries, placement, prices
+            ).program()
+        )
         for stage, entries in enumerate(lists)
     ]
 
@@ -156,3 +159,18 @@ class _RecordedStage:
         )
         self.begun[one.number] = exchange
         return Begin(exchange)
+
+
+def message_exchange(entry: Transfer, stage: int, placement: Placement, cost: Callable[[int], Cost]) -> Exchange:
+    """Returns the message of which `entry` is one end, at `stage`; equal at both of its ends.
+
+    cost: of what crosses between positions i and i + 1 of the model, given i.
+    """
+    if entry.op == "send":
+        position, sender, receiver = placement.position(entry.peer, entry.peer_chunk), stage, entry.peer
+    else:
+        position, sender, receiver = placement.position(stage, entry.chunk), entry.peer, stage
+    delivery = Delivery(entry.flow, position, entry.micro)
+    lane = f"{direction_of(sender, receiver)} {sender}>{receiver}"
+    ports = ("sends", sender), ("receives", receiver)
+    return Exchange(delivery, lane, (sender, receiver), *cost(min(delivery.position, delivery.origin)), links=ports)

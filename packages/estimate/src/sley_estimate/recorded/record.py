@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_leaves
 
 from sley_core.actions.action import Action, Kind, Transfer
 from sley_core.memory.holdings import storage_id
-from sley_core.records import copies_to_host
 from sley_estimate.bytes.cuda_kernels import CudaKernels
 from sley_estimate.bytes.fake_device import FakeDevice
 from sley_estimate.bytes.micros import fewest_micros, least_micros
 from sley_estimate.bytes.rank import fake_run, take_step
 from sley_estimate.bytes.simulation import TakenSteps
+from sley_estimate.hookspecs import hint_of
 from sley_estimate.layers.fused import FusedKernels
 from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.recorder import operator_of
@@ -48,7 +48,7 @@ class RankRecord:
     """Holds a recorded step, and what of the run it takes to read it.
 
     groups: the global ranks of each of this rank's groups, by axis. messages: bytes of what each position of the model but the
-    last hands on. layers: names of those of each chunk. num_trained: parameters.
+    last hands on. layers: names of those of each chunk. num_trained: parameters. more: steps of alike stages with other lists.
     """
 
     step: RecordedStep
@@ -57,17 +57,20 @@ class RankRecord:
     messages: Sequence[int]
     layers: Sequence[Sequence[str]]
     num_trained: int
+    more: Sequence[RecordedStep] = ()
 
-    def on_stage(self, stage: int, layers: Sequence[Sequence[str]]) -> RankRecord:
-        """Returns the record as the first rank of an alike stage would have it. layers: names of those of its chunks."""
+    def on_stage(self, stage: int, layers: Sequence[Sequence[str]], more: Sequence[RecordedStep]) -> RankRecord:
+        """Returns the record as the first rank of an alike stage would have it. layers: names of those of its chunks. more:
+        steps of other alike stages.
+        """
         size = self.topology.ranks_per_stage
         here = min(self.groups["stage"])
-        own, more = range(here, here + size), stage * size - here
+        own, shift = range(here, here + size), stage * size - here
         shifted = {
-            axis: tuple(rank + more for rank in ranks) if set(ranks) <= set(own) else ranks
+            axis: tuple(rank + shift for rank in ranks) if set(ranks) <= set(own) else ranks
             for axis, ranks in self.groups.items()
         }
-        return replace(self, groups=shifted, layers=layers)
+        return replace(self, groups=shifted, layers=layers, more=more)
 
 
 def record(
@@ -106,7 +109,7 @@ def _kernels(plan: Plan, recording: Recording, *, runs_ahead: bool) -> AbstractC
     if plan.run.device == "cuda":
         return CudaKernels(recording)
     # A CPU copies to its host what its plain kernels save.
-    is_plain = copies_to_host(plan.activations.record) and not runs_ahead
+    is_plain = hint_of(plan.loader, plan.activations.name).copies and not runs_ahead
     return nullcontext() if is_plain else FusedKernels(recording)
 
 

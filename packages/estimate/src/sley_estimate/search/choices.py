@@ -1,4 +1,5 @@
-"""Finds what a search of layouts may put into a plan's tables: every installed plugin's records that declare `variants`.
+"""Finds what a search of layouts may put into a plan's tables: every installed plugin's records of which it names
+variants (`hookspecs.py`).
 
 The plan's own choice comes first, whatever it is; a record without variants is taken only where the plan names it.
 """
@@ -19,6 +20,7 @@ from sley_core.plan.loader import Loader, Plugin
 from sley_core.plan.plan import Component, Plan
 from sley_core.records import GradientHandlerRecord, OffloadManagerRecord, Record
 from sley_core.table import RecordKind
+from sley_estimate.hookspecs import Hint, hint_of, hints_of
 
 Options = Mapping[str, Any]
 
@@ -28,13 +30,14 @@ class Choice:
     """One way to fill a table.
 
     name: of the record. options: the table's other keys, as a plan would have them. record, config: what the name stands for,
-    and the whole table; None of a factory.
+    and the whole table; None of a factory. copies: whether it is a policy that copies what layers save to the host.
     """
 
     name: str
     options: Options
     record: Record | None = field(default=None, compare=False, repr=False)
     config: Any = field(default=None, compare=False, repr=False)
+    copies: bool = field(default=False, compare=False, repr=False)
 
     @property
     def table(self) -> dict[str, Any]:
@@ -76,11 +79,11 @@ def choices_of(plan: Plan) -> Choices:
     reducers = [one for one in plan.gradient_handlers if _is_reducer(one.record)]
     handlers = [one for one in offered.of("gradient_handlers") if _is_reducer(one.record)]
     return Choices(
-        _with_own(plan.pipeline, offered.of("schedules")),
-        _with_own(plan.activations, offered.of("activation_policies")),
-        _with_own(reducers[0] if reducers else None, handlers),
-        _with_own(plan.weights, offered.of("weight_communicators")),
-        _with_own(plan.sequence, offered.of("sequence_attentions")),
+        _with_own(plan, plan.pipeline, offered.of("schedules")),
+        _with_own(plan, plan.activations, offered.of("activation_policies")),
+        _with_own(plan, reducers[0] if reducers else None, handlers),
+        _with_own(plan, plan.weights, offered.of("weight_communicators")),
+        _with_own(plan, plan.sequence, offered.of("sequence_attentions")),
         _offload(plan, offered),
         tuple(offered.skipped),
     )
@@ -91,20 +94,22 @@ class _Offered:
 
     def __init__(self, loader: Loader) -> None:
         self.skipped: list[str] = []
-        self._plugins: list[Plugin] = []
+        self._plugins: list[tuple[Plugin, Mapping[str, Hint]]] = []
         for name in loader.names():
             try:
-                self._plugins.append(loader.load(name))
+                plugin = loader.load(name)
+                self._plugins.append((plugin, hints_of(plugin)))
             except PluginError as error:
                 self.skipped.append(f"{name}: {error.diagnostics[0].message}")
 
     def of(self, kind: RecordKind) -> list[Choice]:
         """Returns the variants of all records of a kind; one that is no table of its record is added to `skipped` instead."""
         found = []
-        for name, record in _records(self._plugins, kind):
-            for options in record.variants:
+        for name, record, hint in _records(self._plugins, kind):
+            for options in hint.variants:
                 try:
-                    found.append(Choice(name, options, record, record.config.model_validate(options)))
+                    config = record.config.model_validate(options)
+                    found.append(Choice(name, options, record, config, hint.copies))
                 except ValidationError as error:
                     self.skipped.append(
                         f"{name}: its variant {dict(options)} is no table of it: {error.errors()[0]['msg']}"
@@ -112,20 +117,21 @@ class _Offered:
         return found
 
 
-def _records(plugins: list[Plugin], kind: RecordKind) -> Iterator[tuple[str, Record]]:
-    """Yields all records of a kind, each with its full name, `plugin.record`."""
-    for plugin in plugins:
+def _records(plugins: list[tuple[Plugin, Mapping[str, Hint]]], kind: RecordKind) -> Iterator[tuple[str, Record, Hint]]:
+    """Yields all records of a kind of which a plugin says something, each with its full name, `plugin.record`."""
+    for plugin, hints in plugins:
         for name, record in plugin.records.get(kind, {}).items():
-            yield f"{plugin.name}.{name}", record
+            if hint := hints.get(f"{plugin.name}.{name}"):
+                yield f"{plugin.name}.{name}", record, hint
 
 
 def _offload(plan: Plan, offered: _Offered) -> tuple[Choice | None, ...]:
     """Returns the ways in which optimizer states may be kept off the device in a step, the plan's own first; None stands for
     staying on it. Left out are those that the plan's optimizer cannot be stepped with.
     """
-    found: list[Choice | None] = [next((_own(one) for one in plan.offload if _works_in_steps(one)), None)]
+    found: list[Choice | None] = [next((_own(plan, one) for one in plan.offload if _works_in_steps(plan, one)), None)]
     for choice in (None, *offered.of("offload_managers")):
-        if choice in found or (choice is not None and not _works_in_steps(choice)):
+        if choice in found or (choice is not None and not _works_in_steps(plan, choice)):
             continue
         try:
             other = with_tables(plan, {"offload": offload_tables(plan, choice) or None})
@@ -146,16 +152,14 @@ def offload_tables(plan: Plan, choice: Choice | None) -> list[dict[str, Any]]:
     kept = [
         dict(table)
         for component, table in zip(plan.offload, given, strict=True)
-        if not _works_in_steps(component) and not taken & _moved_by(component)
+        if not _works_in_steps(plan, component) and not taken & _moved_by(component)
     ]
     return [*kept, choice.table] if choice is not None else kept
 
 
-def _works_in_steps(manager: Component | Choice) -> bool:
-    """Returns whether a manager of `[[offload]]` moves memory in every step; also if its record does not tell."""
-    record = manager.record
-    assert isinstance(record, OffloadManagerRecord), manager
-    return record.steps_on_host or record.swaps(manager.config) is not False
+def _works_in_steps(plan: Plan, manager: Component | Choice) -> bool:
+    """Returns whether a manager of `[[offload]]` moves memory in every step; also if nothing is said of it."""
+    return hint_of(plan.loader, manager.name).in_steps(manager.config)
 
 
 def _moved_by(manager: Component | Choice) -> set[str]:
@@ -170,16 +174,16 @@ def _is_reducer(record: object) -> bool:
     return isinstance(record, GradientHandlerRecord) and record.role == "reducer"
 
 
-def _with_own(own: Component | None, offered: list[Choice]) -> tuple[Choice, ...]:
+def _with_own(plan: Plan, own: Component | None, offered: list[Choice]) -> tuple[Choice, ...]:
     """Returns the plan's own choice, if it made one, and after it those that are offered and say something else: an option
     that is left out is as one with the value of its default.
     """
     if own is None:
         return tuple(offered)
-    return (_own(own), *(one for one in offered if (one.name, one.config) != (own.name, own.config)))
+    return (_own(plan, own), *(one for one in offered if (one.name, one.config) != (own.name, own.config)))
 
 
-def _own(component: Component) -> Choice:
+def _own(plan: Plan, component: Component) -> Choice:
     """Returns a plan's table as a choice: its options are those that the plan writes, not its record's defaults."""
     given: Any = component.document.tables
     for part in component.path:
@@ -188,4 +192,5 @@ def _own(component: Component) -> Choice:
             break
         given = given[part]
     options = {key: value for key, value in given.items() if key not in ("use", "factory")}
-    return Choice(component.name, options, component.record, component.config)
+    copies = hint_of(plan.loader, component.name).copies
+    return Choice(component.name, options, component.record, component.config, copies)

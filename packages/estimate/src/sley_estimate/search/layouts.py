@@ -9,11 +9,10 @@ A layout is a change of the plan's tables, no more; `Candidate.plan` makes it, a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from sley_core.errors import UsageError
 from sley_core.plan.load import with_tables
@@ -56,15 +55,8 @@ class Shape:
     attention: Choice | None
     offload: Choice | None = None
 
-    @cached_property
-    def key(self) -> tuple[Hashable, ...]:
-        """Returns what is equal for equal shapes, and hashed much faster than they are; `offload` comes last."""
-        sizes, chosen = self.sizes, (self.activations, self.weights, self.attention, self.offload)
-        return sizes.pp, sizes.sp, sizes.wp, sizes.micro_size, *map(str, chosen)
 
-
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One layout. schedule: None without stages. reducer: None where no two ranks hold the same weight."""
 
     shape: Shape
@@ -200,9 +192,17 @@ class Layouts:
         for schedule, reducer in product(self.schedules(shape.sizes), self.reducers(shape.sizes)):
             yield Candidate(shape, schedule, reducer)
 
-    def num_within(self, shape: Shape) -> int:
-        """Returns how many layouts a shape has."""
-        return len(self.schedules(shape.sizes)) * len(self.reducers(shape.sizes))
+    def every(self) -> Iterator[Candidate]:
+        """Yields every layout in one order: each with its optimizer states on the device, and then off it."""
+        for shape in self.shapes():
+            offloading = list(self.offloading(shape))
+            for layout in self.within(shape):
+                yield layout
+                yield from (Candidate(other, layout.schedule, layout.reducer) for other in offloading)
+
+    def is_offloading(self, layout: Candidate) -> bool:
+        """Returns whether a layout is one of those of which another has its optimizer states on the device."""
+        return layout.shape.offload is not None and "offload" not in self.keep
 
     def _of(self, axis: Axis, offered: tuple[Choice, ...]) -> tuple[Choice, ...]:
         """Returns what an axis may be: the plan's own, which stands first, if `keep` has the axis; else all that is offered."""

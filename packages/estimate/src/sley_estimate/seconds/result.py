@@ -14,13 +14,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sley_core.actions.action import Action, Lowered, Placement
+from sley_core.actions.action import Action
 from sley_core.actions.costs import TimedAction, Timeline
 from sley_estimate.seconds.lanes import Exposed, Lanes, LaneSpan
-from sley_estimate.seconds.outline import Outline
 from sley_estimate.seconds.program import Compute, Program
-from sley_estimate.seconds.step import StepWork, programs_of
-from sley_estimate.seconds.timed import Timed
 
 
 @dataclass(frozen=True)
@@ -57,24 +54,6 @@ class StepSeconds:
             if span.rank == stage:
                 found[span.lane.split(" ")[0]] += span.end_s - span.start_s
         return dict(found)
-
-
-def simulate_step(lists: Sequence[Lowered], placement: Placement, work: StepWork) -> StepSeconds:
-    """Returns the step that lowered lists make with the seconds and costs of `work`. Pure.
-
-    Raises PlanError "schedule-deadlock" for lists that come to a stop.
-    """
-    return simulate_programs(programs_of(lists, placement, work))
-
-
-def simulated_s(outline: Outline, work: StepWork) -> float:
-    """Returns only the seconds of the devices in the step that `simulate_step` makes of the lists of `outline` and `work`,
-    equal to the bit, in a fraction of the time. Pure.
-
-    Raises PlanError "schedule-deadlock" for lists that come to a stop.
-    """
-    found = Timed(outline.fill(work)).run()
-    return simulate_step(outline.lists, outline.placement, work).devices_s if found is None else found
 
 
 def simulate_programs(programs: Sequence[Program]) -> StepSeconds:
