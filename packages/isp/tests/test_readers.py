@@ -37,7 +37,7 @@ def test_a_block_that_torch_runs_another_way_in_evaluations(parity, own):
 @pytest.mark.parametrize("weights", [{}, {"reduce": "step"}])
 def test_a_layer_that_takes_one_of_its_linears_by_the_data(parity, own, weights):
     """The ranks' micro-batches take different ones in the same step, and their gradients travel together."""
-    parity(2, wp=2, batch__micro_size=1, weights=weights, **model("branches"))
+    parity(2, wp=2, batch__micro_size=1, weights=weights, run__seed=APART, **model("branches"))
 
 
 def first_step(tables: dict[str, Any], folder: Any, evaluates: bool = False) -> str:
@@ -46,6 +46,9 @@ def first_step(tables: dict[str, Any], folder: Any, evaluates: bool = False) -> 
             (run.evaluate if evaluates else run.step)()
         return str(caught.value)
 
+
+APART = 1
+"""A seed under which the first micro-batches of two ranks take different branches."""
 
 WAYS = [
     ({"unit": "module"}, True),
@@ -61,7 +64,11 @@ WAYS = [
 @pytest.mark.parametrize(("weights", "memory"), WAYS)
 def test_ranks_that_go_different_ways_are_told(ranks, sharded, texts, own, weights, memory, model_name):
     """Where each module's gradients travel alone, one rank's would be taken for those of another, of its size or not."""
-    changes = model(model_name) | {"batch__micro_size": 1, "parallel": {"cross_memory_attach": memory}}
+    changes = model(model_name) | {
+        "run__seed": APART,
+        "batch__micro_size": 1,
+        "parallel": {"cross_memory_attach": memory},
+    }
     changes["limits"] = {"collective_timeout_s": 20.0}
     for message in ranks(2)(first_step, sharded(2, weights=weights, **changes), texts):
         assert "ranks-differ" in message
@@ -90,7 +97,11 @@ def test_ranks_that_go_different_ways_are_told_where_no_mark_rides_along(
     ranks, sharded, texts, own, weights, evaluates
 ):
     """Branches of one size: their weights or gradients are taken for each other's, but no step is taken with them."""
-    changes = model("branches") | {"batch__micro_size": 1, "parallel": {"cross_memory_attach": False}}
+    changes = model("branches") | {
+        "run__seed": APART,
+        "batch__micro_size": 1,
+        "parallel": {"cross_memory_attach": False},
+    }
     tables = sharded(2, weights=weights, evaluation={"every": 9, "steps": 1}, **changes)
     for message, is_as_before in ranks(2)(by_collectives, tables, texts, evaluates):
         assert "ranks-differ" in message

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
 
 import torch
-from torch import nn
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.draft import DTYPES, draft_model
 from sley_core.engine.canonical.sums import cost_note
-from sley_core.errors import PlanError, RunError, SleyError
-from sley_core.model.layers import MODEL, Model
-from sley_core.model.steps import is_blank
+from sley_core.errors import RunError, SleyError
+from sley_core.model.layers import Model
 from sley_core.plan.plan import Plan
 from train_cli.layer_check import check_layers
 from train_cli.on_meta import check_boundaries
-from train_cli.progress import parameters
+from train_cli.progress import MIB, memory, parameters
 
 
 def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[str]:
     """Assembles rank 0 of `world` ranks in a fake world: the same code as in a run, without memory or peers.
 
     calls_layers: also call all layers and the loss on meta; a run does that itself on its device. Returns notes: the
-    number of parameters, and where a run would differ.
+    number of parameters, the host memory that first values take, and where a run would differ.
 
-    Raises PlanError or PluginError as `assemble` does, PlanError "model-init" for an uninitialised parameter,
-    "boundary-type" for a layer whose output cannot be sent to the next stage, the errors of `check_layers`, and
-    RunError "no-device", which otherwise only the ranks would find.
+    Raises PlanError or PluginError as `assemble` does, "boundary-type" for a layer whose output cannot be sent to the next
+    stage, the errors of `check_layers`, and RunError "no-device", which otherwise only the ranks would find.
     """
     if plan.run.device == "cuda" and not torch.cuda.is_available():
         hint = '`device = "auto"` takes what there is'
@@ -40,7 +37,12 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
                 notes = [parameters(run.facts.num_parameters, run.facts.num_trained), *run.notes]
                 dataset = run.dataset
             model = draft_model(plan, dataset.info)
-            check_initialised(model)
+            notes += host_notes(
+                model,
+                min(world, torch.cuda.device_count())
+                if plan.run.device != "cpu" and torch.cuda.is_available()
+                else world,
+            )
             dtype = DTYPES[plan.precision.compute]
             found = [check_boundaries(plan, plan.topology(world), model, dataset, dtype)]
             if calls_layers:
@@ -65,27 +67,28 @@ def canonical_cost(plan: Plan, world: int) -> str:
         return f"what canonical sums take is not known: {error.diagnostics[0].message}"
 
 
-def check_initialised(model: Model) -> None:
-    """Raises PlanError "model-init" for a parameter that neither the factory nor any initialising method sets.
+def host_notes(model: Model, on_host: int) -> list[str]:
+    """Returns notes on the host memory that the factory of `model`, on meta, takes for first values, of which builders take
+    little, and on why it does not run on meta.
 
-    Such a method is one of a module that holds the parameter, of a module around that, or the model's own.
+    on_host: the number of ranks on a host. A rank of a real run makes all layers without a builder at once.
     """
-    if model.init_weights is not None:
-        return
-    reached = {id(parameter) for layer in model.layers for parameter in _reached(layer.module)}
-    for layer in model.layers:
-        for name, parameter in layer.module.named_parameters(prefix=layer.name):
-            ref = layer.written.get(id(parameter))
-            if (ref is None or is_blank(ref)) and id(parameter) not in reached:
-                raise PlanError(
-                    "model-init",
-                    f"the parameter {name!r} has no first value: nothing wrote to it, and its module has no reset_parameters()",
-                    path=MODEL,
-                    hint="write to it in the factory, or return sley_core.model.layers.Model(layers, init_weights)",
-                )
-
-
-def _reached(module: nn.Module) -> Iterator[nn.Parameter]:
-    for each in module.modules():
-        if any(callable(getattr(each, name, None)) for name in ("reset_parameters", "_reset_parameters")):
-            yield from each.parameters()
+    tensors = {
+        id(tensor): tensor.nbytes
+        for layer in model.layers
+        if layer.builder is None
+        for tensor in (*layer.module.parameters(), *layer.module.buffers())
+    }
+    notes, each = [], sum(tensors.values())
+    if each:
+        total, present = each * on_host, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        note = f"each rank makes all first values on its host before it drops those of others: {memory(each / MIB)}"
+        note += f", {memory(total / MIB)} for {on_host} ranks on a host" if on_host > 1 else ""
+        if total > present:
+            note += f"; this one has {memory(present / MIB)}: return builders (docs/start-from-weights.md)"
+        notes.append(note)
+    if model.recipe is not None and model.recipe.needs_host:
+        notes.append(
+            f"the factory does not run without values, and took as much memory here: {model.recipe.needs_host}"
+        )
+    return notes

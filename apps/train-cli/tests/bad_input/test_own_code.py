@@ -23,26 +23,6 @@ def test_factory_returns_no_layers(own_model: Callable[[str], Path], refused: Re
     refused(own_model("def layers(): return 42"), "model-factory", "[model]")
 
 
-def test_module_that_cannot_be_materialised(own_model: Callable[[str], Path], refused: Refused) -> None:
-    path = own_model(
-        """
-        import torch
-
-        class Bare(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.weight = torch.nn.Parameter(torch.empty(256, 256))
-
-            def forward(self, tokens):
-                return self.weight[tokens]
-
-        def layers():
-            return [Bare()]
-        """
-    )
-    refused(path, "model-init", "[model]")
-
-
 @pytest.mark.parametrize(
     ("line", "code"),
     [

@@ -1,6 +1,6 @@
 """Assembles a run from a plan, in one order on every rank; up to the parameter book the same in a fake world of any size.
 
-checks ──> layers on meta, ties ──> groups, agree ──> book closed ──> layers materialised ──> store, handlers, optimizer
+checks ──> layers on meta, ties ──> groups, agree ──> shards ──> first values ──> book ──> store, handlers, optimizer
 ──> data ──> executor
 """
 
@@ -33,7 +33,7 @@ from sley_core.equip import AssemblyFacts, outputs_of, samples_of, state_of
 from sley_core.errors import PlanError
 from sley_core.join import join
 from sley_core.model.layers import Model
-from sley_core.model.materialize import materialize
+from sley_core.model.values import HostModel
 from sley_core.offload import memory_of, move_numbers
 from sley_core.plan.check import check_plan
 from sley_core.run import Run
@@ -82,8 +82,6 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
     stage = draft.stage.at(topology.coordinates(world.rank).stage)
     groups = join(plan, world, topology, model, stage, dataset)
     simulation = world.simulation
-    announced = simulation.announced(plan, stage, dataset, dtypes(plan)[0]) if simulation else None
-    apart = _attach_attention(plan, groups, model, undo)
     communicator: WeightCommunicator | None = plan.weights.build() if plan.weights else None
     if communicator is not None:
         communicator.prepare(model.layers)
@@ -93,8 +91,16 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
     notes += formats_of(plan, model, shards)
     if plan.parallel.reduction == "canonical":
         check_canonical(stage.stages, model.per_rank_buffers)
+    announced, has_values = None, True
+    if simulation is None:
+        shards = _place(plan, world, model, stage, shards)
+    else:
+        announced, has_values = simulation.announced(plan, stage, dataset, dtypes(plan)[0]), False
+    apart = _attach_attention(plan, groups, model, undo)
     book = ParameterBook(stage.chunks, stage.stages, shards)
-    has_values = _materialize(plan, world, model, stage, shards)
+    if simulation is not None:
+        cut_on_meta(stage.layers, shards)
+        simulation.fill(stage.layers, dtypes(plan)[1])
     with world.device.in_use():
         parts = make_parts(plan, world, topology, groups, stage.layers, book, announced)
         numbers = move_numbers(plan, parts)
@@ -134,24 +140,18 @@ def _attach_attention(plan: Plan, groups: Groups, model: Model, undo: ExitStack)
     return attention.apart
 
 
-def _materialize(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> bool:
-    """Gives this rank's layers memory and first values, in a fake world only shapes; returns whether tensors have values."""
-    if world.simulation is not None:
-        cut_on_meta(stage.layers, shards)
-        world.simulation.fill(stage.layers, dtypes(plan)[1])
-        return False
+def _place(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> Shards:
+    """Replaces the modules of this rank's layers, on meta, by modules with first values, of which parameters are cut. Returns
+    `shards` by the new parameters. Raises what `HostModel` raises.
+    """
+    with world.all_or_none(plan.limits.collective_timeout_s), world.device.in_use():
+        host, owned = HostModel(model), {layer.name for layer in stage.layers}
+        cut = {key: shard.cut for key, shard in shards.items()}
+        final = host.place(owned, dtype=dtypes(plan)[1], device=world.device.torch_device, cut=cut)
+        host.drop_others(final, owned)
     if plan.run.keep_freed_memory and world.device.type == "cpu":
-        keep_freed_memory()
-    materialize(
-        model.layers,
-        seed=plan.run.seed,
-        init_weights=model.init_weights,
-        dtype=dtypes(plan)[1],
-        device=world.device.torch_device,
-        owned={layer.name for layer in stage.layers},
-        cut={key: shard.cut for key, shard in shards.items()},
-    )
-    return True
+        keep_freed_memory()  # from now on: values of other ranks' layers have been freed
+    return {id(final[key]): shard for key, shard in shards.items() if key in final}
 
 
 def make_parts(

@@ -70,7 +70,7 @@ def draft_model(plan: Plan, info: DataInfo) -> Model:
     Raises PlanError as `sliced_info`, `build_on_meta` and `frozen` do, and "sequence-positions" for a model that would count
     the positions of every slice from 0.
     """
-    plan.model.load()  # imported before the build, so that parameters made by an import are not recorded
+    plan.model.load()  # imported before the build, so that parameters made by an import are no part of it
     model = build_on_meta(plan.model, sliced_info(info, plan.parallel.sp), plan.run.seed)
     _check_positions(plan, model)
     book = ParameterBook([model.layers])

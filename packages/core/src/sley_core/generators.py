@@ -107,6 +107,25 @@ def seeded(seed: int) -> Iterator[None]:
                 _set_own_state(use.before)
 
 
+@contextmanager
+def seeded_as_plain(seed: int) -> Iterator[None]:
+    """Returns a context manager as `seeded`, with the generators in the states that a program gives them by
+    `torch.manual_seed(seed)`, `random.seed(seed)` and `numpy.random.seed(seed % 2**32)`: the present CUDA device's, too.
+    """
+    on_device = torch.cuda.default_generators[torch.cuda.current_device()] if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
+    with seeded(seed):
+        state = None if on_device is None else on_device.get_state()
+        if on_device is not None:
+            on_device.manual_seed(seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            if on_device is not None and state is not None:
+                on_device.set_state(state)
+
+
 def _own_state() -> State:
     numpy = sys.modules.get("numpy")
     return torch.default_generator.get_state(), random.getstate(), numpy and numpy.random.get_state()

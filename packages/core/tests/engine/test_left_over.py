@@ -14,7 +14,7 @@ from sley_core.data.dataset import DataInfo, Field
 from sley_core.engine.left_over import refuse_left_over
 from sley_core.errors import RunError
 from sley_core.model.build import build_on_meta
-from sley_core.model.materialize import materialize
+from sley_core.model.values import HostModel
 from sley_testing.habits import Embed
 
 
@@ -61,7 +61,8 @@ class Given:
 
 def rank_of(owned):
     model = build_on_meta(Given(), DataInfo({"tokens": Field("float32")}), 0)
-    materialize(model.layers, seed=0, dtype=torch.float32, device=torch.device("cpu"), owned=owned)
+    host = HostModel(model)
+    host.drop_others(host.place(owned, dtype=torch.float32, device=torch.device("cpu")), owned)
     refuse_left_over(model, [layer for layer in model.layers if layer.name in owned])
     return model
 

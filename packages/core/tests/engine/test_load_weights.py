@@ -71,9 +71,13 @@ def load_state_dict(run: Run) -> None:
         layer.module.load_state_dict({name: torch.full_like(v, 0.5) for name, v in layer.module.state_dict().items()})
 
 
+FAR = 5
+"""A seed under which no first value rounds to 0.5 in bf16: writing a weight its own value leaves the master as it is."""
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_what_is_written_between_steps_is_not_undone(alone, small, precision):
-    with alone(small(precision__compute=precision, optimizer__lr=1e-6)) as run:
+    with alone(small(precision__compute=precision, run__seed=FAR, optimizer__lr=1e-6)) as run:
         for write in (write_in_place, write_detached, set_data, load_state_dict):
             write(run)
             run.step()
@@ -89,7 +93,7 @@ def test_what_is_written_between_steps_is_not_undone(alone, small, precision):
 def test_what_is_written_between_steps_is_in_all_that_is_saved(alone, small, tmp_path, precision):
     """In weights as they are stepped, in a checkpoint, and in masters on the host; before any step has seen it."""
     for number, write in enumerate((write_in_place, write_detached, set_data, load_state_dict)):
-        with alone(small(precision__compute=precision)) as run:
+        with alone(small(precision__compute=precision, run__seed=FAR)) as run:
             run.step()
             write(run)
             run.save_weights(tmp_path / f"{number}", precision="full")

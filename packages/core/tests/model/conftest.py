@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo
+from sley_core.generators import seeded_as_plain
 from sley_core.model.layers import Model
 from sley_testing import built
 
@@ -40,7 +41,8 @@ def as_plain(real: Callable[..., Model]) -> Callable[[Callable[[], list[nn.Modul
     """`as_plain(case)`: the model of `case()`, whose values are those of the same code run by plain PyTorch, or it fails."""
 
     def as_plain(case: Callable[[], list[nn.Module]]) -> Model:
-        wanted = _values({str(at): layer for at, layer in enumerate(case())})
+        with seeded_as_plain(0):
+            wanted = _values({str(at): layer for at, layer in enumerate(case())})
         model = real(lambda _: case(), torch.float64)
         found = _values({layer.name: layer.module for layer in model})
         assert found.keys() == wanted.keys()

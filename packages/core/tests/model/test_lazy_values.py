@@ -1,4 +1,4 @@
-"""What a factory gives a model costs a rank the memory of what it owns, and files stay on disk until then."""
+"""Once a run has begun, a rank has the memory of what it owns; builders never take more than that and a layer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Model
-from sley_core.model.materialize import materialize
+from sley_core.model.values import HostModel
 from sley_testing.ranks import Ranks
 
 COUNT, SIZE = 16, 1024
@@ -51,7 +52,9 @@ class Given:
     file: Path
     name: str = "given"
 
-    def build(self, _: DataInfo) -> list[nn.Module]:
+    def build(self, _: DataInfo) -> Any:
+        if self.kind == "builders":
+            return [(str(at), partial(Drawn, self.size)) for at in range(COUNT)]
         parts = [(Drawn if self.kind == "drawn" else Part)(self.size) for _ in range(COUNT)]
         if self.kind in ("file", "assigned"):
             state = torch.load(self.file, mmap=True)
@@ -62,28 +65,30 @@ class Given:
         return parts
 
 
-def held_mib() -> float:
+def mib(key: str) -> float:
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines["RssAnon"].split()[0]) / 1024
+    return int(lines[key].split()[0]) / 1024
 
 
-def run(given: Any) -> tuple[Model, float, float]:
-    """The model, and by how many MiB this process has grown once it is built and once it has values."""
-    before = held_mib()
+def run(given: Any) -> tuple[Model, float, float, float]:
+    """The model, and by how many MiB this process has grown once it is built, once it has values, and at most meanwhile."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before, resident = mib("RssAnon"), mib("VmRSS")
     model = build_on_meta(given, DataInfo({"tokens": Field("int64")}, 32), 0)
-    built = held_mib() - before
-    materialize(model.layers, seed=0, dtype=torch.float32, device=torch.device("cpu"), owned=OWNED)
-    return model, built, held_mib() - before
+    built = mib("RssAnon") - before
+    host = HostModel(model)
+    host.drop_others(host.place(OWNED, dtype=torch.float32, device=torch.device("cpu")), OWNED)
+    del host
+    return model, built, mib("RssAnon") - before, mib("VmHWM") - resident
 
 
-def growth(file: Path) -> dict[str, tuple[float, float]]:
+def growth(file: Path) -> dict[str, tuple[float, float, float]]:
     """What `run` measures of each kind, in a process that does nothing else."""
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 16)  # holes of the heap are no tensors
     run(Given("constructors", 8, file))  # what the first time of anything costs
-    found: dict[str, tuple[float, float]] = {}
-    for kind in ("constructors", "drawn", "file", "assigned"):
-        model, built, after = run(Given(kind, SIZE, file))
-        found[kind] = built, after
+    found: dict[str, tuple[float, float, float]] = {}
+    for kind in ("constructors", "drawn", "file", "assigned", "builders"):
+        model, *found[kind] = run(Given(kind, SIZE, file))  # type: ignore[assignment]
         assert all(layer.module.linear.weight.is_meta != (layer.name in OWNED) for layer in model)
         del model
     return found
@@ -95,7 +100,8 @@ def test_a_rank_holds_what_it_owns(ranks: Callable[..., Ranks], tmp_path: Path) 
     file = tmp_path / "file.pt"
     torch.save({str(at): torch.full((SIZE, SIZE), float(at)) for at in range(COUNT)}, file)
     (found,) = ranks(1, init=False, fresh=True)(growth, file)
-    assert list(found) == ["constructors", "drawn", "file", "assigned"]
-    for kind, (built, after) in found.items():
+    assert list(found) == ["constructors", "drawn", "file", "assigned", "builders"]
+    for kind, (built, after, _) in found.items():
         assert built < 24, f"{kind}: MiB; nothing but what is under way"
         assert 16 <= after < 40, f"{kind}: MiB; 16 are its own"
+    assert found["builders"][2] < 40, "MiB; a builder of another rank was called for values"

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
+import random
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from two_linears import Part
 
+from sley_core.generators import seeded_as_plain
 from sley_core.model.layers import Model
 
 Real = Callable[..., Model]
@@ -201,6 +206,40 @@ def in_another_thread() -> list[nn.Module]:
     return made
 
 
+def in_a_pool() -> list[nn.Module]:
+    part, given = Part(), state()
+    with ThreadPoolExecutor(2) as pool, torch.no_grad():
+        list(pool.map(lambda name: part.get_parameter(name).data.copy_(given[name]), given))
+    return [part]
+
+
+def saved_and_loaded() -> list[nn.Module]:
+    part, memory = Part(), io.BytesIO()
+    torch.save(part, memory)
+    memory.seek(0)
+    again: nn.Module = torch.load(memory, weights_only=False)
+    return [part, again, pickle.loads(pickle.dumps(again))]
+
+
+@torch.no_grad()
+def under_autocast() -> list[nn.Module]:
+    part = Part()
+    part.load_state_dict(state())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        part.second.weight.copy_(part.first.weight @ part.second.weight)
+    return [part]
+
+
+def drawn() -> list[nn.Module]:
+    part = Part()
+    for parameter in part.parameters():
+        nn.init.normal_(parameter, std=random.random() + np.random.rand())
+    torch.manual_seed(5)
+    nn.init.normal_(part.second.weight)
+    part.register_buffer("noise", torch.randn(3))
+    return [part]
+
+
 def reused_memory() -> list[nn.Module]:
     """numpy writes where torch does not look; each parameter was given what was there at its time."""
     one, two, buffer = Part(), Part(), np.zeros((4, 4), dtype=np.float32)
@@ -220,9 +259,8 @@ OUTSIDE.load_state_dict(state())
 
 
 def made_outside() -> list[nn.Module]:
-    """Modules and parameters of a model that was there before; that model's parameters stay as they are."""
+    """A parameter of a model that was there before; that model's parameters stay as they are."""
     part = Part()
-    part.second = OUTSIDE.second
     part.first.weight = OUTSIDE.first.weight
     return [part]
 
@@ -247,6 +285,10 @@ CASES = [
     parametrized,
     computed_buffer,
     in_another_thread,
+    in_a_pool,
+    saved_and_loaded,
+    under_autocast,
+    drawn,
     reused_memory,
 ]
 
@@ -261,7 +303,8 @@ def values(layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_first_values_are_those_of_plain_pytorch(real: Real, case: Callable[[], list[nn.Module]]) -> None:
-    plain = {str(at): layer for at, layer in enumerate(case())}
+    with seeded_as_plain(0):
+        plain = {str(at): layer for at, layer in enumerate(case())}
     wanted = values(plain)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of load_state_dict, that it does nothing, too

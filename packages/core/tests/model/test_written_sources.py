@@ -110,18 +110,3 @@ def test_init_weights_has_the_last_word_over_what_the_factory_gave(real: Real) -
     model = real(layers)
     assert torch.equal(model["0"].module.first.weight, given["first.weight"])
     assert torch.equal(model["0"].module.second.weight, given["second.weight"] + 1.0)
-
-
-def test_what_nobody_writes_is_reset_and_nothing_else(real: Real) -> None:
-    class Late(Part):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain = nn.Parameter(torch.empty(3))
-
-        def reset_parameters(self) -> None:
-            self.gain.fill_(2.0)
-            self.first.reset_parameters()  # in vain: it has its values
-
-    part = real(lambda _: [Late()])["0"].module
-    assert part.gain.tolist() == [2.0] * 3
-    assert part.first.weight.eq(0.5).all()

@@ -14,7 +14,7 @@ from torch import Tensor
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Model
-from sley_core.model.materialize import materialize
+from sley_core.model.values import HostModel
 from sley_core.weight_files.read import WeightFiles
 from sley_core.weight_files.write import write_tensors
 from sley_models import hf
@@ -79,7 +79,8 @@ def peak(work: Callable[[], object]) -> int:
 
 def read(folder: Path, owned: set[str] | None) -> Model:
     model = build_on_meta(Given(LlamaConfig.model_validate({"weights": folder})), INFO, 0)  # type: ignore[arg-type]  # all that is asked of it
-    materialize(model.layers, seed=0, init_weights=None, dtype=torch.float32, device=torch.device("cpu"), owned=owned)
+    names = {layer.name for layer in model.layers} if owned is None else owned
+    HostModel(model).place(names, dtype=torch.float32, device=torch.device("cpu"))
     first = next(iter(model.layers[1].module.parameters()))
     assert first.is_meta == (owned is not None and "blocks.0" not in owned)
     return model

@@ -56,14 +56,15 @@ class Communicator(WeightCommunicator):
         self._action: Action | None = None
         self._at = self._final = -1
         self._drains: set[int] = set()
-        self._head: nn.Linear | None = None
+        self._head_place: tuple[str, str] | None = None
+        self._head: nn.Module | None = None
         self.launches = Launches(config.launch, self._launch)
         self._patches = ExitStack()
 
     def prepare(self, layers: Sequence[Layer]) -> None:
         """Finds the modules that the config treats specially; raises PlanError if the model has none that fit."""
         if self.config.head == "vocabulary":
-            self._head = find_head(layers)
+            self._head_place = layers[-1].name, find_head(layers)
         if self.config.embedding == "hidden":
             check_tables(layers)
         check_points(layers, self.config.launch)
@@ -92,6 +93,9 @@ class Communicator(WeightCommunicator):
         self.tally = Tally(self.prefetch, self.reductions, self.columns, self.pool, sent)
         self.buckets = GradientBuckets(fused=self.config.fused, once=once)
         try:
+            for layer in parts.layers:
+                if self._head_place is not None and self._head_place[0] == layer.name:
+                    self._head = layer.module.get_submodule(self._head_place[1])
             for layer in parts.layers:
                 self._take(layer)
             for site in self.sites:

@@ -1,17 +1,11 @@
-"""First values of `models.llama` from safetensors files, read one tensor at a time when a rank needs them.
-
-`sley_core::read_` is an operation like `copy_`, so that a factory's record contains it (`record`): what a constructor drew
-before is not drawn at all, and only the ranks that own a layer read its tensors.
-"""
+"""First values of `models.llama` from safetensors files: a rank reads the tensors of its own layers, one at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sley_core.api.files import WeightFiles, read_tensor
 from sley_core.errors import PlanError, RunError
@@ -21,43 +15,40 @@ from sley_models.check import PATH, check_files
 if TYPE_CHECKING:
     from sley_models.config import LlamaConfig
 
-_LIBRARY: Any = torch.library.Library("sley_core", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch's
-_LIBRARY.define("read_(Tensor(a!) self, str file, str name) -> Tensor(a!)")
 
-
-def _read(target: Tensor, file: str, name: str) -> Tensor:
-    """Copies the tensor `name` of `file` into `target`, converted to its dtype. Raises RunError "weight-files"."""
-    value = read_tensor(Path(file), name)
-    if value.shape != target.shape:
-        message = f"{name!r} in `{file}` is {list(value.shape)} now, and was {list(target.shape)} when the run began"
-        raise RunError("weight-files", message)
-    return target.copy_(value)
-
-
-_LIBRARY.impl("read_", _read, "CPU")
-_LIBRARY.impl("read_", lambda target, file, name: target, "Meta")
-
-
-@torch.no_grad()
-def take_from_files(modules: Mapping[str, nn.Module], config: LlamaConfig) -> None:
-    """Sets all parameters of the layers `modules`, by name, to the values of the files in `config.weights`.
+class FromFiles:
+    """Sets the parameters of a module to the values of the files in `config.weights`, converted to its dtypes.
 
     Raises PlanError "model-weights" for files that cannot be read, or are not those of this model.
     """
-    assert config.weights is not None, config
-    try:
-        files = WeightFiles(config.weights)
-    except RunError as error:
-        raise _refused(error.diagnostics[0].message, error.diagnostics[0].hint) from None
-    if problems := check_files(files, config):
-        raise _refused(problems[0])
-    _check_tied(files, config)
-    for ours, theirs in hf.names(config):
-        layer = max((name for name in modules if ours.startswith(f"{name}.")), key=len)
-        parameter = modules[layer].get_parameter(ours.removeprefix(f"{layer}."))
-        if ours != hf.HEAD or not config.tie_embeddings:
-            read: Any = torch.ops.sley_core.read_
-            read(parameter.detach(), str(files.stored[theirs].file), theirs)
+
+    def __init__(self, config: LlamaConfig) -> None:
+        assert config.weights is not None, config
+        try:
+            files = WeightFiles(config.weights)
+        except RunError as error:
+            raise _refused(error.diagnostics[0].message, error.diagnostics[0].hint) from None
+        if problems := check_files(files, config):
+            raise _refused(problems[0])
+        _check_tied(files, config)
+        self._stored = {
+            ours: (files.stored[theirs].file, theirs)
+            for ours, theirs in hf.names(config)
+            if ours != hf.HEAD or not config.tie_embeddings
+        }
+
+    def __call__(self, module: nn.Module, name: str) -> None:
+        """Reads the parameters of `module`, not those of its submodules. Raises RunError "weight-files"."""
+        for attribute, parameter in module.named_parameters(recurse=False):
+            if (stored := self._stored.get(f"{name}.{attribute}")) is not None:
+                file, theirs = stored
+                value = read_tensor(file, theirs)
+                if value.shape != parameter.shape:
+                    message = (
+                        f"{theirs!r} in `{file}` is {list(value.shape)} now, and was {list(parameter.shape)} before"
+                    )
+                    raise RunError("weight-files", message)
+                parameter.copy_(value)
 
 
 def _check_tied(files: WeightFiles, config: LlamaConfig) -> None:

@@ -13,8 +13,11 @@ and Sennrich 2019) computes inside, whatever it is given.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -30,24 +33,29 @@ if TYPE_CHECKING:
 def layers(config: LlamaConfig, data: DataInfo) -> Model:
     """Builds the layers `embed`, `blocks.0` ... and `head`.
 
-    The first takes the field `tokens` [b, s]; blocks take `positions` [b, s] and `cu_seqlens` [b, n + 1] if the data
-    has them. With `weights`, parameters have the values of these files, which each rank reads when it needs them. Raises
-    PlanError "model-vocabulary" if the vocabulary is unknown or smaller than the data's, "model-weights" for files that
-    cannot be read or are not this model's.
+    A rank makes its own layers alone. The first takes the field `tokens` [b, s]; blocks take `positions` [b, s] and
+    `cu_seqlens` [b, n + 1] if the data has them. With `weights`, parameters have the values of these files, of which a rank
+    reads those of its layers. Raises PlanError "model-vocabulary" if the vocabulary is unknown or smaller than the data's,
+    "model-weights" for files that cannot be read or are not this model's.
     """
     vocab_size = _vocab_size(config, data)
-    embed = Embed(vocab_size, config.hidden)
-    blocks = [(f"blocks.{at}", Block(config)) for at in range(config.num_layers)]
-    head = Head(config, vocab_size)
-    if config.tie_embeddings:
-        head.output.weight = embed.tokens.weight
-    named = [("embed", embed), *blocks, ("head", head)]
+    builders: Any = [
+        ("embed", partial(_without_values, Embed, vocab_size, config.hidden)),
+        ("blocks", partial(_without_values, Block, config), config.num_layers),
+        ("head", partial(_without_values, Head, config, vocab_size)),
+    ]
+    ties = [("embed.tokens.weight", "head.output.weight")] if config.tie_embeddings else []
     if config.weights is None:
-        return Model(named, init_weights=_Normal(config))
-    from sley_models.from_files import take_from_files  # only `weights` needs them
+        return Model(builders, _Normal(config), ties=ties)
+    from sley_models.from_files import FromFiles  # only `weights` needs them
 
-    take_from_files(dict(named), config)
-    return Model(named)
+    return Model(builders, FromFiles(config), ties=ties)
+
+
+def _without_values(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    """Returns a layer with parameters on meta, since `init_weights` sets all of them."""
+    with torch.device("meta"):
+        return make(*args)
 
 
 def _vocab_size(config: LlamaConfig, data: DataInfo) -> int:
@@ -66,7 +74,7 @@ def _vocab_size(config: LlamaConfig, data: DataInfo) -> int:
 
 
 class _Normal:
-    """Initialises weights: normal, with smaller projections into the residual stream (GPT-2, Radford et al. 2019, 2.3).
+    """Initialises all weights: normal, with smaller projections into the residual stream (GPT-2, Radford et al. 2019, 2.3).
 
     Each block adds two projections to the stream; at std / sqrt(2 x blocks) its variance does not grow with the depth.
     """
@@ -81,6 +89,8 @@ class _Normal:
             nn.init.normal_(module.weight, std=self.residual_std if into_residual else self.std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+        if isinstance(module, nn.RMSNorm):
+            nn.init.ones_(module.weight)
 
 
 class Embed(nn.Module):

@@ -25,7 +25,8 @@ class Rotary(nn.Module):
 
     def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        # On the host, since blocks are made on meta.
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
         frequencies = 1.0 / theta**exponents
         self.key = head_dim, theta, scaling
         self.register_buffer(

@@ -89,6 +89,7 @@ class Positions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.empty(1, SIDE, SIDE))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.table, std=0.1)

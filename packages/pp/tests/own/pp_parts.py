@@ -79,6 +79,7 @@ class Block(nn.Module):
         for name in order:
             self.add_module(name, nn.Linear(hidden, hidden))
         self.gain = nn.Parameter(torch.empty(hidden))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.gain)

@@ -11,7 +11,7 @@ import torch
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Model
-from sley_core.model.materialize import materialize
+from sley_core.model.values import HostModel
 
 _ROWS = Field("int64", sequence_dim=1)
 TOKENS = DataInfo(
@@ -42,6 +42,7 @@ def with_values(
 ) -> Model:
     """Returns the same on the CPU with its first values. owned: the names of the layers that get values; None for all."""
     model = on_meta(function, info, seed)
-    device = torch.device("cpu")
-    materialize(model.layers, seed=seed, init_weights=model.init_weights, dtype=dtype, device=device, owned=owned)
+    names = {layer.name for layer in model.layers} if owned is None else owned
+    host = HostModel(model)
+    host.drop_others(host.place(names, dtype=dtype, device=torch.device("cpu")), names)
     return model

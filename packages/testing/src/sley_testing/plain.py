@@ -57,9 +57,9 @@ class NothingToTrainError(Exception):
 class PlainLoop:
     """Trains `layers`, each called with the output of the layer before it and the batch fields that its forward names.
 
-    layers: a model factory's result, with real parameters; each module of a tied parameter registers it. loss: as a plan's,
-        `weight(batch)` and the sum `loss(output, batch)`. optimizer: makes torch's from (name, parameter) of all
-        parameters; `decay_groups` may help. clip_norm, clip_kind: as for torch.nn.utils.clip_grad_norm_.
+    layers: a model factory's result, with real parameters; each module of a tied parameter registers it, and builders are
+        called. loss: as a plan's, `weight(batch)` and the sum `loss(output, batch)`. optimizer: makes torch's from (name,
+        parameter) of all parameters; `decay_groups` may help. clip_norm, clip_kind: as for torch.nn.utils.clip_grad_norm_.
     A trained parameter that no micro-batch uses has a gradient of zeros, as in a run: momentum and decay continue. For a
     trained parameter of a narrow dtype (bf16) the optimizer steps a copy in fp32, in which its gradients are summed too.
     """
@@ -73,7 +73,7 @@ class PlainLoop:
         clip_norm: float | None = None,
         clip_kind: float = 2.0,
     ) -> None:
-        self.layers = [(layer.name, layer.module) for layer in as_model(layers)]
+        self.layers = [(layer.name, layer.module) for layer in as_model(layers).build()]
         self.loss = loss
         self.parameters = dict(named_parameters(self.layers))
         self.stepped = {name: _stepped(parameter) for name, parameter in self.parameters.items()}

@@ -154,6 +154,7 @@ class Scales(nn.Module):
         self.register_buffer("scale", torch.linspace(0.5, 1.5, width))
         self.register_buffer("base", torch.full((width,), 0.25), persistent=False)
         self.reset_parameters()
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.gain)

@@ -101,6 +101,7 @@ class Turned(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, width))
         self.reset_parameters()
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.xavier_uniform_(self.weight)

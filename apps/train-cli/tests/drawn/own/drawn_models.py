@@ -65,6 +65,7 @@ class Layer(nn.Module):
         self.sent = nn.Parameter(torch.empty(width)) if carry == "sent" and self.give.carries else None
         self.reset_parameters()
         begin(self.body, start)
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         if self.sent is not None:

@@ -114,8 +114,8 @@ class Entry:
 
 class ParameterBook:
     """Lists the entries of this rank's layers, in the order in which the model names them. chunks: these layers, per model
-    chunk. stages: all layers of the model, on meta; if left out, this rank has all. shards: which parameters are sharded, and
-    how.
+    chunk. stages: all layers of the model, others on meta; if left out, this rank has all. shards: which parameters are
+    sharded, and how.
     """
 
     def __init__(
@@ -133,11 +133,13 @@ class ParameterBook:
                     entry = known.get(id(parameter))
                     if entry is None:
                         first, decays = firsts[id(parameter)]
-                        entry = known[id(parameter)] = Entry(first, tuple(parameter.shape), [], index=len(self.entries))
+                        shard = (shards or {}).get(id(parameter))
+                        shape = tuple(parameter.shape) if shard is None else shard.shape
+                        entry = known[id(parameter)] = Entry(first, shape, [], index=len(self.entries))
                         entry.stages = tuple(sorted(holders[id(parameter)]))
                         entry.aliases = [name] if name != first else []
                         entry.decays = decays
-                        entry.shard = (shards or {}).get(id(parameter))
+                        entry.shard = shard
                         entry.reduce_group = "stage" if entry.shard is None else REDUCE_GROUP
                         entry.layers = tuple(name for name in uses[id(parameter)] if name in own)
                         self.entries.append(entry)

@@ -1,5 +1,5 @@
-"""Makes tensors that are still on meta when a run begins raise an error when they are read: torch would compute arbitrary
-numbers.
+"""Makes tensors that are not the run's raise an error when they are read: torch would compute arbitrary numbers on meta, or the
+first values of weights that have been trained since.
 
 A module that a layer holds without registering it (in a list, in a function) may hold parameters of other ranks' layers, or of
 no layer. Whether a forward uses it cannot be known before, so the error is raised at the use, as for stand-ins (`stand_in`).
@@ -49,27 +49,27 @@ class LeftResult(_Refusing, Tensor):
 
 
 def refuse_left_over(model: Model, own: Iterable[Layer]) -> None:
-    """Makes every tensor that the factory of `model` made, and that got no values, raise RunError "weight-unregistered" when it
-    is used.
-
-    own: the layers of this rank, which are materialised.
+    """Makes the parameters of layers of other ranks, and the `unreadable` tensors of this rank's layers `own`, raise RunError
+    "weight-unregistered" when they are used.
     """
-    names = {id(one): name for layer in model.layers for name, one in layer.module.named_parameters(layer.name)}
-    for parameter in model.built:
-        if parameter.is_meta:
-            known = names.get(id(parameter))
-            what = (
-                f"{known!r} of a layer of another rank"
-                if known
-                else f"of shape {list(parameter.shape)} that no layer has"
-            )
-            message = f"a forward reads the parameter {what}, as neither parameter nor submodule of its own layer"
-            hint = "register it in the layer that uses it: `self.weight = other.weight` or `self.part = part`, a tie"
-            _refuse(parameter, LeftParameter, message, hint)
-    for held in (one for layer in own for one in layer.held):
-        if held.tensor.is_meta and held.ref is None:
-            message = f"a forward reads `{held.where}`, which the factory computed from parameters once, with a graph"
-            _refuse(held.tensor, LeftResult, message, "compute it in the forward, or `.detach()` what stays as it is")
+    hint = "register it in the layer that uses it: `self.weight = other.weight` or `self.part = part`, a tie"
+    for layer in model.layers:
+        for name, parameter in layer.module.named_parameters(layer.name):
+            if parameter.is_meta:
+                message = (
+                    f"a forward reads the parameter {name!r} of a layer of another rank, as neither parameter nor "
+                )
+                _refuse(parameter, LeftParameter, message + "submodule of its own layer", hint)
+    for layer in own:
+        for where, tensor in layer.unreadable.items():
+            if isinstance(tensor, nn.Parameter):
+                message = (
+                    f"a forward reads a parameter by `{where}`, as neither parameter nor submodule of its own layer"
+                )
+                _refuse(tensor, LeftParameter, message, hint)
+            else:
+                message = f"a forward reads `{where}`, which the factory computed from parameters once, with a graph"
+                _refuse(tensor, LeftResult, message, "compute it in the forward, or `.detach()` what stays as it is")
 
 
 def _refuse(tensor: Tensor, kind: type[_Refusing], message: str, hint: str) -> None:

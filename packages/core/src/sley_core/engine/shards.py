@@ -147,7 +147,7 @@ def left_whole(layers: Iterable[Layer], shards: Shards) -> list[str]:
 
 
 def cut_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
-    """Replaces the parameters of `layers` by shards on meta, as `materialize` does with values; for a fake world."""
+    """Replaces the parameters of `layers` by shards on meta, as `HostModel.place` does with values; for a fake world."""
     cut: dict[int, nn.Parameter] = {}
     for layer in layers:
         for module in layer.module.modules():

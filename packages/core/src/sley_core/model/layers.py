@@ -8,6 +8,11 @@ those batch fields that its `forward` names:
 
     class Block(nn.Module):                      # later ones: the first parameter is the previous output
         def forward(self, hidden, positions=None): ...
+
+In place of a module there may be a builder, a function that makes it. A rank calls the builders of its own layers only, so
+that no rank needs the memory of the whole model:
+
+    [("embed", make_embed), ("block", make_block, 32), ("head", make_head)]     # block.0 ... block.31
 """
 
 from __future__ import annotations
@@ -17,68 +22,70 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
-from sley_core.errors import Diagnostic, KeyPath, PlanError
+from sley_core.errors import Diagnostic, KeyPath, PlanError, SleyError
+from sley_core.factory import cause
+from sley_core.generators import seeded_as_plain
+from sley_core.model.seeds import derive
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import DataInfo
-    from sley_core.model.steps import Ref
 
 InitWeights: TypeAlias = Callable[[nn.Module, str], None]
 """`init_weights(module, name)` sets the first values of `module`, and of nothing outside it."""
 
-Layers: TypeAlias = "nn.Sequential | Mapping[str, nn.Module] | Iterable[nn.Module | tuple[str, nn.Module]]"
+Builder: TypeAlias = Callable[[], nn.Module]
+
+Layers: TypeAlias = (
+    "nn.Sequential | Mapping[str, nn.Module | Builder]"
+    " | Iterable[nn.Module | tuple[str, nn.Module | Builder] | tuple[str, Builder, int]]"
+)
 
 MODEL: KeyPath = ("model",)
-
-
-@dataclass(frozen=True, eq=False)
-class Leftover:
-    """Names a tensor on meta that a layer holds at `where` other than as a parameter or buffer, for instance as a plain
-    attribute.
-
-    ref: what the factory wrote to it; None for a tensor with a `grad_fn`, computed from parameters, which a replay cannot make
-    again.
-    """
-
-    where: str
-    tensor: Tensor
-    ref: Ref | None
 
 
 @dataclass(eq=False)
 class Layer:
     """Holds one named layer of the model. A communicator or `torch.compile` may replace `module`; `name` never changes.
 
-    fields: the batch fields with which the module is called, set by `with_fields`. written: until the parameters are
-    materialized, what the factory wrote to them, by id of the meta parameter. held: other tensors on meta that the layer holds.
+    module: an empty one until its builder is called, if it has one. fields: the batch fields with which the module is called,
+    set by `with_fields`. unreadable: tensors to which the layer refers and that a forward must not read, by the attribute that
+    refers to them.
     """
 
     name: str
     module: nn.Module
     fields: tuple[str, ...] = ()
-    written: dict[int, Ref] = field(default_factory=dict, repr=False)
-    held: list[Leftover] = field(default_factory=list, repr=False)
+    builder: Builder | None = field(default=None, repr=False)
+    unreadable: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
 
 class Model:
     """Holds the layers of a model in order, with the initialiser and the buffer rules that a factory may add.
 
-    layers: modules, (name, module) pairs, an `nn.Sequential` or a mapping; an unnamed layer is named by its index.
-    init_weights: called with every module; its values win. Without it a parameter keeps what the factory wrote, and a module's
-    own `reset_parameters` fills the parameters to which the factory wrote nothing. per_rank_buffers: patterns
+    layers: modules, (name, module) pairs, an `nn.Sequential` or a mapping; an unnamed layer is named by its index. A builder
+    may stand for a named module: (name, builder), or (name, builder, count) for `name.0`, `name.1`, ... . init_weights: called
+    with every module, children before their parent, after the layers were made; its values win. Layers that it sets completely
+    may be made on meta. per_rank_buffers: patterns
     (`"*.running_mean"`) of buffers that training may write, which then differ from rank to rank. All other buffers must stay as
-    they were built. Raises PlanError "model-factory".
+    they were built. ties: pairs of names of parameters, `("embed.table.weight", "head.output.weight")`, the first in an earlier
+    layer; the second becomes the first. Layers of builders can be tied by this only. Raises PlanError "model-factory".
     """
 
     def __init__(
-        self, layers: Layers, init_weights: InitWeights | None = None, per_rank_buffers: Sequence[str] = ()
+        self,
+        layers: Layers,
+        init_weights: InitWeights | None = None,
+        per_rank_buffers: Sequence[str] = (),
+        ties: Iterable[tuple[str, str]] = (),
     ) -> None:
         self.layers: tuple[Layer, ...] = tuple(_named(layers))
         self.init_weights = init_weights
         self.per_rank_buffers = tuple(per_rank_buffers)
-        self.built: list[nn.Parameter] = []  # all parameters on meta that its factory made, registered or not
+        self.ties = tuple(ties)
+        self.recipe: Any = None  # a `Recipe` of a model on meta (`build.py`)
         _check_unique(self.layers)
 
     def __iter__(self) -> Iterator[Layer]:
@@ -96,6 +103,103 @@ class Model:
         """Returns the layer called `name`; raises StopIteration if there is none."""
         return next(layer for layer in self.layers if layer.name == name)
 
+    def build(self, seed: int = 0) -> Model:
+        """Puts modules in the place of all builders, and ties parameters; returns this model. Raises as `build_layer` and `tie`
+        do.
+        """
+        for layer in self.layers:
+            self.build_layer(layer, seed)
+            layer.builder = None
+        self.tie()
+        return self
+
+    def initialise(self) -> None:
+        """Calls `init_weights` for the modules of all layers without a builder, a shared one once. Raises PlanError
+        "model-init" if it fails.
+        """
+        done: set[int] = set()
+        memory: dict[nn.Parameter, nn.Parameter] = {}
+        for layer in self.layers:
+            if layer.builder is None and self.init_weights is not None:
+                _give_memory(layer.module, memory)
+                self._initialise(layer.module, layer.name, done)
+
+    def build_layer(self, layer: Layer, seed: int, *, initialises: bool = True) -> None:
+        """Calls the layer's builder, if it has one; it and `init_weights` draw from torch's, Python's and numpy's generators,
+        seeded by `derive(seed, layer.name)`.
+
+        initialises: whether `init_weights` is called. Raises PlanError "model-factory" for a builder that fails or returns no
+        module, "model-init" if `init_weights` fails.
+        """
+        if layer.builder is None:
+            return
+        with seeded_as_plain(derive(seed, layer.name)):
+            try:
+                made = layer.builder()
+            except SleyError:
+                raise
+            except Exception as error:
+                raise _unusable(f"the builder of the layer {layer.name!r} failed: {cause(error)}") from error
+            if not isinstance(made, nn.Module):
+                raise _unusable(
+                    f"the builder of the layer {layer.name!r} returned {_described(made)}, not a torch.nn.Module"
+                )
+            layer.module = made
+            if initialises and self.init_weights is not None:
+                _give_memory(made, {})
+                self._initialise(made, layer.name, set())
+
+    def tie(self) -> None:
+        """Ties the parameters that `ties` names. Raises PlanError "model-factory" for names that do not fit, and if two layers
+        are one module.
+        """
+        _check_unique(self.layers)
+        for first, second in self.ties:
+            (at, source), (other, target) = self._place(first), self._place(second)
+            if at >= other:
+                raise _unusable(f"the model ties {second!r} to {first!r}, which is not in an earlier layer")
+            setattr(target, second.rpartition(".")[2], getattr(source, first.rpartition(".")[2]))
+
+    def _place(self, name: str) -> tuple[int, nn.Module]:
+        """Returns the number of the layer, and the module, that hold the parameter `name`. Raises PlanError "model-factory" if
+        none does.
+        """
+        owner, _, attribute = name.rpartition(".")
+        for at, layer in enumerate(self.layers):
+            for path, module in layer.module.named_modules(prefix=layer.name):
+                if path == owner and module._parameters.get(attribute) is not None:
+                    return at, module
+        raise _unusable(f"the model ties the parameter {name!r}, and has none of this name")
+
+    @torch.no_grad()
+    def _initialise(self, module: nn.Module, name: str, done: set[int]) -> None:
+        """Calls `init_weights` for `module` and all in it, children first. done: ids of the modules that had their turn."""
+        if id(module) in done:
+            return
+        assert self.init_weights is not None, name
+        for key, child in module.named_children():
+            self._initialise(child, f"{name}.{key}", done)
+        done.add(id(module))
+        try:
+            self.init_weights(module, name)
+        except SleyError:
+            raise
+        except Exception as error:
+            message = f"the module {name!r} ({type(module).__name__}) cannot be initialised: {cause(error)}"
+            raise PlanError("model-init", message, path=MODEL) from error
+
+
+def _give_memory(module: nn.Module, given: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Moves the module's parameters on meta to the host, without values. given: the new ones by the old ones, which grows."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if parameter not in given:
+                    # Not empty_like, which imports the compiler for a tensor on meta (`uncompiled.py`).
+                    own = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                    given[parameter] = like(parameter, own)
+                part._parameters[name] = given[parameter]
+
 
 def as_model(returned: Any) -> Model:
     """Returns what a factory returned as a `Model`; raises PlanError "model-factory" if it is not a list of layers."""
@@ -103,14 +207,22 @@ def as_model(returned: Any) -> Model:
 
 
 def _named(layers: Any) -> Iterator[Layer]:
-    """Yields one `Layer` for each module or (name, module) pair; raises PlanError "model-factory" for anything else."""
+    """Yields the layer of each module or (name, module) pair, and those of builders; raises PlanError "model-factory" for
+    anything else.
+    """
     for at, item in enumerate(_items(layers)):
-        name, module = item if isinstance(item, tuple) and len(item) == 2 else (str(at), item)
-        if not isinstance(module, nn.Module):
+        name, module, *count = item if isinstance(item, tuple) and len(item) in (2, 3) else (str(at), item)
+        is_builder = callable(module) and not isinstance(module, nn.Module) and isinstance(item, tuple)
+        if not isinstance(module, nn.Module) and not is_builder:
             raise _unusable(f"layer {at} of the model is {_described(module)}, not a torch.nn.Module")
         if not isinstance(name, str) or not name:
             raise _unusable(f"the name of layer {at} of the model is {_described(name)}, not a string")
-        yield Layer(name, module)
+        if count and not (is_builder and type(count[0]) is int and count[0] > 0):
+            raise _unusable(
+                f"layer {at} of the model has the count {count[0]!r}; a builder may have one, of at least 1"
+            )
+        for one in [f"{name}.{number}" for number in range(count[0])] if count else [name]:
+            yield Layer(one, nn.Module(), builder=module) if is_builder else Layer(one, module)
 
 
 def _items(layers: Any) -> Iterable[Any]:

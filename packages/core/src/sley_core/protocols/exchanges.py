@@ -79,8 +79,8 @@ class WeightCommunicator(Protocol):
     """
 
     def prepare(self, layers: Sequence[Layer]) -> None:
-        """Receives all layers of the model, on meta, before anything is sharded. Raises PlanError for a model that it
-        does not support.
+        """Receives all layers of the model, on meta, before anything is sharded. This rank's layers have other modules, of the
+        same names, in `attach`. Raises PlanError for a model that it does not support.
         """
 
     def cuts(self, places: Sequence[tuple[nn.Module, str]]) -> int | None:
@@ -122,7 +122,8 @@ class SequenceCommunicator(Protocol):
     """
 
     def attach(self, layers: Sequence[Layer]) -> None:
-        """Changes every attention in `layers`, the model's layers; called on meta, before the parameter book is made.
+        """Changes every attention in `layers`, the model's layers; called before the parameter book is made, when this rank's
+        layers have their first values and the others are on meta.
 
         Parameter names must not change. Raises PlanError, and changes nothing, if it finds no attention that it knows.
         """

@@ -1,7 +1,8 @@
 """Times layers one at a time, alone on the device, so that a model that does not fit there can be timed too.
 
-A layer is materialised, called a few times forward and backward as the engine does it (recomputation included, and the loss
-after the last), and put back on meta before the next one. The layers are a second copy of the model, so nothing that they do
+A layer gets its first values on the device, is called a few times forward and backward as the engine does it (recomputation
+included, and the loss after the last), and is put back on meta before the next one. Layers of builders are built one by one; a
+factory's are on the host meanwhile. The layers are a second copy of the model, so nothing that they do
 when called affects the run.
 """
 
@@ -22,7 +23,7 @@ from sley_core.data.feed import Feed
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.direct import WeightQueue, accumulates_directly
 from sley_core.engine.in_flight import describe
-from sley_core.model.materialize import materialize
+from sley_core.model.values import HostModel
 from sley_estimate.bench.layer_calls import Half, Halves, Handed, LayerCalls
 from sley_estimate.bench.layer_gradients import LayerGradients, queued_products
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from sley_core.data.dataset import AnyDataset
     from sley_core.model.layers import Layer, Model
     from sley_core.plan.plan import Plan
+    from sley_core.protocols import SequenceCommunicator
 
 REPETITIONS = 5
 """Default number of timed calls of a layer, after one to warm up. Their median is used, not the minimum: what disturbs a call
@@ -82,7 +84,7 @@ class LayerBench:
 
     dtype: of the working weights. gradients: dtype of the accumulated gradients, to which a backward adds its own; None omits
     the accumulation. repetitions: timed calls of a layer. apart: returns the spans of device work since its last call that are
-    not the layer's own; they are subtracted.
+    not the layer's own; they are subtracted. attention: is attached to the model while a layer is timed.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class LayerBench:
         gradients: torch.dtype | None = None,
         repetitions: int = REPETITIONS,
         apart: Callable[[], Sequence[Span]] = lambda: (),
+        attention: SequenceCommunicator | None = None,
     ) -> None:
         self.plan = plan
         self.device = device
@@ -107,7 +110,8 @@ class LayerBench:
         fields, forgets = self._micro_batch(dataset), gradients is None
         last, loss = model.layers[-1], plan.loss.build()
         self._calls = LayerCalls(device, caller, fields, loss, last, forgets=forgets, apart=apart)
-        self._remembered = [(layer, layer.written, layer.held) for layer in model.layers]
+        self._host = HostModel(model)
+        self._attention = attention
         self._gradients: LayerGradients | None = None
 
     def time(self, layer: Layer, value: Handed | None, *, split: bool = False) -> tuple[LayerTimes, Handed]:
@@ -116,18 +120,11 @@ class LayerBench:
 
         split: whether the two halves of a split backward are timed too; else their times are 0.
         """
-        for each, written, held in self._remembered:  # `materialize` clears these for layers that it does not own
-            each.written, each.held = written, held
-        as_it_was = KeptTensors(layer.module)
-        materialize(
-            self.model.layers,
-            seed=self.plan.run.seed,
-            init_weights=self.model.init_weights,
-            dtype=self.dtype,
-            device=self.device.torch_device,
-            owned={layer.name},
-            keep=self.plan.precision.keep,
-        )
+        on_meta, on_host = layer.module, KeptTensors(self._host.made(layer))
+        device, keep = self.device.torch_device, self.plan.precision.keep
+        self._host.place({layer.name}, dtype=self.dtype, device=device, keep=keep)
+        if self._attention is not None:
+            self._attention.attach(self.model.layers)
         calls, queue, outputs = self._calls, WeightQueue(), list[Any]()
         with self._accumulating(layer):
             with self._products(layer, queue) if self._is_direct else nullcontext():
@@ -142,7 +139,10 @@ class LayerBench:
                         lambda host_s: calls.split(layer, value, queue, host_s),
                         lambda: calls.in_a_row(layer, value, queue),
                     )
-        as_it_was.put_back()
+        if self._attention is not None:
+            self._attention.detach()
+        on_host.put_back()
+        layer.module = on_meta
         description, tensors = describe(outputs[-1])
         halves = *whole, *parts
         times = LayerTimes(*(half.device_s for half in halves), *(half.host_s for half in halves))

@@ -17,6 +17,7 @@ from sley_core.engine.boundary import Description, unflatten
 from sley_core.engine.in_flight import describe
 from sley_core.errors import RunError
 from sley_core.model.formats import buffer_format
+from sley_core.model.held import held_tensors
 from sley_core.model.kinds import kind_of
 from sley_core.model.layers import like
 from sley_estimate.bytes.transports import Tell, imitated_transports
@@ -149,10 +150,19 @@ def _output(layer: Layer, args: tuple[Any, ...], fields: Any, state: dict[str, T
 
 def imagine(layers: Iterable[Layer], *, dtype: torch.dtype, device: torch.device) -> None:
     """Replaces the parameters of `layers`, on meta, and their buffers by new tensors on `device`, of the dtypes that
-    `materialize` gives them; shared tensors stay shared. Called where new tensors have no values.
+    `HostModel.place` gives them; shared tensors stay shared. Called where new tensors have no values.
 
-    Of other tensors that layers hold, those on meta move to `device` in place.
+    Other tensors on meta to which layers refer move to `device` in place.
     """
+    layers = list(layers)
+    registered = {id(module) for layer in layers for module in layer.module.modules()}
+    own = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
+    for layer in layers:
+        for held in held_tensors(layer.name, layer.module, registered):
+            if held.tensor.is_meta and held.tensor.grad_fn is None and id(held.tensor) not in own:
+                value = torch.empty_like(held.tensor, device=device)
+                same = like(held.tensor, value) if isinstance(held.tensor, nn.Parameter) else value
+                torch.utils.swap_tensors(held.tensor, same)  # type: ignore[no-untyped-call]  # torch's
     # By id of the old tensor, which is kept too, so that its id is not reused.
     parameters: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     buffers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -168,8 +178,3 @@ def imagine(layers: Iterable[Layer], *, dtype: torch.dtype, device: torch.device
                     new = torch.empty_like(buffer, dtype=buffer_format(buffer, dtype), device=device)
                     buffers[id(buffer)] = buffer, new
                 setattr(module, name, buffers[id(buffer)][1])
-        for held in layer.held:
-            if held.ref is not None and held.tensor.is_meta:
-                value = torch.empty_like(held.tensor, device=device)
-                same = like(held.tensor, value) if isinstance(held.tensor, nn.Parameter) else value
-                torch.utils.swap_tensors(held.tensor, same)  # type: ignore[no-untyped-call]  # torch's

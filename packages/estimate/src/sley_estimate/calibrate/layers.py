@@ -183,14 +183,16 @@ class LayerTiming:
         if variant.micro_size != self._size:  # what others are given has another shape
             self._size, self._handed = variant.micro_size, {}
         echo = Echo(plan.parallel.sp, self.device)
+        attention: SequenceCommunicator | None = None
         if plan.sequence is not None and plan.parallel.sp > 1:
-            attention: SequenceCommunicator = plan.sequence.build(imagined("sp", echo, plan.parallel.sp))
-            attention.attach(model.layers)  # of a model that nobody else has
+            attention = plan.sequence.build(imagined("sp", echo, plan.parallel.sp))
         value: Handed | None = None
         with self.device.random_state_kept():
             gradients = DTYPES[plan.precision.gradients]
             working = dtypes(plan)[0]
-            bench = LayerBench(plan, self.device, model, dataset, working, gradients, repetitions, echo.spans)
+            bench = LayerBench(
+                plan, self.device, model, dataset, working, gradients, repetitions, echo.spans, attention
+            )
             for layer, key in zip(model.layers, keys, strict=True):
                 if key not in self._handed:
                     self._time(bench, layer, key, value, variant, until_s)

@@ -52,6 +52,7 @@ class Attend(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.scale)

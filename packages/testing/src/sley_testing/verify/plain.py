@@ -86,7 +86,7 @@ def _loop_of(run: Run, habits: list[SeenHabit]) -> HabitLoop:
     """Returns the loop over new layers of the plan's factory, with the values, precision and optimizer of `run`."""
     plan, update = run.plan, run.stepper.update
     with run.world.device.random_state_kept():
-        model = as_model(plan.model.build(run.loop.samples.dataset.info))
+        model = as_model(plan.model.build(run.loop.samples.dataset.info)).build(plan.run.seed)
     for layer in model.layers:
         layer.module.to(run.world.device.torch_device)
     _take_values(run, model)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,11 +16,9 @@ from torch.nn.utils import prune
 
 from sley_core.data.dataset import DataInfo
 from sley_core.errors import PlanError
-from sley_core.model.apart import overlap
+from sley_core.model.held import overlap
 from sley_core.model.layers import Model
-from sley_core.model.steps import Cell, Ref
 
-Build = Callable[..., Model]
 Real = Callable[..., Model]
 
 
@@ -67,26 +66,26 @@ def interleaved(part: Any) -> None:
     [
         (transposed, "parameters '0.first.weight' and '0.second.weight' share their memory"),
         (sliced, "parameters '0.rows' and '0.first.weight' share their memory"),
-        (frozen_view, "parameters '0.frozen' and '0.first.weight' share their memory"),
-        (buffer, "the buffer '0.start' and the parameter '0.first.weight' share their memory"),
+        (frozen_view, "parameters '0.first.weight' and '0.frozen' share their memory"),
+        (buffer, "the parameter '0.first.weight' and the buffer '0.start' share their memory"),
         (interleaved, "parameters '0.odd' and '0.last' share their memory"),
     ],
 )
-def test_memory_that_is_partly_the_same_is_refused_by_name(build: Build, add: Callable[[Any], None], says: str) -> None:
+def test_memory_that_is_partly_the_same_is_refused_by_name(real: Real, add: Callable[[Any], None], says: str) -> None:
     with pytest.raises(PlanError, match=says) as raised:
-        build(lambda _: [Part(add)])
+        real(lambda _: [Part(add)])
     assert raised.value.diagnostics[0].code == "model-init"
     assert raised.value.diagnostics[0].hint
 
 
-def test_a_view_across_layers_is_refused_by_name(build: Build) -> None:
+def test_a_view_across_layers_is_refused_by_name(real: Real) -> None:
     def layers(_: DataInfo) -> list[nn.Module]:
         one, two = Part(), Part()
         two.second.weight = nn.Parameter(one.second.weight.t())
         return [one, two]
 
     with pytest.raises(PlanError, match=r"'0.second.weight' and '1.second.weight' share"):
-        build(layers)
+        real(layers)
 
 
 def test_parts_of_one_memory_that_do_not_overlap_are_parameters_like_others(real: Real) -> None:
@@ -109,17 +108,19 @@ def test_frozen_parameters_may_be_views_of_each_other(real: Real) -> None:
 
 
 def test_overlap_is_that_of_elements() -> None:
-    cell = Cell(64, torch.device("cpu"), torch.device("cpu"))
+    whole = torch.zeros(64, dtype=torch.uint8)
+    floats = whole.view(torch.float32)
 
-    def columns(first: int, size: int, rows: int = 4) -> Ref:
-        return Ref(cell, torch.float32, first, (rows, size), (4, 1))
+    def columns(first: int, size: int, rows: int = 4) -> Tensor:
+        return floats.as_strided((rows, size), (4, 1), first)
 
     assert not overlap(columns(0, 2), columns(2, 2))
     assert overlap(columns(0, 2), columns(1, 2))
     assert not overlap(columns(0, 4, 1), columns(4, 4, 1))
     assert not overlap(columns(0, 0), columns(0, 4))
-    assert overlap(Ref(cell, torch.float32, 0, (4,), (5,)), Ref(cell, torch.uint8, 23, (1,), (1,)))
-    assert not overlap(Ref(cell, torch.float32, 0, (4,), (5,)), Ref(cell, torch.uint8, 24, (1,), (1,)))
+    spread = torch.zeros(80, dtype=torch.uint8)
+    assert overlap(spread.view(torch.float32).as_strided((4,), (5,)), spread[23:24])
+    assert not overlap(spread.view(torch.float32).as_strided((4,), (5,)), spread[24:25])
 
 
 def in_a_list(part: Any) -> None:
@@ -167,20 +168,20 @@ def in_a_module_of_others(part: Any) -> None:
 @pytest.mark.parametrize(
     ("add", "where", "name"),
     [
+        (in_a_module_of_others, "0.other", "0.own"),
         (in_a_list, "0.kept", "0.first.weight"),
         (as_it_was_made, "0.kept", "0.own"),
         (in_a_function, "0.kept", "0.own"),
         (in_a_hook, "0.second._forward_hooks", "0.first.weight"),
         (in_its_own_hook, "0.first.weight.register_hook", "0.first.weight"),
         (in_an_object, "0.kept", "0.first.weight"),
-        (in_a_module_of_others, "0.other", "0.own"),
     ],
 )
 def test_a_parameter_that_is_held_unregistered_is_refused_by_name(
-    build: Build, add: Callable[[Any], None], where: str, name: str
+    real: Real, add: Callable[[Any], None], where: str, name: str
 ) -> None:
     with pytest.raises(PlanError, match=f"`{where}` holds the parameter '{name}'") as raised:
-        build(lambda _: [Part(add)])
+        real(lambda _: [Part(add)])
     assert raised.value.diagnostics[0].code == "model-init"
 
 
@@ -211,10 +212,10 @@ class Listed(Part):
 
 
 @pytest.mark.parametrize(("kind", "where"), [(ByGlobalName, "ByGlobalName.forward"), (ByClass, "ByClass.kept")])
-def test_a_parameter_that_is_held_by_name_is_refused(build: Build, kind: type[nn.Module], where: str) -> None:
+def test_a_parameter_that_is_held_by_name_is_refused(real: Real, kind: type[nn.Module], where: str) -> None:
     with pytest.raises(PlanError, match=f"`{where}` holds the parameter '0.first.weight'"):
-        build(lambda _: [kind()])
-    build(lambda _: [Listed()])
+        real(lambda _: [kind()])
+    real(lambda _: [Listed()])
 
 
 def test_what_torch_itself_keeps_beside_its_parameters_is_no_fault(real: Real) -> None:
@@ -235,7 +236,7 @@ def test_what_torch_itself_keeps_beside_its_parameters_is_no_fault(real: Real) -
     assert all(one.isfinite().all() for one in (part.first(x), part.second(x), part.third(x), part.recurrent(x)[0]))
 
 
-def test_a_view_in_an_attribute_is_refused_by_name(build: Build) -> None:
+def test_a_view_in_an_attribute_is_refused_by_name(real: Real) -> None:
     def alias(part: Any) -> None:
         values = torch.ones(4)
         part.own = nn.Parameter(values)
@@ -247,7 +248,7 @@ def test_a_view_in_an_attribute_is_refused_by_name(build: Build) -> None:
         (lambda part: setattr(part, "rows", [part.first.weight.detach()[1:]]), "0.rows"),
     ):
         with pytest.raises(PlanError, match=f"`{where}` shares its memory with the parameter"):
-            build(lambda _, add=add: [Part(add)])
+            real(lambda _, add=add: [Part(add)])
 
 
 def beside(part: Any) -> None:
@@ -290,9 +291,31 @@ def test_a_rank_has_the_values_of_its_layers_alone(real: Real) -> None:
     assert torch.equal(model["1"].module.norm, Part(beside).norm)
 
 
-def test_what_is_computed_from_parameters_that_change_later_is_refused_by_name(build: Build) -> None:
-    def layers(_: DataInfo) -> Model:
-        return Model([Part(beside)], init_weights=lambda module, name: None)
+def test_two_parameters_over_one_memory_are_refused_by_name(real: Real) -> None:
+    def shared(_: DataInfo) -> list[nn.Module]:
+        one, two = Part(), Part()
+        two.first.weight.data = one.first.weight.data
+        return [one, two]
 
-    with pytest.raises(PlanError, match=r"`0.norm` was computed from parameters, which `init_weights` changes later"):
-        build(layers)
+    with pytest.raises(PlanError, match=r"'0.first.weight' and '1.first.weight' share their memory"):
+        real(shared)
+
+
+def test_modules_of_an_earlier_call_are_refused_by_name(real: Real) -> None:
+    parts = [Part(), Part()]
+    with pytest.raises(PlanError, match=r"'0.first.weight' belongs to a model that was built before") as raised:
+        real(lambda _: parts)
+    assert raised.value.diagnostics[0].code == "model-init"
+
+
+def test_memory_that_the_program_uses_again_is_not_the_parameters(real: Real) -> None:
+    """A parameter has memory of its own, not numpy's, which its owner goes on writing."""
+    memory = np.zeros((4, 4), dtype=np.float32)
+
+    def layers(_: DataInfo) -> list[nn.Module]:
+        memory[:] = 1.0
+        return [Part(lambda part: setattr(part, "own", nn.Parameter(torch.from_numpy(memory))))]
+
+    part = real(layers)["0"].module
+    memory[:] = 2.0
+    assert part.own.eq(1.0).all()
