@@ -16,6 +16,7 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, SleyError
+from sley_core.json_text import write_whole
 from sley_core.metrics.summary import NAME as SUMMARY
 from sley_core.metrics.summary import RunFacts, RunTotals, summary, write_summary
 from sley_core.run_files import WEIGHTS
@@ -32,6 +33,7 @@ from train_cli.run_folder import write_plan
 from train_cli.start_record import write_start
 from train_cli.stopping import Stopping, terminated_s
 from train_cli.surroundings import num_cores
+from train_cli.timeline_svg import PICTURE, draw_svg
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -171,11 +173,13 @@ def _keep_weights(run: Run, folder: Path) -> Path | None:
 
 
 def _summarize(run: Run, folder: Path, outcome: Outcome, totals: RunTotals, reporter: Reporter) -> dict[str, Any]:
-    """Writes `summary.json`, unless no step was done, and returns its content."""
+    """Writes `summary.json`, unless no step was done, and the picture of the recorded step; returns the summary's content."""
     notes = [*reporter.new_notes, *([reporter.lost] if reporter.lost else [])]
     content = summary(_facts(run), outcome, totals, run.counts, run.memory.bytes, notes)
     if totals.steps:
         write_summary(folder, content)
+    if run.outputs.timeline is not None and run.outputs.timeline.drawn:
+        write_whole(folder / PICTURE, draw_svg(run.outputs.timeline.drawn))
     return content
 
 

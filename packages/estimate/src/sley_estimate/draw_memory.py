@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from sley_core.actions.draw import LEFT, TITLE
+from train_cli.timeline_svg import LEFT, TITLE
 
 ROW, GAP = 90, 14
 """Pixels of a stage's row, and between rows."""

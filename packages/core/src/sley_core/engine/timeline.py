@@ -2,7 +2,7 @@
 
     before_step ──> the step ──> write
      all ranks meet,              gathers all ranks' spans to rank 0, which simulates the same lists with measured costs,
-     clocks start                 and draws `timeline.svg` and `timeline.json` in the run's folder
+     clocks start                 and writes `timeline.json` into the run's folder
 
 On CUDA a clock records events on the stream and reads them when the step is over; the host does not wait in between. The
 prediction uses for each action the median of what its kind took at its place in the measured step, and links that take no time.
@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from sley_core.actions.action import Action, Kind
 from sley_core.actions.costs import Costs, TimedAction, Timeline
-from sley_core.actions.draw import chrome_trace, draw_svg
+from sley_core.actions.draw import chrome_trace
 from sley_core.actions.simulate import simulate
 from sley_core.comm.collectives import gather_objects
 from sley_core.comm.device import Device
@@ -68,16 +68,18 @@ class ActionClock:
         ]
 
 
-PICTURE = "timeline.svg"
 TRACE = "timeline.json"
 
 NUM_DRAWN = 4
-"""How many replicas of the model the picture shows; the trace has all."""
+"""How many replicas of the model `StepTimeline.drawn` has; the trace has all."""
 
 
 @dataclass(eq=False)
 class StepTimeline:
-    """Draws step `number` (counted from 1) into `folder`. Every rank makes one and calls it alike."""
+    """Records step `number` (counted from 1) in `folder`. Every rank makes one and calls it alike.
+
+    drawn: the measured step of some replicas and its prediction, by title, for a picture; on rank 0 once it is recorded.
+    """
 
     number: int
     folder: Path
@@ -86,6 +88,7 @@ class StepTimeline:
     groups: Groups
     _clock: ActionClock | None = field(default=None, init=False)
     _num_micros: int = field(default=0, init=False)
+    drawn: dict[str, Timeline] = field(default_factory=dict, init=False)
 
     def go_on(self, num_done: int, num_steps: int) -> None:
         """Chooses the second step from here if the run resumes after the step to draw: the first one includes start-up work.
@@ -109,7 +112,7 @@ class StepTimeline:
         return clock
 
     def write(self, number: int) -> None:
-        """Gathers all ranks' spans of step `number`, if it is to be drawn; rank 0 writes both files. All ranks call it."""
+        """Gathers all ranks' spans of step `number`, if it is to be drawn; rank 0 writes the file. All ranks call it."""
         if number != self.number or self._clock is None:
             return
         clock, self._clock = self._clock, None
@@ -126,8 +129,7 @@ class StepTimeline:
             costs = Costs.measured(measured.values(), lists.placement)
             simulated = simulate(lists.of_all_stages(self._num_micros), lists.placement, costs).timeline
             predicted = {"predicted: the median of each action, links take no time": simulated}
-            shown = dict(list(measured.items())[:NUM_DRAWN])
-            write_whole(self.folder / PICTURE, draw_svg({**shown, **predicted}))
+            self.drawn = {**dict(list(measured.items())[:NUM_DRAWN]), **predicted}
             write_whole(self.folder / TRACE, chrome_trace({**measured, **predicted}))
 
     def _replicas(self, everyone: list[list[TimedAction]]) -> dict[str, Timeline]:

@@ -16,7 +16,6 @@ import jinja2
 import tomli
 
 from sley_core.actions.costs import Timeline
-from sley_core.actions.draw import draw_svg
 from sley_core.errors import UsageError, dotted
 from sley_core.metrics.jsonl import rows
 from sley_core.metrics.summary import NAME as SUMMARY
@@ -46,6 +45,7 @@ from sley_doctor.slow.words import SHOWN_S, cause_in_words, nobody, remedy, wait
 from sley_doctor.verdict.verdict import verdict
 from train_cli.progress import duration, memory_of, rate
 from train_cli.start_record import StartRecord, read_start
+from train_cli.timeline_svg import draw_svg
 
 Row = Mapping[str, float | int | None]
 

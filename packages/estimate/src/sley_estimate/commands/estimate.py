@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sley_core.actions.action import in_words
-from sley_core.actions.draw import picture, timeline_elements
 from sley_core.errors import UsageError
 from sley_core.plan.load import load_plan
 from sley_estimate.commands.seconds import machine_of, seconds_data, seconds_lines
@@ -27,6 +26,7 @@ from train_cli.options import (
     given_world,
 )
 from train_cli.surroundings import num_cores
+from train_cli.timeline_svg import picture, timeline_elements
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
