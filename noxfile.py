@@ -255,7 +255,7 @@ def old_wheels(session: nox.Session, distribution: str, folder: Path) -> dict[st
 
 @nox.session(venv_backend="none", default=False)
 def thirdparty(session: nox.Session) -> None:
-    """The example plugins as an outsider has them, in an environment outside the repository: their wheels beside core and dp.
+    """The example plugins as an outsider has them: their wheels, in an environment outside the repository.
 
     Each has its plan refused before it is installed, trained then, refused again beside another package of its name, and passes
     its tests.

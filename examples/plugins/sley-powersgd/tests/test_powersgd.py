@@ -113,7 +113,6 @@ def beside_torch(rank, error_feedback, dtype, num_steps=5):
     return pairs, errors
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("error_feedback", [True, False])
 @pytest.mark.parametrize(("rank", "size", "dtype"), [(1, 2, "float64"), (2, 3, "float64"), (4, 2, "float32")])
 def test_it_is_torchs_own_algorithm(ranks, rank, size, dtype, error_feedback):

@@ -35,7 +35,6 @@ class TestPowerSGD(GradientHandlerContract):
     handler: ClassVar[dict] = {"use": "powersgd.reducer", "rank": 1, "bucket_mb": 1e-5}
 
 
-@pytest.mark.campaign
 class TestPowerSGDWithoutFeedbackAfterPlainSums(GradientHandlerContract):
     handler: ClassVar[dict] = {"use": "powersgd.reducer", "rank": 1, "start_step": 2, "error_feedback": False}
 
