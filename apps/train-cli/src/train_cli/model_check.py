@@ -85,7 +85,7 @@ def host_notes(model: Model, on_host: int) -> list[str]:
         note = f"each rank makes all first values on its host before it drops those of others: {memory(each / MIB)}"
         note += f", {memory(total / MIB)} for {on_host} ranks on a host" if on_host > 1 else ""
         if total > present:
-            note += f"; this one has {memory(present / MIB)}: return builders (docs/start-from-weights.md)"
+            note += f"; this one has {memory(present / MIB)}: return builders (docs/save-resume-load.md)"
         notes.append(note)
     if model.recipe is not None and model.recipe.needs_host:
         notes.append(
