@@ -100,7 +100,7 @@ class Device:
 
     @property
     def gains_from_direct_gradients(self) -> bool:
-        """Returns whether multiplying weight gradients straight into the store is faster than a copy (docs/measurements.md)."""
+        """Returns whether multiplying weight gradients straight into the store is faster than a copy."""
         return False
 
     def in_use(self) -> AbstractContextManager[object]:

@@ -1,7 +1,7 @@
 """Keeps memory that a step frees in the process, for the next step; glibc would return it and fetch it again, zeroed.
 
 A backward frees what the forward kept, megabytes at a time. glibc's malloc maps large blocks one by one, or returns the top of
-its heap to the system when enough of it is free, so every step costs thousands of page faults: up to 7 % of its time
+its heap to the system when enough of it is free, so every step costs thousands of page faults: up to 4 % of its time
 (docs/measurements.md). The next step needs the same memory, so nothing is lost by keeping it.
 """
 
