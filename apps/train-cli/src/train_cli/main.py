@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from sley_core.collector import uncollected
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED
+from sley_core.process import uncollected
 from train_cli.stopping import Terminated
 
 

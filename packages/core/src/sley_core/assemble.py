@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING
 
 from sley_core.attach import stepper_of
 from sley_core.comm.groups import Groups
-from sley_core.comm.malloc import keep_freed_memory
-from sley_core.draft import DTYPES, Draft, draft_of, dtypes, formats_of
+from sley_core.draft import DTYPES, Draft, draft_of, dtypes, formats_of, join
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.buffers import by_reduce_group, loose
 from sley_core.engine.canonical.sums import cost_note
 from sley_core.engine.canonical.tree import CanonicalOrder
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.gradients import GradientStore
-from sley_core.engine.left_over import refuse_left_over
 from sley_core.engine.load import WeightLoader, names_of
 from sley_core.engine.parts import Parts, Pools, StepNumbers, Waits
-from sley_core.engine.refusals import check_canonical, check_hooks
+from sley_core.engine.refusals import check_canonical, check_hooks, refuse_left_over
 from sley_core.engine.save import check_extra_states
 from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
 from sley_core.engine.stage import Stage
@@ -31,14 +29,13 @@ from sley_core.engine.step_state import StepState
 from sley_core.engine.weights import WeightStore
 from sley_core.equip import AssemblyFacts, outputs_of, samples_of, state_of
 from sley_core.errors import PlanError
-from sley_core.join import join
 from sley_core.model.layers import Model
 from sley_core.model.values import HostModel
 from sley_core.offload import memory_of, move_numbers
 from sley_core.plan.check import check_plan
+from sley_core.process import keep_freed_memory, leave_compiler_out
 from sley_core.run import Run
 from sley_core.run_state.checkpointer import checkpointer_of
-from sley_core.uncompiled import leave_compiler_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,12 +1,17 @@
-"""Attaches the objects of all plugins to a run's parts, in one order on every rank, and builds the stepper from them."""
+"""Attaches the objects of all plugins to a run's parts, in one order on every rank, and builds the stepper from them, with its
+masters and optimizer.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from sley_core.data.batches import sliced_info
+from sley_core.draft import dtypes
 from sley_core.engine.call import LayerCaller, compile_layers
 from sley_core.engine.direct import accumulate_directly, accumulates_directly, add_rows_directly
 from sley_core.engine.execute import Executor
@@ -15,15 +20,26 @@ from sley_core.engine.positions import OverPositions, PositionProbe, WholeSequen
 from sley_core.engine.replicas import CopyComparison, WriteWatch
 from sley_core.engine.shards import close_stand_ins
 from sley_core.engine.stepper import Stepper
-from sley_core.records import GradientHandlerRecord, LossRecord
-from sley_core.updates import make_update
+from sley_core.engine.totals import LossScale, Skips
+from sley_core.engine.update import Update
+from sley_core.engine.weights import Masters
+from sley_core.errors import PlanError
+from sley_core.optim.build import EVERYWHERE_ALIKE, parameter_groups
+from sley_core.optim.config import scope_of
+from sley_core.optim.shared import PLAIN, Traits
+from sley_core.optimizer_probe import ToyParameters, Unfit, examine
+from sley_core.records import GradientHandlerRecord, LossRecord, OffloadManagerRecord, steps_on_host
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    import torch
+
     from sley_core.data.dataset import DataInfo
     from sley_core.engine.parts import Parts
     from sley_core.engine.stage import Stage
     from sley_core.model.layers import Model
-    from sley_core.plan.plan import Plan
+    from sley_core.plan.plan import Component, Plan
     from sley_core.protocols import ActivationPolicy, GradientHandler, SchedulerHook, StageLink, WeightCommunicator
 
 
@@ -133,3 +149,101 @@ def _link(plan: Plan, parts: Parts) -> StageLink | None:
     link: StageLink = plan.link.build()
     link.prepare(parts)
     return link
+
+
+def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Update:
+    """Builds masters and optimizer for the trainable parameters, and rounds the frozen ones to the working dtype; returns the
+    update. model: the whole one, whose parameters say on what kinds an optimizer of the user's own is tried. checks: whether it
+    is tried.
+
+    Raises PlanError `optimizer-unfit`, the same on every rank, if it cannot be stepped right.
+    """
+    config: Any = plan.optimizer.config
+    device = parts.world.device
+    home = device.host if any(steps_on_host(manager.record) for manager in plan.offload) else None
+    masters = Masters(parts.weights, parts.store, dtypes(plan)[1], home)
+    masters.add(parts.book.trainable)
+    for entry in parts.book:
+        if not entry.trainable:
+            parts.weights.adopt(entry)
+    place = home or device.torch_device
+    # Canonical sums on a CPU: a shard ends elsewhere than its tensor, so kernels must round all elements alike.
+    is_alike = parts.store.canonical is not None and plan.optimizer.record is not None and place.type == "cpu"
+    groups_of = partial(parameter_groups, config=config, more=EVERYWHERE_ALIKE if is_alike else None)
+    factor = plan.learning_rate.build(plan.run.steps)
+    is_tried = checks and not plan.optimizer.name.startswith("core.")
+    traits = _traits(plan, model, factor, masters.wide, place) if is_tried else PLAIN
+    return Update(
+        parts.store,
+        masters,
+        plan.optimizer.build(groups_of(masters.stepped), place),
+        groups_of,
+        factor,
+        parts.groups,
+        parts.world.device,
+        parts.numbers,
+        clip_norm=config.clip_norm,
+        norm_kind=math.inf if config.clip_kind == "inf" else config.clip_kind,
+        scale=None if plan.precision.loss_scale is None else LossScale(plan.precision.loss_scale),
+        events=parts.events,
+        skips=None if plan.run.max_skips is None else Skips(plan.run.max_skips),
+        traits=traits,
+        seed=plan.run.seed,
+    )
+
+
+def _traits(
+    plan: Plan, model: Model, factor: Callable[[int], float], dtype: torch.dtype, place: torch.device
+) -> Traits:
+    """Returns the traits of the plan's optimizer. Raises PlanError `optimizer-unfit` if a run cannot step it right."""
+    every = {one.ndim for layer in model.layers for one in layer.module.parameters() if one.requires_grad}
+    changes = any(factor(step) != 1.0 for step in range(0, plan.run.steps, 1 + plan.run.steps // 100))
+    traits, faults = try_optimizer(plan, every, dtype, place, lr_changes=changes)
+    if traits.draws and plan.parallel.reduction == "canonical" and _is_cut(plan):
+        message = "draws random numbers for the parameters that a rank steps, so layouts that cut the model differ"
+        faults.append(Unfit(message, 'leave `reduction = "canonical"` out, or `pp`, `wp` and shards'))
+    if traits.has_modes and any(_steps_apart(component) for component in plan.offload):
+        message = (
+            "switches weights between training and evaluation, which needs all of its states on the device at once"
+        )
+        faults.append(Unfit(message, 'use `when = "idle"`, or `memory.host_optimizer`'))
+    if faults:
+        raise PlanError.many(
+            plan.diagnostic(
+                "optimizer-unfit", f"`{plan.optimizer.name}` {one.message}", ("optimizer", one.key), one.hint or None
+            )
+            for one in faults
+        )
+    return traits
+
+
+def try_optimizer(
+    plan: Plan, ndims: Collection[int], dtype: torch.dtype, place: torch.device, *, lr_changes: bool = True
+) -> tuple[Traits, list[Unfit]]:
+    """Tries the plan's optimizer on two small parameters of `dtype`, of the most and of the fewest dims of a model's; returns
+    its traits, and what a run cannot do right with it. lr_changes: whether it must follow a learning rate that changes.
+    """
+    config: Any = plan.optimizer.config
+    rates = {"lr": config.lr, "initial_lr": config.lr}
+    options = [{**rates, "weight_decay": config.weight_decay}, {**rates, "weight_decay": 0.0}]
+    given = ToyParameters(options, (max(ndims, default=1), min(ndims, default=1)), dtype, place)
+    build = partial(_built, plan.optimizer, place)
+    return examine(build, given, scope_of(plan.optimizer.record, plan.optimizer.config), lr_changes=lr_changes)
+
+
+def _built(optimizer: Component, place: torch.device, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    built: torch.optim.Optimizer = optimizer.build(groups, place)
+    return built
+
+
+def _is_cut(plan: Plan) -> bool:
+    """Returns whether ranks step other elements than one process does."""
+    shards = any(getattr(one.record, "result", "full") == "shard" for one in plan.gradient_handlers)
+    return plan.parallel.pp > 1 or plan.parallel.wp > 1 or shards
+
+
+def _steps_apart(component: Component) -> bool:
+    """Returns whether a manager brings only the states of what is stepped at a time to the device."""
+    record = component.record
+    assert isinstance(record, OffloadManagerRecord), component.name
+    return record.scope(component.config) != "global" and not steps_on_host(record)

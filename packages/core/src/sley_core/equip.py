@@ -1,4 +1,6 @@
-"""Makes what a run needs besides its parts: samples and their meter, files that it writes, and the state for checkpoints."""
+"""Makes what a run needs besides its parts: samples and their meter, files that it writes, counts of its
+parts, and the state for checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
 from sley_core.engine.evaluate import Evaluation, ForwardOnly
 from sley_core.engine.step_batch import BatchSplitter
-from sley_core.errors import KeyPath
-from sley_core.metrics.parts import keepers_of
+from sley_core.errors import KeyPath, dotted
+from sley_core.memory.run_memory import CountsOf
 from sley_core.metrics.throughput import Meter
 from sley_core.model.buffers import BufferWatch
-from sley_core.protocols import MetricsWriter, Rewinds
+from sley_core.protocols import Counts, Keeps, MetricsWriter, Rewinds
 from sley_core.run_files import CHECKPOINTS
 from sley_core.run_state.state import TrainingState
 from sley_core.run_state.tensors import RunTensors
@@ -26,13 +28,50 @@ from sley_core.run_state.tensors import RunTensors
 if TYPE_CHECKING:
     from sley_core.comm.world import World
     from sley_core.data.dataset import AnyDataset
-    from sley_core.engine.parts import Parts
+    from sley_core.engine.parts import Parts, Pools
     from sley_core.engine.stepper import Stepper
     from sley_core.engine.timeline import StepProfiler, StepTimeline
     from sley_core.memory.run_memory import RunMemory
     from sley_core.model.layers import Model
-    from sley_core.plan.plan import Plan
+    from sley_core.plan.plan import Component, Plan
     from sley_core.topology import Topology
+
+
+def counts_of(plan: Plan, stepper: Stepper, pools: Pools, memory: RunMemory) -> dict[str, dict[str, float]]:
+    """Returns the counts of the run's parts that implement `protocols.Counts`, and of its offload managers, by their names
+    in the plan.
+
+    A name that the plan lists twice is followed by its number.
+    """
+    parts = [*parts_of(plan, stepper), *zip(plan.offload, map(CountsOf, memory.managers), strict=True)]
+    found: dict[str, dict[str, float]] = {}
+    for component, part in parts:
+        if component is not None and isinstance(part, Counts):
+            same = sum(name.split(" ")[0] == component.name for name in found)
+            found[f"{component.name} {same + 1}" if same else component.name] = dict(part.counts())
+    return found | {name: dict(pool.counts()) for name, pool in pools.labels().items() if isinstance(pool, Counts)}
+
+
+def parts_of(plan: Plan, stepper: Stepper) -> list[tuple[Component | None, object]]:
+    """Returns pairs of the plan's component that made a live part of a run (None if the plan has no such
+    table) and that part.
+    """
+    return [
+        (plan.weights, stepper.executor.weights),
+        (plan.link, stepper.executor.crossing.link),
+        *zip(plan.gradient_handlers, stepper.handlers, strict=True),
+        *zip(plan.scheduler_hooks, stepper.executor.hooks, strict=False),
+        (plan.activations, stepper.executor.caller.policy),
+    ]
+
+
+def keepers_of(plan: Plan, stepper: Stepper) -> dict[str, Keeps]:
+    """Returns those parts that keep something for a checkpoint, by their place: `gradient_handlers.0 dp.powersgd`."""
+    found: dict[str, Keeps] = {}
+    for component, part in parts_of(plan, stepper):
+        if component is not None and isinstance(part, Keeps):
+            found[f"{dotted(component.path)} {component.name}"] = part
+    return found
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from sley_core.comm.collectives import gather_objects
 from sley_core.comm.device import on_stream
 from sley_core.engine.save import WeightSaver
-from sley_core.equip import rows_of
+from sley_core.equip import counts_of, rows_of
 from sley_core.errors import StateError, UsageError, closed
 from sley_core.loop import Loop, Row
 from sley_core.memory.run_memory import TO_EVALUATE, TO_LOAD, TO_RESTORE, TO_SAVE, TO_STEP
-from sley_core.metrics.parts import counts_of
 from sley_core.notify import Notifier
 from sley_core.run_state.checkpointer import AUTO
 from sley_core.weight_files.write import FILE_BYTES

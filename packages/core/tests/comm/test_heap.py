@@ -9,15 +9,15 @@ import sys
 import pytest
 
 from sley_core import assemble as assembly
-from sley_core.comm.malloc import keep_freed_memory
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
+from sley_core.process import keep_freed_memory
 from sley_testing.plans import small_plan
 
 FAULTS = """
 import ctypes
 import resource
-from sley_core.comm.malloc import keep_freed_memory
+from sley_core.process import keep_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.aligned_alloc.restype = ctypes.c_void_p

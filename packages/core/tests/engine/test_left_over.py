@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sley_core.data.dataset import DataInfo, Field
-from sley_core.engine.left_over import refuse_left_over
+from sley_core.engine.refusals import refuse_left_over
 from sley_core.errors import RunError
 from sley_core.model.build import build_on_meta
 from sley_core.model.values import HostModel

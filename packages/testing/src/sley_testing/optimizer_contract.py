@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.assemble import assemble
+from sley_core.attach import try_optimizer
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.generators import generators_of_optimizer, seed_own, seeded
@@ -34,7 +35,6 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_core.run_state.checkpointer import checkpoint_files
 from sley_core.run_state.restore import plan_and_weights
-from sley_core.updates import try_optimizer
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.contract_model import SQUARES, Samples, contract_plan
 from sley_testing.parity import assert_close_gradients

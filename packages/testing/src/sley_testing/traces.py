@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sley_core import draft as drafts
 from sley_core.draft import draft_model
-from sley_core.engine.left_over import LeftParameter
+from sley_core.engine.refusals import LeftParameter
 from sley_core.engine.shards import StandIn
 from sley_core.model.layers import Layer, Model
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from sley_core.collector import uncollected
+from sley_core.process import uncollected
 from sley_estimate.bytes.ledger import Ledger
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sley_core.comm.malloc import keep_freed_memory
+from sley_core.process import keep_freed_memory
 from sley_estimate.calibrate.device import measure_device
 from sley_estimate.calibrate.engine import measure_engine
 from sley_estimate.calibrate.host import measure_host

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from sley_core.collector import uncollected
 from sley_core.errors import PlanError, SleyError
 from sley_core.plan.check import check_plan
+from sley_core.process import uncollected
 from sley_estimate.bytes.each_rank import first_draft
 from sley_estimate.bytes.forks import can_fork, forked
 from sley_estimate.bytes.rank import rank_bytes
