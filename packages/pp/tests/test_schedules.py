@@ -10,7 +10,7 @@ from sley_core.actions.action import Action, Kind, Schedule, loop, v
 from sley_core.actions.costs import Costs
 from sley_core.actions.draw import draw_text
 from sley_core.actions.lower import lower
-from sley_core.actions.simulate import Machine, Simulation, simulate
+from sley_core.actions.simulate import Machine, SimulatedStep, simulate
 from sley_core.errors import PlanError
 from sley_pp.schedules import (
     gpipe,
@@ -36,7 +36,7 @@ sizes = pytest.mark.parametrize(("stages", "micros"), SIZES)
 schedules = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 
 
-def simulated(schedule: Schedule, stages: int, micros: int, *, f=1.0, d=1.0, w=1.0, link=0.0) -> Simulation:
+def simulated(schedule: Schedule, stages: int, micros: int, *, f=1.0, d=1.0, w=1.0, link=0.0) -> SimulatedStep:
     placement = schedule.placement(stages)
     lowered = lower(schedule.lists(stages, micros), placement, micros)
     costs = Costs.even(placement.num_positions, forward=f, input_gradient=d, weight_gradient=w, link=link)

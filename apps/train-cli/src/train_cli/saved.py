@@ -17,7 +17,7 @@ from sley_core.run_files import CHECKPOINTS
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
     from sley_core.protocols import CheckpointFiles
-    from sley_core.run_state.checkpointer import SavedRun
+    from sley_core.run_state.saved import SavedRun
 
 _SHOWN = 4
 

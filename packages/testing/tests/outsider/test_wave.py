@@ -14,7 +14,7 @@ from sley_core.actions.action import Placement, Schedule
 from sley_core.actions.costs import Costs
 from sley_core.actions.draw import draw_text
 from sley_core.actions.lower import lower
-from sley_core.actions.simulate import Machine, Simulation, simulate
+from sley_core.actions.simulate import Machine, SimulatedStep, simulate
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError
@@ -56,7 +56,7 @@ def hanayo() -> Callable[[int], Schedule]:
     return lambda waves: build(HanayoConfig(waves=waves))
 
 
-def simulated(schedule: Schedule, stages: int, micros: int) -> Simulation:
+def simulated(schedule: Schedule, stages: int, micros: int) -> SimulatedStep:
     placement = schedule.placement(stages)
     lowered = lower(schedule.lists(stages, micros), placement, micros)
     return simulate(lowered, placement, Costs.even(placement.num_positions))

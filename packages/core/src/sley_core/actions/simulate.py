@@ -241,14 +241,14 @@ def _boundary(forward: bool, position: int, costs: Costs) -> int:
 
 
 @dataclass(frozen=True)
-class Simulation:
+class SimulatedStep:
     """The predicted `timeline` of every action, and each stage's `peaks`."""
 
     timeline: Timeline
     peaks: tuple[Peaks, ...]
 
 
-def simulate(lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs) -> Simulation:
+def simulate(lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs) -> SimulatedStep:
     """Runs lowered lists in simulated time. Pure: the same arguments give the same result.
 
     Actions take their time and wait for their inputs. A transfer starts when it is sent and its receive is posted, and
@@ -260,4 +260,4 @@ def simulate(lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs
     machine = Machine(lists, placement, costs, posted=True)
     machine.run()
     timeline = Timeline.of(placement.stages, machine.spans)
-    return Simulation(timeline, tuple(peaks_of(steps, stage, placement, costs) for stage, steps in enumerate(lists)))
+    return SimulatedStep(timeline, tuple(peaks_of(steps, stage, placement, costs) for stage, steps in enumerate(lists)))

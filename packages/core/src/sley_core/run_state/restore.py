@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sley_core.engine.weights import Stepped
     from sley_core.optim.shared import Shared
     from sley_core.plan.plan import Plan
-    from sley_core.run_state.checkpointer import Saved
+    from sley_core.run_state.saved import Saved
     from sley_core.weight_files.read import TensorKind
 
 

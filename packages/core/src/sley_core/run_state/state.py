@@ -16,9 +16,9 @@ from sley_core.factory import cause
 from sley_core.json_values import from_json, to_json
 from sley_core.plan.changes import changes, refuse_changes
 from sley_core.plan.load import plan_from_text, with_values
-from sley_core.run_state.checkpointer import Saved, SavedRun
 from sley_core.run_state.pieces import BUFFERS, WEIGHTS
 from sley_core.run_state.restore import Restoring
+from sley_core.run_state.saved import Saved, SavedRun
 from sley_core.run_state.tensors import RunTensors, generators, restore_generators
 
 if TYPE_CHECKING:
