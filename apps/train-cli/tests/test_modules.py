@@ -9,7 +9,7 @@ from pathlib import Path
 
 from started_program import TORCHRUN
 
-MOST = 230
+MOST = 210
 NOT_OF_THE_PLAN = ("sley_cma", "sley_doctor")
 """Packages that are used because they are installed, not because the plan names them."""
 

@@ -69,7 +69,7 @@ def test_more_layouts_take_their_steps_until_enough_fit() -> None:
 def test_what_exceeds_the_memory_is_counted_and_the_smallest_is_named() -> None:
     ranking = rank_layouts(space_of(plan_of()), MACHINE, 1, 30, 5)
     assert ranking.too_large + sum(ranking.refused.values()) == ranking.num_layouts
-    assert ranking.too_large > 4
+    assert ranking.too_large > 1, "with core alone there are two sizes of micro-batches"
     assert not ranking.best
     assert ranking.smallest is not None
 
