@@ -135,6 +135,14 @@ def test_needs_names_what_defaults_and_records_name(cli: Cli, plan: Path) -> Non
         assert "call this again" not in result.err
 
 
+def test_needs_names_the_default_of_a_table(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`[checkpoint]` without `use` is sley-checkpoint's, whether it is installed or not."""
+    plan.write_text(plan.read_text("utf-8") + "[checkpoint]\nevery_steps = 2\n", "utf-8")
+    assert "-e packages/checkpoint" in cli("needs", plan).out.splitlines()
+    monkeypatch.setattr("sley_core.plan.loader.installed", dict)
+    assert "-e packages/checkpoint" in cli("needs", plan).out.splitlines()
+
+
 def test_needs_pins_what_is_installed(cli: Cli, plan: Path, install: Callable[..., None]) -> None:
     install("sley-odd", "odd")
     plan.write_text(plan.read_text("utf-8") + '[[metrics]]\nuse = "odd.writer"\n', "utf-8")
