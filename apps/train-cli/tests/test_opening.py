@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sley_core.metrics.summary import RunFacts
 from train_cli.progress import opening, repeats
+from train_cli.summary import RunFacts
 
 HELD = {"weights": 4 << 20, "masters": 8 << 20, "gradients": 3 << 30, "optimizer_states": 0}
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from written_records import record, window
 
-from sley_core.metrics.summary import write_summary
 from sley_doctor.reports.work_record import line
 from train_cli.recorder import WORK
 from train_cli.run_folder import FolderLock
+from train_cli.summary import write_summary
 
 Cli = Callable[..., Any]
 

@@ -237,7 +237,7 @@ def test_what_is_not_known_to_be_plain_is_like_nothing_else() -> None:
             super().__init__()
             self.thing = object()
 
-    from sley_core.model.kinds import kind_of
+    from sley_estimate.layers.distinct import kind_of
 
     assert kind_of(Holding(), "a") != kind_of(Holding(), "b")
     assert kind_of(Plainest(), "a") == kind_of(Plainest(), "b")

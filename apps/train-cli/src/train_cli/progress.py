@@ -14,11 +14,11 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
-from sley_core.metrics.summary import NUM_LAST
+from train_cli.summary import NUM_LAST
 
 if TYPE_CHECKING:
-    from sley_core.metrics.summary import RunFacts
     from sley_core.plan.plan import Plan
+    from train_cli.summary import RunFacts
 
 
 Row = Mapping[str, float | int]

@@ -17,8 +17,6 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, SleyError
 from sley_core.json_text import write_whole
-from sley_core.metrics.summary import NAME as SUMMARY
-from sley_core.metrics.summary import RunFacts, RunTotals, summary, write_summary
 from sley_core.run_files import WEIGHTS
 from train_cli import failure_file, lifeline
 from train_cli.console import say
@@ -32,6 +30,8 @@ from train_cli.run_files import keep_files
 from train_cli.run_folder import write_plan
 from train_cli.start_record import write_start
 from train_cli.stopping import Stopping, terminated_s
+from train_cli.summary import NAME as SUMMARY
+from train_cli.summary import RunFacts, RunTotals, summary, write_summary
 from train_cli.surroundings import num_cores
 from train_cli.timeline_svg import PICTURE, draw_svg
 

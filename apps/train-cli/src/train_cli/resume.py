@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from sley_core.attempt import job, read_attempt, torchrun
 from sley_core.metrics.jsonl import rows
-from sley_core.metrics.summary import RunTotals
 from sley_core.run_files import PLAN, WEIGHTS
 from train_cli.run_folder import run_folder
 from train_cli.saved import finished_steps, wrote
+from train_cli.summary import RunTotals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from sley_core.attempt import read_attempt
 from sley_core.errors import SleyError, UsageError
-from sley_core.metrics.summary import NAME as SUMMARY
 from sley_core.plan.loader import Loader
 from sley_core.run_files import CHECKPOINTS
+from train_cli.summary import NAME as SUMMARY
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan

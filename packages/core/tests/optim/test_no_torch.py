@@ -14,7 +14,6 @@ MODULES = [
     "metrics.config",
     "json_text",
     "metrics.jsonl",
-    "metrics.summary",
 ]
 
 

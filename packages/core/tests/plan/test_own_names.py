@@ -9,14 +9,9 @@ from typing import Any
 import pytest
 
 from sley_core.errors import PlanError, PluginError
-from sley_core.hookspecs import hookimpl
 from sley_core.plan.load import plan_from_text
 from sley_core.plan.plan import Plan
-from sley_core.plan.schema import json_schema
-from sley_core.records import MemoryPoolRecord, SchedulerHookRecord
 from sley_core.table import Positive, Table
-from sley_testing.plan_reference import rows
-from sley_testing.plans import loader_of
 
 Tables = dict[str, Any]
 MakePlan = Callable[..., Plan]
@@ -97,20 +92,3 @@ def test_what_is_no_name_or_no_table_is_an_error(make: MakePlan, pools: Any, wro
 def test_a_plugin_that_is_not_there_is_named(make: MakePlan) -> None:
     with pytest.raises(PluginError, match="there is no plugin `nobody`"):
         make(**borrower("shared"), pools={"shared": {"use": "nobody.arena"}})
-
-
-def test_the_schema_has_a_table_per_name() -> None:
-    class Plugin:
-        @hookimpl
-        def sley_records(self) -> list[MemoryPoolRecord]:
-            return [MemoryPoolRecord(name="sized", config=Sized, build="nowhere:Sized")]
-
-        @hookimpl
-        def sley_scheduler_hooks(self) -> list[SchedulerHookRecord]:
-            return []
-
-    pools = json_schema(loader_of({"own": Plugin()}))["properties"]["pools"]
-    (one,) = pools["additionalProperties"]["oneOf"]
-    assert one["properties"]["use"] == {"const": "own.sized"}
-    assert one["required"] == ["use"]
-    assert [row.key for row in rows(Sized)] == ["size"]

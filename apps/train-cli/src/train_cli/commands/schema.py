@@ -9,6 +9,6 @@ import typer
 
 def schema() -> None:
     """Print the JSON Schema of a plan with the records of the installed plugins."""
-    from sley_core.plan.schema import json_schema
+    from train_cli.plan_schema import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2))

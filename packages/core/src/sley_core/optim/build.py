@@ -18,7 +18,7 @@ import torch
 from sley_core.errors import Diagnostic, PlanError
 from sley_core.factory import cause, import_factory
 from sley_core.optim.config import AdamWConfig, FactoryOptimizerConfig, GroupConfig, OptimizerConfig, SGDConfig
-from sley_core.process import stepping_without
+from sley_core.uncompiled import stepping_without
 
 if TYPE_CHECKING:
     import torch

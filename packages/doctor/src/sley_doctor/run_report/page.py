@@ -18,7 +18,6 @@ import tomli
 from sley_core.actions.costs import Timeline
 from sley_core.errors import UsageError, dotted
 from sley_core.metrics.jsonl import rows
-from sley_core.metrics.summary import NAME as SUMMARY
 from sley_core.plan.write import inline, leaves
 from sley_core.run_files import PLAN
 from sley_doctor.reports.fault_report import FoundReports
@@ -45,6 +44,7 @@ from sley_doctor.slow.words import SHOWN_S, cause_in_words, nobody, remedy, wait
 from sley_doctor.verdict.verdict import verdict
 from train_cli.progress import duration, memory_of, rate
 from train_cli.start_record import StartRecord, read_start
+from train_cli.summary import NAME as SUMMARY
 from train_cli.timeline_svg import draw_svg
 
 Row = Mapping[str, float | int | None]

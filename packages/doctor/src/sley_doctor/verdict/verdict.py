@@ -23,12 +23,12 @@ from sley_core.actions.action import in_words
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.metrics.jsonl import rows
-from sley_core.metrics.summary import NAME as SUMMARY
 from sley_doctor.reports.fault_report import FaultReport, FoundReports, LaunchReport, SeenExchange
 from sley_doctor.reports.work_record import WorkRecord
 from sley_doctor.verdict.divergence import Divergence, divergence, late_for
 from train_cli.run_folder import TakenError, check_free
 from train_cli.stopping import WARNINGS
+from train_cli.summary import NAME as SUMMARY
 
 RUNNING, KILLED, UNKNOWN = "running", "killed", "unknown"
 """Beside the outcomes of a summary: finished, interrupted, failed."""

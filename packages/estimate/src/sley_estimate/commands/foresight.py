@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sley_core.json_text import write_json
-from sley_core.metrics.summary import NAME
 from sley_estimate.machine.read import load_machine
+from train_cli.summary import NAME
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.json_text import to_json, write_json
-from sley_core.metrics.summary import NAME, RunFacts, RunTotals, summary, write_summary
+from train_cli.summary import NAME, RunFacts, RunTotals, summary, write_summary
 
 FACTS = RunFacts("quickstart", "cpu", 2, {"core": "sley-core 0.1.0"}, {"torch": "2.13.0"}, 1000, 900, 4, 320)
 

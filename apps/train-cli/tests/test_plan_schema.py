@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,14 @@ import pytest
 import tomli
 
 from sley_core.hookspecs import hookimpl
+from sley_core.plan.load import plan_from_dict
 from sley_core.plan.loader import Loader
-from sley_core.plan.plan import Plan
-from sley_core.plan.schema import json_schema
 from sley_core.plan.tables import OPTIONAL, TABLES
+from sley_core.records import MemoryPoolRecord, MetricsWriterRecord, Record
+from sley_core.table import Positive, Table
 from sley_testing.plan_reference import reference, rows
 from sley_testing.plans import loader_of
+from train_cli.plan_schema import json_schema
 
 TYPES: dict[str, Any] = {
     "object": dict,
@@ -46,6 +47,60 @@ MEANT = {
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
 }
 """The words of JSON Schema that `accepts` understands; another in the schema fails the test."""
+
+
+TEXT = """\
+plan = 1
+
+[run]
+name = "small"
+steps = 20
+
+[model]
+use = "models.llama"
+num_layers = 2
+hidden = 16
+heads = 2
+
+[data]
+use = "data.text"
+source = "python-stdlib"
+sequence = 8
+
+[batch]
+global_size = 8
+micro_size = 2
+
+[optimizer]
+use = "core.adamw"
+lr = 3e-3
+
+[parallel]
+dp = 2
+"""
+
+
+@pytest.fixture
+def text() -> str:
+    return TEXT
+
+
+class Sized(Table):
+    """A table with a key."""
+
+    size: Positive = 8
+    """A key."""
+
+
+class Plugin:
+    """A plugin with a pool and a writer."""
+
+    @hookimpl
+    def sley_records(self) -> list[Record]:
+        return [
+            MemoryPoolRecord(name="sized", config=Sized, build="nowhere:Sized"),
+            MetricsWriterRecord(name="csv", config=Table, build="collections:OrderedDict"),
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +153,16 @@ def accepts_scalar(schema: dict[str, Any], value: Any) -> bool:
     )
 
 
-def test_it_accepts_plans(schema: dict[str, Any], text: str, make: Callable[..., Plan]) -> None:
+def test_it_accepts_plans(schema: dict[str, Any], text: str) -> None:
     assert accepts(schema, tomli.loads(text), schema)
-    plan = make(
-        evaluation={"every": 2},
-        profile={"steps": [1, 2]},
-        loss={"label_smoothing": 0.1},
-        model={"factory": "my.code:layers", "options": {"anything": [1, {"x": "y"}]}},
-        data={"factory": "my.code:data", "fields": {"x": {"dtype": "int64"}}},
-    )
+    changes: dict[str, Any] = {
+        "evaluation": {"every": 2},
+        "profile": {"steps": [1, 2]},
+        "loss": {"label_smoothing": 0.1},
+        "model": {"factory": "my.code:layers", "options": {"anything": [1, {"x": "y"}]}},
+        "data": {"factory": "my.code:data", "fields": {"x": {"dtype": "int64"}}},
+    }
+    plan = plan_from_dict({**tomli.loads(text), **changes}, loader=loader_of({}))
     assert accepts(schema, plan.tables, schema)
     assert json.loads(json.dumps(schema)) == schema
 
@@ -154,14 +210,22 @@ def metrics_of(schema: dict[str, Any]) -> list[str]:
     return [choice["properties"]["use"]["const"] for choice in schema["properties"]["metrics"]["items"]["oneOf"]]
 
 
-def test_plugins_add_their_records_and_broken_ones_none(loader: Loader, schema: dict[str, Any]) -> None:
+def test_plugins_add_their_records_and_broken_ones_none(schema: dict[str, Any]) -> None:
     class Broken:
         @hookimpl
         def sley_records(self) -> Any:
             raise RuntimeError("broken")
 
-    assert metrics_of(json_schema(loader)) == [*metrics_of(schema), "pools.csv"]
+    assert metrics_of(json_schema(loader_of({"own": Plugin()}))) == [*metrics_of(schema), "own.csv"]
     assert json_schema(loader_of({"broken": Broken()})) == schema
+
+
+def test_a_table_per_name_has_a_schema() -> None:
+    pools = json_schema(loader_of({"own": Plugin()}))["properties"]["pools"]
+    (one,) = pools["additionalProperties"]["oneOf"]
+    assert one["properties"]["use"] == {"const": "own.sized"}
+    assert one["required"] == ["use"]
+    assert [row.key for row in rows(Sized)] == ["size"]
 
 
 def test_every_definition_is_used(schema: dict[str, Any]) -> None:
