@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sley_core.engine.canonical import slot, tree_sums
+from sley_core.engine.canonical import sums, tree
 from sley_core.engine.canonical.tree import Node, PartialSums
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
@@ -146,8 +146,8 @@ class LeftToRight(PartialSums):
 
 def trained_left_to_right(tables: Tables, num_steps: int, *, folder: Path) -> Bits:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slot, "PartialSums", LeftToRight)
-        patch.setattr(tree_sums, "PartialSums", LeftToRight)
+        patch.setattr(tree, "PartialSums", LeftToRight)
+        patch.setattr(sums, "PartialSums", LeftToRight)
         return trained(tables, num_steps, folder=folder)
 
 

@@ -36,7 +36,7 @@ def uncounted(tables: Tables, folder: Path) -> tuple[list[str], dict[str, int]]:
     with World.join("cpu") as world, assemble(plan, world) as run:
         run.step()
         run.step()
-        of_data = (".feed.", ".dataset.")
+        of_data = (".feed.", ".dataset.", "PrefetchThread")
         leaks = [str(leak) for leak in find_leaks(run, SMALL) if not any(word in leak.path for word in of_data)]
         return leaks, run.memory.bytes
 

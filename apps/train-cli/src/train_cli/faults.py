@@ -15,8 +15,8 @@ from types import FrameType
 from sley_core.errors import EXIT_RUN_FAILED, Diagnostic, Place, SleyError, is_foreign
 
 _OWN = frozenset(
-    {"sley_core", "sley_data", "sley_models", "sley_dp", "sley_pp", "sley_isp", "sley_memory", "sley_estimate"}
-    | {"sley_doctor", "sley_cma", "sley_testing", "train_cli"}
+    {"sley_core", "sley_checkpoint", "sley_cma", "sley_data", "sley_doctor", "sley_dp", "sley_estimate", "sley_isp"}
+    | {"sley_memory", "sley_metrics", "sley_models", "sley_pp", "sley_testing", "train_cli"}
 )
 _BELOW = frozenset({"torch", "numpy", "pydantic", "pydantic_core", "pluggy", "tomli", "tomli_w", "packaging"})
 _ABOVE = frozenset({"typer", "rich", "click", "__main__"})

@@ -96,8 +96,8 @@ def test_a_dataset_that_never_returns_is_an_error_in_time() -> None:
     with pytest.raises(RunError, match=r"did not return within 0.05 s of closing"):
         feed.close()
     dataset.permits.release()
+    wait_until(lambda: not data_threads())
     feed.close()
-    assert not data_threads()
 
 
 def wait_until(condition: Any) -> None:
