@@ -9,7 +9,7 @@ from pathlib import Path
 import nox
 from packages import PACKAGES, ROOT, Package
 
-WITH = ("sley-core", "sley-data", "sley-models", "sley-checkpoint", "sley-testing", "sley-train-cli")
+WITH = ("sley-core", "sley-data", "sley-models", "sley-metrics", "sley-checkpoint", "sley-testing", "sley-train-cli")
 """What an outsider's environment has of Sley beside a plugin."""
 
 FEW_STEPS = ("--set", "run.steps=3", "--overwrite")

@@ -150,14 +150,18 @@ def test_needs_pins_what_is_installed(cli: Cli, plan: Path, install: Callable[..
 
 
 def test_needs_an_extra_for_a_tokenizer(cli: Cli, plan: Path) -> None:
-    plan.write_text(plan.read_text("utf-8").replace("sequence = 16", 'sequence = 16\ntokenizer = "t.json"'), "utf-8")
-    assert "-e packages/data[tokenizers]" in cli("needs", plan).out.splitlines()
+    """The tokenizer's file has a name like a record of the plugin `metrics`, and is none."""
+    tokenizer = 'sequence = 16\ntokenizer = "metrics.json"'
+    plan.write_text(plan.read_text("utf-8").replace("sequence = 16", tokenizer), "utf-8")
+    lines = cli("needs", plan).out.splitlines()
+    assert "-e packages/data[tokenizers]" in lines
+    assert not any("packages/metrics" in line for line in lines)
 
 
 def test_needs_extras_for_writers(cli: Cli, plan: Path) -> None:
-    writers = '[[metrics]]\nuse = "core.wandb"\nproject = "p"\n[[metrics]]\nuse = "core.tensorboard"\n'
+    writers = '[[metrics]]\nuse = "metrics.wandb"\nproject = "p"\n[[metrics]]\nuse = "metrics.tensorboard"\n'
     plan.write_text(plan.read_text("utf-8") + writers, "utf-8")
-    assert cli("needs", plan).out.startswith("-e packages/core[tensorboard,wandb]\n")
+    assert "-e packages/metrics[tensorboard,wandb]" in cli("needs", plan).out.splitlines()
 
 
 def test_needs_of_an_unknown_plugin(cli: Cli, plan: Path) -> None:

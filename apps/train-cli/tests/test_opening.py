@@ -49,8 +49,8 @@ def test_what_is_not_known_is_left_out() -> None:
 
 
 def test_a_list_of_writers_without_the_usual_one_is_said() -> None:
-    *_, last = opening(facts(), plan("core.tensorboard"), HELD).splitlines()
-    assert last == "no metrics.jsonl: [[metrics]] lists `core.tensorboard`, and not `core.jsonl`"
+    *_, last = opening(facts(), plan("metrics.tensorboard"), HELD).splitlines()
+    assert last == "no metrics.jsonl: [[metrics]] lists `metrics.tensorboard`, and not `core.jsonl`"
 
 
 @pytest.mark.parametrize(

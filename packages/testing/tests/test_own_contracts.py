@@ -1,4 +1,4 @@
-"""Core's own writers, losses, data and rates hold the contracts that it gives to others."""
+"""Core's own writer, losses, data and rates hold the contracts that it gives to others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -26,30 +25,6 @@ class TestJsonl(MetricsWriterContract):
             if line.endswith("}"):  # the last line of a full disk does not
                 row = json.loads(line)
                 yield from ((row["step"], name, value) for name, value in row.items())
-
-
-class TestTensorboard(MetricsWriterContract):
-    """A thread of TensorBoard's writes its points, which also is where a full disk is an error."""
-
-    writer: ClassVar[dict[str, Any]] = {"use": "core.tensorboard"}
-    writes_at_once = False
-    on_disk = False
-
-    @pytest.fixture(autouse=True)
-    def tensorboard(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Files of one second are read in the order of their numbers in a process, as text, in which 10 is before 9: each test
-        counts from 0, as each run does.
-        """
-        writer = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
-        monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(0))
-
-    def read(self, folder: Path) -> Iterator[Point]:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        events = EventAccumulator(str(folder / "tensorboard"), purge_orphaned_data=True)
-        events.Reload()
-        for name in events.Tags()["scalars"]:
-            yield from ((event.step, name, event.value) for event in events.Scalars(name))
 
 
 class TestCrossEntropy(LossContract):

@@ -130,7 +130,7 @@ def test_the_writers_have_the_numbers(texts: Path, tmp_path: Path) -> None:
     """The file of rows, and the curves of TensorBoard."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    metrics = [{"use": "core.jsonl"}, {"use": "core.tensorboard"}]
+    metrics = [{"use": "core.jsonl"}, {"use": "metrics.tensorboard"}]
     plan = plan_from_dict(small_plan(gradient_handlers=[{"use": "watch.layers"}], metrics=metrics), texts)
     with assemble(plan, World.alone("cpu"), folder=tmp_path) as run:
         row = run.step()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sley_core.engine.config import EachConfig, GradientNormsConfig, KeepConfig, RecomputeConfig
 from sley_core.hookspecs import hookimpl
 from sley_core.losses.config import CrossEntropyConfig
-from sley_core.metrics.config import JsonlConfig, TensorboardConfig, WandbConfig, check_metrics
+from sley_core.metrics.config import JsonlConfig, check_metrics
 from sley_core.optim.config import (
     AdamWConfig,
     ConstantConfig,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @hookimpl
 def sley_records() -> list[Record]:
     loss = "sley_core.losses.cross_entropy:CrossEntropy"
-    rates, activations, metrics = "sley_core.optim.learning_rate", "sley_core.engine.call", "sley_core.metrics"
+    rates, activations = "sley_core.optim.learning_rate", "sley_core.engine.call"
     return [
         LossRecord(name="cross_entropy", config=CrossEntropyConfig, build=loss, split_logits=True),
         OptimizerRecord(name="adamw", config=AdamWConfig, build="sley_core.optim.build:adamw"),
@@ -49,9 +49,7 @@ def sley_records() -> list[Record]:
         ),
         ActivationPolicyRecord(name="keep", config=KeepConfig, build=f"{activations}:keep"),
         ActivationPolicyRecord(name="recompute", config=RecomputeConfig, build=f"{activations}:recompute"),
-        MetricsWriterRecord(name="jsonl", config=JsonlConfig, build=f"{metrics}.jsonl:JsonlWriter"),
-        MetricsWriterRecord(name="tensorboard", config=TensorboardConfig, build=f"{metrics}.writers:TensorboardWriter"),
-        MetricsWriterRecord(name="wandb", config=WandbConfig, build=f"{metrics}.writers:WandbWriter"),
+        MetricsWriterRecord(name="jsonl", config=JsonlConfig, build="sley_core.metrics.jsonl:JsonlWriter"),
     ]
 
 

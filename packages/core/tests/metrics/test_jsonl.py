@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from sley_core.errors import RunError
-from sley_core.metrics.config import JsonlConfig
+from sley_core.metrics.config import JsonlConfig, check_metrics
 from sley_core.metrics.jsonl import JsonlWriter
 from sley_core.metrics.jsonl import rows as rows_of
+from sley_core.plan.load import plan_from_dict
 from sley_core.protocols import MetricsWriter
+from sley_testing.plans import small_plan
 
 ROW: dict[str, float | int] = {"step": 1, "loss": 5.5, "tokens": 4096, "lr": 3e-4}
 
@@ -102,3 +104,9 @@ def test_a_run_that_goes_on_takes_later_rows_back(tmp_path: Path) -> None:
     again.rewind(0)
     assert list(rows_of(tmp_path)) == []
     again.close()
+
+
+def test_a_writer_that_is_listed_twice_is_refused() -> None:
+    plan = plan_from_dict(small_plan(metrics=[{"use": "core.jsonl"}, {"use": "core.jsonl"}]))
+    (problem,) = check_metrics(plan)
+    assert (problem.code, problem.path) == ("metrics-twice", ("metrics", 1))

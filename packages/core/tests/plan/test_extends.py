@@ -43,7 +43,7 @@ betas = [0.9, 0.95]
 use = "core.jsonl"
 
 [[metrics]]
-use = "core.tensorboard"
+use = "core.jsonl"
 """
 
 

@@ -19,7 +19,7 @@ from sley_core import discovery, records
 from sley_core.errors import EXIT_PLAN_INVALID, EXIT_PLUGIN, Diagnostic, PlanError, PluginError
 from sley_core.hookspecs import hookimpl
 from sley_core.plan.loader import Loader
-from sley_core.table import Table
+from sley_core.table import RecordKind, Table
 
 GOOD = """
 from sley_core.hookspecs import hookimpl
@@ -119,10 +119,18 @@ def test_listing_imports_no_plugin(install: Install) -> None:
     assert "fake_sley_zeta" not in sys.modules
 
 
-def test_a_former_name_is_answered_with_the_present_one() -> None:
-    with pytest.raises(PlanError, match="has no dataset `text`") as caught:
-        Loader().record("datasets", "core.text")
-    assert str(caught.value.diagnostics[0].hint).startswith("it is `data.text` now; install sley-data")
+@pytest.mark.parametrize(
+    ("kind", "words", "name", "plugin"),
+    [
+        ("datasets", "dataset", "text", "data"),
+        ("metrics_writers", "metrics writer", "tensorboard", "metrics"),
+        ("metrics_writers", "metrics writer", "wandb", "metrics"),
+    ],
+)
+def test_a_former_name_is_answered_with_the_present_one(kind: RecordKind, words: str, name: str, plugin: str) -> None:
+    with pytest.raises(PlanError, match=f"has no {words} `{name}`") as caught:
+        Loader().record(kind, f"core.{name}")
+    assert str(caught.value.diagnostics[0].hint).startswith(f"it is `{plugin}.{name}` now; install sley-{plugin}")
 
 
 def test_a_missing_plugin_of_ours_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

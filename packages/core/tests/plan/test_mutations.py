@@ -27,7 +27,7 @@ CODES = """
     learning-rate-steps loss-scale-range loss-scale-unused metrics-twice missing-key missing-table more-problems
     no-factory optimizer-factory optimizer-layout
     out-of-range plan-format plan-not-utf8 plugin-missing plugin-unknown precision-unsupported sequence-does-not-divide
-    sequence-missing set-invalid syntax tensorboard-missing tokenizer-invalid tokenizer-missing tokenizers-missing
+    sequence-missing set-invalid syntax tokenizer-invalid tokenizer-missing tokenizers-missing
     too-deep unknown-key unknown-record unknown-table use-and-factory wrong-type wrong-value
 """
 

@@ -30,7 +30,7 @@ def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
     document = read_file(plan, overrides or [])
     loader = Loader()
     extras = _extras(document)
-    lines = {CORE: f"-e {folder_of(CORE, extras[CORE])}", "train-cli": "-e apps/train-cli"}
+    lines = {CORE: f"-e {folder_of(CORE)}", "train-cli": "-e apps/train-cli"}
     named = dict(reversed([*_named_plugins(document, loader)]))  # the first path of each
     timer = ""
     try:
@@ -66,8 +66,8 @@ def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
 def _extras(document: Document) -> dict[str, str]:
     """Returns the extras that the plan needs, separated by commas, by the plugin that has them."""
     named = {value for _, value in _strings(document.tables.get("metrics"))}
-    writers = (writer for writer in ("tensorboard", "wandb") if f"core.{writer}" in named)
-    return {CORE: ",".join(writers), "data": "tokenizers" if "tokenizer" in _table(document, "data") else ""}
+    writers = (writer for writer in ("tensorboard", "wandb") if f"metrics.{writer}" in named)
+    return {"metrics": ",".join(writers), "data": "tokenizers" if "tokenizer" in _table(document, "data") else ""}
 
 
 def _requirement(name: str, loader: Loader, extras: Mapping[str, str]) -> str:
@@ -87,7 +87,8 @@ def _named_plugins(document: Document, loader: Loader) -> Iterator[tuple[str, Ke
     Which fields beside `use` name records only the plugin knows, and it may not be installed: the values of other fields count
     if they have the form of a record of a known plugin.
     """
-    known = {*FIRST_PARTY, *EXAMPLES, *loader.names()} - {"data"}  # only `use` names its records: `data.json` is a file
+    known = {*FIRST_PARTY, *EXAMPLES, *loader.names()}
+    known -= {"data", "metrics"}  # only `use` names their records: `data.json` is a file
     for path, value in _strings(document.tables):
         match = _RECORD.fullmatch(value)
         if match and (path[-1] == "use" or match[1] in known):

@@ -17,11 +17,12 @@ from typing import Annotated
 
 import typer
 
-from sley_core.discovery import installed
+from sley_core.discovery import CORE, installed
 from sley_core.errors import UsageError
+from sley_core.plan.loader import FIRST_PARTY
 from train_cli.console import say
 
-OURS = frozenset({"core", "dp", "isp", "memory", "pp"})
+OURS = frozenset({CORE, *FIRST_PARTY})
 """Plugins of Sley's own, installed or not: a plan that names them means these."""
 
 _SUFFIX = ".in"

@@ -34,7 +34,7 @@ from sley_core.records import GradientHandlerRecord, Record, ScheduleRecord, Sch
 from sley_core.table import RecordKind, Table
 from sley_core.words import suggestion
 
-FIRST_PARTY = ("checkpoint", "data", "dp", "isp", "memory", "models", "pp")
+FIRST_PARTY = ("checkpoint", "data", "dp", "isp", "memory", "metrics", "models", "pp")
 """Plugins of Sley's own distributions `sley-<name>`."""
 
 
@@ -42,6 +42,8 @@ MOVED = {
     "core.llama": "models.llama",
     "core.text": "data.text",
     "core.tokens": "data.tokens",
+    "core.tensorboard": "metrics.tensorboard",
+    "core.wandb": "metrics.wandb",
     "dp.powersgd": "powersgd.reducer",
 }
 """Former names of records, and the present ones."""

@@ -1,26 +1,22 @@
-"""Writes curves for TensorBoard and for Weights & Biases.
-
-`tensorboard --logdir runs` shows every run side by side. Weights & Biases gets a run for each run here, with its plan;
-without a network it writes files of its own.
-"""
+"""Writes curves for TensorBoard and for Weights & Biases."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import tomli
 from torch.utils.tensorboard import SummaryWriter
 
 from sley_core.errors import RunError
-from sley_core.metrics.config import TensorboardConfig, WandbConfig
 from sley_core.protocols import MetricsWriter
+from sley_metrics.config import TensorboardConfig, WandbConfig
 
 
 class TensorboardWriter(MetricsWriter):
-    """The writer `core.tensorboard`: each number of a row is a point of the curve of its name, at the row's step."""
+    """The writer `metrics.tensorboard`: each number of a row is a point of the curve of its name, at the row's step."""
 
     def __init__(self, config: TensorboardConfig, folder: Path) -> None:
         self._folder = str(folder / "tensorboard")
@@ -43,14 +39,11 @@ class TensorboardWriter(MetricsWriter):
         self._writer.close()
 
 
-PLAN = "plan.toml"
-
-
 class WandbWriter(MetricsWriter):
-    """The writer `core.wandb`: each number of a row is a point of the curve of its name, at the row's step.
+    """The writer `metrics.wandb`: each number of a row is a point of the curve of its name, at the row's step.
 
-    What goes on behind an earlier step is another run of the same group there, since what was told cannot be taken back. The
-    resolved plan is the run's config. A run there begins with the first row, so that one without a step leaves none.
+    Weights & Biases cannot take rows back, so after `rewind` the rows go to another run of the same group. The resolved plan is
+    the config of each run there. It begins with the first row, so a run of Sley without a step leaves none.
     """
 
     def __init__(self, config: WandbConfig, folder: Path) -> None:
@@ -59,10 +52,10 @@ class WandbWriter(MetricsWriter):
         self._run: Any = None
 
     def write(self, row: Mapping[str, float | int]) -> None:
-        """Queues the row's numbers; a process of the package's own sends or keeps them. Raises RunError "metrics-wandb" where
-        it cannot begin, as without a key.
+        """Queues the row's numbers; a process of the package's own sends or keeps them. Raises RunError "metrics-wandb" if the
+        run there cannot begin, as without a key.
         """
-        self._run = self._run or self._begun()
+        self._run = self._run or self._begin()
         self._run.log({name: value for name, value in row.items() if name != "step"}, step=int(row["step"]))
 
     def rewind(self, step: int) -> None:
@@ -75,10 +68,10 @@ class WandbWriter(MetricsWriter):
         if run is not None:
             run.finish()
 
-    def _begun(self) -> Any:
+    def _begin(self) -> Any:
         """Starts a run of Weights & Biases and returns it; raises RunError "metrics-wandb" if that fails."""
         wandb: Any = import_module("wandb")  # an extra, which only a plan that names this writer needs
-        plan = self._folder / PLAN
+        plan = self._folder / "plan.toml"
         try:
             return wandb.init(
                 project=self._config.project,
@@ -88,7 +81,7 @@ class WandbWriter(MetricsWriter):
                 tags=list(self._config.tags),
                 mode=self._config.mode,
                 dir=str(self._folder),
-                config=tomli.loads(plan.read_text("utf-8")) if plan.exists() else {},
+                config=tomllib.loads(plan.read_text("utf-8")) if plan.exists() else {},
             )
         except wandb.Error as error:
             hint = 'see `wandb login`; `mode = "offline"` keeps the rows in files, which `wandb sync` sends later'

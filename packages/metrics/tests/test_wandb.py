@@ -14,11 +14,8 @@ from typing import Any
 import pytest
 
 from sley_core.errors import RunError
-from sley_core.metrics import config
-from sley_core.metrics.config import WandbConfig, check_metrics
-from sley_core.metrics.writers import WandbWriter
-from sley_core.plan.load import plan_from_dict
-from sley_testing.plans import small_plan
+from sley_metrics.config import WandbConfig
+from sley_metrics.writers import WandbWriter
 
 
 class Runs:
@@ -73,15 +70,6 @@ def test_a_run_that_cannot_begin_says_what_to_do(tmp_path: Path, runs: Runs, mon
         WandbWriter(WandbConfig(project="p"), tmp_path).write({"step": 1, "loss": 1.0})
 
 
-def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_from_dict(small_plan(metrics=[{"use": "core.wandb", "project": "p"}]))
-    monkeypatch.setattr(config, "find_spec", lambda name: None)
-    (problem,) = check_metrics(plan)
-    assert (problem.code, problem.path) == ("wandb-missing", ("metrics", 0, "use"))
-    assert problem.hint is not None
-    assert '`pip install -e "packages/core[wandb]"`' in problem.hint
-
-
 def records(file: Path) -> Iterator[bytes]:
     """The records of a file of the package: behind a head of 7 bytes, a log as LevelDB writes it, here of one block."""
     content = file.read_bytes()
@@ -114,7 +102,7 @@ def no_service() -> Iterator[None]:
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("no_children", "no_service")
 def test_offline_rows_are_in_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    messages = import_module("wandb.proto.wandb_internal_pb2")
     monkeypatch.setenv("WANDB_SILENT", "true")
     writer = WandbWriter(WandbConfig(project="p", mode="offline"), tmp_path)
     for step in (1, 2):

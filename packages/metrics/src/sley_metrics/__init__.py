@@ -1,0 +1,1 @@
+"""Metrics writers for TensorBoard and for Weights & Biases, for Sley."""
