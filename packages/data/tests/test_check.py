@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from sley_core.data.config import DataConfig
-from sley_core.data.dataset import DataContext
+from sley_core.data.dataset import DataConfig, DataContext
 from sley_core.errors import KeyPath, PlanError
 from sley_data.check import check
 from sley_data.config import TextConfig, TokensConfig

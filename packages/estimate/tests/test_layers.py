@@ -14,7 +14,7 @@ from sley_core.draft import draft_model
 from sley_core.engine.call import Keep, Recompute
 from sley_core.engine.in_flight import describe
 from sley_core.errors import PlanError
-from sley_core.model.fields import once_per_field
+from sley_core.model.attention import once_per_field
 from sley_core.model.layers import Layer
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.layers.distinct import layer_keys

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sley_core.losses.cross_entropy import CHUNK_ELEMENTS, SumOfCrossEntropies
-from sley_core.model.stand_ins import alike, counted
+from sley_core.model.tensors import alike, counted
 from sley_estimate.bytes.fake_tensors import FakeTensors
 from sley_estimate.bytes.ledger import Ledger, StepPlace
 from sley_estimate.bytes.recipes import Recipes

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from sley_core.errors import PlanError, SleyError
 from sley_core.losses.config import CrossEntropyConfig
 from sley_core.model.buffers import is_per_rank, normalisers_written, refuse_written
-from sley_core.model.formats import formats_hint
 from sley_core.model.layers import MODEL
+from sley_core.model.tensors import formats_hint
 from train_cli.on_meta import meta_micro_batch, meta_output, meta_state
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from sley_core.data.dataset import BOUNDARY_FIELDS, is_stream
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.engine.stage import by_parameters, stage_of
 from sley_core.errors import PlanError, SleyError
-from sley_core.model.formats import buffer_format, parameter_format
 from sley_core.model.layers import MODEL
+from sley_core.model.tensors import buffer_format, parameter_format
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import AnyDataset

@@ -74,7 +74,7 @@ def stepper_of(
     crossing = Crossing(stage.lists.placement, stage.lists.stage, _link(plan, parts))
     loss = plan.loss.build()
     if not type(loss).__module__.startswith("sley_core."):
-        from sley_core.losses.parameters import check_no_parameters
+        from sley_core.engine.refusals import check_no_parameters
 
         check_no_parameters(loss)
     if hasattr(loss, "attach"):

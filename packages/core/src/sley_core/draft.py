@@ -21,7 +21,7 @@ from sley_core.engine.stage import Stage, by_parameters, costs_are_timed, stage_
 from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
 from sley_core.model import modes
 from sley_core.model.build import build_on_meta
-from sley_core.model.formats import is_kept
+from sley_core.model.tensors import is_kept
 from sley_core.optim.build import frozen
 from sley_core.plan.write import digested
 from sley_core.records import ProcessGroupRecord, steps_on_host

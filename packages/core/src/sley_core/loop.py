@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sley_core.comm.progress import BETWEEN, DEVICE
@@ -52,6 +52,7 @@ class Launched:
     taken: Taken
 
 
+@dataclass(eq=False)
 class Loop:
     """Takes the steps of a run, and makes a row for each.
 
@@ -61,39 +62,33 @@ class Loop:
     num_steps_done: optimizer steps, refused ones included. was_stopped: whether all ranks have agreed to stop.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        parts: Parts,
-        stepper: Stepper,
-        samples: Samples,
-        outputs: Outputs,
-        tell: Callable[[Row], None],
-        require: Callable[[], None],
-        checkpointer: Checkpointer,
-        attempt: RunAttempt,
-    ) -> None:
-        self.plan = plan
-        self.parts = parts
-        self.stepper = stepper
-        self.samples = samples
-        self.outputs = outputs
-        self.tell = tell
-        self.require = require
-        self.checkpointer = checkpointer
-        self.attempt = attempt
-        self.num_steps_done = 0
-        self.was_stopped = False
-        self._is_first = True  # of this run object, which may have been brought to a later step by a checkpoint
-        self._is_stepping = False
-        self._is_accumulating = False
-        self._taken = Taken()
-        self._is_training = False
-        self._is_evaluating = False
-        self._stop_asked = False
-        self._watch = samples.watch
-        self._since: Moment = 0.0  # in the device's work; steps are timed there, since a row may be read late
-        self._late: Launched | None = None
+    plan: Plan
+    parts: Parts
+    stepper: Stepper
+    samples: Samples
+    outputs: Outputs
+    tell: Callable[[Row], None]
+    require: Callable[[], None]
+    checkpointer: Checkpointer
+    attempt: RunAttempt
+    num_steps_done: int = field(default=0, init=False)
+    was_stopped: bool = field(default=False, init=False)
+    _is_first: bool = field(
+        default=True, init=False
+    )  # of this run object, which a checkpoint may have brought to a later step
+    _is_stepping: bool = field(default=False, init=False)
+    _is_accumulating: bool = field(default=False, init=False)
+    _taken: Taken = field(default_factory=Taken, init=False)
+    _is_training: bool = field(default=False, init=False)
+    _is_evaluating: bool = field(default=False, init=False)
+    _stop_asked: bool = field(default=False, init=False)
+    _since: Moment = field(
+        default=0.0, init=False
+    )  # in the device's work, where steps are timed: a row may be read late
+    _late: Launched | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._watch = self.samples.watch
 
     def train(self) -> None:
         """Takes steps until the plan's last one, or until the ranks have agreed to stop."""

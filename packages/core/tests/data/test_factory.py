@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, TensorDataset
 
-from sley_core.data.config import DataConfig, FactoryDataConfig, FieldConfig
-from sley_core.data.dataset import TOKEN_FIELDS, DataInfo, Field
+from sley_core.data.dataset import TOKEN_FIELDS, DataConfig, DataInfo, FactoryDataConfig, Field, FieldConfig
 from sley_core.data.factory import declared, samples_per_epoch
 from sley_core.data.feed import Feed
 from sley_core.errors import PlanError

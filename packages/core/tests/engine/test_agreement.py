@@ -14,7 +14,7 @@ from sley_core.comm.agree import difference
 from sley_core.comm.groups import Group
 from sley_core.comm.world import World
 from sley_core.errors import RunError
-from sley_core.model.storage import CHUNK_WORDS, fingerprint
+from sley_core.model.tensors import CHUNK_WORDS, fingerprint
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_testing.parity import assert_close_gradients, assert_same_bits

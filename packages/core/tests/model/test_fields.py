@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sley_core.comm.device import Device
-from sley_core.model.fields import once_per_field
+from sley_core.model.attention import once_per_field
 
 
 class Counted:

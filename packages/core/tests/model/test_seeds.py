@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from sley_core.model.seeds import derive
+from sley_core.generators import derive
 
 
 def test_seeds_are_the_same_in_every_version() -> None:

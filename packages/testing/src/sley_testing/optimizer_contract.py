@@ -26,8 +26,7 @@ from sley_core.assemble import assemble
 from sley_core.attach import try_optimizer
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo, Field
-from sley_core.generators import generators_of_optimizer, seed_own, seeded
-from sley_core.model.seeds import derive
+from sley_core.generators import derive, generators_of_optimizer, seed_own, seeded
 from sley_core.optim.build import parameter_groups
 from sley_core.optim.config import scope_of
 from sley_core.optim.shared import in_training

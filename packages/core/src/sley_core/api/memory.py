@@ -5,8 +5,7 @@ from sley_core.engine.weights import Stepped
 from sley_core.memory.holdings import Holding, Holdings, storage_id
 from sley_core.memory.protocols import OffloadManager
 from sley_core.memory.state import PARTS, Moved, Part, Where, is_away
-from sley_core.model.stand_ins import is_plain
-from sley_core.model.storage import sum_of_bits, version_of
+from sley_core.model.tensors import is_plain, sum_of_bits, version_of
 
 __all__ = [
     "PARTS",

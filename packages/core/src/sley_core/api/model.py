@@ -2,12 +2,11 @@
 
 from sley_core.engine.call import Recompute, aside, is_aside, tensors_in
 from sley_core.engine.positions import as_it_was, attended
+from sley_core.generators import derive
 from sley_core.losses.cross_entropy import chunks, wide
-from sley_core.model.attention import Attention
-from sley_core.model.fields import once_per_field
+from sley_core.model.attention import Attention, once_per_field
 from sley_core.model.layers import Layer, Model
 from sley_core.model.patch import ForwardPatch
-from sley_core.model.seeds import derive
 
 __all__ = [
     "Attention",

@@ -1,6 +1,6 @@
 """Gives a plugin's tables their types, and its checks the plan; imports no torch."""
 
-from sley_core.data.config import DataConfig
+from sley_core.data.dataset import DataConfig
 from sley_core.optim.config import OptimizerConfig
 from sley_core.plan.plan import Plan
 from sley_core.plan.read import read_bounded

@@ -17,8 +17,17 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from sley_core.data.config import DataConfig, FactoryDataConfig
-from sley_core.data.dataset import TOKEN_FIELDS, AnyDataset, DataContext, DataInfo, Field, Sample, is_stream
+from sley_core.data.dataset import (
+    TOKEN_FIELDS,
+    AnyDataset,
+    DataConfig,
+    DataContext,
+    DataInfo,
+    FactoryDataConfig,
+    Field,
+    Sample,
+    is_stream,
+)
 from sley_core.errors import PlanError
 from sley_core.factory import cause, import_factory
 from sley_core.table import Table

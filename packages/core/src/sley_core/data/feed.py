@@ -23,8 +23,7 @@ from sley_core.data.dataset import AnyDataset, Batch, Dataset, Sample, Stream, i
 from sley_core.data.walk import SamplesDigest, StreamReader, probe, set_epoch
 from sley_core.errors import PlanError, RunError, note_origin
 from sley_core.factory import cause
-from sley_core.generators import comparable_state, seeded
-from sley_core.model.seeds import derive
+from sley_core.generators import comparable_state, derive, seeded
 
 NUM_ROUNDS = 10
 

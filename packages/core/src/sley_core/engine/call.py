@@ -33,11 +33,9 @@ from sley_core.engine.boundary import copied, parts_of
 from sley_core.engine.parts import Waits
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import PlanError, RunError, note_origin
-from sley_core.generators import IN_USE, own_generators, seed_own
+from sley_core.generators import IN_USE, derive, own_generators, seed_own
 from sley_core.model.attention import varlen
-from sley_core.model.formats import formats_hint
-from sley_core.model.seeds import derive
-from sley_core.model.storage import sum_of_bits, version_of
+from sley_core.model.tensors import formats_hint, sum_of_bits, version_of
 from sley_core.protocols import ActivationPolicy
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from torch.autograd import forward_ad
 
 from sley_core.errors import RunError
 from sley_core.model.patch import ForwardPatch
-from sley_core.model.stand_ins import is_plain
-from sley_core.model.storage import sum_of_bits, version_of
+from sley_core.model.tensors import is_plain, sum_of_bits, version_of
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device

@@ -24,7 +24,7 @@ from sley_core.engine.replicas import check_fields
 from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.errors import note_origin
 from sley_core.generators import IN_USE
-from sley_core.model.storage import version_of
+from sley_core.model.tensors import version_of
 from sley_core.protocols import SplitLogits
 
 if TYPE_CHECKING:

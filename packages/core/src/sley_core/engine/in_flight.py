@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from sley_core.actions.action import Flow, Transfer
 from sley_core.engine.boundary import Description, Leaf, flatten, unflatten
 from sley_core.errors import RunError
-from sley_core.model.storage import version_of
+from sley_core.model.tensors import version_of
 
 if TYPE_CHECKING:
     from sley_core.actions.action import Placement, StageChunk

@@ -24,7 +24,7 @@ from sley_core.comm.collectives import all_gather, all_reduce, gather_objects
 from sley_core.engine.shards import StandIn
 from sley_core.errors import RunError
 from sley_core.model.buffers import is_per_rank, refuse_written
-from sley_core.model.storage import fingerprint, version_of
+from sley_core.model.tensors import fingerprint, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -36,8 +36,7 @@ from sley_core.engine.parts import Buckets, StepEvents, StepNumbers
 from sley_core.engine.totals import LOSS, NORM, USUAL, LossScale, Skips, StepTotals, Votes, allow_a_step
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import RunError
-from sley_core.generators import IN_USE, generators_of_optimizer, seed_own
-from sley_core.model.seeds import derive
+from sley_core.generators import IN_USE, derive, generators_of_optimizer, seed_own
 from sley_core.optim.build import scale_learning_rate
 from sley_core.optim.shared import (
     PLAIN,

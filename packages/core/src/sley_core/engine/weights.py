@@ -32,7 +32,7 @@ from sley_core.engine.book import Entry
 from sley_core.engine.buffers import ALIGNMENT, FlatBuffer, Span
 from sley_core.engine.gradients import GradientStore
 from sley_core.errors import RunError
-from sley_core.model.formats import is_kept, parameter_format
+from sley_core.model.tensors import is_kept, parameter_format
 
 
 class WeightBuffer(FlatBuffer):

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from sley_core.errors import PlanError, RunError
 from sley_core.losses.config import CrossEntropyConfig
-from sley_core.model.stand_ins import alike, device_kind
+from sley_core.model.tensors import alike, device_kind
 from sley_core.protocols import Loss, SplitLogits
 
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,7 @@ class Move:
             torch.cuda.empty_cache()
 
 
+@dataclass(eq=False)
 class RunMemory:
     """The memory of one rank's run, by part (`memory.state.PARTS`).
 
@@ -64,21 +66,13 @@ class RunMemory:
     (`StepEvents.came_back`).
     """
 
-    def __init__(
-        self,
-        device: Device,
-        holdings: Holdings,
-        managers: Sequence[OffloadManager],
-        masters: Masters,
-        came_back: Sequence[Callable[[Part], None]] = (),
-    ) -> None:
-        self.device = device
-        self.holdings = holdings
-        self.managers = managers
-        self.masters = masters
-        self.came_back = came_back
-        self.settle: Callable[[], None] = _nothing
-        self.check_free: Callable[[], None] = _nothing
+    device: Device
+    holdings: Holdings
+    managers: Sequence[OffloadManager]
+    masters: Masters
+    came_back: Sequence[Callable[[Part], None]] = ()
+    settle: Callable[[], None] = lambda: None
+    check_free: Callable[[], None] = lambda: None
 
     @property
     def bytes(self) -> dict[str, int]:

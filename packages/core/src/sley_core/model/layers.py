@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from sley_core.errors import Diagnostic, KeyPath, PlanError, SleyError
 from sley_core.factory import cause
-from sley_core.generators import seeded_as_plain
-from sley_core.model.seeds import derive
+from sley_core.generators import derive, seeded_as_plain
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import DataInfo

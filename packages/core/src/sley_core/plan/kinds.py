@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from sley_core import records
-from sley_core.data.config import DataConfig, FactoryDataConfig
+from sley_core.data.dataset import DataConfig, FactoryDataConfig
 from sley_core.optim.config import FactoryOptimizerConfig, OptimizerConfig
 from sley_core.plan.tables import CheckpointConfig, ModelConfig, SequenceConfig
 from sley_core.table import NAMED_TABLES, FactoryPath, RecordKind, Table

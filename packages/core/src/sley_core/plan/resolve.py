@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from sley_core.discovery import CORE
 from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError, dotted
-from sley_core.plan.check_tables import check_data, check_tables
+from sley_core.plan.check import check_data, check_tables
 from sley_core.plan.defaults import default_list, default_of, is_named_by, no_factory, of_core, origins, without_default
 from sley_core.plan.document import MOST_PROBLEMS, Document, by_place, first_of
 from sley_core.plan.faults import faults, unknown_key

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sley_core.model.stand_ins import standing_for
+from sley_core.model.tensors import standing_for
 from sley_estimate.layers.fused import FusedKernels, Notes
 from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.recorder import moved_bytes

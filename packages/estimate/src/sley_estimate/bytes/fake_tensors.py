@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 
-from sley_core.model.stand_ins import PLAIN
+from sley_core.model.tensors import PLAIN
 from sley_estimate.bytes.ledger import Ledger
 from sley_estimate.bytes.recipes import Recipes
 from sley_estimate.bytes.scratch import scratch_bytes

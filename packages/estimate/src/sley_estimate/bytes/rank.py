@@ -24,7 +24,7 @@ from sley_core.comm.progress import BEGINNING
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.memory.state import PARTS
-from sley_core.model.stand_ins import counted, standing_for
+from sley_core.model.tensors import counted, standing_for
 from sley_estimate.bytes.cuda_kernels import as_on_cuda
 from sley_estimate.bytes.cycles import MemoryCycles, collected, only_new_objects
 from sley_estimate.bytes.fake_copies import FakeCopies

@@ -16,9 +16,9 @@ from sley_core.comm.transport.choose import installed_transports
 from sley_core.engine.boundary import Description, unflatten
 from sley_core.engine.in_flight import describe
 from sley_core.errors import RunError
-from sley_core.model.formats import buffer_format
 from sley_core.model.held import held_tensors
 from sley_core.model.layers import like
+from sley_core.model.tensors import buffer_format
 from sley_estimate.bytes.transports import Tell, imitated_transports
 from sley_estimate.layers.distinct import kind_of
 from train_cli.on_meta import meta_micro_batch, meta_output, meta_state

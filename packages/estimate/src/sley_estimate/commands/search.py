@@ -86,7 +86,7 @@ def _found(
     plan: Plan, world: int, machine: MachineFile, limit: int | None, top: int, keep: Sequence[Axis], *, verify: bool
 ) -> tuple[SearchFound, Sequence[str]]:
     """Returns what a search found, and the plugins that it could not load. Raises SleyError with its place in the plan."""
-    from sley_core.plan.check_tables import check_data
+    from sley_core.plan.check import check_data
     from sley_estimate.search.choices import choices_of
     from sley_estimate.search.find import find
     from sley_estimate.search.layouts import Layouts

@@ -25,7 +25,7 @@ from sley_core.engine.direct import WeightQueue, is_plain_linear
 from sley_core.engine.in_flight import InFlight, describe, edges_of
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import PlanError, SleyError
-from sley_core.model.fields import computed_from
+from sley_core.model.attention import computed_from
 from sley_estimate.bench.layer_gradients import queued_products
 from sley_estimate.layers.fused import FusedKernels
 from sley_estimate.layers.operators import LayerWork, Operator

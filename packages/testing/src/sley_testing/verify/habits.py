@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sley_core
 from sley_core.engine.call import tensors_in
 from sley_core.generators import comparable_state, own_generators
-from sley_core.model.storage import fingerprint
+from sley_core.model.tensors import fingerprint
 from sley_core.optim.shared import has_modes
 from sley_testing.plain import PlainLoop
 from sley_testing.verify.findings import SeenHabit
