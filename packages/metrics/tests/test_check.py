@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -39,3 +41,9 @@ def test_a_missing_package_is_named_with_the_command(writer: dict[str, Any], mon
 def test_a_writer_that_is_listed_twice_is_refused(writer: dict[str, Any]) -> None:
     (problem,) = check_metrics(plan_with(writer, JSONL, writer))
     assert (problem.code, problem.path) == ("metrics-twice", ("metrics", 2))
+
+
+def test_the_module_is_imported_without_the_extras() -> None:
+    """A plan with one of the writers needs the extra of that one alone."""
+    code = "import sys; sys.modules.update(tensorboard=None, wandb=None); import sley_metrics.writers"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

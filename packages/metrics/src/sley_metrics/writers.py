@@ -8,8 +8,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from sley_core.errors import RunError
 from sley_core.protocols import MetricsWriter
 from sley_metrics.config import TensorboardConfig, WandbConfig
@@ -21,7 +19,7 @@ class TensorboardWriter(MetricsWriter):
     def __init__(self, config: TensorboardConfig, folder: Path) -> None:
         self._folder = str(folder / "tensorboard")
         self._flush_s = config.flush_s
-        self._writer = SummaryWriter(self._folder, flush_secs=self._flush_s)
+        self._writer = self._open()
 
     def write(self, row: Mapping[str, float | int]) -> None:
         """Queues one point per number except `step`; a thread of TensorBoard's writes them."""
@@ -32,11 +30,16 @@ class TensorboardWriter(MetricsWriter):
     def rewind(self, step: int) -> None:
         """Begins another file, which tells TensorBoard to show no earlier point of later steps."""
         self._writer.close()
-        self._writer = SummaryWriter(self._folder, flush_secs=self._flush_s, purge_step=step + 1)
+        self._writer = self._open(step + 1)
 
     def close(self) -> None:
         """Closes the writer; on return every point is in the file."""
         self._writer.close()
+
+    def _open(self, purge_step: int | None = None) -> Any:
+        from torch.utils.tensorboard import SummaryWriter  # needs an extra, which `metrics.wandb` does without
+
+        return SummaryWriter(self._folder, flush_secs=self._flush_s, purge_step=purge_step)
 
 
 class WandbWriter(MetricsWriter):
@@ -70,7 +73,7 @@ class WandbWriter(MetricsWriter):
 
     def _begin(self) -> Any:
         """Starts a run of Weights & Biases and returns it; raises RunError "metrics-wandb" if that fails."""
-        wandb: Any = import_module("wandb")  # an extra, which only a plan that names this writer needs
+        wandb: Any = import_module("wandb")  # an extra, which `metrics.tensorboard` does without
         plan = self._folder / "plan.toml"
         try:
             return wandb.init(
