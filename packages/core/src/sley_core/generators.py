@@ -176,6 +176,11 @@ def own_generators(module: nn.Module, name: str) -> list[Any]:
     return list(found.values())
 
 
+def generators_of_function(function: Any) -> list[Any]:
+    """Returns the generators that a function encloses or names, or a partial one binds: not those that classes name."""
+    return list(_generators_in(function, set(), _DEPTH))
+
+
 def generators_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Returns the generators that an optimizer holds, as `own_generators` does. Raises PlanError "model-random"."""
     held = _held(optimizer, ("state", "param_groups"), set())

@@ -7,11 +7,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo, Field
+from sley_core.engine.refusals import check_hooks
+from sley_core.engine.shards import Shard
 from sley_core.errors import PlanError, PluginError
 from sley_core.model.build import build_on_meta, parameters_on_meta
 from sley_core.model.layers import Model
@@ -31,6 +34,15 @@ class Embed(nn.Module):
         self.table = nn.Embedding(7, 4)
         self.register_buffer("scale", torch.tensor([0.5, 2.0]), persistent=False)
         self.register_buffer("noise", torch.randn(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Holder(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
 
     def forward(self, tokens: Tensor) -> Tensor:
         raise NotImplementedError
@@ -204,3 +216,54 @@ def test_a_billion_parameters_take_no_memory(ranks: Callable[..., Ranks]) -> Non
     assert numel > 1e9
     assert grown < 200e6
     assert seconds < 5
+
+
+@pytest.mark.parametrize("builds_first", [True, False])
+def test_a_builder_must_not_share_what_was_made_outside(build: Build, builds_first: bool) -> None:
+    """A rank calls its own builders alone: `init_weights` would set the shared parameter in another order on each."""
+
+    def layers(_: DataInfo) -> Model:
+        shared = nn.Linear(4, 4)
+        first = (lambda: Holder(shared)) if builds_first else Holder(shared)
+        return Model([("first", first), ("second", lambda: Holder(shared))])
+
+    with pytest.raises(PlanError, match=r"'second.inner.weight' and 'first.inner.weight' are one parameter") as raised:
+        build(layers)
+    assert raised.value.diagnostics[0].code == "model-factory"
+
+
+def test_a_hook_that_the_given_parameter_gets_later_counts(build: Build) -> None:
+    """Layouts in which no rank has the full gradient are refused by it, before there are values."""
+
+    def layers(_: DataInfo) -> list[nn.Module]:
+        weight, holder = nn.Parameter(torch.zeros(4, 4)), Holder(nn.Linear(4, 4))
+        holder.inner.weight = weight
+        weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        return [holder]
+
+    model = build(layers)
+    weight = model["0"].module.inner.weight
+    assert weight.is_meta
+    with pytest.raises(PlanError, match=r"'0.inner.weight' has a gradient hook"):
+        check_hooks([(0, model.layers)], {id(weight): Shard((4, 4), 2, 0)}, 1)
+
+
+RNG = numpy.random.default_rng(0)
+
+
+def drawn_outside() -> nn.Module:
+    holder = Holder(nn.Linear(4, 4))
+    nn.init.constant_(holder.inner.weight, RNG.normal())  # type: ignore[arg-type]
+    return holder
+
+
+def test_a_builder_must_not_draw_from_a_generator_made_outside(build: Build) -> None:
+    """How many builders have drawn before depends on the rank."""
+
+    def closing_over(generator: torch.Generator) -> Callable[[], nn.Module]:
+        return lambda: nn.Linear(4, 4).apply(lambda one: nn.init.normal_(one.weight, generator=generator))
+
+    for builder in (drawn_outside, closing_over(torch.Generator())):
+        with pytest.raises(PlanError, match=r"the builder of the layer 'some.0' uses a Generator") as raised:
+            build(lambda _, builder=builder: [("some", builder, 2)])
+        assert raised.value.diagnostics[0].code == "model-random"

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo
+from sley_core.errors import PlanError
+from sley_core.generators import seeded_as_plain
 from sley_core.model.layers import Model
 
 Real = Callable[..., Model]
@@ -255,3 +257,47 @@ def test_a_module_shared_with_a_layer_of_another_rank_stays(real: Real) -> None:
         for name, value in values(real(overlapping, owned=owned)).items():
             assert torch.equal(value, whole[name]), (name, owned)
             assert name.split(".")[0] in owned or "parts" in name
+
+
+def test_a_default_dtype_that_the_factory_sets_counts_from_there_in_both_runs(real: Real) -> None:
+    def layers(_: DataInfo) -> list[nn.Module]:
+        before = Embed()
+        torch.set_default_dtype(torch.float64)
+        return [before]
+
+    with seeded_as_plain(0):
+        wanted = Embed().table.weight
+    try:
+        model = real(layers)
+        assert torch.get_default_dtype() == torch.float64  # as in plain PyTorch
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(model["0"].module.table.weight, wanted)  # type: ignore[union-attr]
+
+
+def _freeze(module: nn.Module, name: str) -> None:
+    module.requires_grad_(False)
+
+
+class FrozenLater(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = gain = nn.Parameter(torch.ones(3))
+        gain.requires_grad = False  # the object that was given, not the one that is registered
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("layers", "name"),
+    [
+        (lambda _: Model([Embed()], _freeze), "0.table.weight"),
+        (lambda _: Model([("0", Embed)], _freeze), "0.table.weight"),
+        (lambda _: [FrozenLater()], "0.gain"),
+    ],
+)
+def test_a_parameter_that_is_frozen_in_the_second_run_alone_is_refused(real: Real, layers: Any, name: str) -> None:
+    with pytest.raises(PlanError, match=rf"'{name}' is first trained, and then frozen") as raised:
+        real(layers)
+    assert raised.value.diagnostics[0].code == "model-differs"

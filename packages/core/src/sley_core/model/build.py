@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,9 +25,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from sley_core.errors import PlanError, PluginError, SleyError
 from sley_core.factory import cause
-from sley_core.generators import seeded_as_plain
+from sley_core.generators import generators_of_function, seeded_as_plain
 from sley_core.model.held import check_held
-from sley_core.model.layers import MODEL, Model, as_model, like, with_fields
+from sley_core.model.layers import MODEL, Layer, Model, as_model, like, with_fields
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import DataInfo
@@ -78,7 +79,8 @@ def build_on_meta(component: Component, data: DataInfo, seed: int) -> Model:
 
 def _built(recipe: Recipe, moved: OnMeta, *, on_meta: bool) -> Model:
     """Runs the factory and its builders. on_meta: whether parameters move to meta when they are registered, or afterwards."""
-    with seeded_as_plain(recipe.seed), parameters_on_meta(moved) if on_meta else nullcontext():
+    on = parameters_on_meta(moved) if on_meta else nullcontext()
+    with seeded_as_plain(recipe.seed), _defaults_restored(), on:
         model = recipe.call()
         for layer in model.layers:
             model.build_layer(layer, recipe.seed, initialises=False)
@@ -87,8 +89,45 @@ def _built(recipe: Recipe, moved: OnMeta, *, on_meta: bool) -> Model:
                 for name, parameter in module._parameters.items():
                     if parameter is not None and not parameter.is_meta:
                         module._parameters[name] = moved(parameter)
+        _check_builders(model)
         model.tie()
     return model
+
+
+@contextmanager
+def _defaults_restored() -> Iterator[None]:
+    """Returns a context manager after which torch's default dtype and device are those from before: the factory's next run
+    draws its first values in the same ones.
+    """
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(device)
+
+
+def _check_builders(model: Model) -> None:
+    """Raises PlanError for a layer's builder whose values would depend on which builders a rank has called: "model-factory" for
+    a parameter that another layer has too, "model-random" for a generator that was made outside of it.
+    """
+    holders: dict[nn.Parameter, tuple[Layer, str]] = {}
+    for layer in model.layers:
+        if layer.builder and (generators := generators_of_function(layer.builder)):
+            kind = type(generators[0]).__name__
+            message = f"the builder of the layer {layer.name!r} uses a {kind} that was made outside of it"
+            hint = "draw from torch's default generator, `random` or numpy, or make the generator in the builder"
+            raise PlanError("model-random", message, path=MODEL, hint=hint)
+        for name, parameter in layer.module.named_parameters(layer.name):
+            other, first = holders.setdefault(parameter, (layer, name))
+            if other is not layer and (layer.builder or other.builder):
+                raise PlanError(
+                    "model-factory",
+                    f"{name!r} and {first!r} are one parameter that was made outside of the builders of their layers",
+                    path=MODEL,
+                    hint=f"make it in each builder, and return Model(layers, ties=[({first!r}, {name!r})])",
+                )
 
 
 _known = WeakIdKeyDictionary()
@@ -108,6 +147,8 @@ class OnMeta:
 
     def __call__(self, parameter: nn.Parameter) -> nn.Parameter:
         if parameter not in self._of:
+            if parameter._backward_hooks is None:
+                parameter._backward_hooks = OrderedDict()  # the same dict: a hook that the real one gets later counts
             self._of[parameter] = like(parameter, parameter.data.to("meta"))
             _known[self._of[parameter]] = self
         meta: nn.Parameter = self._of[parameter]

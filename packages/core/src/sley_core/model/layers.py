@@ -340,6 +340,6 @@ def like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
     """Returns a new parameter over `data` with the `requires_grad`, hooks and Python attributes of `parameter`."""
     new = nn.Parameter(data, requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)
-    if parameter._backward_hooks:
+    if parameter._backward_hooks is not None:
         new._backward_hooks = parameter._backward_hooks  # the same dict: `handle.remove()` still works
     return new

@@ -49,7 +49,7 @@ class HostModel:
         for layer in model.layers:
             if layer.name in whole:
                 _check_same(layer, whole[layer.name])
-        _check_ties(model, whole)
+        _check_parameters(model, whole)
         self._note_held(whole)
         # By id, the first place of each parameter on meta, and the parameter, so that no other object gets its id.
         self._homes: dict[int, tuple[Layer, str, nn.Parameter]] = {}
@@ -70,7 +70,7 @@ class HostModel:
             self._made.build_layer(made, self._seed)
         module, made.module = made.module, nn.Module()
         _check_same(layer, module)
-        _check_ties(self.model, {layer.name: module})
+        _check_parameters(self.model, {layer.name: module})
         self._note_held({layer.name: module})
         return module
 
@@ -192,9 +192,9 @@ def _described(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
                     yield f"{path}.{attribute}", f"a {kind} {list(tensor.shape)}"
 
 
-def _check_ties(model: Model, modules: Mapping[str, nn.Module]) -> None:
+def _check_parameters(model: Model, modules: Mapping[str, nn.Module]) -> None:
     """Raises PlanError "model-differs" if parameters that the factory tied in layers of `model`, on meta, are not tied in those
-    layers' `modules` with values, or the other way.
+    layers' `modules` with values, or the other way, and for those that are frozen in `modules` alone.
     """
     tied = {second for _, second in model.ties}
     real_of: dict[int, nn.Parameter] = {}
@@ -205,6 +205,10 @@ def _check_ties(model: Model, modules: Mapping[str, nn.Module]) -> None:
             for (name, _, _, meta), (_, _, _, real) in places:
                 if name in tied:
                     continue
+                if meta.requires_grad and not real.requires_grad:
+                    message = f"the parameter {name!r} is first trained, and then frozen, by another name or by `init_weights`"
+                    hint = "freeze it in the factory, by its module: `module.weight.requires_grad_(False)`"
+                    raise PlanError("model-differs", message, path=MODEL, hint=hint)
                 if real_of.setdefault(id(meta), real) is not real or meta_of.setdefault(id(real), meta) is not meta:
                     raise _differs(f"{name!r} is tied to another parameter in one of them alone")
 
