@@ -1,7 +1,7 @@
 """How long a search takes: a Llama on 1,024 ranks, in seconds of the clock and of all its processes.
 
 The plan: 1,024 samples of 4,096 tokens a step in bf16, hosts of eight with one network card of 22 GB/s, 80 GiB. All axes are
-searched, and the best 30 layouts take their own steps, on as many cores as there are.
+searched, and the best layouts take their own steps, on as many cores as there are, within the command's own budget.
 
 Target: 180 s on two cores.
 """
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from sley_core.plan.load import plan_from_dict
+from sley_estimate.commands.search import BUDGET_S
 from sley_estimate.machine.read import machine_from_dict
 from sley_estimate.search.choices import choices_of
 from sley_estimate.search.find import find
@@ -97,13 +98,15 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--world", type=int, default=1024, help="ranks (default 1024)")
     options.add_argument("--rough", action="store_true", help="without steps: the formula alone")
+    options.add_argument("--budget", type=float, default=BUDGET_S, help="seconds in which layouts begin their steps")
     given = options.parse_args()
     for model, device in product(MODELS, DEVICES):
         with tempfile.TemporaryDirectory() as folder:
             plan = plan_of(MODELS[model], Path(folder))
             began, used = time.perf_counter(), cpu_s()
             space = Layouts(plan, given.world, choices_of(plan))
-            found = find(space, machine_of(device), memory=80 * GIB, verify=not given.rough, cores=num_cores())
+            machine, verify = machine_of(device), not given.rough
+            found = find(space, machine, memory=80 * GIB, verify=verify, cores=num_cores(), budget_s=given.budget)
             clock_s, used = time.perf_counter() - began, cpu_s() - used
         ranking = found.ranking
         print(f"{model}, devices {device}: {clock_s:.0f} s, {used:.0f} CPU seconds")

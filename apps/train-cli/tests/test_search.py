@@ -95,6 +95,16 @@ def test_a_layout_that_does_not_fit_by_its_own_steps_is_replaced_by_the_next(sea
     assert float(re.findall(r"([\d.]+) KiB", fits)[0]) * 1024 <= float(between.removesuffix("B"))
 
 
+def test_a_search_says_how_many_layouts_its_budget_left_out(
+    searched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(find, "LEAST_EXACT", 1)
+    done = searched("--world", "1", "--budget", "0", "--top", "1", "--keep", "micro_size")
+    assert done.code == 0, done.err
+    assert "more did not, since the time for it was over" in done.out
+    assert "(verified by estimate)" in done.out
+
+
 def test_what_cannot_fit_says_what_the_smallest_layout_needs(searched: Callable[..., Any]) -> None:
     done = searched("--world", "2", "--memory", "1B", "--keep", "pp", "--keep", "micro_size")
     assert done.code == 1

@@ -12,10 +12,10 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_estimate.machine.read import machine_from_dict
 from sley_estimate.search import find as finding
-from sley_estimate.search.choices import choices_of
-from sley_estimate.search.find import ExactEstimate, exact, find, rank_layouts
-from sley_estimate.search.layouts import Layouts
-from sley_estimate.search.roofline import Roofline
+from sley_estimate.search.choices import Choice, choices_of
+from sley_estimate.search.find import ExactEstimate, exact, find, one_of_each_first, rank_layouts
+from sley_estimate.search.layouts import Candidate, Layouts, Shape, Sizes
+from sley_estimate.search.roofline import Roofline, Rough
 from sley_estimate.seconds_of_plan import estimate_both
 from sley_estimate.testing.machines import small_machine
 from sley_testing.plans import small_plan
@@ -64,6 +64,46 @@ def test_more_layouts_take_their_steps_until_enough_fit() -> None:
     assert len(found.fastest) == 1
     assert found.num_exact == len(called) == 6
     assert told[:3] == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_the_budget_ends_the_steps_once_the_best_have_taken_theirs_and_one_fits() -> None:
+    """Two take theirs whatever the budget is, and here a third, until one fits."""
+    called = []
+
+    def third_fits(plan: Plan, *others: Any) -> ExactEstimate | None:
+        called.append(plan)
+        return exact(plan, *others) if len(called) == 3 else None
+
+    with (
+        patch.object(finding, "LEAST_EXACT", 2),
+        patch.object(finding, "NUM_EXACT", 5),
+        patch.object(finding, "can_fork", lambda: False),
+        patch.object(finding, "exact", third_fits),
+    ):
+        found = find(space_of(plan_of(), 4), MACHINE, memory=1 << 40, top=2, budget_s=0.0)
+    assert found.num_exact == len(called) == 3
+    assert found.not_begun >= 2
+    assert len(found.fastest) == 1
+
+
+def test_layouts_that_differ_in_what_can_hardly_matter_come_behind_the_others() -> None:
+    """Two slices with micro-batches twice as large take as long; when to reduce cannot matter with one micro-batch."""
+    keep, default, by_step = (
+        Choice("core.keep", {}),
+        Choice("mine.shards", {}),
+        Choice("mine.shards", {"reduce": "step"}),
+    )
+
+    def layout(sp: int, micro_size: int, weights: Choice) -> Candidate:
+        return Candidate(Shape(Sizes(1, sp, 2, micro_size), keep, weights, None), None, None)
+
+    space = space_of(plan_of(), 2)  # 8 samples per step: two ranks take 4 micro-batches of one
+    sliced, own, stepped = layout(2, 2, default), layout(1, 1, default), layout(1, 1, by_step)
+    whole, also_whole = layout(1, 4, default), layout(1, 4, by_step)
+    best = [(own, Rough(1.0, 8.0)), (stepped, Rough(1.0, 8.0)), (sliced, Rough(1.005, 8.0)), (whole, Rough(2.0, 9.0))]
+    best.append((also_whole, Rough(2.0, 9.0)))
+    best.append((layout(2, 1, default), Rough(1.5, 4.0)))
+    assert one_of_each_first(best, space) == [own, stepped, whole, layout(2, 1, default), sliced, also_whole]
 
 
 def test_what_exceeds_the_memory_is_counted_and_the_smallest_is_named() -> None:

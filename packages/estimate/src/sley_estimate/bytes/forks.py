@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
@@ -34,9 +34,9 @@ def can_fork() -> bool:
         return False
 
 
-def forked(calls: Sequence[Callable[[], T]], at_once: int, limit_s: float) -> Iterator[tuple[int, T]]:
+def forked(calls: Iterable[Callable[[], T]], at_once: int, limit_s: float) -> Iterator[tuple[int, T]]:
     """Yields the number of each call, from 0, and its result, as they end; at most `at_once` processes run at a time. A call
-    sees what was done in this process by the time it was started.
+    is taken from `calls`, and sees what was done in this process, when it is started.
 
     Results cross by pickle. Raises what a call raises, RunError `estimate-ended` for a process that ends before its call, and
     `estimate-late` for a call that takes longer than `limit_s`; then, and when the caller wants no more, the other processes

@@ -118,14 +118,14 @@ def rank_bytes(
     """Returns the bytes that rank `rank` of `size` holds, from steps that it takes in a fake world: no devices, no peers.
 
     recipes: what operations made on ranks of this plan that were asked before, which saves time; what is learned is added to
-    it. draft: the plan's model and stages, if they are known; else they are made. last_step: writes down the last of the steps,
-    which is as all that follow. Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a layer
-    that needs values, `estimate-late` once `limits.estimate_timeout_s` has passed.
+    it. draft: the plan's model and stages, if they are known, which are used up; else they are made. last_step: writes down the
+    last of the steps, which is as all that follow. Raises PlanError for all that the plan's checks find, RunError
+    `estimate-layer` for a layer that needs values, `estimate-late` once `limits.estimate_timeout_s` has passed.
     """
     recipes = recipes or Recipes()
     found, is_exact = _looked_at(plan, rank, size, recipes, draft, last_step, is_first_whole=False)
     if found.place.step == 1 and not is_exact:
-        found, _ = _looked_at(plan, rank, size, recipes, draft, last_step, is_first_whole=True)
+        found, _ = _looked_at(plan, rank, size, recipes, None, last_step, is_first_whole=True)
     return found
 
 

@@ -25,6 +25,8 @@ def lines(found: SearchFound, skipped: Sequence[str], limit: int | None, notes: 
     too_large = "" if limit is None else f"; {ranking.too_large:,} exceed {shown(limit)}"
     steps = f": the best {found.num_exact:,} by a formula took their own steps" if found.num_exact else ""
     yield f"{ranking.num_layouts:,} layouts considered{steps}{too_large}"
+    if found.not_begun:
+        yield f"  {found.not_begun:,} more did not, since the time for it was over: a larger `--budget` takes them too"
     yield from (f"  {count:,} left out: {reason}" for reason, count in ranking.refused.most_common())
     yield from (f"  left out: {name}" for name in skipped)
     if found.dropped:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from sley_estimate.machine.tables import MachineFile
     from sley_estimate.search.find import ExactEstimate, SearchFound
 
+BUDGET_S = 150.0
+"""Seconds after the ranking in which layouts begin the steps that verify them, unless the user says otherwise."""
+
 
 def search(
     plan: PlanArgument,
@@ -47,6 +50,10 @@ def search(
         bool,
         typer.Option("--verify/--rough", help="Whether `estimate` verifies the layouts that are shown."),
     ] = True,
+    budget: Annotated[
+        float,
+        typer.Option("--budget", min=0, metavar="SECONDS", help="How long `estimate` may begin to verify layouts."),
+    ] = BUDGET_S,
     explain: Annotated[
         bool, typer.Option("--explain", help="Compare the fastest with the plan as it is, part by part.")
     ] = False,
@@ -70,7 +77,8 @@ def search(
     known = load_machine(machine)
     # Before the search: a plan that fits no such world as it is ends this at once, and nothing that was found is lost.
     own = _as_it_is(resolved, world, known) if explain else None
-    found, skipped = _found(resolved, world, known, limit, top, [_axis(name) for name in keep or ()], verify=verify)
+    kept = [_axis(name) for name in keep or ()]
+    found, skipped = _found(resolved, world, known, limit, top, kept, budget, verify=verify)
     typer.echo("\n".join(lines(found, skipped, limit, notes_on(known, world))))
     if not found.fastest:
         raise typer.Exit(1)
@@ -83,7 +91,15 @@ def search(
 
 
 def _found(
-    plan: Plan, world: int, machine: MachineFile, limit: int | None, top: int, keep: Sequence[Axis], *, verify: bool
+    plan: Plan,
+    world: int,
+    machine: MachineFile,
+    limit: int | None,
+    top: int,
+    keep: Sequence[Axis],
+    budget_s: float,
+    *,
+    verify: bool,
 ) -> tuple[SearchFound, Sequence[str]]:
     """Returns what a search found, and the plugins that it could not load. Raises SleyError with its place in the plan."""
     from sley_core.plan.check import check_data
@@ -104,7 +120,16 @@ def _found(
             def tell(done: int, total: int) -> None:
                 progress.update(task, description="taking the steps of the best", completed=done, total=total)
 
-            found = find(space, machine, memory=limit, top=top, verify=verify, cores=num_cores(), tell=tell)
+            found = find(
+                space,
+                machine,
+                memory=limit,
+                top=top,
+                verify=verify,
+                cores=num_cores(),
+                budget_s=budget_s,
+                tell=tell,
+            )
         return found, choices.skipped
     except SleyError as error:
         raise plan.located(error) from error.__cause__

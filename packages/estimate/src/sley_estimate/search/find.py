@@ -1,17 +1,19 @@
 """Finds the fastest layouts that fit: ranks all by one formula, and takes the steps of the best.
 
-all layouts ──roofline──> ranked ──steps of the best `NUM_EXACT`──> the fastest, and slower ones with less memory
-                 └──> too large
+all layouts ──roofline──> ranked ──one of each group of nearly equal ones first──> steps of the best `NUM_EXACT`, as far as the
+                 └──> too large      budget of seconds allows ──> the fastest, and slower ones with less memory
 
 Both are done in processes of their own: torch takes no backward in a process that was forked behind one.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
@@ -34,6 +36,7 @@ from sley_estimate.search.roofline import Roofline, Rough
 from sley_estimate.seconds_of_plan import seconds_from
 
 if TYPE_CHECKING:
+    from sley_core.draft import Draft
     from sley_core.plan.plan import Plan
     from sley_estimate.layers.nearest import Source
     from sley_estimate.machine.tables import MachineFile
@@ -46,6 +49,12 @@ NUM_EXACT = 30
 
 MOST_ROUNDS = 4
 """How often that is."""
+
+LEAST_EXACT = 8
+"""So many of the best layouts take their own steps whatever the budget is."""
+
+NEARLY = 0.01
+"""Layouts whose seconds and bytes differ by less, in proportion, count as nearly equal."""
 
 SLOWEST = 1.2
 """Nobody waits longer than this many times the fastest step for less memory."""
@@ -103,8 +112,8 @@ class Ranking:
 @dataclass
 class SearchFound:
     """What a search found. fastest: layouts that fit, the fastest first. front: slower ones that need less memory. num_exact:
-    how many layouts took their own steps; dropped: how many of these fit by the formula, and not by their steps. smallest: the
-    layout that needs the fewest bytes by the formula.
+    how many layouts took their own steps; dropped: how many of these fit by the formula, and not by their steps. not_begun: how
+    many would have followed if the budget had not ended. smallest: the layout that needs the fewest bytes by the formula.
     """
 
     ranking: Ranking
@@ -112,6 +121,7 @@ class SearchFound:
     front: list[Final] = field(default_factory=list)
     num_exact: int = 0
     dropped: int = 0
+    not_begun: int = 0
     smallest: Final | None = None
 
 
@@ -123,14 +133,16 @@ def find(
     top: int = 5,
     verify: bool = True,
     cores: int = 1,
+    budget_s: float = math.inf,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> SearchFound:
     """Returns the `top` fastest layouts of `space` that need at most `memory` bytes on any rank (None: any number), slower ones
     that need less memory, and what was refused or did not fit.
 
     verify: whether all of these take their own steps; else the formula alone says what they take. cores: how many processes may
-    work at a time. tell: called with how many layouts have taken their steps, of how many. Raises PlanError for a model or data
-    that cannot be made.
+    work at a time. budget_s: seconds after the ranking in which layouts begin their steps; `LEAST_EXACT` do in any time, and
+    all do until one fits. tell: called with how many layouts have taken their steps, of how many. Raises PlanError for a model
+    or data that cannot be made.
     """
     space.plan = on_machine(space.plan, machine)
     is_forked = can_fork()
@@ -146,13 +158,24 @@ def find(
         found.front = [Final(layouts[number], rough) for number, rough in ranking.front.items()]
         return found
     finals: list[Final] = []
-    sound = _sound(space, [layouts[number] for number in ranking.best], ranking)
+    best = one_of_each_first([(layouts[number], rough) for number, rough in ranking.best.items()], space)
+    sound = _sound(space, best, ranking)
     batch = list(islice(sound, NUM_EXACT))
-    smaller = [layouts[number] for number in ranking.front if layouts[number] not in batch]
-    batch += _sound(space, smaller, ranking)
+    smaller = _sound(space, [layouts[number] for number in ranking.front if layouts[number] not in batch], ranking)
+    batch[LEAST_EXACT:LEAST_EXACT] = smaller
+    end_s = time.monotonic() + budget_s
+
+    def until_the_end(calls: Sequence[Callable[[], T]]) -> Iterator[Callable[[], T]]:
+        """Yields calls, each once a process is free for it, as long as the budget lasts."""
+        for begun, call in enumerate(calls, found.num_exact):
+            if begun >= LEAST_EXACT and finals and time.monotonic() > end_s:
+                return
+            yield call
+
     while batch:
         recipes = Recipes()
-        calls = [partial(_told, layout, space, machine, memory, recipes) for layout in batch]
+        calls = until_the_end([partial(_told, layout, space, machine, memory, recipes) for layout in batch])
+        done = 0
         for done, (number, (takes, learned)) in enumerate(_made(calls, cores, space, is_forked=is_forked), 1):
             recipes.learn(learned)
             tell(done, len(batch))
@@ -162,8 +185,9 @@ def find(
                 found.dropped += 1
             else:
                 finals.append(Final(batch[number], takes))
-        found.num_exact += len(batch)
-        batch = list(islice(sound, NUM_EXACT)) if len(finals) < top else []
+        found.num_exact += done
+        found.not_begun = len(batch) - done
+        batch = list(islice(sound, NUM_EXACT)) if len(finals) < top and not found.not_begun else []
     finals.sort(key=lambda final: final.takes.seconds)
     found.fastest = finals[:top]
     found.front = [finals[at] for at in _front([final.takes for final in finals], top)]
@@ -219,6 +243,33 @@ def _front(takes: Sequence[ExactEstimate | Rough], top: int) -> Iterator[int]:
             yield at
 
 
+def one_of_each_first(best: Sequence[tuple[Candidate, Rough]], space: Layouts) -> list[Candidate]:
+    """Returns the layouts of `best` in their order, but one of each group of nearly equal ones before all others.
+
+    Nearly equal are layouts with about the same seconds and bytes by the formula that differ only in `sp` and `micro_size`, or,
+    with one micro-batch, in the options of their weight communicator too.
+    """
+    seen: dict[Hashable, list[Rough]] = {}
+    first, others = [], []
+    for layout, rough in best:
+        sizes, weights = layout.shape.sizes, layout.shape.weights
+        options = None if sizes.micros(space.plan, space.world) == 1 else str(weights)
+        shape = layout.shape
+        choices = layout.schedule, layout.reducer, shape.activations, shape.attention, shape.offload
+        key = sizes.pp, sizes.wp, weights and weights.name, options, *map(str, choices)
+        group = seen.setdefault(key, [])
+        if any(all(map(_is_near, rough, one)) for one in group):
+            others.append(layout)
+        else:
+            first.append(layout)
+            group.append(rough)
+    return first + others
+
+
+def _is_near(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=NEARLY)
+
+
 def _sound(space: Layouts, layouts: Sequence[Candidate], ranking: Ranking) -> Iterator[Candidate]:
     """Yields those of `layouts` that the checks of plans accept; the others are refused in `ranking`."""
     for layout in layouts:
@@ -232,7 +283,7 @@ def _sound(space: Layouts, layouts: Sequence[Candidate], ranking: Ranking) -> It
             yield layout
 
 
-def _made(calls: Sequence[Callable[[], T]], cores: int, space: Layouts, *, is_forked: bool) -> Iterator[tuple[int, T]]:
+def _made(calls: Iterable[Callable[[], T]], cores: int, space: Layouts, *, is_forked: bool) -> Iterator[tuple[int, T]]:
     """Yields the number of each call and its result: from `cores` processes at a time, or from this one."""
     if is_forked:
         limit_s = (
@@ -265,20 +316,26 @@ def exact(
     plan, recipes = on_machine(plan, machine), Recipes() if recipes is None else recipes
     draft, topology = first_draft(plan, size), plan.topology(size)
     standing, is_ahead = representatives(plan, topology, draft), machine.device.kind == "cuda"
+
+    def another() -> Draft:
+        """Returns a draft that a run may use up; its lists are shared, since lowering them takes longer than the draft."""
+        own = first_draft(plan, size)
+        return replace(own, stage=replace(own.stage, lists=draft.stage.lists))
+
     held, known = [], {}
     stages = sorted({one for some in standing for one in some})
     for stage in stages:
         rank = stage * topology.ranks_per_stage
         if plan.run.device == "cuda" and is_ahead:
-            one, known[stage] = bytes_and_record(plan, rank, size, recipes)
+            one, known[stage] = bytes_and_record(plan, rank, size, recipes, another())
         else:
-            one = rank_bytes(plan, rank, size, recipes)
+            one = rank_bytes(plan, rank, size, recipes, another())
         if memory is not None and one.peak > memory:
             return None
         held.append(one)
     for stage in set(stages) - set(known):
         rank = stage * topology.ranks_per_stage
-        known[stage] = record(plan, rank, size, runs_ahead=is_ahead, recipes=recipes)
+        known[stage] = record(plan, rank, size, runs_ahead=is_ahead, recipes=recipes, draft=another())
     seconds = seconds_from(records_from(known, standing, draft), plan, size, machine, draft)
     fullest = max(held, key=lambda one: one.peak)
     sources = frozenset(layer.source for layer in seconds.layers)
