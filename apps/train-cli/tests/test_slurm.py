@@ -16,7 +16,7 @@ import pytest
 from slurm_daemons import SlurmDaemons, slurm_root
 from started_program import Result
 
-from sley_core.run_files import WEIGHTS
+from sley_core.attempt import WEIGHTS
 from sley_core.weight_files.read import WeightFiles
 
 Cli = Callable[..., Result]

@@ -14,7 +14,7 @@ import pytest
 from started_program import Program, Result
 from two_hosts import NAMES, TwoHosts
 
-from sley_core.run_files import WEIGHTS
+from sley_core.attempt import WEIGHTS
 from sley_core.weight_files.read import WeightFiles
 
 Cli = Callable[..., Result]

@@ -14,9 +14,9 @@ import pytest
 from sley_core import hookspecs, records
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.config import JsonlConfig
 from sley_core.errors import PluginError
 from sley_core.hookspecs import hookimpl
-from sley_core.metrics.config import JsonlConfig
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.run import Run

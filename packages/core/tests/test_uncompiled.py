@@ -10,7 +10,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from sley_core.uncompiled import stepping_without
+from sley_core.optim.build import stepping_without
 
 TRAINS = """
 import sys

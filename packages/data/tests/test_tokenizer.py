@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from sley_core.api.plan import DataConfig
 from sley_core.data.dataset import IGNORED, DataContext
 from sley_core.errors import PlanError, PluginError
-from sley_core.weight_files.tokenizers import without_settings
+from sley_core.weight_files.read import without_settings
 from sley_data.config import TextConfig, TokensConfig
 from sley_data.datasets import TextDataset
 from sley_data.tokenizer import Tokenizer as OurTokenizer

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from sley_core.config import CrossEntropyConfig
 from sley_core.errors import PlanError, SleyError
-from sley_core.losses.config import CrossEntropyConfig
 from sley_core.model.buffers import is_per_rank, normalisers_written, refuse_written
 from sley_core.model.layers import MODEL
 from sley_core.model.tensors import formats_hint

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sley_core.assemble import assemble
+from sley_core.attempt import WEIGHTS
 from sley_core.comm.world import World
 from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, SleyError
 from sley_core.json_text import write_whole
-from sley_core.run_files import WEIGHTS
 from train_cli import failure_file, lifeline
 from train_cli.console import say
 from train_cli.faults import Fault

@@ -11,9 +11,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sley_core.attempt import job, read_attempt, torchrun
+from sley_core.attempt import PLAN, WEIGHTS, job, read_attempt, torchrun
 from sley_core.metrics.jsonl import rows
-from sley_core.run_files import PLAN, WEIGHTS
 from train_cli.run_folder import run_folder
 from train_cli.saved import finished_steps, wrote
 from train_cli.summary import RunTotals

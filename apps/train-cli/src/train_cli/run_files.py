@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sley_core.attempt import KEPT, PLAN, WEIGHTS, with_kept
 from sley_core.errors import UsageError
 from sley_core.plan.loader import Loader
 from sley_core.plan.read import read_file
 from sley_core.plan.resolve import resolve
-from sley_core.run_files import KEPT, PLAN, WEIGHTS, with_kept
 from train_cli.saved import about_or_none, checkpoints_of, files_of, is_remote, paths_in
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def keep_files(plan: Plan, folder: Path) -> None:
         source = getattr(getattr(plan, table).config, key, None)
         if not isinstance(source, Path) or source.resolve().is_relative_to(folder.resolve()):
             continue
-        from sley_core.weight_files.tokenizers import TOKENIZER
+        from sley_core.weight_files.read import TOKENIZER
 
         (folder / name).mkdir(exist_ok=True)
         files = [(source, TOKENIZER[0])] if source.is_file() else [(source / one, one) for one in (*TOKENIZER, *MODEL)]

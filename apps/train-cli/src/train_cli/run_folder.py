@@ -17,12 +17,11 @@ from pathlib import Path
 import tomli
 
 from sley_core.attempt import NAME as ATTEMPT
-from sley_core.attempt import torchrun
+from sley_core.attempt import PLAN, torchrun
 from sley_core.errors import PlanError, SleyError
 from sley_core.json_text import write_whole
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.plan.plan import Plan
-from sley_core.run_files import PLAN
 from train_cli.recorder import FAULTS, WORK, recorder
 from train_cli.saved import can_go_on
 from train_cli.start_record import NAME as START

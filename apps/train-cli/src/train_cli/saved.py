@@ -8,10 +8,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sley_core.attempt import read_attempt
+from sley_core.attempt import CHECKPOINTS, read_attempt
 from sley_core.errors import SleyError, UsageError
 from sley_core.plan.loader import Loader
-from sley_core.run_files import CHECKPOINTS
 from train_cli.summary import NAME as SUMMARY
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.config import CrossEntropyConfig
 from sley_core.errors import SleyError
-from sley_core.losses.config import CrossEntropyConfig
 from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.memory.state import Where
 from sley_core.plan.load import plan_from_dict

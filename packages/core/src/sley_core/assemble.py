@@ -32,11 +32,11 @@ from sley_core.errors import PlanError
 from sley_core.model.layers import Model
 from sley_core.model.values import HostModel
 from sley_core.offload import memory_of, move_numbers
+from sley_core.optim.build import leave_compiler_out
 from sley_core.plan.check import check_plan
 from sley_core.process import keep_freed_memory
 from sley_core.run import Run
 from sley_core.run_state.checkpointer import checkpointer_of
-from sley_core.uncompiled import leave_compiler_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -70,7 +70,10 @@ def stepper_of(
         handler.attach(parts)
         undo.callback(handler.detach)
     # A hook, or a handler that does not support shards, may read weights at any time.
-    parts.weights.is_eager = bool(hooks) or not all(_takes_shards(one.record) for one in plan.gradient_handlers)
+    records = [
+        handler.record for handler in plan.gradient_handlers if isinstance(handler.record, GradientHandlerRecord)
+    ]
+    parts.weights.is_eager = bool(hooks) or not all(one.takes_shards or one.result == "shard" for one in records)
     crossing = Crossing(stage.lists.placement, stage.lists.stage, _link(plan, parts))
     loss = plan.loss.build()
     if not type(loss).__module__.startswith("sley_core."):
@@ -136,10 +139,6 @@ def stepper_of(
         undo.callback(add_rows_directly(parts.layers, parts.book, parts.store, parts.queue))
     parts.store.watch()
     return stepper
-
-
-def _takes_shards(record: object) -> bool:
-    return isinstance(record, GradientHandlerRecord) and (record.takes_shards or record.result == "shard")
 
 
 def _link(plan: Plan, parts: Parts) -> StageLink | None:

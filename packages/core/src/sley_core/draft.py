@@ -19,7 +19,7 @@ from sley_core.data.factory import open_dataset, samples_per_epoch
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.stage import Stage, by_parameters, costs_are_timed, stage_of, tie_groups, timed_costs
 from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
-from sley_core.model import modes
+from sley_core.model.buffers import notes_of, train
 from sley_core.model.build import build_on_meta
 from sley_core.model.tensors import is_kept
 from sley_core.optim.build import frozen
@@ -145,7 +145,7 @@ def draft_of(plan: Plan, world: World) -> Draft:
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
         model = draft_model(plan, dataset.info)
     costs, found = by_parameters(model), dict[KeyPath, Any]()
-    notes = [*modes.notes_of(model.layers)]
+    notes = [*notes_of(model.layers)]
     if costs_are_timed(plan) and world.simulation is None:
         costs = timed_costs(plan, world, partial(draft_model, plan), dtypes(plan)[0])
         found["partition", "layer_costs"] = costs
@@ -169,7 +169,7 @@ def draft_model(plan: Plan, info: DataInfo) -> Model:
     aliases = {alias: entry.name for entry in book for alias in entry.aliases}
     for name in frozen(book.names, optimizer, aliases):
         book[name].parameter.requires_grad_(False)
-    modes.train(model)
+    train(model)
     return model
 
 

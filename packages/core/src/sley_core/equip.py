@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sley_core.attempt import RunAttempt
+from sley_core.attempt import CHECKPOINTS, RunAttempt
 from sley_core.data.batches import Slices, check_tokens
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
@@ -21,7 +21,6 @@ from sley_core.memory.run_memory import CountsOf
 from sley_core.metrics.throughput import Meter
 from sley_core.model.buffers import BufferWatch
 from sley_core.protocols import Counts, Keeps, MetricsWriter, Rewinds
-from sley_core.run_files import CHECKPOINTS
 from sley_core.run_state.state import TrainingState
 from sley_core.run_state.tensors import RunTensors
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from sley_core.engine.config import EachConfig, GradientNormsConfig, KeepConfig, RecomputeConfig
+from sley_core.config import (
+    CrossEntropyConfig,
+    EachConfig,
+    GradientNormsConfig,
+    JsonlConfig,
+    KeepConfig,
+    RecomputeConfig,
+    check_metrics,
+)
 from sley_core.hookspecs import hookimpl
-from sley_core.losses.config import CrossEntropyConfig
-from sley_core.metrics.config import JsonlConfig, check_metrics
 from sley_core.optim.config import (
     AdamWConfig,
     ConstantConfig,

@@ -66,12 +66,15 @@ def takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *more = get_args(annotation)
-        return takes(inner, _flat([*more, *metadata]))
+        # Without nesting: pydantic keeps `Field(ge=1)` inside Annotated as a FieldInfo with metadata of its own.
+        return takes(inner, [part for item in (*more, *metadata) for part in getattr(item, "metadata", [item])])
     if origin in (Union, types.UnionType):
         # A plan cannot spell None: the key is left out instead.
         return _either([takes(arm, metadata) for arm in get_args(annotation) if arm is not type(None)])
     if origin is Literal:
-        return _either([_literal(value) for value in get_args(annotation)])
+        return _either(
+            [f'"{value}"' if isinstance(value, str) else str(value).lower() for value in get_args(annotation)]
+        )
     if origin is tuple:
         return _array(get_args(annotation), metadata)
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, Table)):
@@ -153,11 +156,6 @@ def _step(annotation: Any, part: str | int) -> tuple[Any, Sequence[Any]] | None:
     return (args[1], ()) if origin is dict else None
 
 
-def _flat(metadata: Iterable[Any]) -> list[Any]:
-    """Returns the metadata without nesting: pydantic keeps `Field(ge=1)` inside Annotated as a FieldInfo with its own."""
-    return [inner for item in metadata for inner in getattr(item, "metadata", [item])]
-
-
 def _range(metadata: Iterable[Any]) -> str:
     """Returns the bounds of a number in words, as " of at least 1"; "" without bounds."""
     low = high = None
@@ -191,10 +189,6 @@ def _array(args: tuple[Any, ...], metadata: Sequence[Any]) -> str:
 def _either(choices: Sequence[str]) -> str:
     unique = list(dict.fromkeys(choices))
     return unique[0] if len(unique) == 1 else f"{', '.join(unique[:-1])} or {unique[-1]}"
-
-
-def _literal(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value).lower()
 
 
 def printable(text: str) -> str:

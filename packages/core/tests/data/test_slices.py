@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from sley_core.config import CrossEntropyConfig
 from sley_core.data.batches import Slices, sliced_info
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.errors import PlanError, RunError
-from sley_core.losses.config import CrossEntropyConfig
 from sley_core.losses.cross_entropy import CrossEntropy
 
 TOKENS = {"tokens": Field("int64", 0, 1), "labels": Field("int64", 0, 1)}

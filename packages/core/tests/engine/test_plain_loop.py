@@ -8,7 +8,7 @@ from torch import nn
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.losses.config import CrossEntropyConfig
+from sley_core.config import CrossEntropyConfig
 from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plain import NothingToTrainError, PlainLoop, assert_step, decay_groups

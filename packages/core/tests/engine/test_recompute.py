@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sley_core.config import RecomputeConfig
 from sley_core.engine.call import Recompute, recompute
-from sley_core.engine.config import RecomputeConfig
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import RunError
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sley_core.config import CrossEntropyConfig
 from sley_core.engine import replicas
 from sley_core.errors import SleyError
-from sley_core.losses.config import CrossEntropyConfig
 from sley_core.losses.cross_entropy import CrossEntropy
 from sley_testing.plain import PlainLoop, assert_step
 from sley_testing.runs import gradients, record, weights

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sley_core.config import CrossEntropyConfig
 from sley_core.errors import PlanError, RunError
 from sley_core.losses import cross_entropy
-from sley_core.losses.config import CrossEntropyConfig
 from sley_core.losses.cross_entropy import CrossEntropy, SumOfCrossEntropies, plain_sum
 from sley_core.protocols import SplitLogits
 

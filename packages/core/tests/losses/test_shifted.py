@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sley_core.config import CrossEntropyConfig
 from sley_core.errors import RunError
-from sley_core.losses.config import CrossEntropyConfig
 from sley_core.losses.cross_entropy import CrossEntropy
 
 IDS = torch.randint(50, (4, 9), generator=torch.Generator().manual_seed(1))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from sley_core.config import JsonlConfig, check_metrics
 from sley_core.errors import RunError
-from sley_core.metrics.config import JsonlConfig, check_metrics
 from sley_core.metrics.jsonl import JsonlWriter
 from sley_core.metrics.jsonl import rows as rows_of
 from sley_core.plan.load import plan_from_dict
@@ -64,7 +64,7 @@ def test_a_half_line_spoils_no_other(tmp_path: Path) -> None:
 def test_a_killed_process_keeps_its_rows(tmp_path: Path) -> None:
     code = (
         "import os, pathlib, signal, sys\n"
-        "from sley_core.metrics.config import JsonlConfig\n"
+        "from sley_core.config import JsonlConfig\n"
         "from sley_core.metrics.jsonl import JsonlWriter\n"
         "writer = JsonlWriter(JsonlConfig(), pathlib.Path(sys.argv[1]))\n"
         "for step in range(3): writer.write({'step': step})\n"

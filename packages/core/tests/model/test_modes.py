@@ -7,8 +7,8 @@ import copy
 import pytest
 from torch import nn
 
+from sley_core.model.buffers import notes_of, train
 from sley_core.model.layers import Model
-from sley_core.model.modes import notes_of, train
 
 
 class Own(nn.Module):

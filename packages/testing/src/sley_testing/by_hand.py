@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from sley_core.losses.config import CrossEntropyConfig
+from sley_core.config import CrossEntropyConfig
 from sley_core.losses.cross_entropy import CrossEntropy
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plain import PlainLoop, assert_step

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sley_core.config import CrossEntropyConfig
 from sley_core.errors import PlanError, SleyError
-from sley_core.losses.config import CrossEntropyConfig
 from sley_core.records import DatasetRecord
 from train_cli.console import say
 from train_cli.progress import repeats

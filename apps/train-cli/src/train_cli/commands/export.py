@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sley_core.attempt import PLAN
 from sley_core.errors import UsageError
 from sley_core.records import ModelRecord
-from sley_core.run_files import PLAN
 from train_cli.console import say
 from train_cli.run_files import newest_weights, plan_of_run
 from train_cli.saved import files_of, is_remote

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.config import CrossEntropyConfig
 from sley_core.data.feed import Order
 from sley_core.errors import SleyError
-from sley_core.losses.config import CrossEntropyConfig
 from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict

@@ -51,7 +51,10 @@ def fresh(store: Store, environ: Mapping[str, str], what: str) -> PrefixStore:
     """
     place = (what, *(environ.get(name) for name in _PLACE))
     _counts[place] += 1
-    return PrefixStore(f"attempt {_attempt(environ)}, {what} {_counts[place]}", store)
+    # After a restart the store still has the addresses of ranks that have ended, which gloo must not find. Several hosts count
+    # their restarts separately.
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host(environ) else "0"
+    return PrefixStore(f"attempt {attempt}, {what} {_counts[place]}", store)
 
 
 def forget() -> None:
@@ -63,10 +66,3 @@ def forget() -> None:
 def is_one_host(environ: Mapping[str, str]) -> bool:
     """Returns whether one torchrun agent has started all ranks, or none has: then its store outlives them."""
     return environ.get("GROUP_WORLD_SIZE", "1") == "1"
-
-
-def _attempt(environ: Mapping[str, str]) -> str:
-    """Returns how often torchrun has restarted the ranks, "0" on several hosts, whose agents count separately. After a restart
-    the store still has the addresses of ranks that have ended, which gloo must not find.
-    """
-    return environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host(environ) else "0"

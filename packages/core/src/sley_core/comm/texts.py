@@ -25,7 +25,8 @@ def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[An
     value: serialisable as JSON; tuples come back as lists, and keys of mappings as strings.
     """
     mine = _encoded(value, group)
-    heads = _gather(torch.cat((_bytes_of_length(mine), mine[:_AT_ONCE])), _LENGTH + _AT_ONCE, group)
+    length = torch.tensor([mine.numel()], dtype=torch.int64, device=mine.device).view(torch.uint8)
+    heads = _gather(torch.cat((length, mine[:_AT_ONCE])), _LENGTH + _AT_ONCE, group)
     lengths = [int(head[:_LENGTH].view(torch.int64)) for head in heads]
     more = max(lengths) - _AT_ONCE
     # All members see the same lengths.
@@ -39,10 +40,6 @@ def _gather(mine: Tensor, num_bytes: int, group: dist.ProcessGroup | None) -> li
     found = [torch.zeros(num_bytes, dtype=torch.uint8, device=mine.device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, torch.nn.functional.pad(mine, (0, num_bytes - mine.numel())), group=group)
     return found
-
-
-def _bytes_of_length(text: Tensor) -> Tensor:
-    return torch.tensor([text.numel()], dtype=torch.int64, device=text.device).view(torch.uint8)
 
 
 def value_of_first(value: Any) -> Any:

@@ -41,7 +41,7 @@ from sley_core.protocols import ActivationPolicy
 if TYPE_CHECKING:
     from sley_core.actions.action import Action
     from sley_core.comm.device import Device
-    from sley_core.engine.config import KeepConfig, RecomputeConfig
+    from sley_core.config import KeepConfig, RecomputeConfig
     from sley_core.engine.positions import PositionProbe
     from sley_core.engine.replicas import WriteWatch
     from sley_core.model.layers import Layer

@@ -17,8 +17,8 @@ from sley_core.protocols import GradientHandler
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sley_core.config import EachConfig, GradientNormsConfig
     from sley_core.engine.book import Entry
-    from sley_core.engine.config import EachConfig, GradientNormsConfig
     from sley_core.engine.parts import Parts
     from sley_core.engine.step_state import StepState
 

@@ -218,14 +218,9 @@ def _held(value: Any) -> Iterator[tuple[str, Any]]:
             except ValueError:  # not assigned yet
                 continue
     else:
-        yield from (
-            (key, held) for key, held in getattr(value, "__dict__", {}).items() if not _is_of_a_module(value, key)
-        )
-
-
-def _is_of_a_module(value: Any, key: str) -> bool:
-    """Returns whether `key` is an nn.Module's own registry, whose parameters `_trained` has already yielded."""
-    return isinstance(value, nn.Module) and key in ("_parameters", "_modules", "_buffers")
+        # A module's own registries have parameters that `_trained` has already yielded.
+        own = ("_parameters", "_modules", "_buffers") if isinstance(value, nn.Module) else ()
+        yield from ((key, held) for key, held in getattr(value, "__dict__", {}).items() if key not in own)
 
 
 def _join(name: str, key: str) -> str:

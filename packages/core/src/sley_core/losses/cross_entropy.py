@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sley_core.config import CrossEntropyConfig
 from sley_core.errors import PlanError, RunError
-from sley_core.losses.config import CrossEntropyConfig
 from sley_core.model.tensors import alike, device_kind
 from sley_core.protocols import Loss, SplitLogits
 

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from sley_core.errors import PlanError
 from sley_core.model.layers import MODEL, Layer
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from sley_core.model.layers import Layer, Model
+
 
 NAMED = 3
 
@@ -97,3 +104,59 @@ def normalisers_written(layer: Layer, state: Mapping[str, Tensor]) -> list[tuple
         if (count := state.get(f"{prefix}num_batches_tracked")) is not None and count._version > 0
         for attribute, _ in module.named_buffers(recurse=False)
     ]
+
+
+MOST_NAMED = 3
+
+
+def train(model: Model) -> None:
+    """Puts the layers of `model` into training mode, apart from modules that stay in evaluation mode.
+
+    `from_pretrained` returns a model in evaluation mode, whose dropout would never be applied. torch's `train()` is called, so
+    a module that overrides it decides for itself, and a program may call `eval()` on modules of a run afterwards. Two kinds of
+    modules that the factory left in evaluation mode stay in it, though `train()` would change them:
+
+    * a frozen module within one that is in training mode: somebody has called `eval()` on it;
+    * a BatchNorm whose statistics may not be written (`model.buffers`), since no rank shares them with another.
+    """
+    is_training = any(layer.module.training for layer in model.layers)
+    for layer in model.layers:
+        kept = list(_kept(layer.module, layer.name, model.per_rank_buffers, is_training))
+        modes = [(part, part.training) for module in kept for part in module.modules()]
+        layer.module.train()
+        for part, was in modes:
+            part.training = was
+
+
+def notes_of(layers: Sequence[Layer]) -> list[str]:
+    """Returns a note for the user with the modules that are in evaluation mode; an empty list if there are none."""
+    names = [name for layer in layers for name in _evaluated(layer.module, layer.name)]
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return [f"stays in evaluation mode, as the factory left it: {', '.join(names[:MOST_NAMED])}{more}"] if names else []
+
+
+def _kept(module: nn.Module, name: str, per_rank: Sequence[str], is_training: bool) -> Iterator[nn.Module]:
+    """Yields the modules of a tree that stay in evaluation mode. is_training: whether what contains `module` is in training
+    mode. per_rank: patterns of the buffers that may be written.
+    """
+    is_norm = isinstance(module, _NormBase) and not is_per_rank(f"{name}.running_mean", per_rank)
+    if not module.training and (is_norm or (is_training and _is_frozen(module))):
+        yield module
+        return
+    for key, child in module.named_children():
+        yield from _kept(child, f"{name}.{key}", per_rank, module.training)
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    """Returns whether the module has parameters, and none of them is trained."""
+    trained = [parameter.requires_grad for parameter in module.parameters()]
+    return bool(trained) and not any(trained)
+
+
+def _evaluated(module: nn.Module, name: str) -> Iterator[str]:
+    """Yields the names of the outermost modules of a tree that are in evaluation mode."""
+    if not module.training:
+        yield name
+        return
+    for key, child in module.named_children():
+        yield from _evaluated(child, f"{name}.{key}")

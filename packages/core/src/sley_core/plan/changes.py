@@ -59,12 +59,9 @@ def _refused(change: Change) -> Diagnostic:
     if path == _SAMPLES and _ABSENT not in (before, now):  # the run writes this key, not its user
         message = f"the data have changed: they give {now} samples per epoch, and gave the checkpoint's run {before}"
         return Diagnostic("data-changed", message, path=path[:1], hint=hint.replace("it", "them", 1))
-    message = f"the checkpoint's run had {_had(path, before)}, the plan has {now}"
+    had = f"no `{dotted(path)}`" if before == _ABSENT else f"`{dotted(path)} = {before}`"
+    message = f"the checkpoint's run had {had}, the plan has {now}"
     return Diagnostic("resume-differs", message, path=path, hint=hint)
-
-
-def _had(path: KeyPath, before: str) -> str:
-    return f"no `{dotted(path)}`" if before == _ABSENT else f"`{dotted(path)} = {before}`"
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:

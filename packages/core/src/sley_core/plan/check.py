@@ -197,16 +197,13 @@ def _optimizer(plan: Plan, topology: Topology) -> Iterator[Problem]:
 
 def _divider(plan: Plan, topology: Topology) -> str | None:
     """Returns in words what leaves a rank only a part of each matrix; None if nothing does."""
-    sharders = [one.name for one in plan.gradient_handlers if _leaves_shards(one.record)]
+    records = [(handler.name, handler.record) for handler in plan.gradient_handlers]
+    sharders = [name for name, record in records if getattr(record, "result", None) == "shard"]
     if topology.wp > 1:
         return f"`wp = {topology.wp}` leaves a part of each to a rank"
     if sharders and topology.ranks_per_stage > 1:
         return f"`{sharders[0]}` leaves a part of each to a rank"
     return None
-
-
-def _leaves_shards(record: object) -> bool:
-    return isinstance(record, GradientHandlerRecord) and record.result == "shard"
 
 
 NORMS = (1.0, 2.0, math.inf, "inf")
@@ -480,12 +477,8 @@ def _batch(batch: BatchTable, dp: int) -> Iterator[Problem]:
         return
     below = size // unit * unit
     sizes = f"{below} or {below + unit}" if below else f"{unit}"
-    micros = [near for near in _divisors(size // dp) if size % dp == 0]
+    most = min(size // dp, 1000) if size % dp == 0 else 0  # a larger micro-batch is not worth proposing
+    micros = [near for near in range(1, most + 1) if size // dp % near == 0]
     better = f", or micro_size = {min(micros, key=lambda near: (abs(near - micro), near))}" if micros else ""
     message = f"global_size = dp x micro_size x accumulation fails: {size} is no multiple of {dp} x {micro} = {unit}"
     yield Problem(("batch", "global_size"), message, f"use global_size = {sizes}{better}", "batch-does-not-divide")
-
-
-def _divisors(number: int) -> list[int]:
-    """Returns the divisors up to a thousand; a larger micro-batch is not worth proposing."""
-    return [divisor for divisor in range(1, min(number, 1000) + 1) if number % divisor == 0]

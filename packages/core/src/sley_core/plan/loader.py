@@ -251,13 +251,15 @@ def hooks_of(module: Any, found: Found) -> Any:
     if not isinstance(module, ModuleType):
         return _looked_at(module, found)
     known = _sound.get(module.__name__)
-    if known is None or known.module is not module or not _are_same(known.names, vars(module)):
+    names = vars(module)
+    if (
+        known is None
+        or known.module is not module
+        or len(known.names) != len(names)
+        or any(names.get(name, known) is not value for name, value in known.names.items())
+    ):
         known = _sound[module.__name__] = _Sound(module, dict(vars(module)), _looked_at(module, found))
     return known.hooks
-
-
-def _are_same(names: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    return len(names) == len(others) and all(others.get(name, names) is value for name, value in names.items())
 
 
 def _looked_at(module: Any, found: Found) -> Any:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from sley_core.attempt import with_kept
 from sley_core.engine.save import set_extra_state, with_extra_state
 from sley_core.errors import RunError
 from sley_core.json_values import from_json
@@ -15,7 +16,6 @@ from sley_core.optim.shared import attributes_of, copied, in_training, load, sha
 from sley_core.plan.loader import Loader
 from sley_core.plan.read import read_text
 from sley_core.plan.resolve import resolve
-from sley_core.run_files import with_kept
 from sley_core.run_state.pieces import BUFFERS, OPTIMIZER, WEIGHTS, Region, region_of
 from sley_core.run_state.tensors import (
     OPTIONS,

@@ -18,6 +18,7 @@ from sley_core.errors import RunError
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -176,3 +177,35 @@ def _listed(names: Sequence[str]) -> str:
 def refused(message: str, hint: str | None = None) -> RunError:
     """Returns the RunError "weight-files"."""
     return RunError("weight-files", message, hint=hint)
+
+
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What `save_pretrained` of a tokenizer writes, by the kind of tokenizer."""
+
+
+RANDOM_SETTINGS = ("dropout", "alpha", "nbest_size")
+"""Settings of BPE and Unigram with which a text becomes other tokens each time."""
+
+
+def without_settings(text: str) -> str:
+    """Returns the text of a `tokenizer.json` with the settings switched off that are off in training; else as it is."""
+    try:
+        content = json.loads(text)
+        off = {key: None for key in ("truncation", "padding") if content.get(key) is not None}
+        drawn = {key: None for key in RANDOM_SETTINGS if content["model"].get(key) is not None}
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return text  # another version's, or no tokenizer: whoever loads it says so
+    if not off and not drawn:
+        return text
+    return json.dumps({**content, **off, "model": {**content["model"], **drawn}}, ensure_ascii=False, indent=2)

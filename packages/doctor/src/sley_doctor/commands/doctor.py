@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from sley_core.actions.action import in_words
+from sley_core.attempt import PLAN
 from sley_core.errors import UsageError
-from sley_core.run_files import PLAN
 from sley_doctor.reports import work_record
 from sley_doctor.reports.fault_report import FoundReports, read
 from sley_doctor.reports.work_record import WorkRecord

@@ -16,10 +16,10 @@ import jinja2
 import tomli
 
 from sley_core.actions.costs import Timeline
+from sley_core.attempt import PLAN
 from sley_core.errors import UsageError, dotted
 from sley_core.metrics.jsonl import rows
 from sley_core.plan.write import inline, leaves
-from sley_core.run_files import PLAN
 from sley_doctor.reports.fault_report import FoundReports
 from sley_doctor.reports.fault_report import read as read_faults
 from sley_doctor.reports.work_record import DATA, DEVICE, UPDATE, WorkRecord

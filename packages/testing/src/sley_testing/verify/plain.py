@@ -19,7 +19,7 @@ from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.engine.update import CLIP_EPSILON
 from sley_core.errors import RunError, UsageError
 from sley_core.generators import IN_USE
-from sley_core.model import modes
+from sley_core.model.buffers import train
 from sley_core.model.layers import Layer, Model, as_model
 from sley_core.optim.build import scale_learning_rate
 from sley_testing.plain import NothingToTrainError
@@ -91,7 +91,7 @@ def _loop_of(run: Run, habits: list[SeenHabit]) -> HabitLoop:
         layer.module.to(run.world.device.torch_device)
     _take_values(run, model)
     evaluated = {name for layer in model.layers for name, part in _named(layer) if not part.training}
-    modes.train(model)
+    train(model)
     config: Any = plan.optimizer.config
 
     def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
