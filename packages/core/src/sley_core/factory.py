@@ -7,6 +7,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def call_factory(
     "factory-options" (it does not take them), "factory-failed" (it raised).
     """
     function = import_factory(name, path, folder)
-    arguments = dict(options)
+    arguments = deepcopy(dict(options))  # a factory runs again, and may change a list of its options
     try:
         signature = inspect.signature(function)
     except ValueError:

@@ -18,6 +18,7 @@ from sley_core.engine.shards import Shard
 from sley_core.errors import PlanError, PluginError
 from sley_core.model.build import build_on_meta, parameters_on_meta
 from sley_core.model.layers import Model
+from sley_core.model.values import HostModel
 from sley_core.plan.load import plan_from_dict
 from sley_models import llama
 from sley_models.config import LlamaConfig
@@ -151,6 +152,10 @@ class Embed(nn.Module):
     def forward(self, tokens): ...
 
 def layers(data, width=4): return [Embed(data.vocab_size), nn.Linear(4, width)]
+def takes(widths):
+    made = [Embed(widths.pop())]
+    while widths: made.append(nn.Linear(4, widths.pop()))
+    return made
 def nothing(): return None
 def fails(): return nn.Linear(-1, -1, device="nowhere")
 def draws(): return [nn.init.normal_(nn.Linear(4, 4).weight, std=-1.0)]
@@ -267,3 +272,9 @@ def test_a_builder_must_not_draw_from_a_generator_made_outside(build: Build) -> 
         with pytest.raises(PlanError, match=r"the builder of the layer 'some.0' uses a Generator") as raised:
             build(lambda _, builder=builder: [("some", builder, 2)])
         assert raised.value.diagnostics[0].code == "model-random"
+
+
+@pytest.mark.usefixtures("clean_modules")
+def test_a_factory_may_change_its_options(tmp_path: Path, info: DataInfo) -> None:
+    model = from_factory(tmp_path, info, "own_model:takes", widths=[4, 4, 7])
+    assert len(HostModel(model).made(model["1"]).state_dict()) == 2
