@@ -63,9 +63,7 @@ SIDE_BY_SIDE = ("-n", str((os.cpu_count() or 1) + 2), "--dist", "worksteal")
 @nox.session(default=False)
 def dev(session: nox.Session) -> None:
     """Make .nox/dev: every package editable, with what its tests need. Point an editor here."""
-    session.log(
-        "installs all packages and what their tests need: minutes at first, mostly for torch; `nox -R` skips it"
-    )
+    session.log("installs all packages and what their tests need: minutes at first, mostly for torch; `nox -R` skips it")
     editable = [argument for package in PACKAGES for argument in ("-e", package.folder)]
     session.install(*CONSTRAINTS, *editable, *needed_by_tests(), "pytest-xdist", "mypy")
 
@@ -82,9 +80,7 @@ def in_dev(session: nox.Session, *command: str, success_codes: tuple[int, ...] =
 def quickstart(session: nox.Session) -> None:
     """Train examples/plans/quickstart.toml as a user would; an earlier run of it is overwritten."""
     session.log("installs torch and four packages: minutes at first; `nox -R` skips it")
-    session.install(
-        *CONSTRAINTS, "-e", "packages/core", "-e", "packages/data", "-e", "packages/models", "-e", "apps/train-cli"
-    )
+    session.install(*CONSTRAINTS, "-e", "packages/core", "-e", "packages/data", "-e", "packages/models", "-e", "apps/train-cli")
     session.run("train-cli", "run", "examples/plans/quickstart.toml", "--overwrite", *session.posargs)
 
 
@@ -229,9 +225,7 @@ def compat(session: nox.Session) -> None:
             old = {} if package.is_example else old_wheels(session, "sley-core", Path(folder))
             if old:
                 session.log(f"{package.distribution} as it is here, on the last released core")
-                releases.installed_alone(
-                    session, {**here, **old, package.distribution: here[package.distribution]}, package
-                )
+                releases.installed_alone(session, {**here, **old, package.distribution: here[package.distribution]}, package)
                 check_contracts(session, package)
             own = here if package.is_example else old_wheels(session, package.distribution, Path(folder))
             if package.distribution in own:
@@ -337,26 +331,14 @@ def gpu(session: nox.Session) -> None:
         figures = Path(folder, "figures.jsonl")
         env = {**FOR_TESTS, "SLEY_FIGURES": str(figures)}
         reports = [str(Path(folder, f"{name}.xml")) for name in ("together", "alone")]
-        at_a_time = (
-            "-n",
-            str(max(2, min(8, (os.cpu_count() or 1) // 2))),
-        )  # each rank starts CUDA, which is work of the host
+        at_a_time = ("-n", str(max(2, min(8, (os.cpu_count() or 1) // 2))))  # each rank starts CUDA, which is work of the host
         for report, which, beside in zip(reports, ("not alone", "alone"), (at_a_time, ()), strict=True):
             chosen = ("-m", f"gpu and {which}", "-rs", "--junitxml", report, *beside, *session.posargs)
             in_dev(session, "python", "-m", "pytest", *chosen, success_codes=(0, 1, 5), **env)
         memory = ("--device", "cuda", "--rounds", "10", "--part", "between", "park")
         in_dev(session, "python", str(ROOT / "benchmarks" / "memory.py"), *memory, success_codes=(0, 1), **env)
         told = ("-m", "sley_testing.figures", str(figures), "--tests", *reports)
-        in_dev(
-            session,
-            "python",
-            *told,
-            "--expect",
-            "a step with states away",
-            "offload",
-            "onload",
-            "device memory given back",
-        )
+        in_dev(session, "python", *told, "--expect", "a step with states away", "offload", "onload", "device memory given back")
 
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)

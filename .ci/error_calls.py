@@ -139,9 +139,7 @@ def given(call: ast.Call, maker: Maker, names: Names) -> Names:
     values = dict(zip(maker.parameters, call.args, strict=False))
     values |= {each.arg: each.value for each in call.keywords if each.arg}
     made = {name: texts(value, names) for name, value in values.items()}
-    return {
-        name: [*maker.names.get(name, []), Given(some)] for name, some in made.items() if any(map(without_gaps, some))
-    }
+    return {name: [*maker.names.get(name, []), Given(some)] for name, some in made.items() if any(map(without_gaps, some))}
 
 
 def passed_on(call: ast.Call, kinds: Mapping[str, str], names: Names, sources: Sequence[Source]) -> Iterator[Said]:
@@ -154,16 +152,12 @@ def passed_on(call: ast.Call, kinds: Mapping[str, str], names: Names, sources: S
             nodes = list(ast.walk(function))
             for told in (node for node in nodes if isinstance(node, ast.Dict)):
                 entries = {
-                    key.value: value
-                    for key, value in zip(told.keys, told.values, strict=True)
-                    if isinstance(key, ast.Constant)
+                    key.value: value for key, value in zip(told.keys, told.values, strict=True) if isinstance(key, ast.Constant)
                 }
                 if {"message", "hint"} <= entries.keys():
                     scope = source.names | assigned(nodes)
                     for code in texts(parts["code"], names):
-                        for message, remedy in together(
-                            texts(entries["message"], scope), texts(entries["hint"], scope)
-                        ):
+                        for message, remedy in together(texts(entries["message"], scope), texts(entries["hint"], scope)):
                             kind = kinds.get(name_of(call), "PlanError")
                             yield Said(kind, code, message, remedy if without_gaps(remedy) else "")
 
@@ -192,9 +186,7 @@ def classes(trees: Iterable[ast.Module], known: Iterable[str]) -> dict[str, str]
         if isinstance(node, ast.ClassDef)
     }
     kinds = {kind: kind for kind in known} | {"Diagnostic": "PlanError", "SleyError": "RunError"}
-    while more := {
-        name: kinds[base] for name, every in bases.items() if name not in kinds for base in every if base in kinds
-    }:
+    while more := {name: kinds[base] for name, every in bases.items() if name not in kinds for base in every if base in kinds}:
         kinds |= {name: kind for name, kind in more.items() if name.endswith("Error")}
         if not any(name.endswith("Error") for name in more):
             break

@@ -43,9 +43,7 @@ def import_rules() -> Iterator[str]:
         source_modules=["sley_testing"],
         forbidden_modules=[module for module in tools if module != "sley_testing"],
     )
-    yield from contract(
-        "estimate and doctor do without each other", "independence", modules=["sley_estimate", "sley_doctor"]
-    )
+    yield from contract("estimate and doctor do without each other", "independence", modules=["sley_estimate", "sley_doctor"])
     yield from contract(
         "a plugin imports what core makes public",
         "forbidden",

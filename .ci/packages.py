@@ -34,9 +34,7 @@ class Package:
         self.module = next(path.parent.name for path in pyproject.parent.glob("src/*/py.typed"))
         self.is_example = self.folder.startswith("examples/")
         self.is_core = self.module == "sley_core"
-        self.is_tool = f"{CORE}=={self.manifest['project']['version']}" in self.manifest["project"].get(
-            "dependencies", ()
-        )
+        self.is_tool = f"{CORE}=={self.manifest['project']['version']}" in self.manifest["project"].get("dependencies", ())
         self.is_plugin = not self.is_core and not self.is_tool
 
     def build_requirements(self) -> list[str]:
@@ -104,9 +102,7 @@ def assert_licensed(package: Package, archives: Path) -> None:
         return
     with zipfile.ZipFile(next(archives.glob("*.whl"))) as wheel, tarfile.open(next(archives.glob("*.tar.gz"))) as sdist:
         for names in (wheel.namelist(), sdist.getnames()):
-            assert any(Path(name).name == "LICENSE" for name in names), (
-                f"{package.distribution} has no LICENSE: {names}"
-            )
+            assert any(Path(name).name == "LICENSE" for name in names), f"{package.distribution} has no LICENSE: {names}"
 
 
 def alone_program(package: Package) -> str:

@@ -166,9 +166,7 @@ def show(seconds: dict[str, list[float]], num_bytes: int, count: int) -> None:
         ]
         low, high = sorted(added)[int(0.025 * RESAMPLES)], sorted(added)[int(0.975 * RESAMPLES) - 1]
         middle = statistics.median(seconds[name]) - none
-        print(
-            f"   {name:<16} {middle:+7.3f} s per save   {middle / copy:+7.2f} x a plain copy   [{low:+.3f}, {high:+.3f}] s"
-        )
+        print(f"   {name:<16} {middle:+7.3f} s per save   {middle / copy:+7.2f} x a plain copy   [{low:+.3f}, {high:+.3f}] s")
     print(f"   target: async <= {TARGET:.1f} x a plain copy")
 
 

@@ -42,12 +42,7 @@ def plan(shape: Mapping[str, int], micros: int, handlers: list[dict[str, Any]] |
     usual = {} if "batch" in tables else {"batch": {"global_size": micros * dist.get_world_size(), "micro_size": 1}}
     found: dict[str, Any] = {
         "run": {"name": "benchmark", "steps": 1_000_000, "device": tables.pop("device", "cpu")},
-        "model": {
-            "use": "models.llama",
-            "num_layers": shape["layers"],
-            "hidden": shape["hidden"],
-            "heads": shape["heads"],
-        },
+        "model": {"use": "models.llama", "num_layers": shape["layers"], "hidden": shape["hidden"], "heads": shape["heads"]},
         "data": {"factory": "noise:Noise", "options": {"sequence": shape["sequence"]}},
         "optimizer": {"use": "core.adamw", "lr": LR},
         **usual,

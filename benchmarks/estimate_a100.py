@@ -184,10 +184,7 @@ def machine_of(logs: np.ndarray) -> MachineFile:
                 "memory_bandwidth": memory,
                 "launch_s": launch,
                 "step_s": step,
-                "matmul": {
-                    "fp16": {"flops_per_s": half, "half_flops": small},
-                    "fp32": {"flops_per_s": wide},
-                },
+                "matmul": {"fp16": {"flops_per_s": half, "half_flops": small}, "fp32": {"flops_per_s": wide}},
             },
             "links": {"ranks_per_host": 8, "same_host": {"latency_s": latency, "bandwidth": link}},
         }
@@ -212,12 +209,9 @@ def predictor(machine: MachineFile) -> Callable[[GPTRow], float]:
         numbers[0] += first.num_parameters
         numbers[-1] += last.num_parameters if row.pp > 1 else 0  # head and embedding are one weight
         ranks = [range(stage * row.dp, (stage + 1) * row.dp) for stage in range(row.pp)]
-        sums = [
-            collective("sum", 2 * number, group, machine.links) for number, group in zip(numbers, ranks, strict=True)
-        ]
+        sums = [collective("sum", 2 * number, group, machine.links) for number, group in zip(numbers, ranks, strict=True)]
         between = [
-            message(middle.output_bytes, stage * row.dp, (stage + 1) * row.dp, machine.links)
-            for stage in range(row.pp - 1)
+            message(middle.output_bytes, stage * row.dp, (stage + 1) * row.dp, machine.links) for stage in range(row.pp - 1)
         ]
         behind = {}
         for stage, (cost, number) in enumerate(zip(sums, numbers, strict=True)):
@@ -282,9 +276,7 @@ def show(rows: Sequence[GPTRow], found: np.ndarray, logs: np.ndarray) -> None:
         by = defaultdict(list)
         for row, error in zip(rows, found, strict=True):
             by[getattr(row, name)].append(error)
-        parts = [
-            f"{key}: {np.mean(np.abs(of)):.1%} ({np.mean(of):+.1%}, {len(of)} rows)" for key, of in sorted(by.items())
-        ]
+        parts = [f"{key}: {np.mean(np.abs(of)):.1%} ({np.mean(of):+.1%}, {len(of)} rows)" for key, of in sorted(by.items())]
         print(f"    {name:5}", "  ".join(parts))
 
 

@@ -55,9 +55,7 @@ class Layout:
 
     def tables(self) -> dict[str, Any]:
         batch = {"global_size": SAMPLES, "micro_size": self.micro}
-        return plan(
-            SHAPE, 1, None, batch=batch, parallel={self.axis: RANKS}, activations={"use": self.policy}, **self.more
-        )
+        return plan(SHAPE, 1, None, batch=batch, parallel={self.axis: RANKS}, activations={"use": self.policy}, **self.more)
 
     @property
     def copies(self) -> bool:
@@ -102,10 +100,7 @@ def layouts() -> Iterator[Layout]:
     for schedule in ("one_f_one_b", "gpipe", "interleaved", "zero_bubble_h1", "zero_bubble_v"):
         for micro, policy in ((1, "core.keep"), (2, "core.recompute")):
             yield Layout("pp", micro, policy, {"pipeline": {"use": f"pp.{schedule}"}})
-    for axis, table in (
-        ("wp", {"weights": {"use": "isp.communicator"}}),
-        ("sp", {"sequence": {"use": "isp.all_to_all"}}),
-    ):
+    for axis, table in (("wp", {"weights": {"use": "isp.communicator"}}), ("sp", {"sequence": {"use": "isp.all_to_all"}})):
         for micro in (1, 4):
             yield Layout(axis, micro, more=table)
     for micro in (1, 4):
@@ -148,9 +143,7 @@ def main() -> None:
         for layout, row in rows:
             row.again.append(max(ranks(taken, layout, chosen.steps)))
     for layout, row in rows:
-        told = ", ".join(
-            f"{name} {statistics.median(one):.3f} s (+{spread(one):.0%})" for name, one in vars(row).items()
-        )
+        told = ", ".join(f"{name} {statistics.median(one):.3f} s (+{spread(one):.0%})" for name, one in vars(row).items())
         print(f"{layout!s:<50} {told}: {row.error:+6.1%}, noise {row.noise:+6.1%}", flush=True)
     copying = [row for layout, row in rows if layout.copies]
     for what, some, targets in (

@@ -32,10 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "isp, no pool": {"pool": "isp.fresh"},
     "isp, everything ahead": {"ahead": 8, "reductions": 64},
 }
-ONCE = {
-    "isp, reduced per step": {"reduce": "step"},
-    "isp, per step, sockets": {"reduce": "step", "cross_memory_attach": False},
-}
+ONCE = {"isp, reduced per step": {"reduce": "step"}, "isp, per step, sockets": {"reduce": "step", "cross_memory_attach": False}}
 """With several micro-batches only."""
 
 
@@ -43,13 +40,7 @@ def tables(tokens: int, options: dict[str, Any], micros: int = 1) -> dict[str, A
     """The plan whose weights are sharded over all ranks."""
     weights = {"use": "isp.communicator", **options}
     parallel = {"wp": dist.get_world_size(), "cross_memory_attach": weights.pop("cross_memory_attach", True)}
-    return plan(
-        {**SHAPE, "sequence": tokens},
-        micros,
-        BUCKETED,
-        parallel=parallel,
-        weights=weights,
-    )
+    return plan({**SHAPE, "sequence": tokens}, micros, BUCKETED, parallel=parallel, weights=weights)
 
 
 def contestants(tokens: int, micros: int = 1) -> dict[str, Callable[[], Any]]:
@@ -109,9 +100,7 @@ def main() -> None:
     options.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     options.add_argument("--worlds", type=int, nargs="*", default=WORLDS)
     options.add_argument("--micros", type=int, default=1, help="micro-batches per step and rank")
-    options.add_argument(
-        "--names", nargs="*", default=[], help="only these contestants; those of the targets are needed"
-    )
+    options.add_argument("--names", nargs="*", default=[], help="only these contestants; those of the targets are needed")
     options.add_argument("--only", choices=("times", "memory"), default=None)
     chosen = options.parse_args()
     for world in chosen.worlds:

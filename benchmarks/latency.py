@@ -76,9 +76,7 @@ def time_forms(step: Callable[[str], object], rounds: int, barrier: Step) -> dic
     return seconds
 
 
-def hidden(
-    seconds: Seconds, num_exchanges: int, *, latency_s: float = LATENCY_S, num_visible: int = 1
-) -> dict[str, object]:
+def hidden(seconds: Seconds, num_exchanges: int, *, latency_s: float = LATENCY_S, num_visible: int = 1) -> dict[str, object]:
     """The share of the injected latency that is hidden, with its 95 % bootstrap interval; milliseconds are medians.
 
     num_visible: exchanges beside which nothing is computed, so that they cannot be hidden.

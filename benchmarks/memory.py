@@ -250,14 +250,10 @@ def report_park(options: argparse.Namespace) -> None:
     facts[f"offload, onload / plain (>= {COPY_TARGET})"] = tuple(round(ratio, 3) for ratio in ratios.values())
     for name, ratio in ratios.items():
         rate = f"{ratio:.3f} at {parked / found[name] / 1e9:.1f} GB/s"
-        note(
-            Figure(f"{name} of a run, its copies, beside a plain copy", rate, f">= {COPY_TARGET}", ratio >= COPY_TARGET)
-        )
+        note(Figure(f"{name} of a run, its copies, beside a plain copy", rate, f">= {COPY_TARGET}", ratio >= COPY_TARGET))
     if found["driver"]:
         whole = found["plain out"] / (found["offload"] + found["driver"])
-        note(
-            Figure("the same offload with what the driver takes", f"{whole:.3f}, {1e3 * found['driver']:.1f} ms of it")
-        )
+        note(Figure("the same offload with what the driver takes", f"{whole:.3f}, {1e3 * found['driver']:.1f} ms of it"))
     facts[f"host arena / parked (<= {ARENA_TARGET}), also by smaps less the plain copy's"] = (
         round(found["arena"] / parked, 4),
         round((found["by smaps"] - parked) / parked, 4),

@@ -32,12 +32,7 @@ SAME_STEPS, SAME = 5, 1e-5
 def plan(size: dict[str, Any], device: str, micros: int) -> dict[str, object]:
     return {
         "run": {"name": "overhead", "steps": 1_000_000, "device": device},
-        "model": {
-            "use": "models.llama",
-            "num_layers": size["layers"],
-            "hidden": size["hidden"],
-            "heads": size["heads"],
-        },
+        "model": {"use": "models.llama", "num_layers": size["layers"], "hidden": size["hidden"], "heads": size["heads"]},
         "data": {"use": "data.text", "source": "python-stdlib", "sequence": size["sequence"], "documents": "cut"},
         "batch": {"global_size": size["samples"], "micro_size": size["samples"] // micros},
         "precision": {"compute": size["compute"]},

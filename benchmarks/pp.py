@@ -179,9 +179,7 @@ def main() -> None:
     found = parser(__doc__ or "", rounds=40)
     found.add_argument("--stages", type=int, nargs="*", default=STAGES, help="numbers of ranks")
     found.add_argument("--schedule", nargs="*", default=list(SCHEDULES), choices=SCHEDULES, help="schedules of sley-pp")
-    found.add_argument(
-        "--part", nargs="*", default=("time", "memory"), choices=("time", "memory"), help="what to measure"
-    )
+    found.add_argument("--part", nargs="*", default=("time", "memory"), choices=("time", "memory"), help="what to measure")
     options = found.parse_args()
     for stages in options.stages:
         for name in options.schedule:

@@ -174,12 +174,7 @@ def main() -> None:
     check()
     names = (*REFERENCES, "sley, layer", "sley, module")
     report(
-        [
-            counted(name, fraction, ratio)
-            for ratio in options.ratios
-            for name in names
-            for fraction in options.fractions
-        ],
+        [counted(name, fraction, ratio) for ratio in options.ratios for name in names for fraction in options.fractions],
         options.json,
     )
 

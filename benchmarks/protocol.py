@@ -68,8 +68,7 @@ class Ratio:
 
     def __str__(self) -> str:
         return (
-            f"{self.name:<28} {self.milliseconds:9.2f} ms   {self.ratio:6.3f} x {self.base}   "
-            f"[{self.low:.3f}, {self.high:.3f}]"
+            f"{self.name:<28} {self.milliseconds:9.2f} ms   {self.ratio:6.3f} x {self.base}   [{self.low:.3f}, {self.high:.3f}]"
         )
 
 
@@ -82,8 +81,7 @@ def compare(seconds: Mapping[str, Sequence[float]], base: str, *, seed: int = 0)
     rows = []
     for name, values in seconds.items():
         ratios = sorted(
-            statistics.median(values[i] for i in pick) / median
-            for pick, median in zip(picks, base_medians, strict=True)
+            statistics.median(values[i] for i in pick) / median for pick, median in zip(picks, base_medians, strict=True)
         )
         low, high = ratios[int(0.025 * RESAMPLES)], ratios[int(0.975 * RESAMPLES) - 1]
         middle = statistics.median(values)

@@ -120,9 +120,7 @@ def main() -> None:
     share = total / step_s + found["window"] / work_recorder.LEAST_S
     for name, seconds in found.items():
         print(f"{name:<16}{seconds * 1e6:9.2f} us{times.get(name, 0):9.1f} a step")
-    print(
-        f"{total * 1e6:.0f} us of a step of {step_s * 1e3:.1f} ms, and a window in {work_recorder.LEAST_S:g} s: {share:.2%}"
-    )
+    print(f"{total * 1e6:.0f} us of a step of {step_s * 1e3:.1f} ms, and a window in {work_recorder.LEAST_S:g} s: {share:.2%}")
     print("target met" if share <= TARGET else f"target {TARGET:.1%} missed")
 
 

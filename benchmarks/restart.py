@@ -74,9 +74,7 @@ def main() -> None:
             read.append(seconds)
             more = f"run.steps={FIRST + 1}"
             again.append(
-                seconds_to_step(
-                    folder, FIRST + 1, "--resume", "auto", "--set", more, "--set", "checkpoint.every_steps=99"
-                )
+                seconds_to_step(folder, FIRST + 1, "--resume", "auto", "--set", more, "--set", "checkpoint.every_steps=99")
             )
     begins, resumes, reads = (statistics.median(one) for one in (new, again, read))
     print(f"\n{num_bytes / 2**30:.2f} GiB of state, {os.cpu_count()} cores, {options.rounds} rounds, medians")

@@ -226,9 +226,7 @@ def main() -> None:
         for name in options.schedule:
             everyone = Ranks(stages, timeout_s=3000)(measured, name, stages, options.rounds, options.warmup)
             # A step is over when its last rank is.
-            seconds = {
-                who: [max(at) for at in zip(*(one[who] for one in everyone), strict=True)] for who in everyone[0]
-            }
+            seconds = {who: [max(at) for at in zip(*(one[who] for one in everyone), strict=True)] for who in everyone[0]}
             perfect = simulated(name, stages)
             seconds["simulator"] = [perfect] * options.rounds
             against_simulator = {row.name: row for row in compare(seconds, "simulator")}

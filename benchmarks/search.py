@@ -58,12 +58,7 @@ def machine_of(name: str) -> Any:
             "same_host": {"latency_s": 1e-5, "bandwidth": device["between"]},
             "other_host": {"latency_s": 2e-5, "bandwidth": 22e9, "shared": True},
         },
-        "host": {
-            "to_host": device["to_host"],
-            "to_device": device["to_host"],
-            "latency_s": 1e-5,
-            "memory_bandwidth": 2e11,
-        },
+        "host": {"to_host": device["to_host"], "to_device": device["to_host"], "latency_s": 1e-5, "memory_bandwidth": 2e11},
     }
     return machine_from_dict(tables)
 
@@ -80,13 +75,7 @@ def plan_of(model: dict[str, Any], folder: Path) -> Any:
     tables = {
         "run": {"name": "search", "steps": 1, "device": "cuda"},
         "model": {"use": "models.llama", **model},
-        "data": {
-            "use": "data.tokens",
-            "files": ["tokens.bin"],
-            "dtype": "uint32",
-            "sequence": 4096,
-            "vocab_size": VOCABULARY,
-        },
+        "data": {"use": "data.tokens", "files": ["tokens.bin"], "dtype": "uint32", "sequence": 4096, "vocab_size": VOCABULARY},
         "batch": {"global_size": 1024, "micro_size": 1},
         "optimizer": {"use": "core.adamw", "lr": 1e-4},
         "precision": {"compute": "bf16"},
@@ -110,9 +99,7 @@ def main() -> None:
             clock_s, used = time.perf_counter() - began, cpu_s() - used
         ranking = found.ranking
         print(f"{model}, devices {device}: {clock_s:.0f} s, {used:.0f} CPU seconds")
-        print(
-            f"  {ranking.num_layouts:,} layouts, {ranking.too_large:,} too large, {found.num_exact} by their own steps"
-        )
+        print(f"  {ranking.num_layouts:,} layouts, {ranking.too_large:,} too large, {found.num_exact} by their own steps")
         for one in (*found.fastest[:2], *found.front[:2]):
             print(f"    {one.takes.seconds:8.4g} s {one.takes.num_bytes / GIB:6.1f} GiB  {one.layout}")
     print(f"target: {TARGET_S:.0f} s on two cores")

@@ -30,9 +30,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item in kept]
     for item in items:
         function = getattr(item, "function", None)
-        own = getattr(
-            function, "_hypothesis_internal_use_settings", None
-        )  # private: a decorator of the test has set it
+        own = getattr(function, "_hypothesis_internal_use_settings", None)  # private: a decorator of the test has set it
         if own is not None:
             function._hypothesis_internal_use_settings = type(own)(own, max_examples=min(own.max_examples, FEW))
 

@@ -153,8 +153,6 @@ def test_they_equal_one_step_of_all(ranks: Any, texts: Path, layout: str, monkey
     model = {key: value for key, value in changes.items() if key.startswith(("model", "loss"))}
     wanted = at_once(changed(PLAN, **model), texts)
     tables = changed(PLAN, **changes)
-    found = (
-        [accumulated(tables, texts, disturbs)] if size == 1 else ranks(size, 120)(accumulated, tables, texts, disturbs)
-    )
+    found = [accumulated(tables, texts, disturbs)] if size == 1 else ranks(size, 120)(accumulated, tables, texts, disturbs)
     assert_parity_of_parts(wanted, found, "fp64")
     assert [row["tokens"] for row in found[0].rows] == [row["tokens"] for row in wanted.rows]

@@ -14,10 +14,7 @@ from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import Recorded, assert_same_run, record
 
 PLAN = small_plan(
-    model__num_layers=2,
-    model__vocab_size=257,
-    batch={"global_size": 4, "micro_size": 1},
-    evaluation={"every": 2, "steps": 1},
+    model__num_layers=2, model__vocab_size=257, batch={"global_size": 4, "micro_size": 1}, evaluation={"every": 2, "steps": 1}
 )
 POLICIES: dict[str, Tables] = {
     "memory.host": {"use": "memory.host", "min_bytes": 256},
@@ -34,9 +31,7 @@ def all_of(plans: list[Tables], folder: Path) -> list[tuple[Recorded, dict[str, 
         counts: dict[str, float] = {}
         leased: list[bool] = [False]
 
-        def prepare(
-            run: Any, counts: Any = counts, leased: Any = leased, name: str = tables["activations"]["use"]
-        ) -> None:
+        def prepare(run: Any, counts: Any = counts, leased: Any = leased, name: str = tables["activations"]["use"]) -> None:
             policy = run.caller.policy
             if name == "memory.host":
                 send = policy._send

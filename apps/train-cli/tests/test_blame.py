@@ -112,9 +112,7 @@ def test_a_hung_rank_is_not_the_cause_of_another_ones_error() -> None:
 
 
 def test_a_rank_that_interrupts_itself_is_named() -> None:
-    assert (
-        "rank 1 of 2 was interrupted" in blame({0: reported(CLOSED, 5.0), 1: Failure(130, 5)}, 2).diagnostics[0].message
-    )
+    assert "rank 1 of 2 was interrupted" in blame({0: reported(CLOSED, 5.0), 1: Failure(130, 5)}, 2).diagnostics[0].message
 
 
 def test_ranks_that_obeyed_a_signal_are_quiet() -> None:
@@ -171,9 +169,7 @@ def test_a_report_is_left_though_its_folder_was_tidied_away(tmp_path: Path, monk
     assert [each.name for each in path.parent.iterdir()] == ["error.json"]
 
 
-def test_a_report_that_a_full_disk_cuts_is_none_and_the_rank_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_that_a_full_disk_cuts_is_none_and_the_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a file would be read as another program's, or not at all; elastic then knows the exit code alone."""
 
     def full(_: int) -> None:

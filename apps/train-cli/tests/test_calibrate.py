@@ -40,9 +40,7 @@ def test_a_plan_is_drawn_in_the_seconds_of_the_machine_that_timed_it(cli: Cli, p
     assert shown.code == 0
     assert "a step takes " in shown.out
     assert "all 3 layers were timed on this machine" in shown.out
-    data = json.loads(
-        cli("estimate", plan, "--machine", "machine.toml", "--set", "parallel.dp=1", "--format", "json").out
-    )
+    data = json.loads(cli("estimate", plan, "--machine", "machine.toml", "--set", "parallel.dp=1", "--format", "json").out)
     assert data["seconds"]["step"] >= data["seconds"]["stages"][0]["computes"] > 0
     assert [layer["measured"] for layer in data["seconds"]["layers"]] == [True] * 3
     other = cli(*drawn, "--set", "data.sequence=8")

@@ -96,8 +96,7 @@ def test_weights_that_a_layer_uses_more_than_once(ranks: Any, monkeypatch: Any, 
         PLAN,
         model={"factory": "canonical_parts:layers"},
         data={"factory": "canonical_parts:Rows"},
-        optimizer={"use": optimizer, "lr": 1e-2, "clip_norm": 0.1}
-        | ({"momentum": 0.9} if optimizer == "core.sgd" else {}),
+        optimizer={"use": optimizer, "lr": 1e-2, "clip_norm": 0.1} | ({"momentum": 0.9} if optimizer == "core.sgd" else {}),
         precision__compute="bf16",
         evaluation=None,
     )

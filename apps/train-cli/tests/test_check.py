@@ -99,9 +99,7 @@ PASSES_A_NUMBER = """
 
 
 @pytest.mark.parametrize(("parts", "code"), [("[2, 1]", 3), ("[1, 2]", 0)])
-def test_check_of_what_crosses_between_stages(
-    cli: Cli, own_model: Callable[[str], Path], parts: str, code: int
-) -> None:
+def test_check_of_what_crosses_between_stages(cli: Cli, own_model: Callable[[str], Path], parts: str, code: int) -> None:
     """A number between two layers of one stage is no matter; one that would have to be sent is told with its layer."""
     path = own_model(PASSES_A_NUMBER)
     pipeline = ["--set", "parallel.dp=1", "--set", "parallel.pp=2", "--set", 'pipeline.use="pp.gpipe"']
@@ -139,27 +137,17 @@ def test_a_model_needs_no_method_for_values_that_its_factory_gave(cli: Cli, own_
 @pytest.mark.parametrize(
     ("before", "after", "told"),
     [
-        (
-            "steps = 4",
-            "steps = 4\nepochs = 3",
-            "`epochs` is not a key of [run] (hint: a run is as long as `run.steps` says",
-        ),
+        ("steps = 4", "steps = 4\nepochs = 3", "`epochs` is not a key of [run] (hint: a run is as long as `run.steps` says"),
         ("steps = 4", "steps = 4\nresume = true", "`resume` is not a key of [run] (hint: `[checkpoint]` says when"),
         (
             "[data]",
             "[checkpoints]\nevery = 3\n[data]",
             "`checkpoints` is not a table of a plan (hint: `[checkpoint]` says when",
         ),
-        (
-            "plan = 1",
-            "plan = 1\nsave_every = 3",
-            "`save_every` is not a key of a plan (hint: `[checkpoint]` says when",
-        ),
+        ("plan = 1", "plan = 1\nsave_every = 3", "`save_every` is not a key of a plan (hint: `[checkpoint]` says when"),
     ],
 )
-def test_what_is_not_built_is_said_of_a_plan_s_key_too(
-    cli: Cli, plan: Path, before: str, after: str, told: str
-) -> None:
+def test_what_is_not_built_is_said_of_a_plan_s_key_too(cli: Cli, plan: Path, before: str, after: str, told: str) -> None:
     plan.write_text(plan.read_text("utf-8").replace(before, after), "utf-8")
     result = cli("check", plan)
     assert result.code == 3

@@ -45,10 +45,7 @@ LAYOUTS: dict[str, tuple[int, Tables]] = {
             "gradient_handlers": [*SHARDED, {"use": "pp.shared_modules"}],
         },
     ),
-    "wp 2 x sp 2": (
-        2,
-        {"parallel": {"dp": 1, "sp": 2, "wp": 2}, "weights": OVER_WP, "sequence": {"use": "isp.all_to_all"}},
-    ),
+    "wp 2 x sp 2": (2, {"parallel": {"dp": 1, "sp": 2, "wp": 2}, "weights": OVER_WP, "sequence": {"use": "isp.all_to_all"}}),
 }
 
 

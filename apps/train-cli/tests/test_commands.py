@@ -70,9 +70,7 @@ def test_an_unknown_plugin_or_record(cli: Cli) -> None:
         ("run", "--wandb", ""),
     ],
 )
-def test_an_option_that_is_none_leads_to_what_there_is(
-    cli: Cli, plan: Path, command: str, option: str, advice: str
-) -> None:
+def test_an_option_that_is_none_leads_to_what_there_is(cli: Cli, plan: Path, command: str, option: str, advice: str) -> None:
     result = cli(command, plan, option)
     assert result.code == 2
     said = f" ({advice})" if advice.endswith("?") else advice

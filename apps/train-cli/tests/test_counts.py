@@ -62,9 +62,7 @@ def counted(plans: dict[str, Any], folder: Path) -> dict[str, tuple[dict[str, An
 def test_whatever_exchanges_says_in_one_word_what_it_sends(ranks: Callable[..., Any], texts: Path) -> None:
     """Over two ranks an all-reduce sends as many bytes as it sums."""
     held_out = {"evaluation": {"every": 9, "steps": 3}}
-    plans = {
-        name: small_plan(parallel={"dp": 2}, gradient_handlers=[table], **held_out) for name, table in REDUCERS.items()
-    }
+    plans = {name: small_plan(parallel={"dp": 2}, gradient_handlers=[table], **held_out) for name, table in REDUCERS.items()}
     for found in ranks(2)(counted, plans, texts):
         sent = {name: counts[REDUCERS[name]["use"]][SENT] for name, (counts, _, _) in found.items()}
         size = found["each"][1]

@@ -45,11 +45,7 @@ def tables(schedule: str | None = None, compute: str = "fp32", **changes: Any) -
         "precision": {"compute": compute},
     }
     if schedule:
-        found |= {
-            "pipeline": {"use": schedule},
-            "parallel": {"pp": 2, "dp": 2},
-            "gradient_handlers": [BUCKETED, SHARED],
-        }
+        found |= {"pipeline": {"use": schedule}, "parallel": {"pp": 2, "dp": 2}, "gradient_handlers": [BUCKETED, SHARED]}
     return found | changes
 
 
@@ -138,7 +134,4 @@ def test_any_reducer_of_the_users_needs_the_tie_s_handler_behind_it(own: Path) -
     plan["gradient_handlers"] = [SHARED, BUCKETED]
     assert [problem.code for problem in check_plan(plan_from_dict(plan, own), 4)] == ["handler-order"]
     del plan["gradient_handlers"]
-    assert [handler.name for handler in plan_from_dict(plan, own).gradient_handlers] == [
-        "core.each",
-        "pp.shared_modules",
-    ]
+    assert [handler.name for handler in plan_from_dict(plan, own).gradient_handlers] == ["core.each", "pp.shared_modules"]

@@ -274,8 +274,7 @@ def _weights(run: Path) -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(
-    ("seed", "num"),
-    [(1, 5), *(pytest.param(seed, 20, marks=pytest.mark.campaign) for seed in range(2, 12))],
+    ("seed", "num"), [(1, 5), *(pytest.param(seed, 20, marks=pytest.mark.campaign) for seed in range(2, 12))]
 )
 def test_rows_are_of_the_steps_that_led_to_the_weights(
     plan: Path, folder: Path, ranks: Callable[..., Ranks], seed: int, num: int

@@ -51,13 +51,7 @@ def test_a_fixed_sample_equals_a_plain_loop(ranks: Any, texts: Path, tmp_path: P
 AWAY = ("offload", True)
 BACK = ("onload", False, "weights", "buffers", "masters", "optimizer_states", "handlers")
 HARD: dict[str, tuple[str, str, str, int | None, list[Any]]] = {
-    "saved while weights are away and masters at home": (
-        "alone",
-        "on the host",
-        "bf16",
-        None,
-        [AWAY, ("save",), ("kill",)],
-    ),
+    "saved while weights are away and masters at home": ("alone", "on the host", "bf16", None, [AWAY, ("save",), ("kill",)]),
     "saved while weights come": (
         "alone",
         "on the host",
@@ -79,13 +73,7 @@ HARD: dict[str, tuple[str, str, str, int | None, list[Any]]] = {
         None,
         [("write", 0.3, "data"), AWAY, ("save",), ("kill",)],
     ),
-    "written, and read as masters": (
-        "alone",
-        "on the host",
-        "fp64",
-        None,
-        [("write", 0.3, "copy"), ("host", "masters")],
-    ),
+    "written, and read as masters": ("alone", "on the host", "fp64", None, [("write", 0.3, "copy"), ("host", "masters")]),
 }
 """Sequences that ended a process, or had wrong numbers: layout, what moves, precision, order of copies, calls."""
 

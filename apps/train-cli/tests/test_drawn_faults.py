@@ -52,11 +52,7 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "pp 4": (4, "parallel = { pp = 4, dp = 1 }\n" + PIPE, ("send", "action")),
     "pp 2 x dp 2": (4, "parallel = { pp = 2, dp = 2 }\n" + PIPE + BUCKETS, ("send", "sum", "action")),
     "pp 3 x dp 2": (6, "parallel = { pp = 3, dp = 2 }\n" + PIPE + BUCKETS, ("send", "sum", "action")),
-    "wp 2": (
-        2,
-        "parallel = { dp = 2, wp = 2, cross_memory_attach = false }\n" + SHARDS,
-        ("reduce", "gather", "action"),
-    ),
+    "wp 2": (2, "parallel = { dp = 2, wp = 2, cross_memory_attach = false }\n" + SHARDS, ("reduce", "gather", "action")),
     "wp 4": (4, "parallel = { dp = 4, wp = 4 }\n" + SHARDS, ("reduce", "action")),
 }
 """Ranks, tables, and what can go wrong."""

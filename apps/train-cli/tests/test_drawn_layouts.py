@@ -88,11 +88,7 @@ def drawn(draw: random.Random, world: int, num_layers: int, folder: Path) -> tup
 
 @pytest.mark.parametrize(
     ("world", "num_plans", "num_layers"),
-    [
-        (4, 1, 2),
-        pytest.param(4, 30, 4, marks=pytest.mark.campaign),
-        pytest.param(8, 10, 4, marks=pytest.mark.campaign),
-    ],
+    [(4, 1, 2), pytest.param(4, 30, 4, marks=pytest.mark.campaign), pytest.param(8, 10, 4, marks=pytest.mark.campaign)],
 )
 def test_any_layout_equals_one_process(ranks, texts, world, num_plans, num_layers):
     """Any sizes with any schedule, options and buckets."""

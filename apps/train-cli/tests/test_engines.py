@@ -91,9 +91,7 @@ def stubs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def executed(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        command, timeout=120, capture_output=True, text=True, check=False, env={**os.environ, **environ}
-    )
+    done = subprocess.run(command, timeout=120, capture_output=True, text=True, check=False, env={**os.environ, **environ})
     assert done.returncode == 0, done.stderr
     return done
 

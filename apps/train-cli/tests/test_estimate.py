@@ -46,13 +46,7 @@ def test_hosts_that_are_given_are_those_that_the_machine_prices(cli: Cli, plan: 
     links["other_host"] = {"latency_s": 1.0, "bandwidth": 1e10}
     (plan.parent / "machine.toml").write_text(tomli_w.dumps(small_machine(links=links)), "utf-8")
     for command in ("estimate", "show"):
-        asked = (
-            command,
-            plan,
-            "--machine",
-            plan.parent / "machine.toml",
-            *(["--timeline"] if command == "show" else []),
-        )
+        asked = (command, plan, "--machine", plan.parent / "machine.toml", *(["--timeline"] if command == "show" else []))
         steps = []
         for hosts in (("--nodes", "1", "--per-node", "2"), ("--nodes", "2", "--per-node", "1")):
             told = cli(*asked, *hosts)

@@ -25,9 +25,7 @@ TIMED = "interleaved"
 """The example whose layers are timed before it is cut into stages."""
 
 PLAN = small_plan(
-    model={"use": "models.llama", "num_layers": 6, "hidden": 128, "heads": 4},
-    data__sequence=64,
-    precision={"compute": "fp32"},
+    model={"use": "models.llama", "num_layers": 6, "hidden": 128, "heads": 4}, data__sequence=64, precision={"compute": "fp32"}
 )
 """Of megabytes, so that bytes are the tensors', and of a layer for each of two chunks of four stages."""
 
@@ -119,9 +117,7 @@ def worst_error(tables: Tables, folder: Path, real: Sequence[RealBytes]) -> floa
     for rank, one in enumerate(real):
         estimated = rank_bytes(plan_from_dict(tables, folder), rank, len(real), recipes)
         errors.append((estimated.peak - estimated.batch - one.peak) / one.peak)
-        print(
-            f"{errors[-1]:+.4f} of {one.peak} on rank {rank} of {len(real)}, at {estimated.place}: {tables}", flush=True
-        )
+        print(f"{errors[-1]:+.4f} of {one.peak} on rank {rank} of {len(real)}, at {estimated.place}: {tables}", flush=True)
         if estimated.states != one.states:
             print(f"estimated {estimated.states}, but there are {one.states}")
             return math.inf
@@ -133,8 +129,7 @@ def worst_error(tables: Tables, folder: Path, real: Sequence[RealBytes]) -> floa
     [
         {"parallel": {"dp": 2, "wp": 2}},
         pytest.param(
-            {"parallel": {"pp": 4, "dp": 2, "wp": 2}, "pipeline": {"use": "pp.zero_bubble_h1"}},
-            marks=pytest.mark.campaign,
+            {"parallel": {"pp": 4, "dp": 2, "wp": 2}, "pipeline": {"use": "pp.zero_bubble_h1"}}, marks=pytest.mark.campaign
         ),
     ],
 )

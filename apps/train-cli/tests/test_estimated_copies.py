@@ -40,9 +40,7 @@ COPIES: dict[str, Tables] = {
 }
 
 
-def machine(
-    kind: str = "cuda", *, to_host: float = RATE, to_device: float = RATE, on_host: float = AT_ONCE
-) -> MachineFile:
+def machine(kind: str = "cuda", *, to_host: float = RATE, to_device: float = RATE, on_host: float = AT_ONCE) -> MachineFile:
     """A machine that computes in no time and copies at these rates."""
     at_once = {"flops_per_s": 1e17}
     host = {"to_host": to_host, "to_device": to_device, "memory_bandwidth": on_host}
@@ -137,9 +135,7 @@ def test_what_autograd_saves_leaves_beside_computing(texts: Path) -> None:
     """Where a layer computes for longer than its copies take, they are hidden, whichever way they go."""
     slow = {"flops_per_s": 1e8}
     copying = small_machine(
-        device__kind="cuda",
-        device__matmul={"fp32": slow, "bf16": slow},
-        host={"to_host": RATE, "to_device": RATE},
+        device__kind="cuda", device__matmul={"fp32": slow, "bf16": slow}, host={"to_host": RATE, "to_device": RATE}
     )
     kept, away = (
         seconds_of_records(records(texts, changes, runs_ahead=True), 1, machine_from_dict(copying))

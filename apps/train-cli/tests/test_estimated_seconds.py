@@ -234,9 +234,7 @@ class Calibrated:
     def __call__(self, plan: Plan, shares: Shares, layout: Layout) -> MachineFile:
         _, _, micro, _, _, policy = layout
         if (micro, policy) not in self.known:
-            self.known[micro, policy] = self.ranks(8, timeout_s=170)(
-                measured, tables(shares, (1, 8, micro, "", "", policy))
-            )[0]
+            self.known[micro, policy] = self.ranks(8, timeout_s=170)(measured, tables(shares, (1, 8, micro, "", "", policy)))[0]
         return self.known[micro, policy]
 
 

@@ -23,9 +23,7 @@ BYTES, SECONDS = 0.03, 0.10
 
 def figures(found: Compared) -> list[Figure]:
     """The rows of a plan in the table of all figures."""
-    rows = [
-        _figure(f"peak bytes: {found.name}", found.bytes_error, BYTES, f"of {found.peak.num_bytes / 2**20:,.0f} MiB")
-    ]
+    rows = [_figure(f"peak bytes: {found.name}", found.bytes_error, BYTES, f"of {found.peak.num_bytes / 2**20:,.0f} MiB")]
     turns = ", ".join(f"{error:+.1%}" for error in found.seconds_errors)
     real = f"of {found.real_seconds:.4f} s ({min(found.rounds):.4f} to {max(found.rounds):.4f}; in turn {turns})"
     return [*rows, _figure(f"step seconds: {found.name}", found.seconds_error, SECONDS, real)]

@@ -112,9 +112,7 @@ def test_files_have_the_type_that_the_run_kept(
     assert theirs(folder / "hf").dtype == dtype
 
 
-def test_a_run_goes_on_from_what_a_run_exported_bit_for_bit(
-    cli: Any, trained: Trained, folder: Path, texts: Path
-) -> None:
+def test_a_run_goes_on_from_what_a_run_exported_bit_for_bit(cli: Any, trained: Trained, folder: Path, texts: Path) -> None:
     run, _ = trained(changed(PLAN, model__qk_norm=True, model__tie_embeddings=True))
     first = {name: WeightFiles(run / "weights").tensor(name) for name in WeightFiles(run / "weights").names}
     assert cli("export", run, "--format", "huggingface", "--out", folder / "hf").code == 0
@@ -295,9 +293,7 @@ def test_a_run_that_cannot_keep_its_weights_fails_and_has_its_summary(start: Any
     assert [path.name for path in (folder / "runs" / "small" / "weights").iterdir()] == ["thesis.tex"]
 
 
-def test_what_is_in_the_way_of_the_weights_is_refused_before_the_first_step(
-    start: Any, own_model: Any, folder: Path
-) -> None:
+def test_what_is_in_the_way_of_the_weights_is_refused_before_the_first_step(start: Any, own_model: Any, folder: Path) -> None:
     early = IN_THE_WAY.replace("def layers(data):", "def layers(data):\n    put('runs/small')")
     result = start("run", own_model(early, DATA + 'documents = "cut"\n')).finish()
     assert result.code == 1

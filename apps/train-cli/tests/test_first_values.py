@@ -26,18 +26,7 @@ for plugin in ("sley_dp", "sley_pp", "sley_isp", "peft"):
     pytest.importorskip(plugin)
 EXAMPLES = Path(__file__).parents[3] / "examples" / "models"
 SEED, VOCAB = 11, 256
-HABITS = (
-    "listed",
-    "tied",
-    "sequential",
-    "loaded",
-    "computed",
-    "initialised",
-    "built",
-    "pretrained",
-    "adapted",
-    "hf_llama",
-)
+HABITS = ("listed", "tied", "sequential", "loaded", "computed", "initialised", "built", "pretrained", "adapted", "hf_llama")
 TIES = {"use": "pp.shared_modules"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed"}]},
@@ -47,17 +36,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sp": {"parallel": {"dp": 1, "sp": 2}, "sequence": {"use": "isp.all_to_all", "positions": False}},
 }
 PLAN = small_plan(
-    run__seed=SEED,
-    model=None,
-    data__sequence=16,
-    batch={"global_size": 4, "micro_size": 1},
-    precision__compute="fp32",
+    run__seed=SEED, model=None, data__sequence=16, batch={"global_size": 4, "micro_size": 1}, precision__compute="fp32"
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
-    pytest.mark.timeout(500),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"), pytest.mark.timeout(500)]
 
 
 @pytest.fixture(scope="module")

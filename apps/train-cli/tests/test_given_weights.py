@@ -36,10 +36,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}},
 ]
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
-    pytest.mark.timeout(400),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"), pytest.mark.timeout(400)]
 
 
 def config(kind: str) -> Any:
@@ -67,9 +64,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-def starts(
-    plans: list[dict[str, Any]], texts: Path
-) -> list[tuple[dict[str, torch.Tensor], list[float], int, list[str]]]:
+def starts(plans: list[dict[str, Any]], texts: Path) -> list[tuple[dict[str, torch.Tensor], list[float], int, list[str]]]:
     """Of each plan: first weights, the losses of two steps, and the parameters that are trained; in one process."""
     transformers.utils.logging.disable_progress_bar()
     found = []

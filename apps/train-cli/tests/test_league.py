@@ -82,8 +82,7 @@ def test_the_whole_league_is_written(cli: Any) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(one.name, marks=[] if one.name in SAMPLE else pytest.mark.campaign) for one in ROWS],
+    "name", [pytest.param(one.name, marks=[] if one.name in SAMPLE else pytest.mark.campaign) for one in ROWS]
 )
 def test_a_row_says_so_where_its_fault_is_put_in(played: Played, name: str) -> None:
     (found,) = played(row(name), faulty=name)
@@ -162,10 +161,7 @@ def test_what_no_rank_compares_in_a_later_layout_does_not_hold(ranks: Any, tmp_p
     one = replace(row("accumulation"), layouts=({}, {}))
     (found,) = play([one], tmp_path, without_norms_later)
     kind, step = "weight" if what == "own_weights" else "gradient", one.steps + 1
-    assert (
-        found.failed
-        == f"no rank has the {kind} of step {step} of `blocks.0.attention_norm.weight` (of 5 such parameters)"
-    )
+    assert found.failed == f"no rank has the {kind} of step {step} of `blocks.0.attention_norm.weight` (of 5 such parameters)"
 
 
 def test_the_command_starts_ranks_and_leaves_nothing(start: Any, tmp_path: Path) -> None:
@@ -191,12 +187,7 @@ def test_the_command_prints_json(cli: Any) -> None:
     assert result.code == 0, result.err
     told = json.loads(result.out)
     (only,) = told["rows"]
-    assert (told["holds"], only["holds"], only["name"], only["layout"]) == (
-        True,
-        True,
-        "accumulation",
-        "8 micro-batches",
-    )
+    assert (told["holds"], only["holds"], only["name"], only["layout"]) == (True, True, "accumulation", "8 micro-batches")
     assert set(only["errors"]) == {"loss", "gradient norm", "gradient", "weight"}
     assert 0 < only["plain_loop"] <= only["allowed"] == 1e-6
     assert "transformers PR #34191" in only["seen"]
@@ -221,9 +212,7 @@ def test_what_names_neither_plan_nor_league_is_refused(
 
 
 def test_a_plugin_that_a_row_needs_is_named_before_anything_runs(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    lacking = replace(
-        row("accumulation"), tables=changed(row("accumulation").tables, pipeline={"use": "absent.schedule"})
-    )
+    lacking = replace(row("accumulation"), tables=changed(row("accumulation").tables, pipeline={"use": "absent.schedule"}))
     monkeypatch.setattr("train_cli.verify.ROWS", (lacking,))
     result = cli("verify", "--league")
     assert (result.code, "error[plugin-unknown]" in result.err) == (4, True), result.err

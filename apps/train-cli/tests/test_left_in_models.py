@@ -50,7 +50,7 @@ FOUR: dict[str, dict[str, Any]] = {
         "pipeline": {"use": "pp.zero_bubble_v"},
         "weights": SHARDED | AT_ONCE,
         "sequence": SEQUENCE,
-    },
+    }
 }
 
 

@@ -34,11 +34,7 @@ CGROUPS = {
         {"cpu,cpuacct/job/cpu.cfs_quota_us": "400000", "cpu,cpuacct/job/cpu.cfs_period_us": "100000"},
         4.0,
     ),
-    "v1, mounted as cpu": (
-        "3:cpu,cpuacct:/\n",
-        {"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"},
-        0.5,
-    ),
+    "v1, mounted as cpu": ("3:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 0.5),
     "v1 without a limit": ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
     "v1 and v2": ("3:cpu:/\n0::/\n", {"cpu/cpu.cfs_quota_us": "-1", "unified/cpu.max": "max 100000"}, math.inf),
     "none": ("", {}, math.inf),
@@ -48,10 +44,7 @@ CGROUPS = {
 @pytest.mark.parametrize("kind", CGROUPS)
 def test_the_time_that_a_cgroup_may_take_is_counted_in_cores(tmp_path: Path, kind: str) -> None:
     lines, files, cores = CGROUPS[kind]
-    for name, text in {
-        "proc/self/cgroup": lines,
-        **{f"sys/fs/cgroup/{key}": text for key, text in files.items()},
-    }.items():
+    for name, text in {"proc/self/cgroup": lines, **{f"sys/fs/cgroup/{key}": text for key, text in files.items()}}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, "utf-8")
     assert surroundings.cgroup_cores(tmp_path) == cores
@@ -93,9 +86,7 @@ def test_every_attempt_has_a_store_of_its_own(tmp_path: Path, monkeypatch: pytes
     assert all(store.startswith(tmp_path.as_uri()) for store in stores)
 
 
-def test_the_agent_waits_for_no_file_of_a_folder_that_was_tidied_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_agent_waits_for_no_file_of_a_folder_that_was_tidied_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When its ranks have ended, which may be days after the folder was made."""
     from torch.distributed.elastic.utils.store import barrier
 
@@ -112,12 +103,7 @@ def test_the_agent_waits_for_no_file_of_a_folder_that_was_tidied_away(
 
 def program(body: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", body],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+        [sys.executable, "-c", body], env={**os.environ, **environ}, capture_output=True, text=True, timeout=60, check=False
     )
 
 
@@ -236,9 +222,7 @@ def test_a_lock_that_is_a_link_is_not_followed(plan: Path, folder: Path) -> None
     assert not (folder / "elsewhere").exists()
 
 
-def test_a_rank_that_torchrun_starts_again_has_its_folder(
-    plan: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_torchrun_starts_again_has_its_folder(plan: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RUN_ID", "one"), ("RESTART_COUNT", "0"), ("MAX_RESTARTS", "1")):
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
     with held_run_folder(load_plan(plan), overwrite=False) as made:
@@ -252,9 +236,7 @@ def test_a_rank_that_torchrun_starts_again_has_its_folder(
     assert not is_restart(made)
 
 
-def test_data_that_only_a_check_opened_is_closed_once(
-    own_model: Callable[[str], Path], cli: Callable[..., Any]
-) -> None:
+def test_data_that_only_a_check_opened_is_closed_once(own_model: Callable[[str], Path], cli: Callable[..., Any]) -> None:
     """Its workers would stay beside those of the ranks."""
     path = own_model(
         """

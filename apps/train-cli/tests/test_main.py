@@ -36,20 +36,7 @@ def test_help_begins_with_two_examples_and_ends_with_the_exit_codes(cli: Cli) ->
     assert all(line.startswith("train-cli ") for line in lines[2:4])
     assert "Results go to runs/NAME where the command is given; NAME is the plan's run.name." in " ".join(lines)
     codes = lines[lines.index("Exit codes:") + 1 :]
-    assert [line.split()[0] for line in codes] == [
-        "0",
-        "1",
-        "2",
-        "3",
-        "4",
-        "129",
-        "130",
-        "131",
-        "138",
-        "140",
-        "143",
-        "152",
-    ]
+    assert [line.split()[0] for line in codes] == ["0", "1", "2", "3", "4", "129", "130", "131", "138", "140", "143", "152"]
 
 
 def test_every_command_has_help_and_the_common_options(cli: Cli) -> None:
@@ -114,9 +101,7 @@ def test_m_works() -> None:
 # -- what nobody expected ----------------------------------------------------------------------------------------------
 
 
-def test_an_internal_error_is_exit_1_with_a_way_to_report_it(
-    cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_internal_error_is_exit_1_with_a_way_to_report_it(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> int:
         raise AssertionError("a world of 3, 2 were given")
 
@@ -149,14 +134,7 @@ def test_an_error_carries_its_own_code(monkeypatch: pytest.MonkeyPatch, plan: Pa
 
 # -- what is imported, and how long it takes ---------------------------------------------------------------------------
 
-LIGHT = [
-    ["--help"],
-    ["check", "plan.toml"],
-    ["plugins"],
-    ["show", "plan.toml"],
-    ["needs", "plan.toml"],
-    ["doctor", "."],
-]
+LIGHT = [["--help"], ["check", "plan.toml"], ["plugins"], ["show", "plan.toml"], ["needs", "plan.toml"], ["doctor", "."]]
 
 
 def test_torch_stays_away(plan: Path) -> None:

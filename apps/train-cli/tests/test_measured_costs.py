@@ -117,9 +117,7 @@ def test_slow_layers_count_for_what_they_take(ranks):
     (first, costs, _), (second, others, _) = ranks(2)(look, tables())
     assert (len(first), len(second)) == (3, 1)
     assert costs == others
-    assert [round(cost / SLOW_S) for cost in costs] == [1, 2, 2, 6], (
-        "nothing asks for a gradient of the first one's input"
-    )
+    assert [round(cost / SLOW_S) for cost in costs] == [1, 2, 2, 6], "nothing asks for a gradient of the first one's input"
 
 
 def test_recomputation_is_part_of_what_a_layer_takes(ranks):

@@ -11,11 +11,7 @@ from sley_estimate.bytes import rank as steps
 from sley_estimate.bytes.rank import rank_bytes
 from sley_testing.plans import small_plan
 
-PLAN = small_plan(
-    parallel={"pp": 2},
-    pipeline={"use": "pp.one_f_one_b"},
-    batch={"global_size": 16, "micro_size": 1},
-)
+PLAN = small_plan(parallel={"pp": 2}, pipeline={"use": "pp.one_f_one_b"}, batch={"global_size": 16, "micro_size": 1})
 
 
 def test_a_few_micro_batches_have_as_many_messages_under_way(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

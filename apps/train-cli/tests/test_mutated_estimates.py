@@ -25,10 +25,7 @@ PLAN = small_plan(
     precision={"compute": "bf16"},
 )
 SHARDED = changed(
-    PLAN,
-    parallel={"wp": 2, "dp": 2},
-    model__tie_embeddings=True,
-    weights={"use": "isp.communicator", "unit": "layer"},
+    PLAN, parallel={"wp": 2, "dp": 2}, model__tie_embeddings=True, weights={"use": "isp.communicator", "unit": "layer"}
 )
 """Over a group whose size does not divide the vocabulary, and with a weight that two layers share."""
 

@@ -32,9 +32,7 @@ def installed(folder: Path, name: str) -> dict[str, str]:
     """Makes the package what pip would make it, by metadata beside its source. Returns what a program needs for it."""
     info = folder / "src" / f"sley_{name}-0.1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: sley-{name}\nVersion: 0.1.0\nRequires-Dist: sley-core\n"
-    )
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sley-{name}\nVersion: 0.1.0\nRequires-Dist: sley-core\n")
     (info / "entry_points.txt").write_text(f"[sley.plugins]\n{name} = sley_{name}.plugin\n")
     return {"PYTHONPATH": str(folder / "src")}
 
@@ -69,9 +67,7 @@ def test_a_package_imports_what_core_makes_public(kind: PluginKind) -> None:
             assert all(name.startswith(PUBLIC) for name in ours), (path, ours)
 
 
-@pytest.mark.parametrize(
-    "name", ["9lives", "top-k", "TopK", "class", "", "../out", "a.b", "step", "tensor", *sorted(OURS)]
-)
+@pytest.mark.parametrize("name", ["9lives", "top-k", "TopK", "class", "", "../out", "a.b", "step", "tensor", *sorted(OURS)])
 def test_a_name_that_cannot_be_is_refused_and_nothing_is_written(cli: Any, folder: Path, name: str) -> None:
     before = set(folder.iterdir())
     result = cli("new", "handler", name)

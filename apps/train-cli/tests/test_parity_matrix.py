@@ -27,9 +27,7 @@ LIMIT = 1e-6
 Cell = tuple[str, str, bool]
 """Schedule, reducer, tied."""
 
-EVERY: list[Cell] = [
-    (schedule, reducer, tied) for schedule in SCHEDULES for tied in (False, True) for reducer in REDUCERS
-]
+EVERY: list[Cell] = [(schedule, reducer, tied) for schedule in SCHEDULES for tied in (False, True) for reducer in REDUCERS]
 SAMPLE: list[Cell] = [
     ("pp.interleaved", "no dp", True),
     ("pp.one_f_one_b", "core.each", False),
@@ -155,9 +153,7 @@ def page(ours: Mapping[Cell, float], theirs: Mapping[Cell, float]) -> str:
 def read(text: str) -> dict[Cell, float]:
     """What the page says of ours."""
     found = {}
-    for schedule, tied, *numbers in re.findall(
-        r"^\| `(.+?)` \| (yes|no) \| (\S+) \| (\S+) \| (\S+) \|", text, re.MULTILINE
-    ):
+    for schedule, tied, *numbers in re.findall(r"^\| `(.+?)` \| (yes|no) \| (\S+) \| (\S+) \| (\S+) \|", text, re.MULTILINE):
         for reducer, number in zip(REDUCERS, numbers, strict=True):
             found[schedule, reducer, tied == "yes"] = float(number)
     return found

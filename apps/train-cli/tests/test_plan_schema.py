@@ -20,29 +20,9 @@ from sley_testing.plan_reference import reference, rows
 from sley_testing.plans import loader_of
 from train_cli.plan_schema import json_schema
 
-TYPES: dict[str, Any] = {
-    "object": dict,
-    "array": list,
-    "string": str,
-    "boolean": bool,
-    "integer": int,
-    "number": (int, float),
-}
+TYPES: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int, "number": (int, float)}
 MEANT = {
-    *(
-        "$ref",
-        "$defs",
-        "$schema",
-        "title",
-        "description",
-        "default",
-        "format",
-        "type",
-        "const",
-        "enum",
-        "anyOf",
-        "oneOf",
-    ),
+    *("$ref", "$defs", "$schema", "title", "description", "default", "format", "type", "const", "enum", "anyOf", "oneOf"),
     *("properties", "required", "additionalProperties", "items", "minItems", "maxItems", "minLength", "pattern"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
 }

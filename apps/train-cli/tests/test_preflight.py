@@ -61,26 +61,17 @@ TABLE = {
         both={"RANK": "1"}, words=("RANK is set, and WORLD_SIZE is not",), code=2, ranked=False
     ),
     "another plan": Wrong(
-        changes=("optimizer.lr=0.5",),
-        words=("rank 1 on", "another plan than rank 0", "`optimizer.lr` is 0.5, not 0.001"),
+        changes=("optimizer.lr=0.5",), words=("rank 1 on", "another plan than rank 0", "`optimizer.lr` is 0.5, not 0.001")
     ),
     "no plan there": Wrong(plan="other.toml", words=("rank 1 on", "other.toml"), code=3),
-    "no data there": Wrong(
-        changes=('data.files=["gone.txt"]',), words=("rank 1 on", "cannot begin", "gone.txt"), code=3
-    ),
-    "no plugin there": Wrong(
-        changes=('gradient_handlers=[{use="absent.one"}]',), words=("rank 1 on", "absent"), code=4
-    ),
-    "a name that nobody knows": Wrong(
-        odd={"MASTER_ADDR": "no-such-host.invalid"}, words=("cannot be resolved",), alone=True
-    ),
+    "no data there": Wrong(changes=('data.files=["gone.txt"]',), words=("rank 1 on", "cannot begin", "gone.txt"), code=3),
+    "no plugin there": Wrong(changes=('gradient_handlers=[{use="absent.one"}]',), words=("rank 1 on", "absent"), code=4),
+    "a name that nobody knows": Wrong(odd={"MASTER_ADDR": "no-such-host.invalid"}, words=("cannot be resolved",), alone=True),
     "itself as the first host": Wrong(
         odd={"MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "1"}, words=("MASTER_ADDR must be rank 0's host",), alone=True
     ),
     "more ranks than the plan has": Wrong(both={"WORLD_SIZE": "3"}, words=("3 != 1 x 2 x 1",), code=3),
-    "the same rank twice": Wrong(
-        both={"RANK": "0"}, words=("belongs to a run that has not ended",), code=3, alone=True
-    ),
+    "the same rank twice": Wrong(both={"RANK": "0"}, words=("belongs to a run that has not ended",), code=3, alone=True),
     "no address": Wrong(both={"MASTER_ADDR": ""}, words=("MASTER_ADDR = ''",)),
     "a rank beyond the world": Wrong(odd={"RANK": "2"}, words=("says that it is rank 2 of 2",)),
 }

@@ -65,11 +65,7 @@ def test_what_a_run_notes_is_shown_when_it_comes(monkeypatch: pytest.MonkeyPatch
         reporter(row(2))
         assert "no [room] left" in stream.getvalue()
         notes.append("after the last step")
-    assert [stream.getvalue().count(note) for note in ("of before", "no [room] left", "after the last step")] == [
-        0,
-        1,
-        1,
-    ]
+    assert [stream.getvalue().count(note) for note in ("of before", "no [room] left", "after the last step")] == [0, 1, 1]
     assert reporter.new_notes == notes[1:]
 
 

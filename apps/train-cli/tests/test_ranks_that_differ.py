@@ -50,11 +50,7 @@ LAYOUTS: dict[str, Tables] = {
     "small buckets": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.001}]},
     "powersgd": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "powersgd.reducer", "rank": 1}]},
     "tied stages": {"parallel": {"pp": 2, "dp": 1}, **PIPELINE},
-    "replicated stages": {
-        "parallel": {"pp": 2, "dp": 2},
-        **PIPELINE,
-        "gradient_handlers": [{"use": "dp.bucketed"}, TIE],
-    },
+    "replicated stages": {"parallel": {"pp": 2, "dp": 2}, **PIPELINE, "gradient_handlers": [{"use": "dp.bucketed"}, TIE]},
     "shards": {**SHARDED, "weights": {"use": "isp.communicator"}},
     "modules alone": {**SHARDED, "weights": {"use": "isp.communicator", "fused": False}},
     "modules gathered": {**SHARDED, "weights": {"use": "isp.communicator", "unit": "module", "reduce": "step"}},
@@ -62,18 +58,7 @@ LAYOUTS: dict[str, Tables] = {
     "slices": {"parallel": {"sp": 2, "dp": 1}, "sequence": {"use": "isp.all_to_all", "positions": False}},
 }
 FROZEN = ("frozen by the factory", "frozen later", "layer frozen")
-KINDS = (
-    *FROZEN,
-    "first value",
-    "micro-batches",
-    "longer",
-    "samples",
-    "fields",
-    "dtype",
-    "order",
-    "expert",
-    "attention",
-)
+KINDS = (*FROZEN, "first value", "micro-batches", "longer", "samples", "fields", "dtype", "order", "expert", "attention")
 
 
 class Case(NamedTuple):

@@ -24,9 +24,7 @@ def test_the_table_has_every_package_with_its_size_and_needs() -> None:
     text = (CLONE / "README.md").read_text("utf-8")
     rows = re.findall(r"^\| \[(\S+)\]\(\S+\) \| .* \| ([\d,]+) \| (.+) \|$", text, re.MULTILINE)
     folders = {path.parent.relative_to(CLONE).as_posix() for path in CLONE.glob("*/*/pyproject.toml")}
-    assert {folder for folder, _, _ in rows} == {
-        folder for folder in folders if folder.startswith(("packages", "apps"))
-    }
+    assert {folder for folder, _, _ in rows} == {folder for folder in folders if folder.startswith(("packages", "apps"))}
     for folder, size, words in rows:
         assert words.split(", ") == needs(folder), folder
         lines = sum(len(path.read_text("utf-8").splitlines()) for path in (CLONE / folder / "src").rglob("*.py"))

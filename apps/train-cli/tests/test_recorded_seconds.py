@@ -175,12 +175,7 @@ def test_layers_of_slices_are_other_layers_than_those_of_short_sequences() -> No
 )
 def test_the_slowest_group_of_a_stage_counts(tables: dict[str, Any], sizes: dict[str, int], lane: str) -> None:
     """Of six ranks on hosts of four the first three are on one host, the next three on two; so are ranks 1 and 4."""
-    several = {
-        "model__hidden": 24,
-        "model__heads": 6,
-        "model__kv_heads": 3,
-        "batch": {"global_size": 12, "micro_size": 1},
-    }
+    several = {"model__hidden": 24, "model__heads": 6, "model__kv_heads": 3, "batch": {"global_size": 12, "micro_size": 1}}
     plan = plan_of(**{**tables, **several, "parallel": sizes})
     together, apart = (machine(per_host=number) for number in (6, 4))
     last = sizes.get("pp", 1) - 1

@@ -46,8 +46,7 @@ def test_full_without_a_place_is_the_message() -> None:
 def test_short_is_a_line_each_and_a_count() -> None:
     first, second, count = render([TYPO, DIED], MessageFormat.short).splitlines()
     assert first == (
-        "plan.toml:24:1: error[unknown-key]: `buckt_mb` is not an option of `dp.bucketed` "
-        "(hint: did you mean `bucket_mb`?)"
+        "plan.toml:24:1: error[unknown-key]: `buckt_mb` is not an option of `dp.bucketed` (hint: did you mean `bucket_mb`?)"
     )
     assert second == "error[rank-died]: rank 1 of 2 was killed by SIGKILL"
     assert count == "found 2 errors"
@@ -95,12 +94,7 @@ def test_a_long_line_is_cut_around_the_culprit() -> None:
 def test_a_place_on_the_command_line_has_no_number() -> None:
     place = Place("--set #1", 0, 1, 7)
     found = Diagnostic("code", "message", place=place, source_line="run.x=3")
-    assert render([found], MessageFormat.full).splitlines()[1:5] == [
-        "--> --set #1",
-        " |",
-        " | run.x=3",
-        " | ^^^^^^^",
-    ]
+    assert render([found], MessageFormat.full).splitlines()[1:5] == ["--> --set #1", " |", " | run.x=3", " | ^^^^^^^"]
 
 
 def test_what_a_plan_contains_does_not_steer_the_terminal() -> None:

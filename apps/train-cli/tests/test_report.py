@@ -92,9 +92,7 @@ def test_runs_lie_over_each_other(cli: Cli, plan: Path, run: Path) -> None:
     assert found.pictures["step"] == 2
 
 
-def test_a_report_without_its_libraries_says_what_to_install(
-    cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_without_its_libraries_says_what_to_install(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sley_doctor.commands.report.find_spec", lambda name: None)
     told = cli("report", run)
     assert told.code == 4
@@ -164,12 +162,7 @@ def of(stage: int, kind: Kind, micro: int, start_s: float, end_s: float) -> Time
 def two_stages() -> Timeline:
     """Stage 1 waits for F of stage 0 from 0 to 2 and half a second for its message; stage 0 for the B from 2 to 6."""
     forward, backward = Kind.FORWARD, Kind.BACKWARD
-    spans = [
-        of(0, forward, 0, 0.5, 2),
-        of(1, forward, 0, 2.5, 4),
-        of(1, backward, 0, 4, 6),
-        of(0, backward, 0, 6.25, 7),
-    ]
+    spans = [of(0, forward, 0, 0.5, 2), of(1, forward, 0, 2.5, 4), of(1, backward, 0, 4, 6), of(0, backward, 0, 6.25, 7)]
     return Timeline.of(2, spans)
 
 
@@ -211,12 +204,7 @@ def test_a_browser_shows_it_without_a_request_or_an_error(cli: Cli, run: Path, t
     address = (run / "report.html").absolute().as_uri()
     log, picture = tmp_path / "net.json", tmp_path / "page.png"
     browser = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    itself = [
-        "--disable-background-networking",
-        "--disable-sync",
-        "--no-first-run",
-        "--host-resolver-rules=MAP * ~NOTFOUND",
-    ]
+    itself = ["--disable-background-networking", "--disable-sync", "--no-first-run", "--host-resolver-rules=MAP * ~NOTFOUND"]
     noted = ["--enable-logging=stderr", f"--log-net-log={log}", f"--screenshot={picture}", "--window-size=1280,1600"]
     command = [*browser, *itself, *noted, address]
     done = subprocess.run(command, timeout=60, capture_output=True, text=True, check=False)

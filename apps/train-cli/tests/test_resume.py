@@ -107,19 +107,14 @@ def test_a_run_that_went_back_does_not_go_on_from_its_earlier_try(
     back = own / "step-00000002"
     if is_noted:
         assert (
-            cli(
-                "run", plan, "--resume", back, changes=[*ALONE, "run.steps=3", "learning_rate.use='core.constant'"]
-            ).code
-            == 0
+            cli("run", plan, "--resume", back, changes=[*ALONE, "run.steps=3", "learning_rate.use='core.constant'"]).code == 0
         )
         noted = (folder / "runs/small/attempt.json").read_text("utf-8")
         assert cli("run", plan, "--resume", own / "step-00000099", changes=ALONE).code != 0
         assert (folder / "runs/small/attempt.json").read_text("utf-8") == noted, "a path that is none changes nothing"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     saves = 'checkpoint={every_steps=3, keep=1, mode="sync"}'
-    again = cli(
-        "run", plan, "--resume", back, changes=[*ALONE, "run.steps=5", saves, "learning_rate.use='core.constant'"]
-    )
+    again = cli("run", plan, "--resume", back, changes=[*ALONE, "run.steps=5", saves, "learning_rate.use='core.constant'"])
     assert again.code == 0, again.err
     assert f"going on after step 2 of 5, from {back}" in again.err
     assert [path.name for path in own.iterdir()] == ["step-00000005-1"], "what is kept is what was saved last"
@@ -185,9 +180,7 @@ def test_a_start_that_is_refused_is_no_failure_of_the_run(start: Start, cli: Cli
     refused = start("run", plan, "--resume", "auto", changes=[*changes, "run.steps=4", "run.seed=7"]).finish()
     assert refused.code == 3, refused.err
     assert "resume-differs" in refused.err
-    assert (
-        "no rank has reported a failure in `runs/small`: the run has ended: finished" in cli("doctor", "runs/small").out
-    )
+    assert "no rank has reported a failure in `runs/small`: the run has ended: finished" in cli("doctor", "runs/small").out
 
 
 @pytest.mark.sample(1)
@@ -241,9 +234,7 @@ def test_a_run_that_was_begun_anew_does_not_resume_from_the_one_before(cli: Cli,
     """Its rows would stand beside the other attempt's weights. A scheduler starts it again, or its user does."""
     changes = [*ALONE, kept_in(folder, "ck")]
     assert cli("run", plan, changes=changes).code == 0
-    begun = cli(
-        "run", plan, "--overwrite", changes=[*changes, "checkpoint.every_steps=99", "run.steps=3", "optimizer.lr=1e-4"]
-    )
+    begun = cli("run", plan, "--overwrite", changes=[*changes, "checkpoint.every_steps=99", "run.steps=3", "optimizer.lr=1e-4"])
     assert begun.code == 0, begun.err
     shutil.rmtree(folder / "ck" / "step-00000003-1")
     again = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=8", "optimizer.lr=1e-4"])

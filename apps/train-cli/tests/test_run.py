@@ -148,9 +148,7 @@ def test_a_bad_plan_under_torchrun_is_told_once(start: Start, plan: Path, folder
     result = start("run", "plan.toml", torchrun=()).finish()
     assert result.code != 0
     # Once by us; torchrun then shows what its first failing rank left for it.
-    told = [
-        line for line in result.err.splitlines() if line.startswith("plan.toml:5:9: error[wrong-type]: `run.steps`")
-    ]
+    told = [line for line in result.err.splitlines() if line.startswith("plan.toml:5:9: error[wrong-type]: `run.steps`")]
     assert len(told) == 1
     assert not (folder / "runs").exists()
 
@@ -161,9 +159,7 @@ def test_another_number_of_ranks_than_the_plan_fixes(start: Start, plan: Path) -
     assert "error[layout]" in result.err
 
 
-def test_what_one_rank_raises_is_told_once_with_its_place(
-    start: Start, own_model: Callable[[str], Path], folder: Path
-) -> None:
+def test_what_one_rank_raises_is_told_once_with_its_place(start: Start, own_model: Callable[[str], Path], folder: Path) -> None:
     action = "print('to stdout', flush=True); raise ValueError('no good')"
     result = start("run", own_model(ON_RANK_ONE.format(action=action)), "--traceback").finish()
     assert result.code == 1

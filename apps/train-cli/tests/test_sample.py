@@ -22,10 +22,7 @@ from sley_testing.plans import Tables, changed, small_plan
 from train_cli.sampling import generate, text_ids
 
 PLAN = small_plan(
-    optimizer={"use": "core.adamw", "lr": 1e-2},
-    precision__compute="fp32",
-    evaluation={"every": 10, "steps": 2},
-    run__steps=10,
+    optimizer={"use": "core.adamw", "lr": 1e-2}, precision__compute="fp32", evaluation={"every": 10, "steps": 2}, run__steps=10
 )
 PROMPT = "the sley beats home and Größe"
 SLICED = {"parallel": {"dp": 2, "pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}}
@@ -140,9 +137,7 @@ def layers():
 """
 
 
-@pytest.mark.parametrize(
-    ("more", "width", "said"), [("", 256, ""), (", labels", 256, "sample-fields"), ("", 1, "no-logits")]
-)
+@pytest.mark.parametrize(("more", "width", "said"), [("", 256, ""), (", labels", 256, "sample-fields"), ("", 1, "no-logits")])
 def test_a_model_of_ones_own_is_sampled_if_it_gives_logits(
     cli: Any, trained: Trained, texts: Path, monkeypatch: pytest.MonkeyPatch, more: str, width: int, said: str
 ) -> None:
@@ -159,11 +154,7 @@ def test_a_model_of_ones_own_is_sampled_if_it_gives_logits(
     ("reads", "fields", "said"),
     [
         ("tokens", {}, '[data.fields] of `plan.toml` in the run\'s folder, for example `tokens = {dtype = "int64", '),
-        (
-            "input_ids",
-            {"input_ids": Field("int64", 0, 1)},
-            "reads `input_ids`, and no field of the data is said to hold",
-        ),
+        ("input_ids", {"input_ids": Field("int64", 0, 1)}, "reads `input_ids`, and no field of the data is said to hold"),
         ("image", {"tokens": Field("int64", 0, 1, ids="token")}, "reads the field `image`, which does not follow"),
     ],
 )
@@ -234,9 +225,7 @@ def test_eval_on_documents_that_were_trained_on_is_said(cli: Any, trained: Train
     own = cli("eval", run, "--data", 'files=["text/a.txt"]')
     assert "trained" not in own.err, "the split goes by content"
     copies = f'held_out_files=["{folder / "copies.txt"}"]'
-    found = re.search(
-        r"the run has trained on (\d+) of the 69 held-out documents", cli("eval", run, "--data", copies).err
-    )
+    found = re.search(r"the run has trained on (\d+) of the 69 held-out documents", cli("eval", run, "--data", copies).err)
     assert found
     assert 40 < int(found[1]) < 60
     more = cli("eval", run, "--data", "held_out=0.5")

@@ -145,9 +145,7 @@ def test_an_axis_that_there_is_not_is_refused(searched: Callable[..., Any]) -> N
     assert done.code == 2
 
 
-def test_states_leave_the_device_where_a_layout_does_not_fit_with_them(
-    searched: Callable[..., Any], given: Path
-) -> None:
+def test_states_leave_the_device_where_a_layout_does_not_fit_with_them(searched: Callable[..., Any], given: Path) -> None:
     kept = [word for axis in ("pp", "sp", "wp", "micro_size", "reducer", "activations") for word in ("--keep", axis)]
     options = ("--world", "1", "--top", "1", "--rough", *kept)
     done = searched(*options, "--memory", "600KiB")

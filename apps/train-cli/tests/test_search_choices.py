@@ -22,9 +22,7 @@ def plan_of(**changes: Any) -> Any:
     data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
     sizes = {"pp": 2, "dp": 2}
     return plan_from_dict(
-        small_plan(
-            data=data, model__num_layers=6, batch={"global_size": 16, "micro_size": 1}, parallel=sizes, **changes
-        )
+        small_plan(data=data, model__num_layers=6, batch={"global_size": 16, "micro_size": 1}, parallel=sizes, **changes)
     )
 
 
@@ -44,9 +42,7 @@ def layouts_of(plan: Any, *keep: Any, world: int = WORLD) -> list[Candidate]:
 
 
 def test_lengths_that_were_written_for_other_chunks_are_left_out() -> None:
-    plan = plan_of(
-        pipeline={"use": "pp.interleaved", "chunks": 2}, partition={"use": "pp.explicit", "layers": [2, 2, 2, 2]}
-    )
+    plan = plan_of(pipeline={"use": "pp.interleaved", "chunks": 2}, partition={"use": "pp.explicit", "layers": [2, 2, 2, 2]})
     made = {str(one.schedule): one.plan(plan, WORLD).partition for one in layouts_of(plan, "reducer", "micro_size")}
     assert made["pp.interleaved (chunks = 2)"].name == "pp.explicit"
     assert {str(one.name) for words, one in made.items() if words != "pp.interleaved (chunks = 2)"} == {"pp.balanced"}

@@ -51,11 +51,7 @@ CASES: dict[str, tuple[Tables, Tables]] = {
     ),
     "linears over all, norms in pairs": (
         {},
-        {
-            "parallel": {"dp": 4, "wp": 4},
-            "weights": ISP | {"reduce": "step"},
-            "gradient_handlers": [SHARDED | {"shards": 2}],
-        },
+        {"parallel": {"dp": 4, "wp": 4}, "weights": ISP | {"reduce": "step"}, "gradient_handlers": [SHARDED | {"shards": 2}]},
     ),
     "stages of shards": (TIED, piped("pp.one_f_one_b", dp=2, wp=2) | {"weights": ISP}),
     "slices": (INF, {"parallel": {"dp": 2, "sp": 2}, "sequence": {"use": "isp.all_to_all"}}),
@@ -70,13 +66,9 @@ def recorded(plans: list[Tables], folder: Path) -> list[Recorded]:
 
 
 @pytest.mark.parametrize(
-    ("names", "num_layers"),
-    [(SAMPLE, 2), pytest.param(list(CASES), 4, marks=pytest.mark.campaign)],
-    ids=["some", "all"],
+    ("names", "num_layers"), [(SAMPLE, 2), pytest.param(list(CASES), 4, marks=pytest.mark.campaign)], ids=["some", "all"]
 )
-def test_every_layout_gives_the_numbers_of_one_process(
-    ranks: Any, texts: Path, names: list[str], num_layers: int
-) -> None:
+def test_every_layout_gives_the_numbers_of_one_process(ranks: Any, texts: Path, names: list[str], num_layers: int) -> None:
     """Also the held-out losses; copies of a tie, checked after each step, and replicas stay equal bit for bit."""
     cases = {name: CASES[name] for name in names}
     base = changed(PLAN, model__num_layers=num_layers)

@@ -125,12 +125,7 @@ def test_schedules_change_no_bit(ranks, texts):
     optimizer = {"use": "core.adamw", "lr": 3e-3, "weight_decay": 0.1}
     schedules = ("pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1")
     plans = [
-        plan(
-            {"pp": 2, "dp": 2, "wp": 2},
-            pipeline={"use": one},
-            optimizer=optimizer,
-            gradient_handlers=handlers,
-        )
+        plan({"pp": 2, "dp": 2, "wp": 2}, pipeline={"use": one}, optimizer=optimizer, gradient_handlers=handlers)
         for one in schedules
     ]
     found = ranks(4, 120)(weights_of, plans, texts)

@@ -110,9 +110,7 @@ def test_final_weights_that_take_longer_than_a_step_may_are_kept(
         pytest.param(("nohup", sys.executable), id="nohup", marks=pytest.mark.campaign),
     ],
 )
-def test_under_nohup_a_closed_terminal_ends_no_rank(
-    start: Start, plan: Path, folder: Path, launcher: tuple[str, ...]
-) -> None:
+def test_under_nohup_a_closed_terminal_ends_no_rank(start: Start, plan: Path, folder: Path, launcher: tuple[str, ...]) -> None:
     """Which tells the launcher and its ranks alike."""
     program = start("run", plan, *LONG, launcher=launcher, PYTHONPATH=str(OWN))
     program.wait_for("step 3/")

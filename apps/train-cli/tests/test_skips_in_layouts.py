@@ -53,9 +53,7 @@ def spoil(run: Run, rank: int) -> None:
 
 def recorded(plans: list[Tables], folder: Path) -> list[Recorded]:
     """One after the other in the same ranks; the spoilt rank differs from plan to plan."""
-    return [
-        record(tables, NUM_STEPS, folder=folder, prepare=partial(spoil, rank=at % 4)) for at, tables in enumerate(plans)
-    ]
+    return [record(tables, NUM_STEPS, folder=folder, prepare=partial(spoil, rank=at % 4)) for at, tables in enumerate(plans)]
 
 
 def taken(found: Recorded) -> Recorded:

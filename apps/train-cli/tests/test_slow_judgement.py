@@ -60,17 +60,13 @@ def test_steps_that_vary_as_much_as_ranks_differ_name_nobody() -> None:
 def test_a_rank_that_is_slow_now_and_then_is_not_named() -> None:
     first, second = replicas(USUAL, {**USUAL, "B0": 0.1}, num_windows=9)
     usual = replicas(USUAL, USUAL, num_windows=9)[1].windows
-    mixed = [
-        one if number % 2 else other for number, (one, other) in enumerate(zip(second.windows, usual, strict=True))
-    ]
+    mixed = [one if number % 2 else other for number, (one, other) in enumerate(zip(second.windows, usual, strict=True))]
     assert not judge([first, replace(second, windows=mixed)]).causes
 
 
 def test_a_rank_that_has_become_slow_lately_is_named_with_the_steps() -> None:
     quick, slow = replicas(USUAL, USUAL, num_windows=9), replicas(USUAL, {**USUAL, "F0": 0.1}, num_windows=9)
-    later = [
-        replace(one, windows=[*one.windows[:6], *other.windows[6:]]) for one, other in zip(quick, slow, strict=True)
-    ]
+    later = [replace(one, windows=[*one.windows[:6], *other.windows[6:]]) for one, other in zip(quick, slow, strict=True)]
     cause = only(judge(later).causes)
     assert (cause.kind, cause.ranks, cause.place) == ("work", (1,), "F0")
     assert cause.first > 60
@@ -129,12 +125,7 @@ def test_a_slow_replica_of_one_stage_is_named_and_not_the_stages_that_wait_for_i
     works = [other, other, USUAL, {**USUAL, "B0": 0.1}]
     queues = {"all main": Queue("all[0, 1, 2, 3]", (0, 1, 2, 3), None, 1.0, 48.0)}
     ranks = [
-        record(
-            rank,
-            [window(n, work, {"all main": 0.15 - sum(work.values())}, queues=queues) for n in range(6)],
-            4,
-            rank // 2,
-        )
+        record(rank, [window(n, work, {"all main": 0.15 - sum(work.values())}, queues=queues) for n in range(6)], 4, rank // 2)
         for rank, work in enumerate(works)
     ]
     cause = only(judge(ranks).causes)
@@ -146,9 +137,7 @@ def on_cuda(*works: Mapping[str, float], control: Sequence[float] = ()) -> list[
     queues = {"control main": Queue("control", tuple(range(len(works))), None, 1.0, 48.0)}
     waits = control or [0.0005] * len(works)
     ranks = [
-        record(
-            rank, [window(n, work, {"control main": waits[rank]}, queues=queues) for n in range(6)], world=len(works)
-        )
+        record(rank, [window(n, work, {"control main": waits[rank]}, queues=queues) for n in range(6)], world=len(works))
         for rank, work in enumerate(works)
     ]
     return [replace(one, start=replace(one.start, device="cuda")) for one in ranks]
@@ -208,9 +197,7 @@ def test_a_collective_in_which_the_last_to_come_waits_names_the_link() -> None:
 
 def test_a_large_exchange_over_a_sound_link_is_not_slow() -> None:
     queues = {"stage main": Queue("stage[0, 1]", (0, 1), None, 1.0, 2e6)}
-    ranks = [
-        record(rank, [window(n, USUAL, {"stage main": 0.1}, queues=queues) for n in range(6)]) for rank in range(2)
-    ]
+    ranks = [record(rank, [window(n, USUAL, {"stage main": 0.1}, queues=queues) for n in range(6)]) for rank in range(2)]
     assert not judge(ranks).causes
 
 
@@ -245,9 +232,7 @@ def test_memory_that_settles_is_not_told(held: list[float]) -> None:
     assert not judge([record(0, growing(held)), record(1, growing(held))]).causes
 
 
-@pytest.mark.parametrize(
-    ("system_s", "minor", "are_why"), [(0.5, 200_000, True), (0.01, 200_000, False), (0.5, 50, False)]
-)
+@pytest.mark.parametrize(("system_s", "minor", "are_why"), [(0.5, 200_000, True), (0.01, 200_000, False), (0.5, 50, False)])
 def test_page_faults_are_why_where_the_kernel_was_busy_with_them(system_s: float, minor: int, are_why: bool) -> None:
     quick, slow = replicas(USUAL, {**USUAL, "F0": 0.1})
     usage = Usage(0.1, system_s, minor, 0, 5)

@@ -21,8 +21,7 @@ def lately() -> list[WorkRecord]:
     quick, slow = replicas(USUAL, USUAL, num_windows=LONG), replicas(USUAL, SLOW, num_windows=LONG)
     since = LONG * 2 // 3
     return [
-        replace(one, windows=[*one.windows[:since], *other.windows[since:]])
-        for one, other in zip(quick, slow, strict=True)
+        replace(one, windows=[*one.windows[:since], *other.windows[since:]]) for one, other in zip(quick, slow, strict=True)
     ]
 
 

@@ -90,9 +90,7 @@ def test_records_of_ranks_that_a_later_start_does_not_have_are_left_out(tmp_path
 @pytest.mark.parametrize(
     ("way_s", "slow_s", "kind"), [(0.0, 0.06, "work"), (0.05, 0.01, "link")], ids=["a slow layer", "a slow link"]
 )
-def test_of_a_long_run_the_details_of_some_windows_are_enough(
-    way_s: float, slow_s: float, kind: str, tmp_path: Path
-) -> None:
+def test_of_a_long_run_the_details_of_some_windows_are_enough(way_s: float, slow_s: float, kind: str, tmp_path: Path) -> None:
     """Windows of ranks end at other steps: those of rank 1 are twice as long from the middle on."""
     works = {"blocks.0": 0.01, "blocks.1": slow_s}, {"blocks.2": 0.01, "blocks.3": 0.01}
     ranks = stages(*works, way_s=way_s, num_windows=1000)

@@ -59,11 +59,7 @@ def test_it_is_as_wide_as_the_terminal(loader: Loader, monkeypatch: pytest.Monke
 
 
 def test_stages_stand_one_below_the_other(loader: Loader) -> None:
-    pipeline = {
-        "parallel": {"dp": 1, "pp": 2},
-        "pipeline": {"use": "waves.waves"},
-        "partition": {"use": "waves.even"},
-    }
+    pipeline = {"parallel": {"dp": 1, "pp": 2}, "pipeline": {"use": "waves.waves"}, "partition": {"use": "waves.even"}}
     plan = plan_from_dict(tables(**pipeline), loader=loader)
     drawn = "\n".join(timeline(plan, plan.topology(2)))
     assert "stage 0  F0-F1-F2-" in drawn

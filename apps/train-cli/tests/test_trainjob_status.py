@@ -165,18 +165,7 @@ def test_without_a_trainjob_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("is_known", [True, False])
 def test_only_the_trainers_own_server_gets_the_token(serve: Any, tmp_path: Path, is_known: bool) -> None:
     """Its certificate must be signed as the file says that the Trainer puts into the pod."""
-    made = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-days",
-        "1",
-    ]
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
     made += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-keyout", "key.pem"]
     for name in ("other.pem", "own.pem"):
         subprocess.run([*made, "-out", name], cwd=tmp_path, check=True, capture_output=True)

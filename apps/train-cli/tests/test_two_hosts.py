@@ -113,9 +113,7 @@ def until(is_so: Callable[[], bool], job: Job, limit_s: float) -> None:
         time.sleep(0.05)
 
 
-def test_a_host_that_is_cut_off_ends_the_run_and_is_back_for_the_next(
-    job: Job, hosts: TwoHosts, cli: Cli, plan: Path
-) -> None:
+def test_a_host_that_is_cut_off_ends_the_run_and_is_back_for_the_next(job: Job, hosts: TwoHosts, cli: Cli, plan: Path) -> None:
     job.start()
     until(lambda: len(steps(plan)) >= 15, job, 120)
     hosts.cut()

@@ -25,11 +25,7 @@ from train_cli.verify import refuse_dropout
 ROOT = Path(__file__).parents[3]
 OWN = Path(__file__).parent / "own"
 EXAMPLES = sorted((ROOT / "examples" / "plans").glob("*.toml"))
-TIED = {
-    "parallel": {"dp": 1, "pp": 2},
-    "pipeline": {"use": "pp.one_f_one_b"},
-    "model__tie_embeddings": True,
-}
+TIED = {"parallel": {"dp": 1, "pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}, "model__tie_embeddings": True}
 
 Verified = Callable[..., tuple[list[RankFindings], Limits]]
 
@@ -72,10 +68,7 @@ def test_examples_agree_with_one_process(verified: Verified, texts: Path, path: 
 @pytest.mark.parametrize(
     ("use", "said"),
     [
-        (
-            "wrong.mean",
-            ["the gradient of `embed.tokens.weight`, since step 1, on stage 0", "0.5 times that of one process"],
-        ),
+        ("wrong.mean", ["the gradient of `embed.tokens.weight`, since step 1, on stage 0", "0.5 times that of one process"]),
         ("wrong.tail", ["the gradient of `blocks.1.attention.key.weight`, since step 1", "look at the backward"]),
         ("wrong.late", ["the gradient of `blocks.0.feed_forward.up.weight`, since step 2", "off by"]),
         ("wrong.firstrank", ["the gradient of `head.output.weight`, since step 1, on stage 0 (rank 1)", "3 times"]),

@@ -144,9 +144,7 @@ def test_a_plan_of_one_process_is_compared(start: Any, plan: Path) -> None:
 
 
 def test_a_loop_that_fails_is_told_with_its_layer(texts: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        RunError, match=r"layer `middle` \(Fails\) fails in step 1 of a plain loop, too: ValueError: no 8"
-    ):
+    with pytest.raises(RunError, match=r"layer `middle` \(Fails\) fails in step 1 of a plain loop, too: ValueError: no 8"):
         looked(tables("Fails"), texts, tmp_path)
 
 

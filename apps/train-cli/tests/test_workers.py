@@ -69,9 +69,7 @@ def test_workers_end_with_a_terminated_run(start: Start, own_model: Own, folder:
 
 @pytest.mark.campaign  # test_stopping.py has the same of a process without torch
 @pytest.mark.parametrize("dp", [1, 2])
-def test_workers_end_with_a_run_that_is_terminated_in_a_step_that_never_ends(
-    start: Start, own_model: Own, dp: int
-) -> None:
+def test_workers_end_with_a_run_that_is_terminated_in_a_step_that_never_ends(start: Start, own_model: Own, dp: int) -> None:
     action = 'print("in a step", file=sys.stderr, flush=True); time.sleep(3600)'
     program = start("run", own_model(READS.format(action=action)), "--set", f"parallel.dp={dp}", fresh=True)
     program.wait_for("a worker waits")

@@ -94,9 +94,7 @@ LAYOUTS = [
 @pytest.mark.campaign
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["dp", "dp-pp", "pp", "wp"])
 @pytest.mark.parametrize("action", ["os.abort()", "os.kill(os.getpid(), signal.SIGKILL)", "exit(7)", "[][1]"])
-def test_the_culprit_is_named_in_every_layout(
-    start: Start, own_model: Own, layout: tuple[str, ...], action: str
-) -> None:
+def test_the_culprit_is_named_in_every_layout(start: Start, own_model: Own, layout: tuple[str, ...], action: str) -> None:
     """Drawn by the case: some rank in some step, while others compute, wait or exchange."""
     culprit = random.Random(f"{layout} {action}").randrange(4)
     path = own_model(LAYERED.format(action=action))
@@ -137,9 +135,7 @@ def test_torchrun_s_root_cause_is_the_rank_that_failed_first(start: Start, own_m
 def test_a_run_goes_on_when_nobody_reads(plan: Path, folder: Path, shell: str, told: int) -> None:
     command = f"{sys.executable} -m train_cli run plan.toml --set parallel.dp=1 --set run.steps=30 {shell}"
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "SLEY_TEST_PROGRAM": str(folder)}
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command], cwd=folder, env=environ, capture_output=True, timeout=60
-    )
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=folder, env=environ, capture_output=True, timeout=60)
     assert_none_left(lambda: processes_with("SLEY_TEST_PROGRAM", str(folder)), within_s=5)
     assert done.returncode == 0, done
     found = summary(folder)

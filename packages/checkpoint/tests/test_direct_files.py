@@ -54,9 +54,7 @@ def test_a_longer_file_of_before_is_gone(small_buffer, tmp_path):
 @needs_direct
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
 @pytest.mark.parametrize("where", ["open", "write", "preadv"])
-def test_a_file_system_that_refuses_direct_io_is_written_through_the_cache(
-    small_buffer, tmp_path, monkeypatch, where, code
-):
+def test_a_file_system_that_refuses_direct_io_is_written_through_the_cache(small_buffer, tmp_path, monkeypatch, where, code):
     """Some refuse as a file is opened, some as it is written."""
     try:
         os.close(os.open(tmp_path / "tried", os.O_WRONLY | os.O_CREAT | direct_files._DIRECT))

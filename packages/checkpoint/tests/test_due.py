@@ -147,9 +147,7 @@ def test_all_is_copied_aside_beside_the_forward_while_the_disk_is_slow(texts, tm
 
 
 def test_training_is_the_same_with_and_without_saves(texts, tmp_path):
-    runs = [
-        trained(plan(**more), texts, tmp_path / f"{len(more)}") for more in ({}, {"checkpoint": {"every_steps": 1}})
-    ]
+    runs = [trained(plan(**more), texts, tmp_path / f"{len(more)}") for more in ({}, {"checkpoint": {"every_steps": 1}})]
     one, other = map(weights, runs)
     assert all(one[name].equal(other[name]) for name in one)
 
@@ -168,9 +166,7 @@ def test_a_program_that_steps_by_itself_saves_too_and_goes_on_from_there(texts, 
 
 def test_minutes_go_by_a_clock(texts, tmp_path):
     slow = [lambda _row: time.sleep(0.05)]
-    trained(
-        plan(checkpoint={"every_minutes": 0.1 / 60, "keep": 9}), texts, tmp_path, lambda run: run.listeners.extend(slow)
-    )
+    trained(plan(checkpoint={"every_minutes": 0.1 / 60, "keep": 9}), texts, tmp_path, lambda run: run.listeners.extend(slow))
     assert 1 <= len(names(tmp_path)) <= 4
 
 
@@ -282,9 +278,7 @@ def test_weights_that_a_program_writes_in_the_middle_of_a_save_are_no_checkpoint
         return written(self, name, chunks)
 
     monkeypatch.setattr(LocalFolder, "write", late)
-    with assemble(
-        plan_from_dict(plan(checkpoint={"every_steps": 1}), texts), World.alone("cpu"), folder=tmp_path
-    ) as run:
+    with assemble(plan_from_dict(plan(checkpoint={"every_steps": 1}), texts), World.alone("cpu"), folder=tmp_path) as run:
         run.step()
         for entry in run.book:
             entry.parameter.detach().fill_(0.5)

@@ -66,13 +66,7 @@ def test_what_two_rectangles_have_in_common():
 
 @pytest.mark.parametrize(
     "value",
-    [
-        None,
-        [1, (2.5, "x"), {"a": [True], 3: b"\x00\xff"}],
-        {"sley:tuple": 1},
-        (),
-        {"nan": [float("inf")], "big": 1 << 80},
-    ],
+    [None, [1, (2.5, "x"), {"a": [True], 3: b"\x00\xff"}], {"sley:tuple": 1}, (), {"nan": [float("inf")], "big": 1 << 80}],
 )
 def test_values_come_back_as_they_were(value):
     import json
@@ -92,9 +86,7 @@ def test_what_is_no_plain_data_is_refused():
         to_json({"a": {1}})
 
 
-@pytest.mark.parametrize(
-    "state", [{"a": 1}, {"a": {"b": [1, 2, (3, {"c": 4})]}, "d": 5}, {"a": [], "b": ()}, {"empty": {}}]
-)
+@pytest.mark.parametrize("state", [{"a": 1}, {"a": {"b": [1, 2, (3, {"c": 4})]}, "d": 5}, {"a": [], "b": ()}, {"empty": {}}])
 def test_nested_states_come_back(state):
     found = joined(leaves(state))
     assert found == {key: value for key, value in state.items() if value != {}}

@@ -279,9 +279,7 @@ def vanishing_on_one(tables: dict[str, Any], folder: Path, path: Path, at: int) 
 @pytest.mark.parametrize(("at", "told"), [(1, "it has no checkpoint.json"), (2, "after step 4")])
 def test_an_index_that_vanishes_for_one_rank_keeps_no_other_waiting(two, ranks, at, told):
     """All say the same: that it is gone, or, where all have read it, what they have loaded."""
-    tables = changed(
-        PLAN, parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}], limits__collective_timeout_s=5.0
-    )
+    tables = changed(PLAN, parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}], limits__collective_timeout_s=5.0)
     one, other = ranks(2)(vanishing_on_one, tables, two, two / "checkpoints" / "step-00000004", at)
     assert told in one
     assert one == other

@@ -90,9 +90,7 @@ def losing(tables: dict[str, Any], texts: Path, folder: Path) -> list[str]:
             staging = folders.LocalFolder.staging
             run.readers.append(
                 lambda _: patch.setattr(
-                    folders.LocalFolder,
-                    "staging",
-                    lambda own, token: of_host(staging(own, token).path, str(folder / "host")),
+                    folders.LocalFolder, "staging", lambda own, token: of_host(staging(own, token).path, str(folder / "host"))
                 )
             )
         run.train()

@@ -22,9 +22,7 @@ fsspec = pytest.importorskip("fsspec")
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_a_run_saves_to_a_url_and_goes_on_from_there(texts, tmp_path, kind):
     url = f"{kind}://{tmp_path}/saved"
-    plan = plan_from_dict(
-        small_plan(run__steps=6, batch__micro_size=8, checkpoint={"every_steps": 2, "folder": url}), texts
-    )
+    plan = plan_from_dict(small_plan(run__steps=6, batch__micro_size=8, checkpoint={"every_steps": 2, "folder": url}), texts)
     with assemble(plan, World.alone("cpu")) as run:
         run.train()
         rows = [run.step()]

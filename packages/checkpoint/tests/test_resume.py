@@ -75,10 +75,7 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], bool]] = {
     "every letter": (lambda to: put(to / "text/b.txt", lambda text: text.replace(b"home", b"away")), True),
     "one letter": (lambda to: put(to / "text/a.txt", lambda text: text[:-1] + b"!"), True),
     "names": (swapped, True),
-    "the order of documents": (
-        lambda to: put(to / "text/a.txt", lambda text: b"\n\n".join(text.split(b"\n\n")[::-1])),
-        True,
-    ),
+    "the order of documents": (lambda to: put(to / "text/a.txt", lambda text: b"\n\n".join(text.split(b"\n\n")[::-1])), True),
     "a boundary": (lambda to: put(to / "text/a.txt", lambda text: text.replace(b"\n\n", b"\n ", 1)), True),
     "the clock": (lambda to: os.utime(to / "text/a.txt", (1, 1)), False),
     "a name, in the same order": (lambda to: (to / "text/b.txt").rename(to / "text/c.txt"), False),

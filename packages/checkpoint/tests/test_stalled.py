@@ -53,12 +53,8 @@ def loaded_with_a_stall(folder: Path, path: Path, name: str, at: int) -> tuple[s
         return str(raised.value), lasted_s, same
 
 
-@pytest.mark.parametrize(
-    ("name", "at"), [("rank-00001.safetensors", 1), ("rank-00000.safetensors", 2), ("checkpoint.json", 1)]
-)
-def test_the_rank_and_the_file_are_named_by_all_ranks(
-    texts: Path, tmp_path: Path, ranks: Any, name: str, at: int
-) -> None:
+@pytest.mark.parametrize(("name", "at"), [("rank-00001.safetensors", 1), ("rank-00000.safetensors", 2), ("checkpoint.json", 1)])
+def test_the_rank_and_the_file_are_named_by_all_ranks(texts: Path, tmp_path: Path, ranks: Any, name: str, at: int) -> None:
     """As it looks for damages, and as it takes what it needs."""
     ranks(2)(stretch, PLAN, 1, folder=texts, save=tmp_path / "saved")
     found = ranks(2)(loaded_with_a_stall, texts, tmp_path / "saved", name, at)

@@ -88,9 +88,7 @@ def many_open() -> list[list[float]]:
     started, results = [], []
     for number in range(20):
         result = torch.full((2 * size,), -1.0)
-        started.append(
-            group.transport(GATHER).all_gather([result], [torch.full((2,), 10.0 * number + coord)], what="weights")
-        )
+        started.append(group.transport(GATHER).all_gather([result], [torch.full((2,), 10.0 * number + coord)], what="weights"))
         results.append(result)
         whole = torch.full((2 * size,), 10.0 * number + coord)
         started.append(group.transport(REDUCE).reduce_scatter([whole], [], what="gradients"))
@@ -153,9 +151,7 @@ def shared_for_long() -> list[float]:
     shard = torch.full((2,), 1.0 + group.coord)
     share = group.transport(GATHER).publish([shard], what="weights")
     for lap in range(10):
-        exchange = group.transport(GATHER).all_gather(
-            [torch.empty(group.size)], [torch.full((1,), float(lap))], what="laps"
-        )
+        exchange = group.transport(GATHER).all_gather([torch.empty(group.size)], [torch.full((1,), float(lap))], what="laps")
         exchange.wait()
         exchange.wait_sent()
     whole = torch.empty(2 * group.size)
@@ -278,9 +274,7 @@ def a_stranger_with_the_peers_number() -> list[str]:
     for call in (
         lambda: group.transport(GATHER).all_gather([torch.empty(4)], [shard], what="weights"),
         lambda: rows.done(peer, 7, "weights"),
-        lambda: memory.read(
-            peer, [MemorySpan(shard.data_ptr(), 8)], [MemorySpan(memory._cards[peer].inbox, 8)], "weights"
-        ),
+        lambda: memory.read(peer, [MemorySpan(shard.data_ptr(), 8)], [MemorySpan(memory._cards[peer].inbox, 8)], "weights"),
     ):
         with pytest.raises(RunError) as raised:
             call()

@@ -6,15 +6,7 @@ import random
 
 import pytest
 
-from sley_core.attempt import (
-    Attempt,
-    AttemptStart,
-    going_on,
-    new_attempt,
-    read_attempt,
-    steps_in_common,
-    write_attempt,
-)
+from sley_core.attempt import Attempt, AttemptStart, going_on, new_attempt, read_attempt, steps_in_common, write_attempt
 from sley_core.errors import RunError
 
 A, B, C = AttemptStart("a", 0), AttemptStart("b", 10), AttemptStart("c", 4)
@@ -22,13 +14,7 @@ A, B, C = AttemptStart("a", 0), AttemptStart("b", 10), AttemptStart("c", 4)
 
 @pytest.mark.parametrize(
     ("one", "other", "common"),
-    [
-        ((A,), (A, B), 10),
-        ((A, C), (A, B), 4),
-        ((A, C), (A, C, B), 10),
-        ((A,), (B,), 0),
-        ((AttemptStart("a", 3),), (A,), 0),
-    ],
+    [((A,), (A, B), 10), ((A, C), (A, B), 4), ((A, C), (A, C, B), 10), ((A,), (B,), 0), ((AttemptStart("a", 3),), (A,), 0)],
 )
 def test_the_steps_that_two_lineages_share(one, other, common):
     assert steps_in_common(one, other) == steps_in_common(other, one) == common
@@ -61,9 +47,7 @@ def test_what_an_attempt_has_taken_is_what_a_list_of_its_steps_says(seed):
 
 
 def _same(one, other):
-    return next(
-        (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))
-    )
+    return next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other)))
 
 
 def test_a_checkpoint_of_another_run_begins_a_lineage_of_its_own():

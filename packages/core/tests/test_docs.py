@@ -14,9 +14,7 @@ from sley_testing.plans import loader_of
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-PACKAGES = [
-    path.parent for pattern in ("packages/*", "apps/*") for path in sorted(ROOT.glob(f"{pattern}/pyproject.toml"))
-]
+PACKAGES = [path.parent for pattern in ("packages/*", "apps/*") for path in sorted(ROOT.glob(f"{pattern}/pyproject.toml"))]
 PICKLES = "packages/testing/tests/outsider/own/sley_pickles/checkpointer.py"
 EXAMPLE = ROOT / "examples" / "plugins" / "sley-narrow"
 
@@ -54,9 +52,7 @@ def test_what_a_page_shows_of_a_file_is_there(page: str, files: list[str]) -> No
             assert code in (ROOT / path).read_text("utf-8"), path
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if ">>> " in page.read_text("utf-8")], ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if ">>> " in page.read_text("utf-8")], ids=lambda page: page.name)
 def test_the_examples_of_a_page_give_what_it_says(page: Path) -> None:
     result = doctest.testfile(str(page), module_relative=False)
     assert result.attempted
@@ -99,9 +95,7 @@ def test_nothing_cites_a_document_that_is_not_here() -> None:
     assert not cited, "\n".join(cited)
 
 
-@pytest.mark.parametrize(
-    "said", ["DESIGN 13.1", "statements 28-32", "A06: once", "(D36: stock", "issue 4's", "I5, I12"]
-)
+@pytest.mark.parametrize("said", ["DESIGN 13.1", "statements 28-32", "A06: once", "(D36: stock", "issue 4's", "I5, I12"])
 def test_a_citation_is_recognised(said: str) -> None:
     assert CITATION.search(said)
 
@@ -128,12 +122,7 @@ def test_the_modules_that_a_page_names_are_there(page: str) -> None:
     text = (ROOT / "docs" / page).read_text("utf-8")
     named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)+(?:\.py)?)`", text))
     named |= set(re.findall(r"`([a-z_]+\.py)`", text)) - {"config.py"}  # every package has one
-    roots = [
-        ROOT,
-        ROOT / "packages/core/src/sley_core",
-        *sorted(ROOT.glob("packages/*/src")),
-        ROOT / "apps/train-cli/src",
-    ]
+    roots = [ROOT, ROOT / "packages/core/src/sley_core", *sorted(ROOT.glob("packages/*/src")), ROOT / "apps/train-cli/src"]
     assert named
     assert not [path for path in sorted(named) if not any((root / path).exists() for root in roots)]
 
@@ -172,9 +161,7 @@ def test_the_example_of_set_in_the_reference_changes_a_plan_that_names_another_r
     said = re.findall(r"`--set '?(.*?)'?`", (ROOT / "docs" / "plan.md").read_text("utf-8"))
     assert len(said) == 2
     plan = load_plan(
-        ROOT / "examples" / "plans" / "quickstart.toml",
-        ['gradient_handlers.0.use="odd.one"', *said],
-        loader=loader_of({}),
+        ROOT / "examples" / "plans" / "quickstart.toml", ['gradient_handlers.0.use="odd.one"', *said], loader=loader_of({})
     )
     assert [handler.name for handler in plan.gradient_handlers] == ["core.each"]
     assert plan.batch.micro_size == 4

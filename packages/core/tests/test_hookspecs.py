@@ -155,10 +155,7 @@ def test_a_hook_whose_mark_was_forgotten_is_refused() -> None:
     ("docstring", "complaint"),
     [
         (None, "no line `Called:`"),
-        (
-            "One line.\n\nCalled: now\nReturns: x\nRanks: all\nMay communicate: no\nSince: 1\nExample:\n    f()",
-            "`Returns:`",
-        ),
+        ("One line.\n\nCalled: now\nReturns: x\nRanks: all\nMay communicate: no\nSince: 1\nExample:\n    f()", "`Returns:`"),
         ("One line.\n\nCalled:\nRanks: all\nMay communicate: no\nReturns: x\nSince: 1\nExample:\n    f()", "`Called:`"),
     ],
 )
@@ -172,6 +169,4 @@ def test_a_docstring_out_of_form_is_named(docstring: str | None, complaint: str)
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of the sdist")
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text("utf-8") == hook_reference.page(), (
-        "run `python -m sley_testing.hook_reference > docs/hooks.md`"
-    )
+    assert PAGE.read_text("utf-8") == hook_reference.page(), "run `python -m sley_testing.hook_reference > docs/hooks.md`"

@@ -14,10 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 def modules() -> dict[str, ast.Module]:
     """The modules of sley_core, parsed, by name."""
     files = {file.relative_to(SOURCE).with_suffix(""): file for file in (SOURCE / "sley_core").rglob("*.py")}
-    return {
-        ".".join(name.parts).removesuffix(".__init__"): ast.parse(file.read_text("utf-8"))
-        for name, file in files.items()
-    }
+    return {".".join(name.parts).removesuffix(".__init__"): ast.parse(file.read_text("utf-8")) for name, file in files.items()}
 
 
 def statements(node: ast.AST, *, annotations: bool) -> Iterator[ast.AST]:
@@ -49,9 +46,7 @@ def graph(*, annotations: bool = True) -> dict[str, set[str]]:
     trees = modules()
     found: dict[str, set[str]] = {}
     for name, tree in trees.items():
-        targets = {
-            target if target in trees else target.rpartition(".")[0] for target in named(tree, annotations=annotations)
-        }
+        targets = {target if target in trees else target.rpartition(".")[0] for target in named(tree, annotations=annotations)}
         found[name] = {target for target in targets if target in trees and target != name}
     return found
 

@@ -20,8 +20,7 @@ PUBLIC = {f"sley_core.api.{subject}" for subject in SUBJECTS} | {
 }
 OUTSIDER = Path(__file__).parent / "outsider" / "own" / "sley_wave"
 PLUGINS = [
-    ROOT / "packages" / name / "src"
-    for name in ("checkpoint", "cma", "data", "dp", "isp", "memory", "metrics", "models", "pp")
+    ROOT / "packages" / name / "src" for name in ("checkpoint", "cma", "data", "dp", "isp", "memory", "metrics", "models", "pp")
 ] + [ROOT / "examples" / "plugins"]
 
 

@@ -38,6 +38,4 @@ PAIRS = [("keep", 1), ("keep", 2), ("keep", 3), ("recompute", 1)]
 @pytest.mark.parametrize(("policy", "micro"), PAIRS)
 def test_cases_that_are_written_as_lists_share_the_values_that_they_have_alike(request, policy, micro):
     assert parameters(request.node) == {("policy", repr(policy)), ("micro", repr(micro))}
-    assert sample([{("policy", one), ("micro", other)} for one, other in PAIRS], 2) == {0, 3}, (
-        "another policy comes first"
-    )
+    assert sample([{("policy", one), ("micro", other)} for one, other in PAIRS], 2) == {0, 3}, "another policy comes first"

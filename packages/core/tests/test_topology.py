@@ -86,13 +86,7 @@ def test_the_groups_of_an_axis_cut_the_world_into_equal_parts(topology: Topology
 @settings(deadline=None)
 @given(topologies())
 def test_the_members_of_a_group_differ_on_its_axis_alone(topology: Topology) -> None:
-    same = {
-        "stage": ("stage",),
-        "dp": ("stage", "sp"),
-        "sp": ("stage", "dp"),
-        "wdp": ("stage", "wp"),
-        "wp": ("stage", "wdp"),
-    }
+    same = {"stage": ("stage",), "dp": ("stage", "sp"), "sp": ("stage", "dp"), "wdp": ("stage", "wp"), "wp": ("stage", "wdp")}
     for axis, kept in same.items():
         for ranks in groups_of(topology, axis):
             places = [topology.coordinates(rank) for rank in ranks]

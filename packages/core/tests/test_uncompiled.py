@@ -34,8 +34,7 @@ def test_a_step_imports_no_compiler(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [(torch.optim.AdamW, {"fused": True}), (torch.optim.SGD, {"momentum": 0.9, "foreach": True})],
+    ("kind", "options"), [(torch.optim.AdamW, {"fused": True}), (torch.optim.SGD, {"momentum": 0.9, "foreach": True})]
 )
 def test_it_steps_as_torchs_own_with_hooks_and_closure(kind, options):
     found = []

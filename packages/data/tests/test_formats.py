@@ -229,8 +229,6 @@ def test_ids_that_are_right_are_not_doubted(tmp_path: Path) -> None:
 
 
 def test_a_header_of_llm_c_is_no_token(tmp_path: Path) -> None:
-    (tmp_path / "a.bin").write_bytes(
-        array("i", [20240520, 1, 100] + [0] * 253).tobytes() + array("H", range(100)).tobytes()
-    )
+    (tmp_path / "a.bin").write_bytes(array("i", [20240520, 1, 100] + [0] * 253).tobytes() + array("H", range(100)).tobytes())
     (problem,) = check(TokensConfig(files=(tmp_path / "a.bin",), sequence=4, vocab_size=50257), evaluates=False)
     assert "llm.c" in problem.message

@@ -59,14 +59,11 @@ def test_packed(documents: list[list[int]], sequence: int) -> None:
 
 @settings(max_examples=40)
 @given(documents_of, sequences)
-def test_packed_labels_cover_all_that_has_a_next_token_in_its_document(
-    documents: list[list[int]], sequence: int
-) -> None:
+def test_packed_labels_cover_all_that_has_a_next_token_in_its_document(documents: list[list[int]], sequence: int) -> None:
     tokens, offsets = as_stream(documents)
     most = packing.max_documents(offsets, sequence)
     samples = [
-        packing.pack_sample(tokens, offsets, index, sequence, most)
-        for index in range(num_windows(len(tokens), sequence))
+        packing.pack_sample(tokens, offsets, index, sequence, most) for index in range(num_windows(len(tokens), sequence))
     ]
     if samples:
         labels = torch.cat([sample["labels"] for sample in samples])
@@ -82,9 +79,7 @@ def test_cut(documents: list[list[int]], sequence: int) -> None:
     for index in range(num_windows(len(tokens), sequence)):
         sample = packing.cut_sample(tokens, index, sequence)
         oracle = naive_window(one, index, sequence)
-        assert {name: value.tolist() for name, value in sample.items()} == {
-            name: oracle[name] for name in ("tokens", "labels")
-        }
+        assert {name: value.tolist() for name, value in sample.items()} == {name: oracle[name] for name in ("tokens", "labels")}
 
 
 @settings(max_examples=40)

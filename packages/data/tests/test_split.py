@@ -125,14 +125,7 @@ def ids(path: Path, values: list[int]) -> Path:
 
 @pytest.mark.parametrize(
     ("first", "last", "is_trained_on"),
-    [
-        (0, 50_000, True),
-        (0, 9_000, True),
-        (41_000, 50_000, True),
-        (20_001, 22_000, True),
-        (7, 60, True),
-        (None, None, False),
-    ],
+    [(0, 50_000, True), (0, 9_000, True), (41_000, 50_000, True), (20_001, 22_000, True), (7, 60, True), (None, None, False)],
 )
 def test_token_files_of_which_one_has_the_others_tokens(
     tmp_path: Path, first: int | None, last: int | None, is_trained_on: bool

@@ -121,11 +121,7 @@ def test_a_separator_makes_documents_within_a_file(tmp_path: Path) -> None:
     path = tmp_path / "all.txt"
     path.write_bytes(b"first--second----third")
     data = dataset(path, separator="--", documents="pad", sequence=5)
-    assert [bytes(data[index]["tokens"].tolist()).rstrip(b"\0") for index in range(len(data))] == [
-        b"firs",
-        b"secon",
-        b"thir",
-    ]
+    assert [bytes(data[index]["tokens"].tolist()).rstrip(b"\0") for index in range(len(data))] == [b"firs", b"secon", b"thir"]
 
 
 def test_a_file_matched_twice_is_read_once(corpus: Path) -> None:

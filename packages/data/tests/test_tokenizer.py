@@ -181,9 +181,7 @@ def test_what_a_tokenizer_adds_to_a_text_is_trained_on(tmp_path: Path, tokenizer
         assert prompt[num_before:] == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("beside", "end"), [({"eos_token": "<end>"}, 0), ({"eos_token": {"content": "<end>"}}, 0), ({}, None)]
-)
+@pytest.mark.parametrize(("beside", "end"), [({"eos_token": "<end>"}, 0), ({"eos_token": {"content": "<end>"}}, 0), ({}, None)])
 def test_a_given_tokenizer_says_where_a_document_ends(tmp_path: Path, beside: dict[str, Any], end: int | None) -> None:
     """Otherwise `sample` goes on behind the end of the document."""
     model = models.WordLevel({"<end>": 0, "the": 1, "?": 2}, unk_token="?")

@@ -56,11 +56,7 @@ def test_documents_end_at_their_token(tmp_path: Path) -> None:
     assert packed[1]["cu_seqlens"].tolist() == [0, 3, 4]
     assert packed[1]["positions"].tolist() == [0, 1, 2, 0]
     padded = dataset(path, documents="pad", end_of_document=0)
-    assert [padded[index]["tokens"].tolist() for index in range(len(padded))] == [
-        [1, 2, 3, 0],
-        [4, 5, 0, 0],
-        [6, 0, 0, 0],
-    ]
+    assert [padded[index]["tokens"].tolist() for index in range(len(padded))] == [[1, 2, 3, 0], [4, 5, 0, 0], [6, 0, 0, 0]]
     assert labels_of(padded) == [2, 3, 0, 5, 0, 7]
 
 

@@ -106,9 +106,7 @@ def test_an_error_is_told_with_its_traceback_and_the_stacks_of_other_threads(tmp
     assert any("report_error" in line for line in report.stacks["MainThread"])
 
 
-def test_a_folder_that_cannot_be_written_or_hangs_is_not_in_the_way(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_or_hangs_is_not_in_the_way(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     report_error(tmp_path / "file", World.alone("cpu"), WHAT, ValueError())
     monkeypatch.setattr(witness, "MOST_S", 0.2)

@@ -39,10 +39,7 @@ TOTAL = exchange(1, "loss", axis="all")
 
 def test_two_ranks_that_differ_are_not_told_apart() -> None:
     """One may have left it out, or the other may have made it in addition."""
-    told = found(
-        report(0, A, B, C, wait=B),
-        report(1, A, exchange(2, "c"), wait=exchange(2, "c")),
-    )
+    told = found(report(0, A, B, C, wait=B), report(1, A, exchange(2, "c"), wait=exchange(2, "c")))
     assert (told.kind, told.ranks) == ("left out", ())
     assert [one.what for one in told.exchanges] == ["b", "c"]
     assert "the 2nd of that queue" in told.cause
@@ -115,9 +112,7 @@ def test_both_ends_of_a_message_are_one() -> None:
 
 
 def test_who_raised_is_the_cause_of_all_else() -> None:
-    told = found(
-        report(0, A, B, wait=B), report(1, A, code="own-code", message="ValueError:\nno", hint="mend", time=9.0)
-    )
+    told = found(report(0, A, B, wait=B), report(1, A, code="own-code", message="ValueError:\nno", hint="mend", time=9.0))
     assert (told.kind, told.ranks, told.cause, told.remedy) == ("error", (1,), "rank 1 failed: ValueError: no", "mend")
     assert (told.step, told.action, told.layer) == (3, "B0.1", "blocks.1")
 
@@ -167,9 +162,7 @@ def test_words() -> None:
     assert in_words("C1") == "the end of the gradients of chunk 1 (C1)"
     assert in_words("the update") == "the update"
     (line,) = evidence([report(0, A, wait=A, stage=1, message="x" * 500)])
-    assert line.startswith(
-        "rank 0 (stage 1): step 3, in the backward of chunk 0 on micro-batch 1 (B0.1), last layer called: "
-    )
+    assert line.startswith("rank 0 (stage 1): step 3, in the backward of chunk 0 on micro-batch 1 (B0.1), last layer called: ")
     assert "waited 4.0 s in the all-reduce of a over stage[0, 1] (number 1 of `stage main`, 64 bytes)" in line
     assert line.endswith("...")
 
@@ -183,12 +176,8 @@ def test_who_waits_for_ranks_that_wait_for_each_other_only_follows() -> None:
     """Three stages of two replicas. Rank 2 has left out the step's last message; rank 0 waits for it, and rank 1 for rank 0."""
     last = crossing("send", 6, "pp up 1>2", 4, "stage 1 sends to stage 2, forward, its output of micro-batch 2")
     missing = crossing("receive", 7, "pp up 1>2", 2, "stage 2 takes from stage 1, forward, its output of micro-batch 3")
-    middle = crossing(
-        "receive", 5, "pp down 2>1", 4, "stage 1 takes from stage 2, backward, a gradient of micro-batch 3"
-    )
-    first = crossing(
-        "receive", 5, "pp down 1>0", 2, "stage 0 takes from stage 1, backward, a gradient of micro-batch 3"
-    )
+    middle = crossing("receive", 5, "pp down 2>1", 4, "stage 1 takes from stage 2, backward, a gradient of micro-batch 3")
+    first = crossing("receive", 5, "pp down 1>0", 2, "stage 0 takes from stage 1, backward, a gradient of micro-batch 3")
     bucket = exchange(1, "the bucket of embed.weight")
     told = found(
         report(0, first, wait=first),

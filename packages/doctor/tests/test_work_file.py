@@ -81,9 +81,7 @@ def test_lines_that_come_while_the_file_is_made_short_are_kept(tmp_path: Path, m
     assert notes == []
 
 
-def test_a_run_that_fails_does_not_wait_for_a_file_system_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_fails_does_not_wait_for_a_file_system_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be the reason, which is told after this."""
     may_write, is_short = Event(), Event()
 

@@ -41,9 +41,7 @@ def buckets_after(tables, folder, path, steps):
     found = []
 
     def prepare(run):
-        run.listeners.append(
-            lambda _: found.append([[one.name for one in buffer.entries] for buffer in run.store.buffers])
-        )
+        run.listeners.append(lambda _: found.append([[one.name for one in buffer.entries] for buffer in run.store.buffers]))
 
     stretch(tables, steps + 1, folder=folder, prepare=prepare)
     whole = found.copy()
@@ -55,8 +53,6 @@ def buckets_after(tables, folder, path, steps):
 @pytest.mark.parametrize("steps", [1, 3])
 def test_buckets_lie_as_in_a_run_in_one_go(ranks, own, tmp_path, small, steps):
     """In the order that the first step has seen, and not in that of a run that begins."""
-    for whole, after in ranks(2)(
-        buckets_after, small(model__factory="dp_parts:branches"), own, tmp_path / "saved", steps
-    ):
+    for whole, after in ranks(2)(buckets_after, small(model__factory="dp_parts:branches"), own, tmp_path / "saved", steps):
         assert whole[0] != whole[1], "the first step teaches nothing here"
         assert after == whole[-1]

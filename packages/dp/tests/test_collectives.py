@@ -138,8 +138,5 @@ def test_narrow_sums_take_two_collectives_per_bucket(ranks, small, own):
         assert len(sums) == 2 * len(buckets)
         numel = buckets[0][1]
         even = -(-numel // 3) * 3
-        assert sorted(set(sums)) == [
-            f"all_gather_single of {even // 3} bfloat16",
-            f"all_to_all_single of {even} bfloat16",
-        ]
+        assert sorted(set(sums)) == [f"all_gather_single of {even // 3} bfloat16", f"all_to_all_single of {even} bfloat16"]
         assert marks[-1] - marks[0] >= len(buckets), "the first ones run beside the backward"

@@ -13,9 +13,7 @@ from sley_testing.plans import small_plan
 
 def test_parts_of_weights_and_a_parameter_in_fp32(texts):
     handler = {"use": "dp.sharded", "bucket_mb": 0.001}
-    tables = small_plan(
-        precision={"compute": "bf16", "keep": ["*norm*"]}, gradient_handlers=[handler], parallel={"dp": 2}
-    )
+    tables = small_plan(precision={"compute": "bf16", "keep": ["*norm*"]}, gradient_handlers=[handler], parallel={"dp": 2})
     with pytest.raises(PlanError) as caught, World.fake(0, 2) as world:
         assemble(plan_from_dict(tables, texts), world)
     (one,) = caught.value.diagnostics

@@ -92,10 +92,7 @@ def test_replicas_stay_equal_bit_for_bit(ranks, small, own, size):
 def test_norm_and_clip(ranks, small, own, kind):
     """In the 1-, 2-, 3- and inf-norm, parameters without gradients count as zeros."""
     tables = small(
-        model__factory="dp_parts:sometimes",
-        optimizer__clip_norm=0.01,
-        optimizer__clip_kind=kind,
-        precision__compute="fp64",
+        model__factory="dp_parts:sometimes", optimizer__clip_norm=0.01, optimizer__clip_kind=kind, precision__compute="fp64"
     )
     assert_parity(record(tables, 3, folder=own), ranks(2)(record, tables, 3, folder=own), "fp64")
 

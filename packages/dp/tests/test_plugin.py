@@ -14,11 +14,7 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_dp.config import BF16_TOLERANCE
 
-HANDLERS = [
-    {"use": "dp.bucketed"},
-    {"use": "dp.bucketed", "reduction": "bf16"},
-    {"use": "dp.sharded"},
-]
+HANDLERS = [{"use": "dp.bucketed"}, {"use": "dp.bucketed", "reduction": "bf16"}, {"use": "dp.sharded"}]
 
 
 def test_records_are_listed_without_torch():

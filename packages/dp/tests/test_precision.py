@@ -62,10 +62,7 @@ def test_updates_below_the_resolution_of_bf16_are_not_lost(ranks, small, own, ba
     [
         (2, "fp32"),
         (4, "bf16"),
-        *(
-            pytest.param(*case, marks=pytest.mark.campaign)
-            for case in ((2, "bf16"), (3, "fp32"), (3, "bf16"), (4, "fp32"))
-        ),
+        *(pytest.param(*case, marks=pytest.mark.campaign) for case in ((2, "bf16"), (3, "fp32"), (3, "bf16"), (4, "fp32"))),
     ],
 )
 def test_gradients_that_travel_as_bf16(ranks, small, own, size, compute):

@@ -42,9 +42,7 @@ def test_masters_and_states_are_this_ranks_part_and_no_more(ranks, small, own, s
     for memory, states, padded, spans, _, num_homes, is_tied, shapes in by_rank:
         assert memory["masters"] == sum(-(-numel // count) for numel, count in padded) * 4
         assert all(numel % (count * 128) == 0 and count == shards for numel, count in padded)
-        elements = sum(
-            span.numel for name, span in spans.items() if shapes[name]
-        )  # a scalar's moments are scalars, as counts
+        elements = sum(span.numel for name, span in spans.items() if shapes[name])  # a scalar's moments are scalars, as counts
         stepped = [name for name, span in spans.items() if span.numel]
         assert memory["optimizer_states"] == elements * 2 * 4, "two moments; counts are a few bytes"
         assert num_homes == len(padded), "the weights of a bucket lie in one piece"

@@ -25,9 +25,7 @@ def test_other_values_are_refused_by_name(ranks, small, own):
         ranks(2)(record, tables, 1, folder=own)
     (found,) = caught.value.diagnostics
     assert found.code == "ranks-differ"
-    assert (
-        "first values differ between rank 0 and rank 1: first.bias, first.weight, last.bias and 5 more" in found.message
-    )
+    assert "first values differ between rank 0 and rank 1: first.bias, first.weight, last.bias and 5 more" in found.message
 
 
 def test_neither_changes_a_bit_of_equal_values(ranks, small, own):

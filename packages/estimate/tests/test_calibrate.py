@@ -55,9 +55,7 @@ def test_products_that_get_slower_with_size_have_no_negative_constant() -> None:
     assert 1e12 < found["flops_per_s"] < 2e12
 
 
-@pytest.mark.parametrize(
-    ("kind", "rounds", "size"), [("sum", 2 * 3, 4), ("gather", 3, 4), ("send", 1, 2), ("swap", 1, 4)]
-)
+@pytest.mark.parametrize(("kind", "rounds", "size"), [("sum", 2 * 3, 4), ("gather", 3, 4), ("send", 1, 2), ("swap", 1, 4)])
 def test_latency_and_bandwidth_are_found_from_their_own_times(kind, rounds, size) -> None:
     share = {"send": 1.0, "swap": (size - 1) / size}.get(kind, rounds / size)
 
@@ -95,9 +93,7 @@ def test_links_are_measured_alike_on_all_ranks(ranks) -> None:
 def results_of_each() -> dict[str, bool]:
     """Whether each exchange that is timed has brought what the other rank gave."""
     with World.join("cpu") as world:
-        together, sliced = (
-            world.groups(Topology.of(2, **axis), 30.0, attaches=True) for axis in ({"wp": 2}, {"sp": 2})
-        )
+        together, sliced = (world.groups(Topology.of(2, **axis), 30.0, attaches=True) for axis in ({"wp": 2}, {"sp": 2}))
         kinds = links.collectives(together["stage"], together["wp"], sliced["sp"], world)
         found = {}
         for kind, exchange in kinds.items():
@@ -223,9 +219,7 @@ def test_other_policies_are_timed_before_other_micro_batches() -> None:
     policies = [name for name, size in variants_of(plan) if size == 2]
     assert policies[0] == "core.keep", "the plan's own is not another"
     everywhere = ["core.recompute", *policies]
-    assert variants_of(plan) == [(name, 2) for name in policies] + [
-        (name, size) for size in (8, 1) for name in everywhere
-    ]
+    assert variants_of(plan) == [(name, 2) for name in policies] + [(name, size) for size in (8, 1) for name in everywhere]
 
 
 @pytest.mark.parametrize(

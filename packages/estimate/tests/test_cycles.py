@@ -12,9 +12,7 @@ from sley_estimate.bytes.rank import rank_bytes
 from sley_testing.plans import changed, small_plan
 
 PLAN = small_plan(
-    model={"factory": "cyclic_layers:layers"},
-    batch={"global_size": 8, "micro_size": 2},
-    precision={"compute": "fp32"},
+    model={"factory": "cyclic_layers:layers"}, batch={"global_size": 8, "micro_size": 2}, precision={"compute": "fp32"}
 )
 
 

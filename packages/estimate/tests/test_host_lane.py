@@ -114,8 +114,7 @@ def test_an_update_for_which_the_host_waits_is_waited_for(changes: dict[str, Any
     """Where it does not know on the device whether a step is taken, it starts the update when the device has nothing to do."""
     plan, matmul = plan_of(**changes), {name: {"flops_per_s": 1e11} for name in ("fp16", "fp32")}
     slow, fast = (
-        machine_from_dict(small_machine(engine=ENGINE | {"parameter_s": value}, device__matmul=matmul))
-        for value in (1e-3, 0.0)
+        machine_from_dict(small_machine(engine=ENGINE | {"parameter_s": value}, device__matmul=matmul)) for value in (1e-3, 0.0)
     )
     one, other = (estimate_seconds(plan, 1, machine).step.devices_s for machine in (slow, fast))
     num_parameters = len({id(one) for layer in first_draft(plan, 1).model.layers for one in layer.module.parameters()})

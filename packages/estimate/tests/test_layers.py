@@ -259,9 +259,7 @@ def test_seconds_of_operators_by_hand() -> None:
 
 def test_phases_of_a_layer_are_added_where_they_run() -> None:
     one = (Operator("a", 10_000_000),)
-    work = LayerWork(
-        *(one * count for count in range(1, 1 + len(PHASES))), num_parameters=0, output_bytes=0, kept_bytes=0
-    )
+    work = LayerWork(*(one * count for count in range(1, 1 + len(PHASES))), num_parameters=0, output_bytes=0, kept_bytes=0)
     found = LayerSeconds.computed(work, device("cpu"))
     assert (found.forward, found.backward) == pytest.approx((2e-3, 2 * 2e-3 + 3 * 2e-3))
     assert (found.input_gradient, found.weight_gradient) == pytest.approx((2 * 2e-3 + 4 * 2e-3, 5 * 2e-3))

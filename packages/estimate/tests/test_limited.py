@@ -29,8 +29,7 @@ def nothing_is_left():
 def test_a_layer_that_waits_is_interrupted(own_layers):
     plan = plan_from_dict(
         small_plan(
-            model={"factory": "waiting_layer:layers", "options": {"seconds": FOR_EVER_S}},
-            limits={"estimate_timeout_s": 2.0},
+            model={"factory": "waiting_layer:layers", "options": {"seconds": FOR_EVER_S}}, limits={"estimate_timeout_s": 2.0}
         ),
         folder=own_layers,
     )

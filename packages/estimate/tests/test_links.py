@@ -94,9 +94,7 @@ def test_a_kind_overlaps_as_its_own_figures_say() -> None:
 
 def test_ranks_of_a_host_that_share_its_bus() -> None:
     assert message(MB, 0, 1, links(shared=False, per_host=4)).work_s == pytest.approx(1e-3)
-    shared = LinksTable.model_validate(
-        {"ranks_per_host": 4, "same_host": {"latency_s": 0.0, "bandwidth": 1e9, "shared": True}}
-    )
+    shared = LinksTable.model_validate({"ranks_per_host": 4, "same_host": {"latency_s": 0.0, "bandwidth": 1e9, "shared": True}})
     assert message(MB, 0, 1, shared).work_s == pytest.approx(4e-3)
 
 
@@ -115,9 +113,9 @@ def test_of_groups_that_lie_on_hosts_in_different_ways_the_slowest_counts() -> N
     assert topology.ranks_of("sp", 3) == tuple(crossing)
     groups = groups_at_once(topology, "sp", first, links())
     assert slowest("swap", MB, groups, links()) == collective("swap", MB, crossing, links())
-    assert slowest(
-        "sum", MB, groups_at_once(topology, "sp", first, links(per_host=3)), links(per_host=3)
-    ) == collective("sum", MB, first, links(per_host=3))
+    assert slowest("sum", MB, groups_at_once(topology, "sp", first, links(per_host=3)), links(per_host=3)) == collective(
+        "sum", MB, first, links(per_host=3)
+    )
     assert [len(all_groups(topology, "sp", links(per_host=each))) for each in (3, 4, 12)] == [1, 2, 1]
 
 

@@ -53,9 +53,7 @@ def parity(ranks: Any, texts: Path, sharded: Callable[..., Tables]) -> Callable[
 
     def parity(world: int, *, wp: int, dp: int | None = None, weights: Tables | None = None, **changes: Any) -> Any:
         same = {
-            key: value
-            for key, value in changes.items()
-            if not key.startswith(("gradient_handlers", "parallel", "sequence"))
+            key: value for key, value in changes.items() if not key.startswith(("gradient_handlers", "parallel", "sequence"))
         }
         reference = alone(sharded(1, 1, **same), 3, folder=texts)
         found = ranks(world, 120)(record, sharded(wp, dp, weights, **changes), 3, folder=texts)

@@ -26,9 +26,7 @@ FOREIGN = {
 }
 
 
-def between(
-    tables: dict[str, Any], folder: Any, call: Callable[[Run], Any] | None
-) -> tuple[Any, dict[str, Tensor], int]:
+def between(tables: dict[str, Any], folder: Any, call: Callable[[Run], Any] | None) -> tuple[Any, dict[str, Tensor], int]:
     """What `call` returns between two steps, the weights after them, and how many buffers are lent then."""
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()

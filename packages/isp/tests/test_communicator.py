@@ -61,14 +61,7 @@ def counted(tables: dict[str, Any], folder: Any, num_steps: int = 3) -> dict[str
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    "fraction",
-    [
-        0.0,
-        0.5,
-        1.0,
-        pytest.param(0.25, marks=pytest.mark.campaign),
-        pytest.param(0.75, marks=pytest.mark.campaign),
-    ],
+    "fraction", [0.0, 0.5, 1.0, pytest.param(0.25, marks=pytest.mark.campaign), pytest.param(0.75, marks=pytest.mark.campaign)]
 )
 @pytest.mark.parametrize("unit", ["layer", "module"])
 def test_counts_at_every_fraction(ranks, sharded, texts, fraction, unit):

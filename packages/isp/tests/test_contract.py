@@ -24,9 +24,7 @@ class TestByModuleAndOncePerStep(WeightCommunicatorContract):
             (2, 2, 3, {"activations": {"use": "core.recompute", "fraction": 1.0}}),
             pytest.param(2, 2, 1, {}, marks=pytest.mark.campaign),
             pytest.param(4, 2, 2, {}, marks=pytest.mark.campaign),
-            pytest.param(
-                4, 4, 1, {"activations": {"use": "core.recompute", "fraction": 0.5}}, marks=pytest.mark.campaign
-            ),
+            pytest.param(4, 4, 1, {"activations": {"use": "core.recompute", "fraction": 0.5}}, marks=pytest.mark.campaign),
         ],
     )
     def test_every_layout_gives_the_numbers_of_whole_weights(

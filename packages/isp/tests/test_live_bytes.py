@@ -33,22 +33,12 @@ def test_full_gradients_take_what_is_counted(ranks, sharded, texts, attaches):
     By messages, what comes from the other rank is received beside each: half of it again. The two peaks need not fall on the
     same moment of a backward, so that a part of a block's activations may be missing from their difference.
     """
-    wide = {
-        "model__num_layers": 7,
-        "model__hidden": 64,
-        "model__ffn_hidden": 704,
-        "activations": {"use": "core.recompute"},
-    }
-    changes = wide | {
-        "parallel": {"cross_memory_attach": attaches},
-        "batch": {"global_size": 2, "micro_size": 1},
-    }
+    wide = {"model__num_layers": 7, "model__hidden": 64, "model__ffn_hidden": 704, "activations": {"use": "core.recompute"}}
+    changes = wide | {"parallel": {"cross_memory_attach": attaches}, "batch": {"global_size": 2, "micro_size": 1}}
     plans = [sharded(2, weights={"reductions": bound, "pool": "isp.fresh"}, **changes) for bound in (4, 6)]
     whole = (4 * 64 * 64 + 3 * 64 * 704) * 8
     for (few, few_counted), (many, many_counted) in ranks(2, fresh=True)(live, plans, texts):
         counted = many_counted - few_counted
-        print(
-            f"{many - few} bytes alive for two more gradients of blocks, {counted} counted, {2 * whole} without scratch"
-        )
+        print(f"{many - few} bytes alive for two more gradients of blocks, {counted} counted, {2 * whole} without scratch")
         assert counted == pytest.approx(2 * whole * (1.0 if attaches else 1.5), rel=0.02)
         assert 0.85 * counted < many - few < 1.02 * counted

@@ -33,11 +33,7 @@ def test_parity(parity, fused, tied, fraction):
 
 @pytest.mark.parametrize(
     "match",
-    [
-        "blocks.*",
-        pytest.param("*query*", marks=pytest.mark.campaign),
-        pytest.param("embed*", marks=pytest.mark.campaign),
-    ],
+    ["blocks.*", pytest.param("*query*", marks=pytest.mark.campaign), pytest.param("embed*", marks=pytest.mark.campaign)],
 )
 def test_frozen_weights(parity, match):
     parity(2, wp=2, weights=ONCE, batch=BATCH, optimizer__groups=[{"match": match, "freeze": True}])

@@ -57,13 +57,7 @@ def drawn_plan(seed: int, world: int) -> dict[str, Any]:
         "model": {"factory": "drawn:model", "options": {"seed": seed, "tied": tied}},
         "data": {"factory": "drawn:Rows"},
         "batch": {"global_size": GLOBAL, "micro_size": micro},
-        "optimizer": {
-            "use": "core.sgd",
-            "lr": 0.1,
-            "momentum": 0.9,
-            "weight_decay": 0.1,
-            "clip_norm": draw.choice([0.1, 1e6]),
-        },
+        "optimizer": {"use": "core.sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "clip_norm": draw.choice([0.1, 1e6])},
         "evaluation": {"every": STEPS + 1, "steps": 1},
         "precision": {"compute": "fp64", "accumulation": draw.choice(["auto", "direct"])},
         "parallel": {"dp": world, "wp": wp, "cross_memory_attach": draw.random() < 0.6},
@@ -149,9 +143,7 @@ def check_drawn(ranks: Any, own: Path, world: int, seeds: Sequence[int]) -> None
     plans = [drawn_plan(seed, world) for seed in seeds]
     ended: Counter[str] = Counter()
     wrong = []
-    for tables, of_ranks in zip(
-        plans, zip(*ranks(world, 580)(recorded, plans, own, batches), strict=True), strict=True
-    ):
+    for tables, of_ranks in zip(plans, zip(*ranks(world, 580)(recorded, plans, own, batches), strict=True), strict=True):
         try:
             made = model(**tables["model"]["options"])
             ended[assert_plain(made, tables, of_ranks, batches, held_out, allowed_of(tables))] += 1
@@ -197,9 +189,7 @@ def test_habits_around_a_sharded_linear(ranks, own, unit):
         tables = drawn_plan(1, 2) | {"model": {"factory": "sley_testing.habits:model", "options": {"habit": habit}}}
         tables["batch"] = {"global_size": GLOBAL, "micro_size": 4}
         del tables["evaluation"]  # for which some habits have no forward
-        plans.append(
-            tables | {"weights": {"use": "isp.communicator", "unit": unit}, "activations": {"use": "core.keep"}}
-        )
+        plans.append(tables | {"weights": {"use": "isp.communicator", "unit": unit}, "activations": {"use": "core.keep"}})
     for habit, tables, of_ranks in zip(
         habits, plans, zip(*ranks(2, 240)(recorded, plans, own, batches), strict=True), strict=True
     ):

@@ -64,11 +64,7 @@ WAYS = [
 @pytest.mark.parametrize(("weights", "memory"), WAYS)
 def test_ranks_that_go_different_ways_are_told(ranks, sharded, texts, own, weights, memory, model_name):
     """Where each module's gradients travel alone, one rank's would be taken for those of another, of its size or not."""
-    changes = model(model_name) | {
-        "run__seed": APART,
-        "batch__micro_size": 1,
-        "parallel": {"cross_memory_attach": memory},
-    }
+    changes = model(model_name) | {"run__seed": APART, "batch__micro_size": 1, "parallel": {"cross_memory_attach": memory}}
     changes["limits"] = {"collective_timeout_s": 20.0}
     for message in ranks(2)(first_step, sharded(2, weights=weights, **changes), texts):
         assert "ranks-differ" in message
@@ -85,23 +81,13 @@ def by_collectives(tables: dict[str, Any], folder: Any, evaluates: bool) -> tupl
         before = [entry.parameter.detach().clone() for entry in run.book]
         with pytest.raises(RunError) as caught:
             (run.evaluate if evaluates else run.step)()
-        return str(caught.value), all(
-            torch.equal(entry.parameter, one) for entry, one in zip(run.book, before, strict=True)
-        )
+        return str(caught.value), all(torch.equal(entry.parameter, one) for entry, one in zip(run.book, before, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("weights", "evaluates"), [({"fused": False}, False), ({"unit": "module", "overlap": False}, True)]
-)
-def test_ranks_that_go_different_ways_are_told_where_no_mark_rides_along(
-    ranks, sharded, texts, own, weights, evaluates
-):
+@pytest.mark.parametrize(("weights", "evaluates"), [({"fused": False}, False), ({"unit": "module", "overlap": False}, True)])
+def test_ranks_that_go_different_ways_are_told_where_no_mark_rides_along(ranks, sharded, texts, own, weights, evaluates):
     """Branches of one size: their weights or gradients are taken for each other's, but no step is taken with them."""
-    changes = model("branches") | {
-        "run__seed": APART,
-        "batch__micro_size": 1,
-        "parallel": {"cross_memory_attach": False},
-    }
+    changes = model("branches") | {"run__seed": APART, "batch__micro_size": 1, "parallel": {"cross_memory_attach": False}}
     tables = sharded(2, weights=weights, evaluation={"every": 9, "steps": 1}, **changes)
     for message, is_as_before in ranks(2)(by_collectives, tables, texts, evaluates):
         assert "ranks-differ" in message

@@ -42,9 +42,7 @@ def test_what_is_away_is_saved_where_it_lies_and_goes_on_bit_for_bit(own, tmp_pa
         wanted = sha(run)
     here, away = read(tmp_path / "here"), read(tmp_path / "away")
     assert set(here) == set(away)
-    is_same_run = (
-        OFFLOADS[offload][0] not in ON_HOST
-    )  # the odd parameters of this model are stepped by other kernels there
+    is_same_run = OFFLOADS[offload][0] not in ON_HOST  # the odd parameters of this model are stepped by other kernels there
     if is_same_run:
         assert all(here[name].equal(away[name]) for name in here)
     for path in ("here", "away") if is_same_run else ("away",):

@@ -28,9 +28,7 @@ ALONE = {
     "fp64": {},
     "bf16": {"precision__compute": "bf16"},
     "fp32 without clipping": {"precision__compute": "fp32", "optimizer": {"use": "core.adamw", "lr": 3e-3}},
-    "fp16 that overflows": {
-        "precision": {"compute": "fp16", "loss_scale": {"init_scale": 2.0**24, "backoff_factor": 0.0625}},
-    },
+    "fp16 that overflows": {"precision": {"compute": "fp16", "loss_scale": {"init_scale": 2.0**24, "backoff_factor": 0.0625}}},
     "momentum, two groups": {
         "precision__compute": "bf16",
         "optimizer": {
@@ -59,9 +57,7 @@ def test_one_process_has_the_same_bits(changes, offload, texts):
     wanted = alone(tables, STEPS, folder=texts)
     found = record(changed(tables, offload=offload), STEPS, folder=texts)
     assert_same_bits(wanted.weights, found.weights)
-    assert any(not torch.equal(first, wanted.weights[name]) for name, first in wanted.first.items()), (
-        "no step was taken"
-    )
+    assert any(not torch.equal(first, wanted.weights[name]) for name, first in wanted.first.items()), "no step was taken"
     assert str([row["loss"] for row in wanted.rows]) == str([row["loss"] for row in found.rows])
     assert str([row["grad_norm"] for row in wanted.rows]) == str([row["grad_norm"] for row in found.rows])
 
@@ -109,9 +105,7 @@ def test_weights_that_a_program_writes_reach_the_masters(compute, texts):
         plan = plan_from_dict(small_plan(precision__compute=compute, offload=offload or None), texts)
         with World.join("cpu") as world, assemble(plan, world) as run:
             run.step()
-            run.load_weights(
-                {name: value * 0.5 for name, value in weights(run).items() if "norm" not in name}, strict=False
-            )
+            run.load_weights({name: value * 0.5 for name, value in weights(run).items() if "norm" not in name}, strict=False)
             run.step()
             with torch.no_grad():
                 run.book["blocks.1.attention_norm.weight"].parameter.fill_(0.25)

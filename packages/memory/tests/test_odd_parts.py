@@ -144,9 +144,7 @@ def test_an_optimizer_of_a_users_own_with_states_of_every_kind():
     """Nested, of two dtypes, replaced in each step, new in a later step, of no parameter; and none before the first step."""
     plain, kinds, _, size = with_an_odd_optimizer([], moves=False)
     assert kinds["second.across.step"] == (torch.device("cpu"), torch.float32, ())
-    assert {"second.across.sums.0", "second.across.sums.1.0", "second.across.late", "optimizer.of everybody"} <= {
-        *kinds
-    }
+    assert {"second.across.sums.0", "second.across.sums.1.0", "second.across.late", "optimizer.of everybody"} <= {*kinds}
     found, found_kinds, moved, _ = with_an_odd_optimizer(EVERYTHING, moves=True)
     assert (found, found_kinds) == (plain, kinds)
     assert moved.copied_out == moved.copied_in > 0

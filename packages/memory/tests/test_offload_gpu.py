@@ -92,10 +92,7 @@ def test_copies_are_as_fast_as_plain_ones(run, monkeypatch):
     """
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     size = 512 * MIB
-    here, there = (
-        torch.empty(size, dtype=torch.uint8, device="cuda"),
-        torch.empty(size, dtype=torch.uint8, pin_memory=True),
-    )
+    here, there = (torch.empty(size, dtype=torch.uint8, device="cuda"), torch.empty(size, dtype=torch.uint8, pin_memory=True))
     plain_out = size / min(seconds(lambda: there.copy_(here, non_blocking=True)) for _ in range(5))
     plain_in = size / min(seconds(lambda: here.copy_(there, non_blocking=True)) for _ in range(5))
     rates, hosts = [], set()

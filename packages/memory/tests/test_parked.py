@@ -62,9 +62,7 @@ def test_any_tensors_come_back(kinds, bucket_bytes):
 def test_any_change_of_words_rows_or_blocks_is_seen(data):
     """Also words that differ in their sign alone, and rows with the same sum."""
     size = data.draw(st.sampled_from([8, 12, 4096, 8192, 40_004]))
-    memory = torch.frombuffer(
-        bytearray(data.draw(st.binary(min_size=64, max_size=64)) * (size // 64 + 1)), dtype=torch.uint8
-    )
+    memory = torch.frombuffer(bytearray(data.draw(st.binary(min_size=64, max_size=64)) * (size // 64 + 1)), dtype=torch.uint8)
     memory = memory[:size].clone()
     memory[torch.arange(0, size, 77)] ^= torch.arange(0, size, 77).to(torch.uint8)
     before, old = fingerprints([memory]), memory.clone()
@@ -231,7 +229,5 @@ def test_the_device_gets_back_what_the_parts_had(offload):
         report = run.memory.report
         assert {part: report[part].given_back for part in sizes} == sizes
         run.memory.onload()
-        assert {part: size for part, size in run.memory.bytes.items() if size} | {"gradients": 0} == sizes | {
-            "gradients": 0
-        }
+        assert {part: size for part, size in run.memory.bytes.items() if size} | {"gradients": 0} == sizes | {"gradients": 0}
         cycle(run)

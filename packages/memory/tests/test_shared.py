@@ -165,9 +165,7 @@ def closes_alone(folder, to):
     to.write_text(json.dumps(found), "utf-8")
 
 
-def test_a_run_that_closes_without_its_peers_says_what_is_lost_and_has_no_numbers_there(
-    ranks, texts, tmp_path, monkeypatch
-):
+def test_a_run_that_closes_without_its_peers_says_what_is_lost_and_has_no_numbers_there(ranks, texts, tmp_path, monkeypatch):
     """Half of what it had was on the host of the rank that was killed: no weight is a number, and nobody waits."""
     monkeypatch.setattr(testing_ranks, "GRACE_S", 30.0)
     with pytest.raises(RankError, match="SIGKILL"):

@@ -38,12 +38,7 @@ def test_there_are_few_sizes() -> None:
 
 def test_other_shapes_and_dtypes_of_almost_the_same_size_share_a_block() -> None:
     shared = pool()
-    for shape, dtype in [
-        ((60, 100), torch.float32),
-        ((24_100,), torch.uint8),
-        ((100, 120), torch.bfloat16),
-        ((), torch.int64),
-    ]:
+    for shape, dtype in [((60, 100), torch.float32), ((24_100,), torch.uint8), ((100, 120), torch.bfloat16), ((), torch.int64)]:
         with shared.lease(shape, dtype, CPU) as buffer:
             assert (buffer.shape, buffer.dtype, buffer.is_contiguous()) == (shape, dtype, True)
             assert buffer.data_ptr() % 256 == 0

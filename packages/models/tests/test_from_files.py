@@ -126,9 +126,7 @@ def test_files_of_another_type_are_converted(real: Real, tmp_path: Path, dtype: 
         ({"model_type": "qwen3", "head_dim": None}, "does not say head_dim"),
     ],
 )
-def test_what_the_decoder_does_not_compute_is_refused_by_its_name(
-    tmp_path: Path, change: dict[str, Any], says: str
-) -> None:
+def test_what_the_decoder_does_not_compute_is_refused_by_its_name(tmp_path: Path, change: dict[str, Any], says: str) -> None:
     saved(tmp_path, "llama")
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
@@ -193,10 +191,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda folder: _without(folder, KEY), f"'{KEY}' is missing"),
     "ghost": (lambda folder: _with(folder, "model.rope", torch.ones(2)), "'model.rope' is unknown"),
     "old buffers": (lambda folder: _with(folder, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4)), ""),
-    "tied head": (
-        lambda folder: _with(folder, "lm_head.weight", torch.ones(97, 32)),
-        "'lm_head.weight' has other values",
-    ),
+    "tied head": (lambda folder: _with(folder, "lm_head.weight", torch.ones(97, 32)), "'lm_head.weight' has other values"),
     "shape": (
         lambda folder: (_without(folder, KEY), _with(folder, KEY, torch.ones(3, 3))),
         r"k_proj.weight' is \[3, 3\] and not \[32, 32\]",

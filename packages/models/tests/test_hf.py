@@ -75,9 +75,7 @@ def test_we_compute_transformers_logits_from_their_weights(real: Real, tie: bool
     model, other = real(lambda data: layers(ours, data)), theirs(ours)
     weights = from_hugging_face(other.state_dict(), ours)
     for layer in model:
-        own = {
-            name.removeprefix(f"{layer.name}."): weights[name] for name in weights if name.startswith(f"{layer.name}.")
-        }
+        own = {name.removeprefix(f"{layer.name}."): weights[name] for name in weights if name.startswith(f"{layer.name}.")}
         layer.module.load_state_dict(own, strict=True)
     tokens = torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():

@@ -14,9 +14,7 @@ from sley_testing.ranks import Ranks
 from sley_testing.runs import Recorded, alone, assert_parity_of_parts, record
 
 OWN = Path(__file__).parent / "own"
-PLAN = small_plan(
-    run__seed=3, model={"factory": "pp_parts:chain"}, data={"factory": "pp_parts:Rows"}, optimizer__lr=1e-2
-)
+PLAN = small_plan(run__seed=3, model={"factory": "pp_parts:chain"}, data={"factory": "pp_parts:Rows"}, optimizer__lr=1e-2)
 
 
 @pytest.fixture

@@ -79,10 +79,7 @@ def test_interleaved_is_the_same_where_torch_has_it(stages, micros, chunks):
 @equal_rounds
 def test_zero_bubble_h1_is_the_same(stages, micros):
     """With M < P too, but for the place of weight gradients that nobody waits for."""
-    ours, theirs = (
-        zero_bubble_h1(stages, 1, micros),
-        stock_lists(stock.ScheduleInterleavedZeroBubble, stages, 1, micros),
-    )
+    ours, theirs = (zero_bubble_h1(stages, 1, micros), stock_lists(stock.ScheduleInterleavedZeroBubble, stages, 1, micros))
     assert without_weight_gradients(ours) == without_weight_gradients(theirs)
     assert makespan(ours, loop(stages), micros) == makespan(theirs, loop(stages), micros)
     assert ours == theirs or micros < stages

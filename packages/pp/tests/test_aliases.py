@@ -169,7 +169,5 @@ def test_many_layers_that_alias_what_they_received(ranks, own, tmp_path, stages)
     print("seed", seed)
     draw = random.Random(seed)
     schedules = [name for name in SCHEDULES if stages < 4 or name not in ("interleaved", "zero_bubble_v")]
-    cases = [
-        (parts().drawn(draw.randrange(10**6)), schedule, draw.choice([1, 2, 3, 4, 6, 8])) for schedule in 20 * schedules
-    ]
+    cases = [(parts().drawn(draw.randrange(10**6)), schedule, draw.choice([1, 2, 3, 4, 6, 8])) for schedule in 20 * schedules]
     check(ranks, own, tmp_path, stages, cases, 550)

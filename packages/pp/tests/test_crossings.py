@@ -78,9 +78,7 @@ def test_a_layer_may_write_to_what_its_stage_received(ranks, own):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize(
-    ("factory", "stages", "options"), [("typed", 3, {}), ("many", 2, {"number": 40}), ("in_place", 3, {})]
-)
+@pytest.mark.parametrize(("factory", "stages", "options"), [("typed", 3, {}), ("many", 2, {"number": 40}), ("in_place", 3, {})])
 def test_heads_apart_in_every_schedule(ranks, own, factory, stages, options):
     assert_crosses(ranks, own, factory, stages, apart=SCHEDULES, **options)
 

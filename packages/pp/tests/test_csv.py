@@ -15,12 +15,7 @@ from sley_pp.schedules import build_csv, interleaved, one_f_one_b, zero_bubble_v
 
 @pytest.mark.parametrize(
     ("generate", "placement"),
-    [
-        (one_f_one_b, loop(1)),
-        (one_f_one_b, loop(4)),
-        (interleaved, loop(3, 2)),
-        (zero_bubble_v, v(3)),
-    ],
+    [(one_f_one_b, loop(1)), (one_f_one_b, loop(4)), (interleaved, loop(3, 2)), (zero_bubble_v, v(3))],
 )
 def test_what_is_written_is_read_again(generate, placement):
     lists = generate(placement.stages, placement.chunks, 5)
@@ -50,14 +45,8 @@ def test_any_deal_of_the_parts_is_read():
         ("0F0,0X0", "a.csv:1:5 has `0X0`"),
         ("0F0,0B", "has `0B`"),
         ("0F" + "9" * 5000, "has `0F999"),
-        (
-            "0F0,0B0\n2F0,2B0",
-            "does not give each part of the model, counted from 0, to one rank (rank 0: [0]; rank 1: [2])",
-        ),
-        (
-            "0F0,0B0\n0F1,0B1",
-            "does not give each part of the model, counted from 0, to one rank (rank 0: [0]; rank 1: [0])",
-        ),
+        ("0F0,0B0\n2F0,2B0", "does not give each part of the model, counted from 0, to one rank (rank 0: [0]; rank 1: [2])"),
+        ("0F0,0B0\n0F1,0B1", "does not give each part of the model, counted from 0, to one rank (rank 0: [0]; rank 1: [0])"),
         ("0F0,0B0\n\n1F0,1B0", "equally many parts of the model (rank 0: [0]; rank 1: []; rank 2: [1])"),
         ("", "a.csv has no actions"),
         (" , ,", "a.csv has no actions"),
@@ -79,9 +68,7 @@ def test_a_file_is_for_its_own_sizes(tmp_path):
     with pytest.raises(PlanError, match="is for 2 stages, but the plan has 3"):
         schedule.placement(3)
     for stages, micros in ((3, 3), (2, 4)):
-        with pytest.raises(
-            PlanError, match=rf"is for 2 stages and 3 micro-batches, but the plan has {stages} and {micros}"
-        ):
+        with pytest.raises(PlanError, match=rf"is for 2 stages and 3 micro-batches, but the plan has {stages} and {micros}"):
             schedule.lists(stages, micros)
 
 

@@ -81,9 +81,7 @@ def lengths(tables: dict[str, Any], folder: Path) -> list[bool]:
     found = []
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         for length in (24, 23, 24, 22):
-            micros = [
-                {name: torch.ones(2, length, dtype=torch.int64) for name in ("tokens", "labels")} for _ in range(4)
-            ]
+            micros = [{name: torch.ones(2, length, dtype=torch.int64) for name in ("tokens", "labels")} for _ in range(4)]
             run.step(micros)
             found.append(run.stepper.executor.crossing.link._lines.by_host)  # type: ignore[union-attr]
     return found
@@ -105,8 +103,6 @@ def connected(pairs: dict[int, list[int]]) -> list[int]:
 
 
 @pytest.mark.parametrize("pairs", [{0: [1], 1: [2, 0], 2: [1]}, {0: [2, 1], 1: [0, 2], 2: [1, 0]}])
-def test_stages_connect_whatever_the_order_of_their_peers(
-    ranks: Callable[..., Any], pairs: dict[int, list[int]]
-) -> None:
+def test_stages_connect_whatever_the_order_of_their_peers(ranks: Callable[..., Any], pairs: dict[int, list[int]]) -> None:
     """In a line and in a loop; each exchange blocks until the peer comes to it."""
     assert ranks(3, 30)(connected, pairs) == [sorted(pairs[stage]) for stage in range(3)]

@@ -12,10 +12,7 @@ from sley_testing.runs import record
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 HF_LLAMA = small_plan(
-    model={
-        "factory": "hf_llama:layers",
-        "options": {"num_layers": 3, "hidden": 16, "heads": 4, "kv_heads": 2, "tie": True},
-    },
+    model={"factory": "hf_llama:layers", "options": {"num_layers": 3, "hidden": 16, "heads": 4, "kv_heads": 2, "tie": True}},
     data={"use": "data.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
     batch={"global_size": 4, "micro_size": 1},
     optimizer={"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1},

@@ -19,9 +19,7 @@ def staged(schedule: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_v"])
-@pytest.mark.parametrize(
-    "num_devices", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu(2))]
-)
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu(2))])
 def test_two_stages_equal_one_process(ranks: Any, schedule: str, num_devices: int) -> None:
     """By the host where they share a device, whose tensors gloo cannot send; by NCCL, with a device for each."""
     if num_devices == 1 and torch.cuda.device_count() > 1:

@@ -38,9 +38,7 @@ def test_more_stages(compared, texts, stages, schedules):
     compared(stages, [plan(schedule, stages, model__tie_embeddings=True) for schedule in schedules], folder=texts)
 
 
-@pytest.mark.parametrize(
-    "schedules", [["pp.zero_bubble_v"], pytest.param(["pp.one_f_one_b"], marks=pytest.mark.campaign)]
-)
+@pytest.mark.parametrize("schedules", [["pp.zero_bubble_v"], pytest.param(["pp.one_f_one_b"], marks=pytest.mark.campaign)])
 def test_two_stages_of_two_replicas(compared, texts, schedules):
     every = compared(4, [plan(schedule, 2, 2, model__tie_embeddings=True) for schedule in schedules], folder=texts)
     for schedule, layouts in zip(schedules, every, strict=True):

@@ -22,8 +22,7 @@ def test_every_schedule_is_built_from_its_defaults(name):
     assert isinstance(schedule, Schedule)
     lowered = lower(schedule.lists(4, 6), schedule.placement(4), 6)
     assert all(
-        sum(step.kind is Kind.CHUNK_DONE for step in steps if hasattr(step, "kind")) == schedule.chunks
-        for steps in lowered
+        sum(step.kind is Kind.CHUNK_DONE for step in steps if hasattr(step, "kind")) == schedule.chunks for steps in lowered
     )
 
 

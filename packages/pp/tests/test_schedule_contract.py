@@ -52,9 +52,7 @@ class TestSharedModules(TieContract):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize(
-    "test", [name for name in vars(ScheduleContract) if name.startswith("test_") and "two_" not in name]
-)
+@pytest.mark.parametrize("test", [name for name in vars(ScheduleContract) if name.startswith("test_") and "two_" not in name])
 @pytest.mark.parametrize("schedule", [TestGPipe, TestOneFOneB, TestInterleaved, TestZeroBubbleH1, TestZeroBubbleV])
 def test_many_sizes(schedule: type[ScheduleContract], test: str) -> None:
     contract = schedule()

@@ -12,15 +12,7 @@ from sley_core.actions.draw import draw_text
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Machine, SimulatedStep, simulate
 from sley_core.errors import PlanError
-from sley_pp.schedules import (
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    round_sizes,
-    with_weight_gradients,
-    zero_bubble_h1,
-    zero_bubble_v,
-)
+from sley_pp.schedules import gpipe, interleaved, one_f_one_b, round_sizes, with_weight_gradients, zero_bubble_h1, zero_bubble_v
 
 SCHEDULES = {
     "gpipe": Schedule(gpipe),
@@ -176,9 +168,7 @@ def test_posting_all_receives_at_the_start_would_gain_no_time(schedule, stages, 
     ],
 )
 def test_the_drawing_in_a_schedule_s_docstring_is_what_it_does(generate, schedule, micros):
-    shown = [
-        line.strip().removesuffix(" ...") for line in generate.__doc__.splitlines() if line.startswith("        stage ")
-    ]
+    shown = [line.strip().removesuffix(" ...") for line in generate.__doc__.splitlines() if line.startswith("        stage ")]
     drawn = draw_text(simulated(SCHEDULES[schedule], 4, micros).timeline, width=1000).splitlines()
     assert len(shown) == 4
     assert all(row.startswith(line) for row, line in zip(drawn, shown, strict=False))

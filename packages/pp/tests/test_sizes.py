@@ -25,10 +25,7 @@ def sizes(small, pp, micros, dp=1, **changes):
 
 @pytest.mark.parametrize(
     ("pp", "micros"),
-    [
-        (2, (3,)),
-        *(pytest.param(*one, marks=pytest.mark.campaign) for one in ((2, (1, 8)), (3, (4,)), (4, (1, 3, 8)))),
-    ],
+    [(2, (3,)), *(pytest.param(*one, marks=pytest.mark.campaign) for one in ((2, (1, 8)), (3, (4,)), (4, (1, 3, 8))))],
 )
 def test_micro_batches_fewer_than_stages_and_no_multiple_of_them(compared, small, pp, micros):
     """No two samples have as many labels, so a mean of means would differ."""
@@ -59,9 +56,7 @@ def test_bf16_boundaries_with_as_many_micro_batches_as_stages(compared, small):
 @pytest.mark.campaign
 def test_weights_after_eight_batches(compared, small):
     """1, 2 and 4 micro-batches on one replica or two of two stages; each is compared with its own one-process run."""
-    plans = {
-        (k, dp): small("pp.one_f_one_b", 2, dp, batch__micro_size=8 // (k * dp)) for k in (1, 2, 4) for dp in (1, 2)
-    }
+    plans = {(k, dp): small("pp.one_f_one_b", 2, dp, batch__micro_size=8 // (k * dp)) for k in (1, 2, 4) for dp in (1, 2)}
     ends = []
     for dp in (1, 2):
         every = compared(2 * dp, [plans[k, dp] for k in (1, 2, 4)], 8)

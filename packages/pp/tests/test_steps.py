@@ -216,9 +216,7 @@ def test_a_wait_that_takes_too_long_says_for_what(ranks, small, own):
     """Operation, stages, direction and micro-batch, in the time that the plan gives."""
     tables = small("pp.one_f_one_b", 2, limits={"collective_timeout_s": 1.0})
     (told, seconds), _ = ranks(2)(alone_in_a_step, tables, own)
-    assert "receive of what stage 0 takes from stage 1, backward, a gradient of micro-batch 0" in told.replace(
-        "\n", " "
-    )
+    assert "receive of what stage 0 takes from stage 1, backward, a gradient of micro-batch 0" in told.replace("\n", " ")
     assert "pp[0, 1]" in told
     assert seconds < 7
 

@@ -108,8 +108,7 @@ def test_copies_are_one_parameter_in_every_layout(compared, small, pp, dp, sched
 
 
 @pytest.mark.parametrize(
-    ("pp", "dp"),
-    [(2, 1), *(pytest.param(*one, marks=pytest.mark.campaign) for one in ((2, 2), (3, 1), (4, 1)))],
+    ("pp", "dp"), [(2, 1), *(pytest.param(*one, marks=pytest.mark.campaign) for one in ((2, 2), (3, 1), (4, 1)))]
 )
 def test_copies_are_equal_after_twenty_steps(compared, small, pp, dp):
     """Bit for bit, and within 1e-5 of the one-process run, in single precision."""
@@ -202,10 +201,7 @@ def test_copies_cannot_be_given_other_options(small, own):
         code, message = refusal(tables, own)
         assert code == "group-unmatched", option
         assert "`head.weight`, which is tied to `embed.weight` and goes by that name" in message
-    assert (
-        code_of(small("pp.gpipe", 2, model=model, optimizer__groups=[{"match": "embed.weight", "lr": 0.5}]), own)
-        is None
-    )
+    assert code_of(small("pp.gpipe", 2, model=model, optimizer__groups=[{"match": "embed.weight", "lr": 0.5}]), own) is None
 
 
 def decays(tables, folder):
@@ -277,7 +273,5 @@ def test_a_copy_that_drifts_is_found(ranks, small, own, every):
     else:
         code, message = told[0]
         assert code == "tie-drifted"
-        assert (
-            f"after step {math.ceil(3 / every) * every} the copies of embed.weight on stages [0, 1] differ" in message
-        )
+        assert f"after step {math.ceil(3 / every) * every} the copies of embed.weight on stages [0, 1] differ" in message
     assert ranks(2)(drifted, tables, own, None) == [5, 5], "and nothing is found where nothing is"

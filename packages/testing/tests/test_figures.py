@@ -39,9 +39,7 @@ def test_a_table_has_each_figure_beside_its_target(
 
 
 @pytest.mark.parametrize(("report", "told"), [(REPORT, "2 passed, 1 failed, 1 skipped"), (None, "no report")])
-def test_tests_are_told_with_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], report: str | None, told: str
-) -> None:
+def test_tests_are_told_with_them(tmp_path: Path, capsys: pytest.CaptureFixture[str], report: str | None, told: str) -> None:
     if report is not None:
         (tmp_path / "tests.xml").write_text(report)
     assert main([str(tmp_path / "none"), "--tests", str(tmp_path / "tests.xml")]) == 1

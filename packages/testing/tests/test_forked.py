@@ -82,9 +82,7 @@ if __name__ == "__main__":
 def test_it_ends_with_a_process_that_is_killed(tmp_path):
     (tmp_path / "said.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(600)")
     (tmp_path / "killed.py").write_text(KILLED)
-    ended = subprocess.run(
-        [sys.executable, "killed.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = subprocess.run([sys.executable, "killed.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     pid, said = ended.stdout.split()
     assert (said, ended.returncode) == ("here", -signal.SIGKILL)
     for _ in range(100):
@@ -118,23 +116,11 @@ print(mine.values, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, open("/pr
 @pytest.mark.parametrize(
     ("before", "end", "said"),
     [
-        (
-            "signal = __import__('signal'); signal.signal(signal.SIGTERM, print)",
-            "sys.exit(3)",
-            "3 True ['a'] child True",
-        ),
-        (
-            "__import__('logging').getLogger('torch').setLevel(50)",
-            "raise ValueError('no good')",
-            "1 True ['a'] child True",
-        ),
+        ("signal = __import__('signal'); signal.signal(signal.SIGTERM, print)", "sys.exit(3)", "3 True ['a'] child True"),
+        ("__import__('logging').getLogger('torch').setLevel(50)", "raise ValueError('no good')", "1 True ['a'] child True"),
         ("", "os.kill(os.getpid(), signal.SIGTERM)", "-15 True ['a'] child True"),
         ("os.getlogin = None", "sys.exit('told')", "1 False ['a'] child True"),
-        (
-            "__import__('sley_testing.preload').preload.before._handlers['SIGINT'] = 1",
-            "sys.exit(3)",
-            "3 True ['a'] child True",
-        ),
+        ("__import__('sley_testing.preload').preload.before._handlers['SIGINT'] = 1", "sys.exit(3)", "3 True ['a'] child True"),
     ],
     ids=["a handler", "a logger", "nothing", "a patch", "tests in the background, where Ctrl-C is ignored"],
 )

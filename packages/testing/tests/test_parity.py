@@ -27,9 +27,7 @@ def test_a_small_wrong_parameter_does_not_drown_in_a_large_right_one(gradients):
     other = {**gradients, "small": gradients["small"] * 1.01}
     assert relative_errors(gradients, other) == {"large": 0.0, "small": pytest.approx(0.01, rel=1e-4)}
     assert_close_gradients(gradients, other, 0.011)
-    with pytest.raises(
-        AssertionError, match=r"1 of 2 differ by more than 0.001, the worst first\n  small \(8,\): 0.01"
-    ):
+    with pytest.raises(AssertionError, match=r"1 of 2 differ by more than 0.001, the worst first\n  small \(8,\): 0.01"):
         assert_close_gradients(gradients, other, 1e-3)
 
 

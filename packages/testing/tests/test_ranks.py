@@ -86,12 +86,7 @@ def test_every_rank_is_forked_from_one_server_that_has_imported_torch(ranks):
 
 def surroundings():
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLEY_STORE", "SLEY_TEST_VALUE")
-    return (
-        {name: os.environ.get(name) for name in names},
-        str(Path.cwd()),
-        torch.get_num_threads(),
-        dist.is_initialized(),
-    )
+    return ({name: os.environ.get(name) for name in names}, str(Path.cwd()), torch.get_num_threads(), dist.is_initialized())
 
 
 def test_a_rank_has_the_tests_environment_folder_and_path(ranks, monkeypatch, tmp_path):

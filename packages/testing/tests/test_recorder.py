@@ -42,9 +42,7 @@ def spellings(rank: int) -> dict[str, Callable[[], object]]:
         "all_gather_single": lambda: dist.all_gather_into_tensor(torch.empty(8), x),
         "reduce_scatter": lambda: dist.reduce_scatter(torch.empty(2), [torch.ones(2), torch.ones(2)]),
         "reduce_scatter_single": lambda: dist.reduce_scatter_tensor(torch.empty(2), x),
-        **(
-            {"all_to_all": lambda: dist.all_to_all([torch.empty(2), torch.empty(2)], list(x.chunk(2)))} if LISTS else {}
-        ),
+        **({"all_to_all": lambda: dist.all_to_all([torch.empty(2), torch.empty(2)], list(x.chunk(2)))} if LISTS else {}),
         "all_to_all_single": lambda: dist.all_to_all_single(torch.empty(4), x),
         "scatter": lambda: dist.scatter(torch.empty(4), pair if rank == 0 else None, src=0),
         "gather": lambda: dist.gather(x, pair if rank == 0 else None, dst=0),

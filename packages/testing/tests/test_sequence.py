@@ -32,9 +32,7 @@ def test_the_first_divergence_is_shown_by_rank_with_its_place_in_the_code():
 
 
 @pytest.mark.parametrize(
-    "other",
-    [call("broadcast"), call(numel=5), call(dtype="float64"), call(peer=1)],
-    ids=["op", "numel", "dtype", "root"],
+    "other", [call("broadcast"), call(numel=5), call(dtype="float64"), call(peer=1)], ids=["op", "numel", "dtype", "root"]
 )
 def test_what_members_must_do_alike(other):
     assert message([call()], [other])[0] == "the order on dp is not the same on all ranks: call 1 differs"

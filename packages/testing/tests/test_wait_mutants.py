@@ -97,9 +97,7 @@ def digest(device: Device) -> str:
             manager.hold(manager.came)
             manager.hold(manager.mirrored)
     manager.close()
-    return hashlib.sha256(
-        b"".join(bytes(one.numpy().tobytes()) for one in (*tensors, *twins)) + str(seen).encode()
-    ).hexdigest()
+    return hashlib.sha256(b"".join(bytes(one.numpy().tobytes()) for one in (*tensors, *twins)) + str(seen).encode()).hexdigest()
 
 
 def drawn(order: int, *, is_strict: bool = True) -> str:
@@ -111,7 +109,7 @@ def drawn(order: int, *, is_strict: bool = True) -> str:
 PLAIN = digest(Device(torch.device("cpu")))
 SITES = wait_sites(partial(drawn, 0))
 EQUIVALENT = {
-    ("mirror", "follow"): "the stream comes after `left`, whose stream followed the device after the last use of twins",
+    ("mirror", "follow"): "the stream comes after `left`, whose stream followed the device after the last use of twins"
 }
 
 

@@ -42,13 +42,7 @@ SECTIONS = {
 }
 """Sley's commands in the order in which one comes to use them, as in `--help`."""
 
-PACKAGES = {
-    "estimate": "estimate",
-    "search": "estimate",
-    "calibrate": "estimate",
-    "doctor": "doctor",
-    "report": "doctor",
-}
+PACKAGES = {"estimate": "estimate", "search": "estimate", "calibrate": "estimate", "doctor": "doctor", "report": "doctor"}
 """Those that a package `sley-<...>` of its own brings; the others have their function in our module of their name."""
 
 COMMANDS = {name: summary for section in SECTIONS.values() for name, summary in section.items()}
@@ -102,9 +96,7 @@ class Commands(TyperGroup):
             if rows:
                 with formatter.section(title):
                     cells = [(name.ljust(width), summary) for name, summary in rows.items()]
-                    formatter.write_dl(
-                        [tuple(typer.style(cell, dim=True) for cell in row) for row in cells] if dim else cells
-                    )
+                    formatter.write_dl([tuple(typer.style(cell, dim=True) for cell in row) for row in cells] if dim else cells)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Returns the command; one of another package as a LazyCommand."""
@@ -143,8 +135,7 @@ def _common() -> list[Any]:
             typer.Option(callback=_set_format, expose_value=False, help="The form in which problems are shown."),
         ] = None,
         traceback: Annotated[
-            bool,
-            typer.Option("--traceback", callback=_set_traceback, expose_value=False, help="Show where an error arose."),
+            bool, typer.Option("--traceback", callback=_set_traceback, expose_value=False, help="Show where an error arose.")
         ] = False,
     ) -> None: ...
 
@@ -165,10 +156,7 @@ def _print_versions(wanted: bool) -> None:
 
 def _root(
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_versions, is_eager=True, help="Print the versions of Sley's packages."
-        ),
+        bool, typer.Option("--version", callback=_print_versions, is_eager=True, help="Print the versions of Sley's packages.")
     ] = False,
 ) -> None: ...
 

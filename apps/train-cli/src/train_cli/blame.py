@@ -23,9 +23,7 @@ from train_cli import failure_file
 from train_cli.faults import Fault
 from train_cli.stopping import WARNINGS
 
-_QUIET = frozenset(
-    {EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNINGS), -signal.SIGTERM, -signal.SIGINT}
-)
+_QUIET = frozenset({EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNINGS), -signal.SIGTERM, -signal.SIGINT})
 
 _SLACK_S = 2.0
 """A death is noticed a little after it happened; peers may report its consequences before."""
@@ -124,9 +122,7 @@ def _unanswered(first: _Rank, late: Sequence[_Rank], silent: Mapping[int, str], 
     return Fault((found,), EXIT_RUN_FAILED, trace)
 
 
-def _hung(
-    silent: Mapping[int, str], busy: Sequence[tuple[int, Diagnostic]], size: int, waiting: _Rank | None
-) -> Diagnostic:
+def _hung(silent: Mapping[int, str], busy: Sequence[tuple[int, Diagnostic]], size: int, waiting: _Rank | None) -> Diagnostic:
     """Returns the diagnostic of ranks that did not answer, killed silently or with a report of where they were busy."""
     told = [f"rank {rank} of {size} did not answer{f': {state}' if state else ''}" for rank, state in silent.items()]
     told += [f"rank {rank} of {size} did not answer: {found.message}" for rank, found in busy]

@@ -124,9 +124,7 @@ RUNTIME = "torch-distributed"
 
 def kubeflow_manifest(job: Job, image: str) -> str:
     """Returns a manifest for `kubectl create -f -`. image: has Sley's packages, the plan and its files."""
-    resources = (
-        f'\n    resourcesPerNode:\n      limits:\n        nvidia.com/gpu: "{job.per_node}"' if job.uses_gpus else ""
-    )
+    resources = f'\n    resourcesPerNode:\n      limits:\n        nvidia.com/gpu: "{job.per_node}"' if job.uses_gpus else ""
     command = json.dumps(["torchrun", "-m", "train_cli", *job.arguments])  # JSON is YAML
     return f"""\
 apiVersion: trainer.kubeflow.org/v1alpha1

@@ -70,9 +70,7 @@ def write_late() -> Diagnostic:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     steps = steps_of(frame)
     ours = [name for step in steps if (name := step.f_globals.get("__name__", "")).startswith("sley_core.")]
-    waits = bool(ours) and ours[-1].startswith(
-        "sley_core.comm."
-    )  # the innermost: a run's methods are called by a device's
+    waits = bool(ours) and ours[-1].startswith("sley_core.comm.")  # the innermost: a run's methods are called by a device's
     place, line = place_of(steps)
     where = f"it was at {place.file}:{place.line}" if place else "it was busy"
     trace = "".join(traceback.format_stack(frame)) if frame else ""

@@ -73,9 +73,7 @@ def check_layers(plan: Plan, model: Model, dataset: AnyDataset, dtype: torch.dty
                 refuse_written(written)
                 return f"layers were called up to {_words(layer)}, which needs values or a device: {_first_line(error)}"
             message = f"{_words(layer)} fails, given {given or 'nothing'}: {_first_line(error)}"
-            hint = (
-                "its first argument is what the layer before returns; `train-cli run --traceback` shows the way there"
-            )
+            hint = "its first argument is what the layer before returns; `train-cli run --traceback` shows the way there"
             raise PlanError("layer-fails", message, path=MODEL, hint=formats_hint(error) or hint) from error
     refuse_written(written)
     _check_classes(plan, dataset.info, model.layers[-1], args[0])
@@ -111,9 +109,7 @@ def _check_loss(plan: Plan, output: Any, fields: Mapping[str, Tensor]) -> str | 
         if hasattr(loss, "attach") or not _is_certain(error, _CERTAIN_OF_LOSS):
             return f"the loss was not looked at: {_first_line(error)}"
         message = f"the loss fails, given {_shape(output)}: {_first_line(error)}"
-        raise PlanError(
-            "loss-fails", message, path=("loss",), hint="it is given what the last layer returns"
-        ) from error
+        raise PlanError("loss-fails", message, path=("loss",), hint="it is given what the last layer returns") from error
     return None
 
 

@@ -209,11 +209,7 @@ def launch(
     say: prints a line for the user. terminated_s: how long a rank gives itself after SIGTERM. stop_signals: of the plan.
     verbose: lets elastic log.
     """
-    with (
-        _scratch() as folder,
-        surroundings.environment(_variables(num_ranks)),
-        _logging(verbose),
-    ):
+    with _scratch() as folder, surroundings.environment(_variables(num_ranks)), _logging(verbose):
         signals = _Signals(say, codes(stop_signals))
         agent = signals.agent = _agent(folder, arguments, num_ranks, signals.remind, terminated_s)
         try:
@@ -261,9 +257,7 @@ def _variables(num_ranks: int) -> dict[str, str]:
     return {**added, STORE: "", "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(each.name for each in _ELASTICS)}
 
 
-def _agent(
-    folder: Path, arguments: Sequence[str], num_ranks: int, watch: Callable[[], None], terminated_s: float
-) -> Agent:
+def _agent(folder: Path, arguments: Sequence[str], num_ranks: int, watch: Callable[[], None], terminated_s: float) -> Agent:
     """Returns elastic's agent for the ranks; `watch` is called several times a second."""
     logs = folder / "logs"
     logs.mkdir()

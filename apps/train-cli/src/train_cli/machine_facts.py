@@ -24,11 +24,7 @@ def machine_facts(*, names_gpus: bool = True) -> dict[str, Any]:
 
 
 def _machine() -> dict[str, Any]:
-    return {
-        "platform": platform.platform(),
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "cores": num_cores(),
-    }
+    return {"platform": platform.platform(), "python": f"{platform.python_version()} ({sys.executable})", "cores": num_cores()}
 
 
 def _torch(names_gpus: bool) -> dict[str, Any]:

@@ -39,9 +39,7 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
             model = draft_model(plan, dataset.info)
             notes += host_notes(
                 model,
-                min(world, torch.cuda.device_count())
-                if plan.run.device != "cpu" and torch.cuda.is_available()
-                else world,
+                min(world, torch.cuda.device_count()) if plan.run.device != "cpu" and torch.cuda.is_available() else world,
             )
             dtype = DTYPES[plan.precision.compute]
             found = [check_boundaries(plan, plan.topology(world), model, dataset, dtype)]
@@ -88,7 +86,5 @@ def host_notes(model: Model, on_host: int) -> list[str]:
             note += f"; this one has {memory(present / MIB)}: return builders (docs/save-resume-load.md)"
         notes.append(note)
     if model.recipe is not None and model.recipe.needs_host:
-        notes.append(
-            f"the factory does not run without values, and took as much memory here: {model.recipe.needs_host}"
-        )
+        notes.append(f"the factory does not run without values, and took as much memory here: {model.recipe.needs_host}")
     return notes

@@ -68,9 +68,7 @@ def micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
     info, size = dataset.info, plan.batch.micro_size
     if plan.data.record is not None and info.sequence is not None:
         lengths = {name: info.sequence for name, field in info.fields.items() if field.sequence_dim is not None}
-        lengths |= {
-            name: 2 for name in BOUNDARY_FIELDS if name in info.fields and name not in lengths
-        }  # its start and end
+        lengths |= {name: 2 for name in BOUNDARY_FIELDS if name in info.fields and name not in lengths}  # its start and end
         found = {}
         for name, length in lengths.items():
             found[name] = torch.zeros(size, length, dtype=getattr(torch, info.fields[name].dtype))
@@ -82,9 +80,7 @@ def micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
     return collate_of(dataset)([dataset[0]] * size)  # type: ignore[index]  # it is no stream
 
 
-def check_boundaries(
-    plan: Plan, topology: Topology, model: Model, dataset: AnyDataset, dtype: torch.dtype
-) -> str | None:
+def check_boundaries(plan: Plan, topology: Topology, model: Model, dataset: AnyDataset, dtype: torch.dtype) -> str | None:
     """Calls the layers on meta, and raises PlanError "boundary-type" for the last layer of a stage whose output cannot be sent.
 
     model: on meta; its layers are called with parameters of `dtype`, and it must not be used again. Returns None, or the text
@@ -103,9 +99,7 @@ def check_boundaries(
             if lacking := [name for name in layer.fields if name not in fields]:
                 why = f"the shape of `{lacking[0]}` is known to the data alone"
                 break
-            value = meta_output(
-                layer, (value,) if number else (), fields, meta_state(layer, dtype, plan.precision.keep)
-            )
+            value = meta_output(layer, (value,) if number else (), fields, meta_state(layer, dtype, plan.precision.keep))
             if layer.name in ends:
                 value = unflatten(*flatten(value, layer.name))
     except SleyError as error:

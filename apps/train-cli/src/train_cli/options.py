@@ -31,9 +31,7 @@ class MessageFormat(StrEnum):
 def _complete_set(context: typer.Context, incomplete: str) -> Iterator[str]:
     from train_cli.completion import completions  # not needed to run a command
 
-    return completions(
-        context.args, incomplete
-    )  # behind an option without its value click leaves the words as they are
+    return completions(context.args, incomplete)  # behind an option without its value click leaves the words as they are
 
 
 def remedy(option: str, known: Iterable[str]) -> str:
@@ -66,12 +64,9 @@ WorldOption = Annotated[
     int | None, typer.Option("--world", metavar="N", min=1, help="The number of ranks, where the plan leaves it open.")
 ]
 NodesOption = Annotated[
-    int | None,
-    typer.Option("--nodes", metavar="N", min=1, help="The number of hosts; with --per-node, in place of --world."),
+    int | None, typer.Option("--nodes", metavar="N", min=1, help="The number of hosts; with --per-node, in place of --world.")
 ]
-PerNodeOption = Annotated[
-    int | None, typer.Option("--per-node", metavar="N", min=1, help="The number of ranks on each host.")
-]
+PerNodeOption = Annotated[int | None, typer.Option("--per-node", metavar="N", min=1, help="The number of ranks on each host.")]
 
 
 def given_world(world: int | None, nodes: int | None, per_node: int | None) -> int | None:

@@ -277,9 +277,7 @@ def _held(held: Mapping[str, int]) -> str:
 
 def _shown(facts: RunFacts) -> str:
     """Returns what the memory in the lines of steps counts."""
-    counted = (
-        "whole process, libraries included" if facts.device == "cpu" else "tensors on its GPU, activations included"
-    )
+    counted = "whole process, libraries included" if facts.device == "cpu" else "tensors on its GPU, activations included"
     return f"memory below is the peak of rank 0's {counted}"
 
 

@@ -88,9 +88,7 @@ def on_rank(plan: Plan, folder: Path, work: Callable[[Run, Stopping], None], *, 
             fault = Fault.of(error)
             failure_file.write(fault)
             stopping.tearing_down(fault.exit_code)
-            if (
-                joined and fault.exit_code == EXIT_RUN_FAILED
-            ):  # a plan that is refused needs no report of what ranks did
+            if joined and fault.exit_code == EXIT_RUN_FAILED:  # a plan that is refused needs no report of what ranks did
                 recorder().failed(folder, joined[0], fault.diagnostics[0], error)
             raise
         code = stopping.exit_code

@@ -48,9 +48,7 @@ def generate(
     while True:
         logits = _logits(run, reads, known[-window:] if window else known, size)
         if not bool(logits.isfinite().all()):
-            raise RunError(
-                "not-finite", "the model gives logits that are not finite", hint="its weights may be damaged"
-            )
+            raise RunError("not-finite", "the model gives logits that are not finite", hint="its weights may be damaged")
         known.append(_drawn(logits, temperature, top_k, generator))
         yield known[-1]
 

@@ -39,9 +39,7 @@ def plan_of(folder: Path, data: Sequence[str] = ()) -> Plan:
 
 
 @contextmanager
-def trained_run(
-    folder: Path, plan: Plan, *, evaluates: bool = False, batches: int | None = None
-) -> Iterator[tuple[Run, str]]:
+def trained_run(folder: Path, plan: Plan, *, evaluates: bool = False, batches: int | None = None) -> Iterator[tuple[Run, str]]:
     """Yields a run in one process with the newest weights of the run in `folder`, and in words which.
 
     plan: the run's, as `plan_of` returns it. evaluates, batches: as of `of_trained`; its data are not looked for unless it

@@ -89,10 +89,7 @@ class _Post:
     def __call__(self, content: Any) -> None:
         """Posts `content`. Raises whatever URLs, files, TLS and HTTP raise; the server's answer is ignored."""
         to = urlsplit(self._url)
-        headers = {
-            "Authorization": f"Bearer {self._token.read_text('utf-8').strip()}",
-            "Content-Type": "application/json",
-        }
+        headers = {"Authorization": f"Bearer {self._token.read_text('utf-8').strip()}", "Content-Type": "application/json"}
         # Not urllib's opener, which takes the token along where a proxy or a redirection leads.
         connection = self._connection(to)
         try:

@@ -121,9 +121,7 @@ def _compared(
     return ranks
 
 
-def _told(
-    ranks: list[RankFindings], allowed: Limits, steps: int, form: OutputFormat, habits: list[SeenHabit] | None
-) -> int:
+def _told(ranks: list[RankFindings], allowed: Limits, steps: int, form: OutputFormat, habits: list[SeenHabit] | None) -> int:
     """Prints the findings, and returns the exit code. habits: the model's, if ranks were compared with a plain loop."""
     if form is OutputFormat.json:
         told = as_json(ranks, allowed, steps)
@@ -161,9 +159,7 @@ def refuse_dropout(run: Run) -> None:
     from sley_testing.verify.measure import dropouts
 
     if found := dropouts(run):
-        message = (
-            f"with sp > 1 a model with dropout cannot be compared: `{found[0]}` draws other numbers for each slice"
-        )
+        message = f"with sp > 1 a model with dropout cannot be compared: `{found[0]}` draws other numbers for each slice"
         raise UsageError("verify-dropout", message, hint="verify it without dropout, or this layout without `sp`")
 
 
@@ -241,9 +237,7 @@ def _start(settings: Settings, rows: Sequence[LeagueRow], num_ranks: int, folder
     from sley_testing.league.play import take
     from train_cli.local_launch import launch
 
-    console.say(
-        f"{len(rows)} {'row' if len(rows) == 1 else 'rows'} on {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}"
-    )
+    console.say(f"{len(rows)} {'row' if len(rows) == 1 else 'rows'} on {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}")
     if num_ranks == 1:
         try:
             take(rows, World.alone("cpu"), folder)

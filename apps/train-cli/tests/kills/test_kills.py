@@ -38,17 +38,10 @@ LAYOUTS: dict[str, tuple[int, Tables]] = {
     "wp 2": (2, {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}}),
     "wp 2 x sp 2": (
         2,
-        {
-            "parallel": {"sp": 2, "wp": 2},
-            "weights": {"use": "isp.communicator"},
-            "sequence": {"use": "isp.all_to_all"},
-        },
+        {"parallel": {"sp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}, "sequence": {"use": "isp.all_to_all"}},
     ),
     "sharded": (2, {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded"}]}),
-    "interleaved": (
-        2,
-        {"parallel": {"pp": 2}, "pipeline": {"use": "pp.interleaved"}, "gradient_handlers": EACH},
-    ),
+    "interleaved": (2, {"parallel": {"pp": 2}, "pipeline": {"use": "pp.interleaved"}, "gradient_handlers": EACH}),
 }
 LONGEST_S = 2.5
 """About what a life takes from its first line to its last step."""

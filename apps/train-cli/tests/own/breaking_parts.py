@@ -163,9 +163,7 @@ def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _shorter(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Half of every tensor, by rows."""
     return tuple(
-        one[: max(1, one.shape[0] // 2)]
-        if isinstance(one, Tensor)
-        else [each[: max(1, each.shape[0] // 2)] for each in one]
+        one[: max(1, one.shape[0] // 2)] if isinstance(one, Tensor) else [each[: max(1, each.shape[0] // 2)] for each in one]
         for one in args
     )
 

@@ -52,9 +52,7 @@ def write_matrix(text: str) -> None:
 def write_league(told: Mapping[str, Any]) -> None:
     """Puts what `train-cli verify --league --format json` has told in place of the part about the league."""
     rows = "".join(_figures(row) for row in told["rows"])
-    elsewhere = "".join(
-        f"| `{row['name']}` | {row['elsewhere']} | {', '.join(row['seen'])} |\n" for row in told["rows"]
-    )
+    elsewhere = "".join(f"| `{row['name']}` | {row['elsewhere']} | {', '.join(row['seen'])} |\n" for row in told["rows"])
     PAGE.write_text(f"{matrix()}{_LEAGUE}{_INTRODUCTION}{rows}{_ELSEWHERE}{elsewhere}", "utf-8")
 
 

@@ -210,9 +210,5 @@ def model(data: DataInfo, habit: str) -> list[tuple[str, nn.Module]]:
     assert data.vocab_size is not None
     middle: nn.Module = globals()[habit]()
     if habit == "Dict":
-        return [
-            ("embed", DictEmbed(data.vocab_size, HIDDEN)),
-            ("middle", middle),
-            ("head", DictHead(HIDDEN, data.vocab_size)),
-        ]
+        return [("embed", DictEmbed(data.vocab_size, HIDDEN)), ("middle", middle), ("head", DictHead(HIDDEN, data.vocab_size))]
     return [("embed", Embed(data.vocab_size, HIDDEN)), ("middle", middle), ("head", nn.Linear(HIDDEN, data.vocab_size))]

@@ -72,9 +72,7 @@ class SlurmDaemons(AbstractContextManager["SlurmDaemons"]):
             time.sleep(0.2)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._daemons:
             self.call("scancel", "--user", str(os.getuid()), "--signal", "KILL", "--full", check=False)
         for daemon in self._daemons:

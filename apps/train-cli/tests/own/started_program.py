@@ -48,13 +48,7 @@ class Program:
             self.process = ForkedProgram(command[2], command[3:], cwd=folder, env=env)
         else:
             self.process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
+                command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
             )
         self._arrived = threading.Condition()
         self._lines: dict[str, list[str]] = {"out": [], "err": []}

@@ -39,9 +39,7 @@ class TwoHosts(AbstractContextManager["TwoHosts"]):
             raise OSError(f"no namespaces can be made here: {error}") from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def command(self, name: str, *command: str) -> list[str]:
@@ -66,9 +64,7 @@ class TwoHosts(AbstractContextManager["TwoHosts"]):
 
     def _hold(self, within: list[str], name: str) -> None:
         begin = _BEGIN.format(hosts=self._hosts, name=name)
-        holder = subprocess.Popen(
-            [*within, "sh", "-c", begin], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        holder = subprocess.Popen([*within, "sh", "-c", begin], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self._holders.append(holder)
         assert holder.stdout is not None
         if (said := holder.stdout.readline()) != "there\n":

@@ -109,9 +109,7 @@ class Twice(GradientHandler):
 @hookimpl
 def sley_gradient_handlers() -> Iterable[GradientHandlerRecord]:
     def record(name: str, role: Role = "reducer", **more: Any) -> GradientHandlerRecord:
-        return GradientHandlerRecord(
-            name=name.lower(), config=NoKeys, build=f"wrong_reducers:{name}", role=role, **more
-        )
+        return GradientHandlerRecord(name=name.lower(), config=NoKeys, build=f"wrong_reducers:{name}", role=role, **more)
 
     wrong = [record(one.__name__) for one in (Right, Mean, Tail, Late, FirstRank)]
     return [*wrong, record("Coarse", exact=False, tolerance=2.0**-8), record("Twice", "tie")]

@@ -39,9 +39,7 @@ def test_what_one_rank_fails_in_ends_all(port: int, odd: int, slow: int) -> None
 
     found = told({str(rank): works(rank) for rank in range(3)})
     assert found.pop(str(odd)).startswith("error[no-tokenizer]"), "its own error, as it was"
-    assert all(
-        f"rank {odd} on host{odd} cannot begin: there is no `tokenizer.json`" in one for one in found.values()
-    ), found
+    assert all(f"rank {odd} on host{odd} cannot begin: there is no `tokenizer.json`" in one for one in found.values()), found
     assert all("copy it there" in one for one in found.values())
 
 

@@ -45,10 +45,9 @@ def gradients(step, shapes=SHAPES, dtype=torch.float64):
     common = torch.Generator().manual_seed(1)
     own = torch.Generator().manual_seed(100 * step + dist.get_rank())
     return [
-        (
-            torch.randn(shape, generator=common, dtype=torch.float64)
-            + torch.randn(shape, generator=own, dtype=torch.float64)
-        ).to(dtype)
+        (torch.randn(shape, generator=common, dtype=torch.float64) + torch.randn(shape, generator=own, dtype=torch.float64)).to(
+            dtype
+        )
         for shape in shapes
     ]
 
@@ -266,10 +265,7 @@ def test_training_with_feedback_keeps_up(ranks, small, own, batches):
     changes = {"run__steps": 50, "batch__global_size": 8, "optimizer__lr": 0.1}
     given = batches(range(8)) * 50
     exact, compressed = (
-        [
-            row["loss"]
-            for row in ranks(2)(record, small({"rank": 1} | extra, **changes), 50, folder=own, batches=given)[0].rows
-        ]
+        [row["loss"] for row in ranks(2)(record, small({"rank": 1} | extra, **changes), 50, folder=own, batches=given)[0].rows]
         for extra in ({"start_step": 50}, {})
     )
     assert exact[-1] < 0.5 * exact[0]

@@ -67,9 +67,7 @@ def test_nothing_is_lost(ranks: Callable[..., Any]) -> None:
     assert (given[name] - exact[0][name]).norm() > 0.1 * exact[0][name].norm()
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_has_the_same_bits(
-    ranks: Callable[..., Any], texts: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_goes_on_from_a_checkpoint_has_the_same_bits(ranks: Callable[..., Any], texts: Path, tmp_path: Path) -> None:
     """With what was left out; without it the next sums are others."""
     tables, path = two_ranks(0.1), tmp_path / "saved"
     undisturbed = ranks(2)(stretch, tables, 4, folder=texts)

@@ -119,9 +119,7 @@ def test_norms_of_layers_make_up_those_of_the_model(ranks: Callable[..., Any], t
         assert {name: two[name] for name in norms} == pytest.approx(norms, rel=1e-9)
         total = sum(value**2 for name, value in norms.items() if "gradient_norm" in name)
         assert total == pytest.approx(one["grad_norm"] ** 2, rel=1e-12)
-    weights = {
-        name: value for name, value in alone.first.items() if name.startswith("blocks.0.") and name.endswith("weight")
-    }
+    weights = {name: value for name, value in alone.first.items() if name.startswith("blocks.0.") and name.endswith("weight")}
     squares = sum(float(value.double().square().sum()) for value in weights.values())
     assert alone.rows[0]["watch/weight_norm/blocks.0"] ** 2 == pytest.approx(squares)
 

@@ -54,9 +54,7 @@ class AnyLayout(Checkpointer):
     def save(self, path: str | Path | None, step: int) -> str:
         """Writes a checkpoint, and returns its folder once it is complete on all ranks. All ranks call it."""
         self.finish()
-        writing = self._prepare(
-            Destination(self._folder(), True) if path is None else Destination(absolute(path), False), step
-        )
+        writing = self._prepare(Destination(self._folder(), True) if path is None else Destination(absolute(path), False), step)
         failed = ""
         try:
             writing.run()
@@ -222,9 +220,7 @@ class AnyLayout(Checkpointer):
             self._folder()
         # Half, so that a rank names the file that it cannot read before the others stop waiting for it.
         with TimedReads(self.state.plan.limits.collective_timeout_s / 2) as reads:
-            checkpoint, passed_over, origin, notes = choose(
-                self.state, None if is_auto else absolute(path), reads, anew=anew
-            )
+            checkpoint, passed_over, origin, notes = choose(self.state, None if is_auto else absolute(path), reads, anew=anew)
             if checkpoint is None:
                 return None
             # The folder of a run says which checkpoints are its own; without one, their run's name does.

@@ -102,10 +102,7 @@ def _candidates(state: TrainingState, path: str | None, reads: TimedReads, *, an
 
 
 def _seen_by_rank_0(
-    paths: Sequence[str] = (),
-    origin: str = "",
-    notes: Sequence[str] = (),
-    problem: tuple[str, str, str | None] | None = None,
+    paths: Sequence[str] = (), origin: str = "", notes: Sequence[str] = (), problem: tuple[str, str, str | None] | None = None
 ) -> dict[str, Any]:
     return {"paths": list(paths), "origin": origin, "notes": list(notes), "problem": problem}
 

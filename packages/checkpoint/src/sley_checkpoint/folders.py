@@ -201,9 +201,7 @@ class RemoteFolder:
     def names(self) -> list[str]:
         self._system.invalidate_cache(self._path)
         with suppress(FileNotFoundError, NotADirectoryError):
-            return sorted(
-                str(path).rstrip("/").rpartition("/")[2] for path in self._system.ls(self._path, detail=False)
-            )
+            return sorted(str(path).rstrip("/").rpartition("/")[2] for path in self._system.ls(self._path, detail=False))
         return []
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> Written:

@@ -50,9 +50,7 @@ class LiveBytes:
         if device.is_async:
             self._send(pieces, device, memory)
         living = {
-            key: source
-            for key, source in self._sources.items()
-            if source.device.type == "cpu" and not self._is_host(source)
+            key: source for key, source in self._sources.items() if source.device.type == "cpu" and not self._is_host(source)
         }
         self._places = memory.places(living)
         self._on_host = set(living)

@@ -104,9 +104,7 @@ class Writing:
         }
         for name, facts in files.items():
             if (num_bytes := self.staging.num_bytes(name)) != facts.num_bytes:
-                raise RunError(
-                    "checkpoint-failed", f"{name} has {num_bytes} bytes, of {facts.num_bytes} that were written"
-                )
+                raise RunError("checkpoint-failed", f"{name} has {num_bytes} bytes, of {facts.num_bytes} that were written")
         index = replace(self.index, files=files).with_ranks([note["own"] for note in notes])
         for rank in range(self.num_ranks):
             self.staging.delete(_note(rank))  # all of it is in the index

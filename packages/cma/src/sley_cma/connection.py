@@ -76,9 +76,7 @@ class Inbox:
     def __init__(self, size: int, num_rings: int, token: int) -> None:
         self.num_rings = num_rings
         num_words = 1 + size * num_rings * _RING_WORDS
-        self.words: ctypes.Array[ctypes.c_int64] = (ctypes.c_int64 * num_words).from_buffer(
-            _pages(num_words * WORD_BYTES)
-        )
+        self.words: ctypes.Array[ctypes.c_int64] = (ctypes.c_int64 * num_words).from_buffer(_pages(num_words * WORD_BYTES))
         self.words[0] = token
         _kept.append(self.words)
 

@@ -47,9 +47,7 @@ class Offers:
         deadlock in which every rank waits for a reader.
         """
         number = self._num_offers = self._num_offers + 1
-        self._progress.started(
-            Turn("exchange", self.connection.members, mark.what, self._queue, number, None, mark.num_bytes)
-        )
+        self._progress.started(Turn("exchange", self.connection.members, mark.what, self._queue, number, None, mark.num_bytes))
         slot = number % RING
         if number > RING:
             completes = self._open.pop(number - RING, None)

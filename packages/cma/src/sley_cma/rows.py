@@ -161,9 +161,7 @@ class Shared(Published):
 class _SharedGather(Work):
     """A gather of what is shared: it asks for nothing, so nobody has to be told of its end."""
 
-    def __init__(
-        self, shared: Shared, wholes: Sequence[Tensor], shards: Sequence[Tensor], places: Sequence[int]
-    ) -> None:
+    def __init__(self, shared: Shared, wholes: Sequence[Tensor], shards: Sequence[Tensor], places: Sequence[int]) -> None:
         self._shared = shared
         self._places = places
         self._is_open = True

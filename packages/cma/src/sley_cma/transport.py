@@ -39,9 +39,7 @@ class Cma(Transport):
         """Offers all `shards` at once, so that no gather of them waits for a peer to come to it; returns what gathers them."""
         return Shared(self.published, shards, mark_of("share", what, shards))
 
-    def reduce_scatter(
-        self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0
-    ) -> Work:
+    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
         return ReduceScatter(self.rows, wholes, self.members.size, mark_of("reduce", what, wholes, contents))
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:

@@ -70,9 +70,7 @@ def stepper_of(
         handler.attach(parts)
         undo.callback(handler.detach)
     # A hook, or a handler that does not support shards, may read weights at any time.
-    records = [
-        handler.record for handler in plan.gradient_handlers if isinstance(handler.record, GradientHandlerRecord)
-    ]
+    records = [handler.record for handler in plan.gradient_handlers if isinstance(handler.record, GradientHandlerRecord)]
     parts.weights.is_eager = bool(hooks) or not all(one.takes_shards or one.result == "shard" for one in records)
     crossing = Crossing(stage.lists.placement, stage.lists.stage, _link(plan, parts))
     loss = plan.loss.build()
@@ -106,9 +104,7 @@ def stepper_of(
         WriteWatch(parts, model.per_rank_buffers) if checks else None,
         PositionProbe(fields, (info.sequence or 0) // topology.sp, apart or ()) if is_asked else None,
     )
-    is_additive = (
-        isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits
-    )  # core's own: a sum over positions
+    is_additive = isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits  # core's own: a sum over positions
     is_whole = topology.sp > 1 and is_of_whole_sequences(plan)
     asks = checks and topology.sp > 1 and not is_additive and not is_whole
     over_positions = OverPositions(loss, fields) if asks else None
@@ -128,9 +124,7 @@ def stepper_of(
         keeps_apart=is_canonical,
     )
     compare = CopyComparison(parts, model.per_rank_buffers) if checks else None
-    stepper = Stepper(
-        executor, stage.lists, parts.store, handlers, update, parts.groups, device, undo, compare, parts.events
-    )
+    stepper = Stepper(executor, stage.lists, parts.store, handlers, update, parts.groups, device, undo, compare, parts.events)
     splits = stage.lists.splits_backward(plan.num_micros(topology))
     if splits or is_canonical or accumulates_directly(plan.precision.accumulation, device):
         all_types = splits or is_canonical  # the same products in every layout
@@ -191,9 +185,7 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     )
 
 
-def _traits(
-    plan: Plan, model: Model, factor: Callable[[int], float], dtype: torch.dtype, place: torch.device
-) -> Traits:
+def _traits(plan: Plan, model: Model, factor: Callable[[int], float], dtype: torch.dtype, place: torch.device) -> Traits:
     """Returns the traits of the plan's optimizer. Raises PlanError `optimizer-unfit` if a run cannot step it right."""
     every = {one.ndim for layer in model.layers for one in layer.module.parameters() if one.requires_grad}
     changes = any(factor(step) != 1.0 for step in range(0, plan.run.steps, 1 + plan.run.steps // 100))
@@ -202,9 +194,7 @@ def _traits(
         message = "draws random numbers for the parameters that a rank steps, so layouts that cut the model differ"
         faults.append(Unfit(message, 'leave `reduction = "canonical"` out, or `pp`, `wp` and shards'))
     if traits.has_modes and any(_steps_apart(component) for component in plan.offload):
-        message = (
-            "switches weights between training and evaluation, which needs all of its states on the device at once"
-        )
+        message = "switches weights between training and evaluation, which needs all of its states on the device at once"
         faults.append(Unfit(message, 'use `when = "idle"`, or `memory.host_optimizer`'))
     if faults:
         raise PlanError.many(

@@ -178,9 +178,7 @@ def _check_positions(plan: Plan, model: Model) -> None:
     if plan.sequence is None or plan.parallel.sp == 1 or not plan.sequence.config.positions:
         return
     if not any(POSITIONS in layer.fields for layer in model.layers):
-        message = (
-            f"no layer takes the field `{POSITIONS}`, so each of `sp = {plan.parallel.sp}` slices would count from 0"
-        )
+        message = f"no layer takes the field `{POSITIONS}`, so each of `sp = {plan.parallel.sp}` slices would count from 0"
         hint = f"name `{POSITIONS}` in the forward that needs them; or `[sequence] positions = false` if none does"
         raise PlanError.many([plan.diagnostic("sequence-positions", message, ("parallel", "sp"), hint)])
 
@@ -215,9 +213,7 @@ def formats_of(plan: Plan, model: Model, shards: Shards) -> list[str]:
         return []
     buffers = {name: buffer for layer in model.layers for name, buffer in layer.module.named_buffers(layer.name)}
     others = [
-        f"`{name}` ({_short(one.dtype)})"
-        for name, one in buffers.items()
-        if one.is_floating_point() and one.dtype != working
+        f"`{name}` ({_short(one.dtype)})" for name, one in buffers.items() if one.is_floating_point() and one.dtype != working
     ]
     note = f"{len(named) - len(kept)} parameters compute in {_short(working)} and are stepped in {_short(stepped)}"
     note += f", {len(kept)} stay in {_short(stepped)}" if kept else ""

@@ -128,9 +128,7 @@ def rows_of(global_size: int, parts: Parts) -> range:
     return range(start, start + size)
 
 
-def samples_of(
-    plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper, *, has_feed: bool
-) -> Samples:
+def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper, *, has_feed: bool) -> Samples:
     """Returns the training samples, their meter and the evaluation. has_feed: whether samples are read; else steps are given
     theirs.
     """

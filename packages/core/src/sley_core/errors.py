@@ -67,13 +67,7 @@ class SleyError(Exception):
     exit_code = EXIT_RUN_FAILED
 
     def __init__(
-        self,
-        code: str,
-        message: str,
-        *,
-        path: KeyPath = (),
-        place: Place | None = None,
-        hint: str | None = None,
+        self, code: str, message: str, *, path: KeyPath = (), place: Place | None = None, hint: str | None = None
     ) -> None:
         self.diagnostics: tuple[Diagnostic, ...] = (Diagnostic(code, message, path=path, place=place, hint=hint),)
         super().__init__(str(self.diagnostics[0]))
@@ -107,9 +101,7 @@ class StateError(RunError):
 
 def closed(what: str) -> RunError:
     """Returns the error `run-closed`, for a program that uses `what` after `Run.close`."""
-    return RunError(
-        "run-closed", f"the {what} is used after its run was closed", hint="use it inside `with assemble(...)`"
-    )
+    return RunError("run-closed", f"the {what} is used after its run was closed", hint="use it inside `with assemble(...)`")
 
 
 class UsageError(SleyError):

@@ -16,9 +16,7 @@ from sley_core.errors import KeyPath, PlanError, SleyError
 from sley_core.words import suggestion
 
 
-def call_factory(
-    name: str, path: KeyPath, folder: Path | None, options: Mapping[str, Any], given: Mapping[str, Any]
-) -> Any:
+def call_factory(name: str, path: KeyPath, folder: Path | None, options: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
     """Imports and calls the code `name` with `options`, and with those of `given` that its signature names; returns the result.
 
     path: the table, for the place of an error. folder: stays on `sys.path` from now on. Raises PlanError: "factory-import",

@@ -32,21 +32,7 @@ _STATE: Any = threading.RLock()
 for _lock in (IN_USE, _STATE):
     os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # another thread may hold it then, which the child lacks
 
-_PLAIN = (
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    bool,
-    type(None),
-    Tensor,
-    torch.dtype,
-    torch.device,
-    nn.Module,
-    type,
-    ModuleType,
-)
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), Tensor, torch.dtype, torch.device, nn.Module, type, ModuleType)
 _DEPTH = 6
 _ODD = 0x9E3779B97F4A7C15
 

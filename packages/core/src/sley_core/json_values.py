@@ -28,10 +28,7 @@ def to_json(value: Any) -> Any:
         return {_TAG + "bytes": b64encode(value).decode()}
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
-        name, text = (
-            str(value.dtype).removeprefix("torch."),
-            b64encode(flat.view(torch.uint8).numpy().tobytes()).decode(),
-        )
+        name, text = (str(value.dtype).removeprefix("torch."), b64encode(flat.view(torch.uint8).numpy().tobytes()).decode())
         return {_TAG + "tensor": [name, list(value.shape), text]}
     if isinstance(value, dict):
         if all(isinstance(key, str) and not key.startswith(_TAG) for key in value):

@@ -73,18 +73,14 @@ class Loop:
     attempt: RunAttempt
     num_steps_done: int = field(default=0, init=False)
     was_stopped: bool = field(default=False, init=False)
-    _is_first: bool = field(
-        default=True, init=False
-    )  # of this run object, which a checkpoint may have brought to a later step
+    _is_first: bool = field(default=True, init=False)  # of this run object, which a checkpoint may have brought to a later step
     _is_stepping: bool = field(default=False, init=False)
     _is_accumulating: bool = field(default=False, init=False)
     _taken: Taken = field(default_factory=Taken, init=False)
     _is_training: bool = field(default=False, init=False)
     _is_evaluating: bool = field(default=False, init=False)
     _stop_asked: bool = field(default=False, init=False)
-    _since: Moment = field(
-        default=0.0, init=False
-    )  # in the device's work, where steps are timed: a row may be read late
+    _since: Moment = field(default=0.0, init=False)  # in the device's work, where steps are timed: a row may be read late
     _late: Launched | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

@@ -141,10 +141,7 @@ def examine(
     scope: as it is declared, or "unknown". lr_changes: whether the plan has more than one learning rate. Leaves all generators
     as they are.
     """
-    with (
-        seeded(0),
-        torch.random.fork_rng(list(range(torch.cuda.device_count())) if given.device.type == "cuda" else []),
-    ):
+    with seeded(0), torch.random.fork_rng(list(range(torch.cuda.device_count())) if given.device.type == "cuda" else []):
         trial = Trial(build, given)
         start = trial.values()
         try:
@@ -153,18 +150,14 @@ def examine(
             for number in range(NUM_STEPS):
                 larger.step(number)
         except Exception as error:
-            fault = Unfit(
-                f"cannot step two small parameters of {given.ndims[0]} and {given.ndims[1]} dims: {cause(error)}", ""
-            )
+            fault = Unfit(f"cannot step two small parameters of {given.ndims[0]} and {given.ndims[1]} dims: {cause(error)}", "")
             return Traits(), [fault]
         compare = _Compare(build, given, start, trial.values())
         faults = list(_out_of_reach(trial, larger))
         if not faults:
             faults += compare.resumed()
         if lr_changes and compare.has_moved and compare.is_same(compare.after(factors=FALLING)):
-            faults.append(
-                Unfit("takes no notice of the learning rate in its groups", 'read `group["lr"]` in each step')
-            )
+            faults.append(Unfit("takes no notice of the learning rate in its groups", 'read `group["lr"]` in each step'))
         if not traits.draws:
             faults += compare.scope(scope)
     return traits, faults
@@ -260,8 +253,7 @@ def _out_of_reach(trial: Trial, larger: Trial) -> Iterator[Unfit]:
         yield Unfit(
             f"has another optimizer in `{name}`, whose groups and states are its own: no learning rate and no checkpoint "
             f"reaches them",
-            f"give {type(inner).__name__} the outer's: `{name}.param_groups = self.param_groups`, "
-            f"`{name}.state = self.state`",
+            f"give {type(inner).__name__} the outer's: `{name}.param_groups = self.param_groups`, `{name}.state = self.state`",
         )
     known = {id(one) for one in trial.every}
     if any(isinstance(key, Tensor) and id(key) not in known for key in optimizer.state):

@@ -15,14 +15,7 @@ from sley_core.config import (
     check_metrics,
 )
 from sley_core.hookspecs import hookimpl
-from sley_core.optim.config import (
-    AdamWConfig,
-    ConstantConfig,
-    CosineConfig,
-    LinearConfig,
-    SGDConfig,
-    WarmupStableDecayConfig,
-)
+from sley_core.optim.config import AdamWConfig, ConstantConfig, CosineConfig, LinearConfig, SGDConfig, WarmupStableDecayConfig
 from sley_core.optim.learning_rate import check_learning_rate
 from sley_core.records import (
     ActivationPolicyRecord,
@@ -50,9 +43,7 @@ def sley_records() -> list[Record]:
         LRScheduleRecord(name="constant", config=ConstantConfig, build=f"{rates}:constant"),
         LRScheduleRecord(name="linear", config=LinearConfig, build=f"{rates}:linear"),
         LRScheduleRecord(name="cosine", config=CosineConfig, build=f"{rates}:cosine"),
-        LRScheduleRecord(
-            name="warmup_stable_decay", config=WarmupStableDecayConfig, build=f"{rates}:warmup_stable_decay"
-        ),
+        LRScheduleRecord(name="warmup_stable_decay", config=WarmupStableDecayConfig, build=f"{rates}:warmup_stable_decay"),
         ActivationPolicyRecord(name="keep", config=KeepConfig, build=f"{activations}:keep"),
         ActivationPolicyRecord(name="recompute", config=RecomputeConfig, build=f"{activations}:recompute"),
         MetricsWriterRecord(name="jsonl", config=JsonlConfig, build="sley_core.metrics.jsonl:JsonlWriter"),
@@ -63,13 +54,7 @@ def sley_records() -> list[Record]:
 def sley_gradient_handlers() -> list[GradientHandlerRecord]:
     home = "sley_core.engine"
     return [
-        GradientHandlerRecord(
-            name="each",
-            config=EachConfig,
-            build=f"{home}.handlers:Each",
-            role="reducer",
-            canonical=True,
-        ),
+        GradientHandlerRecord(name="each", config=EachConfig, build=f"{home}.handlers:Each", role="reducer", canonical=True),
         GradientHandlerRecord(
             name="gradient_norms",
             config=GradientNormsConfig,

@@ -220,9 +220,7 @@ class Run(AbstractContextManager["Run"]):
         return self.loop.predict(batch, join=join)
 
     @on_stream
-    def load_weights(
-        self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True
-    ) -> LoadedWeights:
+    def load_weights(self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True) -> LoadedWeights:
         """Sets the model's weights to those of `state` exactly: {name: full tensor}, with the same names in every layout.
 
         All ranks call it, between two steps, with the same state; each copies the part that it holds, including shards and fp32
@@ -241,9 +239,7 @@ class Run(AbstractContextManager["Run"]):
         return found
 
     @on_stream
-    def save_weights(
-        self, folder: str | Path, *, precision: Precision = "working", max_file_bytes: int = FILE_BYTES
-    ) -> None:
+    def save_weights(self, folder: str | Path, *, precision: Precision = "working", max_file_bytes: int = FILE_BYTES) -> None:
         """Saves the model's weights in `folder`, as safetensors files under names that no layout changes.
 
         All ranks call it, between two steps, and must see the same `folder`. Several files get an index. A tied weight is
@@ -257,9 +253,7 @@ class Run(AbstractContextManager["Run"]):
         """
         self._settle()
         if precision not in TO_SAVE:
-            raise UsageError(
-                "no-precision", f"weights have no precision {precision!r}", hint=f"it is {' or '.join(TO_SAVE)}"
-            )
+            raise UsageError("no-precision", f"weights have no precision {precision!r}", hint=f"it is {' or '.join(TO_SAVE)}")
         save = WeightSaver(self.parts, self.stepper.update.masters)
         attempt = self._state.attempt.current
         facts = {"step": str(self.num_steps_done), "attempt": "" if attempt is None else attempt.id}
@@ -356,9 +350,7 @@ class Run(AbstractContextManager["Run"]):
             if self._has_begun:
                 stack.callback(self._notify, "sley_run_finished", run=self, outcome=self._outcome)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:
             self._outcome = "failed"
         self.close()

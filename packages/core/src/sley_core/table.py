@@ -45,12 +45,7 @@ class Table(BaseModel):
     """A table of the plan: strict, frozen, no unknown keys. pydantic builds it when a plan first has it."""
 
     model_config = ConfigDict(
-        strict=True,
-        frozen=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        defer_build=True,
-        use_attribute_docstrings=True,
+        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True, use_attribute_docstrings=True
     )
 
 

@@ -106,14 +106,7 @@ class Topology:
         """Returns the coordinates of `rank` (global, 0 .. world - 1)."""
         assert 0 <= rank < self.world, f"rank {rank} of a world of {self.world}"
         stage, within = divmod(rank, self.ranks_per_stage)
-        return Coordinates(
-            rank,
-            stage,
-            dp=within // self.sp,
-            sp=within % self.sp,
-            wdp=within // self.wp,
-            wp=within % self.wp,
-        )
+        return Coordinates(rank, stage, dp=within // self.sp, sp=within % self.sp, wdp=within // self.wp, wp=within % self.wp)
 
     def ranks_of(self, axis: str, rank: int) -> tuple[int, ...]:
         """Returns the global ranks of the group of `axis` to which `rank` belongs, ascending."""

@@ -36,17 +36,7 @@ HABITS = {
 
 _SAVED = "`[checkpoint]` says when a run saves itself, and `train-cli run PLAN --resume auto` goes on from there"
 ELSEWHERE = dict.fromkeys(
-    (
-        "resume",
-        "resume_from",
-        "checkpoint",
-        "checkpoints",
-        "checkpointing",
-        "from_checkpoint",
-        "load",
-        "save",
-        "save_every",
-    ),
+    ("resume", "resume_from", "checkpoint", "checkpoints", "checkpointing", "from_checkpoint", "load", "save", "save_every"),
     _SAVED,
 ) | dict.fromkeys(
     ("epochs", "num_epochs", "max_epochs", "num_train_epochs"),
@@ -72,9 +62,7 @@ def takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         # A plan cannot spell None: the key is left out instead.
         return _either([takes(arm, metadata) for arm in get_args(annotation) if arm is not type(None)])
     if origin is Literal:
-        return _either(
-            [f'"{value}"' if isinstance(value, str) else str(value).lower() for value in get_args(annotation)]
-        )
+        return _either([f'"{value}"' if isinstance(value, str) else str(value).lower() for value in get_args(annotation)])
     if origin is tuple:
         return _array(get_args(annotation), metadata)
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, Table)):

@@ -79,10 +79,7 @@ def test_a_row_is_never_wider_than_asked_for(breadth_first, width, micros):
 
 
 def test_a_measured_timeline_without_whole_units_is_drawn_to_scale():
-    spans = [
-        TimedAction(0, Action(Kind.FORWARD, 0, 0), 0.0, 0.001),
-        TimedAction(0, Action(Kind.BACKWARD, 0, 0), 0.5, 1.0),
-    ]
+    spans = [TimedAction(0, Action(Kind.FORWARD, 0, 0), 0.0, 0.001), TimedAction(0, Action(Kind.BACKWARD, 0, 0), 0.5, 1.0)]
     (row, _) = draw_text(Timeline.of(1, spans), width=60).splitlines()
     assert row == "stage 0  " + "." * 20 + "B0" + "=" * 18 + "   50% idle"
 
@@ -96,6 +93,5 @@ def test_a_trace_has_every_action_under_its_timeline_and_stage(two_stages):
     assert [one["args"]["name"] for one in events if one["name"] == "process_name"] == ["predicted", "measured"]
     actions = [one for one in events if one["ph"] == "X" and one["pid"] == 1]
     assert [(one["name"], one["tid"], one["ts"], one["dur"]) for one in actions] == [
-        (str(span.action), span.stage, span.start_s * 1e6, (span.end_s - span.start_s) * 1e6)
-        for span in two_stages.spans
+        (str(span.action), span.stage, span.start_s * 1e6, (span.end_s - span.start_s) * 1e6) for span in two_stages.spans
     ]

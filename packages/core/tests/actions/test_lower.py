@@ -49,13 +49,7 @@ def test_a_send_follows_at_once_and_a_receive_is_posted_ahead():
         *("B0.0", "F0.1", "send forward 0.1 to stage 1", "B0.1", "C0"),
     ]
     assert texts(second) == [
-        *(
-            "post forward 0.0 from stage 0",
-            "post forward 0.1 from stage 0",
-            "F0.0",
-            "D0.0",
-            "send backward 0.0 to stage 0",
-        ),
+        *("post forward 0.0 from stage 0", "post forward 0.1 from stage 0", "F0.0", "D0.0", "send backward 0.0 to stage 0"),
         *("W0.0", "F0.1", "D0.1", "send backward 0.1 to stage 0", "W0.1", "C0"),
     ]
 
@@ -63,14 +57,8 @@ def test_a_send_follows_at_once_and_a_receive_is_posted_ahead():
 def test_what_passes_between_chunks_of_one_stage_is_not_sent():
     lists = [words("F0.0 F1.0 B1.0 B0.0")] * 2
     first, second = lower(lists, v(2), 1)
-    assert [word for word in texts(second) if "send" in word] == [
-        "send forward 1.0 to stage 0",
-        "send backward 0.0 to stage 0",
-    ]
-    assert [word for word in texts(first) if "send" in word] == [
-        "send forward 0.0 to stage 1",
-        "send backward 1.0 to stage 1",
-    ]
+    assert [word for word in texts(second) if "send" in word] == ["send forward 1.0 to stage 0", "send backward 0.0 to stage 0"]
+    assert [word for word in texts(first) if "send" in word] == ["send forward 0.0 to stage 1", "send backward 1.0 to stage 1"]
 
 
 @pytest.mark.parametrize(
@@ -86,11 +74,7 @@ def test_what_passes_between_chunks_of_one_stage_is_not_sent():
         (ALONE, "F0.0 D0.0", "W0.0 is missing from stage 0's list"),
         (ALONE, "", "F0.0 is missing from stage 0's list"),
         (loop(1, 2), "F1.0 F0.0", "F1.0 (number 1 of stage 0's list) comes before F0.0, which it continues"),
-        (
-            loop(1, 2),
-            "F0.0 F1.0 B0.0 B1.0",
-            "B0.0 (number 3 of stage 0's list) comes before B1.0, which it continues",
-        ),
+        (loop(1, 2), "F0.0 F1.0 B0.0 B1.0", "B0.0 (number 3 of stage 0's list) comes before B1.0, which it continues"),
         (loop(2), "F0.0 B0.0", "the schedule has 1 lists for 2 stages"),
     ],
 )

@@ -12,9 +12,7 @@ from sley_core.topology import LANES as LANES_OF_GROUPS
 
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 4))
 ROUTES = SIZES.flatmap(lambda size: st.permutations([*range(size[0])] * size[1]))
-PLACEMENTS = st.one_of(
-    SIZES.map(lambda size: loop(*size)), st.builds(v, st.integers(1, 5)), ROUTES.map(tuple).map(Placement)
-)
+PLACEMENTS = st.one_of(SIZES.map(lambda size: loop(*size)), st.builds(v, st.integers(1, 5)), ROUTES.map(tuple).map(Placement))
 
 
 @given(PLACEMENTS)
@@ -55,16 +53,10 @@ def test_a_loop_goes_round_and_a_v_turns():
         (lambda: v(2, 3), "a V, which has two parts of the model per stage, not 3"),
         (lambda: Placement((0, 2)), "gives stage 1 no part of the model, but stage 2 has one"),
         (lambda: Placement((1, 1)), "gives stage 0 no part of the model, but stage 1 has one"),
-        (
-            lambda: Placement((0, 1, 1)),
-            "2 of the 3 parts of the model on stage 1, but 1 on stage 0: every stage",
-        ),
+        (lambda: Placement((0, 1, 1)), "2 of the 3 parts of the model on stage 1, but 1 on stage 0: every stage"),
         (lambda: Placement((0, -1)), "names the stage -1"),
         (lambda: Placement((0, 1.0)), r"names the stage 1\.0"),
-        (
-            lambda: Schedule(lambda *_: [], 2, lambda stages, chunks: loop(stages)).placement(4),
-            "1 parts .* not 2 on each of 4",
-        ),
+        (lambda: Schedule(lambda *_: [], 2, lambda stages, chunks: loop(stages)).placement(4), "1 parts .* not 2 on each of 4"),
         (
             lambda: Schedule(lambda *_: [], 1, lambda stages, chunks: loop(2)).placement(4),
             "each of 2 stages, not 1 on each of 4",

@@ -38,9 +38,7 @@ def transfers(steps):
 
 @given(PLACEMENTS, st.integers(1, 6), st.booleans(), st.integers(0, 10**6))
 @settings(max_examples=100, deadline=None)
-def test_both_ends_of_each_pair_issue_the_same_transfers_in_the_same_order(
-    any_lists, placement, micros, training, seed
-):
+def test_both_ends_of_each_pair_issue_the_same_transfers_in_the_same_order(any_lists, placement, micros, training, seed):
     lists = any_lists(placement, micros, Random(seed))
     lists = lists if training else [forward_only(actions) for actions in lists]
     ends = defaultdict(list)
@@ -95,9 +93,7 @@ def test_lists_end_even_where_a_way_does_one_thing_at_a_time(any_lists, placemen
 
 @pytest.mark.parametrize("placement", [loop(4), loop(4, 2), v(4)], ids=str)
 @pytest.mark.parametrize("link", [0.0, 0.5, 1.0, 2.0])
-def test_posting_earlier_would_gain_no_time_for_transfers_of_up_to_two_actions(
-    breadth_first, placement, link, monkeypatch
-):
+def test_posting_earlier_would_gain_no_time_for_transfers_of_up_to_two_actions(breadth_first, placement, link, monkeypatch):
     lists, costs = breadth_first(placement, 8), Costs.even(placement.num_positions, link=link)
     usual = simulate(lower(lists, placement, 8), placement, costs)
     monkeypatch.setattr("sley_core.actions.lower.AHEAD", 1000)

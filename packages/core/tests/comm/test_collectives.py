@@ -9,15 +9,7 @@ import pytest
 import torch
 
 from sley_core.comm import collectives
-from sley_core.comm.collectives import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    gather_objects,
-    receive_from,
-    send_to,
-)
+from sley_core.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, gather_objects, receive_from, send_to
 from sley_core.comm.groups import Group
 from sley_core.comm.world import World
 from sley_core.errors import RunError
@@ -107,11 +99,7 @@ def test_a_peer_that_does_not_answer_is_an_error_that_says_what_failed(ranks, tm
     with pytest.raises(Exception, match="exit code 0 before it returned"):
         ranks(2, init=False)(lonely, how, path)
     seconds, _, message = path.read_text().partition(" ")
-    what = (
-        "all-gather of objects of the facts over control"
-        if how == "objects"
-        else "all-reduce of layers.3.weight over dp"
-    )
+    what = "all-gather of objects of the facts over control" if how == "objects" else "all-reduce of layers.3.weight over dp"
     assert message.startswith(f"error[collective-failed]: {what}[0, 1] failed on rank 0: ")
     assert "collective_timeout_s" in message
     assert float(seconds) < 7

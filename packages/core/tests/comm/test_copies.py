@@ -57,11 +57,7 @@ def test_memory_that_the_system_does_not_lock_is_pageable_with_a_warning(monkeyp
         runtime = SimpleNamespace(cudaHostRegister=lambda *_: error, cudaHostUnregister=unlocked.append)  # noqa: B023
         monkeypatch.setattr(torch.cuda, "cudart", lambda runtime=runtime: runtime)
         monkeypatch.setattr("sley_core.comm.copies._forget_error", lambda: None)  # no kernel can be started here
-        told = (
-            nullcontext()
-            if is_locked
-            else pytest.warns(RuntimeWarning, match="could not be page-locked .CUDA error 2.")
-        )
+        told = nullcontext() if is_locked else pytest.warns(RuntimeWarning, match="could not be page-locked .CUDA error 2.")
         with told:
             memory = HostMemory(5000, lock=True)
         assert memory.is_locked is is_locked

@@ -38,9 +38,7 @@ def gathered(group: Any, rows: int, what: str = "weights") -> Any:
 
 
 def swapped(group: Any, width: int, lane: str = GATHER, dtype: torch.dtype = torch.float32) -> Any:
-    return group.transport(lane).all_to_all(
-        torch.empty(2, width, dtype=dtype), torch.ones(2, width, dtype=dtype), what="rows"
-    )
+    return group.transport(lane).all_to_all(torch.empty(2, width, dtype=dtype), torch.ones(2, width, dtype=dtype), what="rows")
 
 
 def rows_that_differ(memory: bool) -> list[str]:
@@ -68,12 +66,8 @@ def rows_that_differ(memory: bool) -> list[str]:
 def test_exchanges_of_rows_that_differ(ranks, memory):
     """Both ranks say what each of them exchanges, and how long it is."""
     first, second = ranks(2)(rows_that_differ, memory)
-    assert (
-        first[0] == "ranks-differ: rank 0 exchanges gradients (96 bytes) where rank 1 exchanges gradients (120 bytes)"
-    )
-    assert (
-        second[0] == "ranks-differ: rank 1 exchanges gradients (120 bytes) where rank 0 exchanges gradients (96 bytes)"
-    )
+    assert first[0] == "ranks-differ: rank 0 exchanges gradients (96 bytes) where rank 1 exchanges gradients (120 bytes)"
+    assert second[0] == "ranks-differ: rank 1 exchanges gradients (120 bytes) where rank 0 exchanges gradients (96 bytes)"
     assert first[1] == "ranks-differ: rank 0 exchanges gradients (96 bytes) where rank 1 exchanges other parts of it"
     assert "rank 1 exchanges weights (8 bytes)" in first[2]
     assert "rank 1 exchanges other weights (16 bytes)" in first[3]
@@ -113,10 +107,7 @@ def others() -> list[str]:
     """A swap on the lane of a group that has one only; shares of other shards."""
     rank = int(os.environ["RANK"])
     said = []
-    for start in (
-        lambda: swapped(groups(sp=2)["sp"], 2 + rank, DEFAULT_LANE).wait(),
-        lambda: shared(rank),
-    ):
+    for start in (lambda: swapped(groups(sp=2)["sp"], 2 + rank, DEFAULT_LANE).wait(), lambda: shared(rank)):
         with pytest.raises(RunError) as caught:
             start()
         said.append(caught.value.diagnostics[0].code)

@@ -52,9 +52,7 @@ def test_fields_are_inferred_from_the_first_sample() -> None:
         ({"tokens": torch.arange(5)}, False),
     ],
 )
-def test_tokens_and_labels_of_one_length_are_token_ids(
-    sample: dict[str, Tensor], are_ids: bool, collates: bool
-) -> None:
+def test_tokens_and_labels_of_one_length_are_token_ids(sample: dict[str, Tensor], are_ids: bool, collates: bool) -> None:
     class Chats(list[dict[str, Tensor]]):
         pass
 

@@ -14,10 +14,7 @@ from sley_testing.runs import GRADIENTS, gradients, weights
 
 
 def cut(batch, *sizes):
-    return [
-        dict(zip(batch, each, strict=True))
-        for each in zip(*(value.split(sizes) for value in batch.values()), strict=True)
-    ]
+    return [dict(zip(batch, each, strict=True)) for each in zip(*(value.split(sizes) for value in batch.values()), strict=True)]
 
 
 def without_labels(batch):
@@ -149,9 +146,7 @@ def test_gradients_that_are_no_longer_their_sum_are_refused(alone, small, distur
             layer.module.requires_grad_(True)
         rows = accumulated(run, [first, second])
         with alone(tables) as other:
-            assert rows[-1]["grad_norm"] == pytest.approx(
-                accumulated(other, [first, second])[-1]["grad_norm"], rel=1e-12
-            )
+            assert rows[-1]["grad_norm"] == pytest.approx(accumulated(other, [first, second])[-1]["grad_norm"], rel=1e-12)
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -186,8 +181,5 @@ def test_a_call_that_fails_loses_the_calls_before_it_by_name(alone, small, at):
 
 
 def test_canonical_sums_are_refused(alone, small):
-    with (
-        alone(small(parallel={"reduction": "canonical"})) as run,
-        pytest.raises(UsageError, match="accumulate-canonical"),
-    ):
+    with alone(small(parallel={"reduction": "canonical"})) as run, pytest.raises(UsageError, match="accumulate-canonical"):
         run.accumulate()

@@ -45,9 +45,7 @@ def test_a_token_beyond_the_vocabulary_is_told_with_its_place(refused, batch):
     bad["tokens"][2, 5] = 16
     found = refused(bad)
     assert found.code == "token-out-of-range"
-    assert found.message == (
-        "field `tokens` has the token id 16 in row 2 of the batch at position 5; the vocabulary has 16"
-    )
+    assert found.message == ("field `tokens` has the token id 16 in row 2 of the batch at position 5; the vocabulary has 16")
 
 
 def test_a_token_beyond_the_vocabulary_of_the_plans_data_is_told_by_its_sample(alone, small):
@@ -161,10 +159,7 @@ def test_a_bad_batch_of_one_rank_ends_all(ranks, own, small):
     [
         (torch.nn.utils.parametrizations.weight_norm, "became a Tensor, which is no parameter"),
         (torch.nn.utils.parametrizations.spectral_norm, "became a Tensor, which is no parameter"),
-        (
-            lambda linear: torch.nn.utils.parametrize.register_parametrization(linear, "weight", torch.nn.Tanh()),
-            "a Tensor",
-        ),
+        (lambda linear: torch.nn.utils.parametrize.register_parametrization(linear, "weight", torch.nn.Tanh()), "a Tensor"),
         (lambda linear: prune.l1_unstructured(linear, "weight", amount=0.5), "became a Tensor"),
         (lambda linear: weight_norm_of_old(linear), "became a Tensor"),
     ],

@@ -75,9 +75,7 @@ def test_own_batches_are_the_plans_own_where_they_are_equal(own, small):
     tables = small(data__shuffle=False)
     batch = importlib.import_module("own_data").batch
     assert_parity(
-        record(tables, 3, folder=own),
-        [record(tables, 3, folder=own, batches=[batch(4 * n, 4) for n in range(3)])],
-        "fp64",
+        record(tables, 3, folder=own), [record(tables, 3, folder=own, batches=[batch(4 * n, 4) for n in range(3)])], "fp64"
     )
 
 

@@ -46,9 +46,7 @@ def test_another_layout_gets_those_of_one_rank(ranks, small, own, tmp_path):
     assert any(loaded.equal(*running(one.weights).values()) for one in found)
 
 
-def test_buffers_that_training_writes_and_nobody_declared_are_told_in_a_run_that_goes_on(
-    small, own, tmp_path, monkeypatch
-):
+def test_buffers_that_training_writes_and_nobody_declared_are_told_in_a_run_that_goes_on(small, own, tmp_path, monkeypatch):
     """Its first step is not the first of the run."""
     tables = small(model=NORMALISED, run__steps=9)
     stretch(tables, 1, folder=own, save=tmp_path / "saved")

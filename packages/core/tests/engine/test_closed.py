@@ -21,9 +21,7 @@ def test_a_closed_run_does_nothing_and_says_so(alone, small):
         run.store.begin_step,
     )
     for call in calls:
-        with pytest.raises(
-            RunError, match=r"error\[run-closed\]: the (run|stepper|gradient store) is used after"
-        ) as caught:
+        with pytest.raises(RunError, match=r"error\[run-closed\]: the (run|stepper|gradient store) is used after") as caught:
             call()
         assert caught.value.diagnostics[0].hint
     run.stop()

@@ -18,11 +18,7 @@ from sley_testing.runs import record
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
 def test_a_compiled_run_equals_one_that_is_not(own, small, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    tables = small(
-        model__options={"num_blocks": 1},
-        precision__compute="fp32",
-        batch__micro_size=2,
-    )
+    tables = small(model__options={"num_blocks": 1}, precision__compute="fp32", batch__micro_size=2)
     plain = record(tables, 3, folder=own)
     counters.clear()
     tables["model"]["compile"] = True

@@ -93,10 +93,7 @@ def test_slices_of_one_sample_draw_different_masks():
 
 def test_an_evaluation_drops_nothing_and_shifts_nothing(alone, small):
     model = {"factory": "own_models:keeper"}
-    with (
-        alone(small(model=model, evaluation={"every": 1, "steps": 1})) as watched,
-        alone(small(model=model)) as run,
-    ):
+    with alone(small(model=model, evaluation={"every": 1, "steps": 1})) as watched, alone(small(model=model)) as run:
         watched.evaluate()
         for layer in watched.layers[1:-1]:
             assert all(mask.eq(1).all() for mask in layer.module.masks)

@@ -56,9 +56,7 @@ def test_nothing_is_changed_nor_kept(alone, small):
         assert_same_bits(before, weights(run))
         assert_same_bits(gradients, {entry.name: run.store.gradient(entry) for entry in run.store.entries})
         parts = [part for layer in run.layers for part in layer.module.modules()]
-        assert [part for part in parts if not part.training] == [held], (
-            "a part that is held in evaluation mode stays so"
-        )
+        assert [part for part in parts if not part.training] == [held], "a part that is held in evaluation mode stays so"
 
 
 def evaluate(tables, folder):
@@ -75,10 +73,7 @@ def test_all_ranks_have_the_loss_of_one_process(ranks, own, small):
 
 def test_a_token_beyond_the_vocabulary_is_told_here_too(alone, small):
     tables = small(data={"factory": "own_data:BadHeldOut"}, evaluation={"every": 1, "steps": 12})
-    with (
-        alone(tables) as run,
-        pytest.raises(RunError, match=r"`tokens` has the token id \d+ in sample 2 at position 0"),
-    ):
+    with alone(tables) as run, pytest.raises(RunError, match=r"`tokens` has the token id \d+ in sample 2 at position 0"):
         run.evaluate()
 
 

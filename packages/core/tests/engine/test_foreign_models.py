@@ -19,10 +19,7 @@ from sley_testing.runs import assert_parity, record, same_on_all
 
 MODELS = Path(__file__).parents[4] / "examples" / "models"
 HF_LLAMA = small_plan(
-    model={
-        "factory": "hf_llama:layers",
-        "options": {"num_layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "tie": False},
-    },
+    model={"factory": "hf_llama:layers", "options": {"num_layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "tie": False}},
     data={"use": "data.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
     batch={"global_size": 4, "micro_size": 1},
     optimizer={"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1},

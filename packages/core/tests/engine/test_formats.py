@@ -57,9 +57,7 @@ def test_what_is_kept_is_computed_and_stepped_in_fp32(own, small):
         torch.testing.assert_close(value, one, rtol=2**-6, atol=2**-8)
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"parallel__reduction": "canonical"}, {"activations": {"use": "core.recompute"}}]
-)
+@pytest.mark.parametrize("changes", [{}, {"parallel__reduction": "canonical"}, {"activations": {"use": "core.recompute"}}])
 def test_replicas_are_those_of_one_process(ranks, own, small, changes):
     plan = tables(small, batch__global_size=4, **changes)
     reference = record(plan, 3, folder=own)
@@ -111,10 +109,7 @@ def test_formats_that_do_not_meet_are_explained(own, small):
 
 @pytest.mark.parametrize(
     ("keep", "message"),
-    [
-        (["*.routers.*"], "`*.routers.*` matches no parameter"),
-        (["*.router.*", "nothing"], "`nothing` matches no parameter"),
-    ],
+    [(["*.routers.*"], "`*.routers.*` matches no parameter"), (["*.router.*", "nothing"], "`nothing` matches no parameter")],
 )
 def test_patterns_that_match_nothing_are_refused(small, alone, keep, message):
     with pytest.raises(PlanError) as caught, alone(tables(small, {"compute": "bf16", "keep": keep})):

@@ -70,10 +70,7 @@ def test_layers_and_micro_batches_draw_different_numbers(alone, tables, kind):
 
 @pytest.mark.parametrize(("factory", "words"), [("late", "makes a generator"), ("system", "SystemRandom")])
 def test_a_generator_that_no_seed_reaches_is_refused(alone, small, factory, words):
-    with (
-        alone(small(model={"factory": f"own_draws:{factory}"})) as run,
-        pytest.raises(SleyError, match=words) as caught,
-    ):
+    with alone(small(model={"factory": f"own_draws:{factory}"})) as run, pytest.raises(SleyError, match=words) as caught:
         run.step()
     assert caught.value.diagnostics[0].code == "model-random"
     assert "blocks.0" in str(caught.value)
@@ -87,11 +84,7 @@ def test_first_values_may_be_drawn_by_numpy(ranks, own, small):
 def test_the_generators_of_one_seed_draw_different_numbers():
     before = host_state()
     seed_host(2**61 + 12345)
-    drawn = [
-        torch.rand(50, dtype=torch.float64).numpy(),
-        np.random.rand(50),
-        np.array([random.random() for _ in range(50)]),
-    ]
+    drawn = [torch.rand(50, dtype=torch.float64).numpy(), np.random.rand(50), np.array([random.random() for _ in range(50)])]
     torch.default_generator.set_state(before[0])
     for one, other in zip(drawn, [*drawn[1:], drawn[0]], strict=True):
         assert abs(one - other).min() > 1e-6

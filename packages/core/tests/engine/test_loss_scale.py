@@ -76,9 +76,7 @@ def test_it_stops_at_its_minimum_and_then_gives_up():
     scale.update(0, overflowed=True)
     scale.update(1, overflowed=True)
     assert scale.value == 4.0
-    with pytest.raises(
-        RunError, match=r"the gradients of step 3 overflow .* smallest, 4; 2 steps were skipped"
-    ) as caught:
+    with pytest.raises(RunError, match=r"the gradients of step 3 overflow .* smallest, 4; 2 steps were skipped") as caught:
         scale.update(2, overflowed=True)
     assert caught.value.diagnostics[0].code == "loss-scale-exhausted"
 

@@ -31,9 +31,7 @@ def test_a_mean_is_refused_at_the_first_batch_with_the_way_to_write_a_sum(alone,
 def test_a_mean_over_one_micro_batch_is_what_it_says(own, small):
     """Nothing is cut, and nothing is to be summed."""
     tables = by_factory(small, "Mean", batch__micro_size=4)
-    assert record(tables, 1, folder=own).rows[0]["loss"] == pytest.approx(
-        record(small(), 1, folder=own).rows[0]["loss"]
-    )
+    assert record(tables, 1, folder=own).rows[0]["loss"] == pytest.approx(record(small(), 1, folder=own).rows[0]["loss"])
 
 
 def test_what_the_hint_says_is_the_loop_by_hand_with_labels_ignored_unevenly(own, small):
@@ -65,10 +63,7 @@ def test_a_new_shape_is_looked_at_too(alone, small):
     ("name", "parameter"), [("Tempered", "temperature"), ("Centres", "parts.all.0.bias"), ("Closed", "loss.func.scale")]
 )
 def test_parameters_of_a_loss_are_refused_by_name(alone, small, name, parameter):
-    with (
-        pytest.raises(PlanError, match=rf"loss-parameters.*`{parameter}`.*\n.*last layer"),
-        alone(by_factory(small, name)),
-    ):
+    with pytest.raises(PlanError, match=rf"loss-parameters.*`{parameter}`.*\n.*last layer"), alone(by_factory(small, name)):
         pass
 
 

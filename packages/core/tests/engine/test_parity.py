@@ -66,15 +66,7 @@ def test_norms(ranks, texts, kind):
 @pytest.mark.parametrize("size", [2, 4])
 def test_sgd_whose_scale_shows(ranks, texts, size):
     """Adam hides a wrong scale of the gradient; plain SGD without clipping does not."""
-    check(
-        ranks,
-        texts,
-        [size],
-        optimizer__use="core.sgd",
-        optimizer__clip_norm=None,
-        optimizer__lr=0.1,
-        batch__micro_size=1,
-    )
+    check(ranks, texts, [size], optimizer__use="core.sgd", optimizer__clip_norm=None, optimizer__lr=0.1, batch__micro_size=1)
 
 
 def test_recomputation_changes_no_bit(texts):

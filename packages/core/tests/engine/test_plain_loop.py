@@ -26,10 +26,7 @@ PLAN = {
 
 
 def test_three_micro_batches_of_the_engine_are_one_batch_by_hand():
-    with (
-        assemble(plan_from_dict(PLAN), World.alone("cpu")) as run,
-        assemble(plan_from_dict(PLAN), World.alone("cpu")) as own,
-    ):
+    with assemble(plan_from_dict(PLAN), World.alone("cpu")) as run, assemble(plan_from_dict(PLAN), World.alone("cpu")) as own:
         own.store.close()  # the loop by hand has no hooks
         loop = PlainLoop(
             [(layer.name, layer.module) for layer in own.layers],
@@ -62,9 +59,7 @@ class Squares:
 
 
 def plain(*layers, **options):
-    made = PlainLoop(
-        layers, Squares(), optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.5), **options
-    )
+    made = PlainLoop(layers, Squares(), optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.5), **options)
     made.load({name: torch.ones_like(parameter) for name, parameter in made.parameters.items()})
     return made
 

@@ -89,12 +89,8 @@ def test_a_name_that_is_not_there_is_an_error(pools: Pools) -> None:
 
 def test_a_run_counts_them_by_their_names_in_the_plan(pools: Pools) -> None:
     pools("large"), pools("own.sized")
-    executor = SimpleNamespace(
-        weights=None, hooks=[], caller=SimpleNamespace(policy=None), crossing=SimpleNamespace(link=None)
-    )
+    executor = SimpleNamespace(weights=None, hooks=[], caller=SimpleNamespace(policy=None), crossing=SimpleNamespace(link=None))
     nobody = SimpleNamespace(executor=executor, handlers=[])
-    plan = SimpleNamespace(
-        weights=None, link=None, gradient_handlers=[], scheduler_hooks=[], activations=None, offload=[]
-    )
+    plan = SimpleNamespace(weights=None, link=None, gradient_handlers=[], scheduler_hooks=[], activations=None, offload=[])
     memory = SimpleNamespace(managers=[])
     assert counts_of(plan, nobody, pools, memory) == {"pools.large": {"bytes": 256}, "own.sized": {"bytes": 32}}

@@ -29,10 +29,7 @@ def test_fields_that_no_layer_reads_may_be_left_out_and_no_others(alone, small):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_the_loss_of_a_batch_needs_no_evaluation_and_changes_nothing(alone, small, dropout):
-    with (
-        alone(small(model__options={"dropout": dropout})) as run,
-        alone(small(model__options={"dropout": dropout})) as same,
-    ):
+    with alone(small(model__options={"dropout": dropout})) as run, alone(small(model__options={"dropout": dropout})) as same:
         batch = run.feed.next()
         before, drawn = weights(run), torch.get_rng_state()
         losses = [run.evaluate(batch), run.evaluate(halved(batch))]
@@ -70,9 +67,7 @@ def test_outputs_in_containers(alone, small, outputs):
             with pytest.raises(RunError, match="can neither be sent to another stage nor returned"):
                 run.predict(batch)
         elif outputs == "scalar":
-            with pytest.raises(
-                RunError, match=r"outputs-apart.* does not have the 1 samples of its micro-batch along dim 0"
-            ):
+            with pytest.raises(RunError, match=r"outputs-apart.* does not have the 1 samples of its micro-batch along dim 0"):
                 run.predict(batch)
             assert [each[1].shape for each in run.predict(halved(batch))] == [()] * 4
         else:

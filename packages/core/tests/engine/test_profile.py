@@ -23,9 +23,7 @@ def num_steps_in(path):
     return sum(event.get("name") == "Optimizer.step#SGD.step" and event["ph"] == "X" for event in events)
 
 
-@pytest.mark.parametrize(
-    ("steps", "taken", "recorded"), [([1, 2], 3, 2), ([2, 2], 3, 1), ([2, 3], 2, 1), ([3, 3], 2, None)]
-)
+@pytest.mark.parametrize(("steps", "taken", "recorded"), [([1, 2], 3, 2), ([2, 2], 3, 1), ([2, 3], 2, 1), ([3, 3], 2, None)])
 def test_the_steps_that_are_asked_for_as_far_as_the_run_gets(own, small, tmp_path, steps, taken, recorded):
     train(small(profile={"steps": steps}), own, tmp_path, taken)
     traces = [path.name for path in tmp_path.glob("trace*")]

@@ -45,9 +45,7 @@ def test_a_layer_that_writes_on_what_it_is_given_is_refused_by_name(form, inner)
     pack, take = FORMS[form]
     state = pack(torch.ones(3, 2, requires_grad=True) + 1)
     with pytest.raises(RunError, match=r"the input of layer 'blocks\.1' is written on") as caught:
-        Recompute(frozenset({"blocks.1"})).call(
-            "blocks.1", lambda one: inner(take(one).mul_(0.5)).tanh(), (state,), {}, MICRO
-        )
+        Recompute(frozenset({"blocks.1"})).call("blocks.1", lambda one: inner(take(one).mul_(0.5)).tanh(), (state,), {}, MICRO)
     assert caught.value.diagnostics[0].code == "recompute-in-place"
 
 
@@ -69,9 +67,7 @@ def test_what_a_layer_makes_itself_it_may_write_on(form, inner):
 
 def test_a_batch_field_is_an_input_too(inner):
     with pytest.raises(RunError, match="the input of layer 'a' is written on"):
-        Recompute(frozenset({"a"})).call(
-            "a", lambda tokens: inner(tokens.add_(1)), (), {"tokens": torch.ones(2)}, MICRO
-        )
+        Recompute(frozenset({"a"})).call("a", lambda tokens: inner(tokens.add_(1)), (), {"tokens": torch.ones(2)}, MICRO)
 
 
 def test_what_a_later_layer_writes_on_is_refused_when_it_is_needed(inner):
@@ -131,11 +127,7 @@ WRITTEN = {
     "output": (_output, lambda s: s.hidden, _put_attribute),
     "tuple of a list": (lambda h: ([h], 1), lambda s: s[0][-1], lambda s, value: s[0].append(value)),
     "nested": (_nested, lambda s: s["a"][0]["hidden"], lambda s, value: _put_key(s["a"][1][0], value)),
-    "object of a dict": (
-        lambda h: State({"hidden": h}),
-        lambda s: s.hidden["hidden"],
-        lambda s, v: _put_key(s.hidden, v),
-    ),
+    "object of a dict": (lambda h: State({"hidden": h}), lambda s: s.hidden["hidden"], lambda s, v: _put_key(s.hidden, v)),
 }
 
 
@@ -206,13 +198,6 @@ def test_a_frozen_tower_may_run_in_inference_mode(inner):
 
 def test_the_fraction_is_rounded_to_whole_blocks_as_the_plan_writes_it():
     """Halves up, also where the float is a little less than what is written."""
-    for fraction, count, due in [
-        (0.0, 9, 0),
-        (0.5, 3, 2),
-        (0.285, 100, 29),
-        (0.145, 100, 15),
-        (0.14, 10, 1),
-        (1.0, 7, 7),
-    ]:
+    for fraction, count, due in [(0.0, 9, 0), (0.5, 3, 2), (0.285, 100, 29), (0.145, 100, 15), (0.14, 10, 1), (1.0, 7, 7)]:
         names = ["embed", *(f"blocks.{at}" for at in range(count)), "head"]
         assert recompute(RecomputeConfig(fraction=fraction), names).names == frozenset(names[1 : 1 + due]), fraction

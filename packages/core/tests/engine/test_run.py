@@ -125,10 +125,7 @@ def test_a_run_that_fails_says_so(heard):
     """The first sample that starts with the token 5 makes the loss NaN."""
     listener = Listener()
     model = {"factory": "own_models:poisoned", "options": {"token": 5}}
-    with (
-        heard(listener, model=model, data__shuffle=False, batch__global_size=2) as run,
-        pytest.raises(RunError) as caught,
-    ):
+    with heard(listener, model=model, data__shuffle=False, batch__global_size=2) as run, pytest.raises(RunError) as caught:
         run.train()
     assert caught.value.diagnostics[0].code == "not-finite"
     assert "step 3: loss nan" in str(caught.value)

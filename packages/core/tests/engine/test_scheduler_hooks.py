@@ -113,9 +113,7 @@ def test_evaluation_is_seen_as_such_and_has_no_backward(watched, small, spy):
         run.evaluate()
         seen = told(spy)
     calls = ["before_forward", "after_forward", "before_loss", "after_loss"]
-    assert seen == [
-        (call, 0, micro, "evaluate", batch, micro) for batch in range(2) for micro in range(2) for call in calls
-    ]
+    assert seen == [(call, 0, micro, "evaluate", batch, micro) for batch in range(2) for micro in range(2) for call in calls]
 
 
 def ranks_places(tables, folder):

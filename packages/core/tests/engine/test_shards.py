@@ -22,8 +22,7 @@ def test_shards_cover_the_whole_once(length, count, rest, dim):
     assert sum(shard.own_size for shard in shards) == length
     assert sum(cut.numel() - shard.padding for cut, shard in zip(cuts, shards, strict=True)) == whole.numel()
     assert all(
-        not cut.narrow(dim, shard.own_size, shard.size - shard.own_size).any()
-        for cut, shard in zip(cuts, shards, strict=True)
+        not cut.narrow(dim, shard.own_size, shard.size - shard.own_size).any() for cut, shard in zip(cuts, shards, strict=True)
     )
     joined = shards[0].joined(torch.stack(cuts))
     assert torch.equal(joined, whole)

@@ -54,9 +54,7 @@ def test_one_process_writes_what_a_plain_loop_writes(alone, tables, kind):
 def test_replicas_are_refused(ranks, own, tables, kind):
     for code, words in ranks(2)(refusal, tables(kind), own):
         assert code == "weight-written"
-        assert {"max_norm": "'embed.weight'", "trained": "'blocks.0.inner.weight'"}.get(
-            kind, "'blocks.0.slow.weight'"
-        ) in words
+        assert {"max_norm": "'embed.weight'", "trained": "'blocks.0.inner.weight'"}.get(kind, "'blocks.0.slow.weight'") in words
         assert "each replica" in words
 
 

@@ -50,9 +50,7 @@ def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return str(request.param)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_sum_and_gradient_are_those_of_the_definition(
     either_way: str, dtype: torch.dtype, tolerance: float, smoothing: float
@@ -235,9 +233,7 @@ class Shared(SplitLogits):
 def test_a_class_that_the_logits_do_not_have_is_named(output: Any) -> None:
     loss = CrossEntropy(CrossEntropyConfig(labels="classes"))
     labels = torch.tensor([[0, CLASSES, 1], [-1, -100, 2]])
-    with pytest.raises(
-        RunError, match=f"`classes` has the class {CLASSES}, but the model's logits have {CLASSES}"
-    ) as caught:
+    with pytest.raises(RunError, match=f"`classes` has the class {CLASSES}, but the model's logits have {CLASSES}") as caught:
         loss.loss(output, {"classes": labels})
     assert caught.value.diagnostics[0].code == "label-out-of-range"
     loss.loss(output, {"classes": labels.clamp(max=CLASSES - 1)})

@@ -71,9 +71,7 @@ def test_documents_do_not_see_each_other() -> None:
     assert not torch.equal(before[0, :5], after[0, :5])
 
 
-def test_the_mask_is_built_once_for_all_layers_and_again_when_the_field_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_mask_is_built_once_for_all_layers_and_again_when_the_field_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     built, half = [], torch.bfloat16
     real = attention._mask
 

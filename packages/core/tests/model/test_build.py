@@ -205,9 +205,7 @@ def a_billion() -> tuple[int, int, float]:
     """Elements of a model of Llama's form, bytes by which this process grew for it, and seconds of the processor."""
     sizes = LlamaConfig(num_layers=16, hidden=2048, heads=32, kv_heads=8, ffn_hidden=8192, vocab_size=32000)
     data = DataInfo({"tokens": Field("int64")}, 32000)
-    on_meta(
-        lambda data: llama.layers(sizes.model_copy(update={"num_layers": 1}), data), data
-    )  # the first time of anything
+    on_meta(lambda data: llama.layers(sizes.model_copy(update={"num_layers": 1}), data), data)  # the first time of anything
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     model = on_meta(lambda data: llama.layers(sizes, data), data)
     seconds = time.process_time() - start

@@ -64,12 +64,7 @@ def test_a_rank_with_one_layer_has_the_values_of_the_whole(real: Real, name: str
 def test_transformers_blocks_give_transformers_logits(real: Real) -> None:
     model = real(factory("hf_llama", num_layers=3))
     config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        vocab_size=97, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
     )
     whole = LlamaForCausalLM(config).eval()
     names = {"embed.": "model.", "layers.": "model.layers.", "head.norm.": "model.norm.", "head.lm_head.": "lm_head."}

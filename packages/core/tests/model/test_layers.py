@@ -53,10 +53,7 @@ SAME = linear()
         ([("a", linear()), ("a", linear())], "two layers of the model are named 'a'"),
         ([SAME, SAME], "the layers '0' and '1' are one and the same module"),
         (nn.Sequential(SAME, SAME), "the layers '0' and '1' are one and the same module"),
-        (
-            [("a", nn.ModuleDict({"b": linear()})), ("a.b", linear())],
-            "two parameters of the model are named 'a.b.weight'",
-        ),
+        ([("a", nn.ModuleDict({"b": linear()})), ("a.b", linear())], "two parameters of the model are named 'a.b.weight'"),
     ],
 )
 def test_what_it_may_not_return(returned: Any, says: str) -> None:

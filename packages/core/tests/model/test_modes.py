@@ -37,10 +37,7 @@ def block() -> nn.Module:
 
 def evaluated(model: Model) -> list[str]:
     return [
-        name
-        for layer in model.layers
-        for name, module in layer.module.named_modules(prefix=layer.name)
-        if not module.training
+        name for layer in model.layers for name, module in layer.module.named_modules(prefix=layer.name) if not module.training
     ]
 
 
@@ -84,9 +81,7 @@ def test_modes_within_what_stays_are_its_own() -> None:
 
 
 @pytest.mark.parametrize("patterns", [(), ("*.running_mean", "*.running_var", "*.num_batches_tracked")])
-def test_a_batch_norm_of_a_pretrained_model_is_trained_where_each_rank_may_have_its_own(
-    patterns: tuple[str, ...],
-) -> None:
+def test_a_batch_norm_of_a_pretrained_model_is_trained_where_each_rank_may_have_its_own(patterns: tuple[str, ...]) -> None:
     model = Model([nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()], per_rank_buffers=patterns)
     train(model)
     assert evaluated(model) == ([] if patterns else ["0.1"])

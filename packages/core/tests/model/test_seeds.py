@@ -15,18 +15,7 @@ PINNED = (3229673090972834898, 3053117252925988018, 6217476628269203605)
 
 
 def test_every_part_its_type_and_its_place_count() -> None:
-    uses: list[tuple[int | str, ...]] = [
-        (),
-        ("a",),
-        ("a", "b"),
-        ("ab",),
-        ("b", "a"),
-        (1,),
-        ("1",),
-        (1, 1),
-        (11,),
-        (-1,),
-    ]
+    uses: list[tuple[int | str, ...]] = [(), ("a",), ("a", "b"), ("ab",), ("b", "a"), (1,), ("1",), (1, 1), (11,), (-1,)]
     seeds = [derive(0, *parts) for parts in uses] + [derive(1), derive(1, "a")]
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert not [pair for pair in combinations(seeds, 2) if pair[0] == pair[1]]

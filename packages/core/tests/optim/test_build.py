@@ -54,11 +54,7 @@ def stepped(
 
 
 ADAMW = AdamWConfig(lr=0.1, betas=(0.8, 0.9), eps=1e-6)
-SGDS = [
-    SGDConfig(lr=0.1),
-    SGDConfig(lr=0.1, momentum=0.9, dampening=0.1),
-    SGDConfig(lr=0.1, momentum=0.9, nesterov=True),
-]
+SGDS = [SGDConfig(lr=0.1), SGDConfig(lr=0.1, momentum=0.9, dampening=0.1), SGDConfig(lr=0.1, momentum=0.9, nesterov=True)]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
@@ -112,10 +108,7 @@ def test_a_cpu_has_the_fused_form(dtype: torch.dtype) -> None:
 
 def test_what_has_no_fused_kernel_falls_back() -> None:
     meta = [nn.Parameter(torch.empty(2, 2, device="meta"))]
-    for optimizer in (
-        adamw(ADAMW, groups(meta), torch.device("meta")),
-        sgd(SGDS[0], groups(meta), torch.device("meta")),
-    ):
+    for optimizer in (adamw(ADAMW, groups(meta), torch.device("meta")), sgd(SGDS[0], groups(meta), torch.device("meta"))):
         assert not any(group["fused"] for group in optimizer.param_groups)
         assert all(group["foreach"] for group in optimizer.param_groups)
 

@@ -52,9 +52,7 @@ def test_norms_and_biases_do_not_decay() -> None:
 
 
 def test_the_first_match_wins_and_options_left_out_are_the_optimizers() -> None:
-    table = config(
-        {"match": "*.bias", "weight_decay": 0.3}, {"match": "blocks.*", "lr": 0.25}, {"match": "blocks.0.n*"}
-    )
+    table = config({"match": "*.bias", "weight_decay": 0.3}, {"match": "blocks.*", "lr": 0.25}, {"match": "blocks.0.n*"})
     assert found(table) == {
         "embed.weight": (0.5, 0.1),
         "blocks.0.norm.weight": (0.25, 0.0),

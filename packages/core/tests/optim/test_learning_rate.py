@@ -10,21 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.errors import PlanError
-from sley_core.optim.config import (
-    ConstantConfig,
-    CosineConfig,
-    LinearConfig,
-    WarmupStableDecayConfig,
-)
-from sley_core.optim.learning_rate import (
-    SHAPES,
-    Factor,
-    check_learning_rate,
-    constant,
-    cosine,
-    linear,
-    warmup_stable_decay,
-)
+from sley_core.optim.config import ConstantConfig, CosineConfig, LinearConfig, WarmupStableDecayConfig
+from sley_core.optim.learning_rate import SHAPES, Factor, check_learning_rate, constant, cosine, linear, warmup_stable_decay
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_testing.plans import small_plan

@@ -7,13 +7,7 @@ import sys
 
 import pytest
 
-MODULES = [
-    "config",
-    "optim.config",
-    "optim.learning_rate",
-    "json_text",
-    "metrics.jsonl",
-]
+MODULES = ["config", "optim.config", "optim.learning_rate", "json_text", "metrics.jsonl"]
 
 
 @pytest.mark.parametrize("piece", ["config", "optim", "metrics"])

@@ -62,9 +62,7 @@ TABLES = [
         (WarmupStableDecayConfig, {"shape": "exponential"}, "shape"),
     ],
 )
-def test_a_value_that_cannot_be_meant_is_refused_at_its_key(
-    table: type[Table], values: dict[str, Any], key: str
-) -> None:
+def test_a_value_that_cannot_be_meant_is_refused_at_its_key(table: type[Table], values: dict[str, Any], key: str) -> None:
     with pytest.raises(ValidationError) as error:
         table.model_validate(values)
     assert {fault["loc"][0] for fault in error.value.errors()} == {key}

@@ -42,19 +42,13 @@ def test_a_world_that_the_plan_does_not_have(make: Make) -> None:
         )
     ]
     found = problems(make(parallel={"pp": 2, "sp": 2}), 6)
-    assert (
-        "layout",
-        "world = pp x dp x sp fails: 6 is no multiple of 2 x 2",
-        "a world of 4 or 8 ranks would do",
-    ) in found
+    assert ("layout", "world = pp x dp x sp fails: 6 is no multiple of 2 x 2", "a world of 4 or 8 ranks would do") in found
     found = problems(make(parallel={"wp": 4}), 2)
     assert ("layout", "world = pp x wdp x wp fails: 2 is no multiple of 1 x 4", "a world of 4 ranks would do") in found
 
 
 @pytest.mark.parametrize(("parallel", "dp"), [({"dp": 1, "wp": 2}, 2), ({"dp": 3, "wp": 4, "sp": 2}, 4)])
-def test_shards_beyond_the_ranks_of_a_stage_lead_to_a_dp_that_fits(
-    make: Make, parallel: dict[str, int], dp: int
-) -> None:
+def test_shards_beyond_the_ranks_of_a_stage_lead_to_a_dp_that_fits(make: Make, parallel: dict[str, int], dp: int) -> None:
     """`dp = "auto"` was the hint, which says nothing of why two shards of a weight are no two ranks."""
     batch = {"global_size": 48, "micro_size": 1}
     ((_, _, hint),) = [one for one in problems(make(parallel=parallel, batch=batch)) if one[0] == "layout"]

@@ -138,10 +138,7 @@ def test_a_run_s_resolved_plan_can_be_extended(write, tmp_path: Path) -> None:
     (runs / "plan.toml").write_text(load_plan(tmp_path / "data" / "base.toml").to_toml(), "utf-8")
     plan = load_plan(write(next='extends = "runs/first/plan.toml"\n[run]\nname = "second"\n'))
     assert plan.folder == tmp_path
-    assert [Path(file) for file in plan.data.config.files] == [
-        tmp_path / "data/texts/*.txt",
-        tmp_path / "data/more.txt",
-    ]
+    assert [Path(file) for file in plan.data.config.files] == [tmp_path / "data/texts/*.txt", tmp_path / "data/more.txt"]
 
 
 def test_bases_have_bases(write) -> None:
@@ -153,9 +150,7 @@ def test_bases_have_bases(write) -> None:
 
 
 def test_a_mistake_is_told_where_it_stands(write) -> None:
-    path = write(
-        plan='extends = "base.toml"\n[run]\nname = 5\n', base=BASE.replace("heads = 4", "heads = 4\nhedas = 3")
-    )
+    path = write(plan='extends = "base.toml"\n[run]\nname = 5\n', base=BASE.replace("heads = 4", "heads = 4\nhedas = 3"))
     with pytest.raises(PlanError) as caught:
         load_plan(path)
     found = [

@@ -228,9 +228,7 @@ def test_a_plugin_that_needs_another_core(install: Install, requires: str, monke
     assert "`git pull` in the clone" in found.hint
 
 
-@pytest.mark.parametrize(
-    "requires", ["sley-core>=0.1", "sley-core>=9; extra == 'new'", "no requirement ==", "sley-cores>=9"]
-)
+@pytest.mark.parametrize("requires", ["sley-core>=0.1", "sley-core>=9; extra == 'new'", "no requirement ==", "sley-cores>=9"])
 def test_a_plugin_that_fits_this_core(install: Install, requires: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "core_version", lambda: "0.1.0")
     install("zeta", requires=requires)

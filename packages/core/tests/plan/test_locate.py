@@ -98,9 +98,7 @@ def test_a_nasty_document() -> None:
     assert spots["list", 1, "again", 1, "3", "14"].key == (28, 3, 2)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "\n", "# only a comment", "a=1", "[a]", "[[a]]", "a=[]", "a={}", '""=1', "a.b.c=0\n"]
-)
+@pytest.mark.parametrize("text", ["", "\n", "# only a comment", "a=1", "[a]", "[[a]]", "a=[]", "a={}", '""=1', "a.b.c=0\n"])
 def test_small_documents(text: str) -> None:
     check(text)
 
@@ -127,9 +125,7 @@ SCALARS = st.one_of(
     st.times(min_value=time(1)),
 )
 VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(KEYS, inner, max_size=4)),
-    max_leaves=12,
+    SCALARS, lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(KEYS, inner, max_size=4)), max_leaves=12
 )
 TREES = st.dictionaries(KEYS, VALUES, max_size=6)
 

@@ -51,9 +51,7 @@ def test_a_table_that_names_a_record_and_is_missing_says_which_there_are(text: s
         ("use = 'core.sgd'", "its keys are "),
     ],
 )
-def test_a_key_of_a_table_that_stands_above_all_leads_to_its_table(
-    text: str, loader: Loader, line: str, hint: str
-) -> None:
+def test_a_key_of_a_table_that_stands_above_all_leads_to_its_table(text: str, loader: Loader, line: str, hint: str) -> None:
     """As `--set steps=5` puts it there. Where several tables have it, or none, all keys are listed."""
     (told,) = messages(f"{line}\n{text}", loader)
     key = line.partition(" ")[0]
@@ -75,21 +73,13 @@ def test_a_key_of_a_table_that_stands_above_all_leads_to_its_table(
         ),
         ("steps = 20", "steps = 20.0", "wrong-type 5:9 `run.steps` must be an integer of at least 1, not 20.0 | None"),
         ("steps = 20", "steps = 0", "out-of-range 5:9 `run.steps` must be an integer of at least 1, not 0 | None"),
-        (
-            "steps = 20",
-            "steps = []",
-            "wrong-type 5:9 `run.steps` must be an integer of at least 1, not an empty array | None",
-        ),
+        ("steps = 20", "steps = []", "wrong-type 5:9 `run.steps` must be an integer of at least 1, not an empty array | None"),
         (
             "steps = 20",
             "steps = 1979-05-27",
             "wrong-type 5:9 `run.steps` must be an integer of at least 1, not a date or time | None",
         ),
-        (
-            "dp = 2",
-            "dp = 0",
-            'out-of-range 27:6 `parallel.dp` must be an integer of at least 1 or "auto", not 0 | None',
-        ),
+        ("dp = 2", "dp = 0", 'out-of-range 27:6 `parallel.dp` must be an integer of at least 1 or "auto", not 0 | None'),
         (
             "dp = 2",
             'dp = "atuo"',
@@ -97,11 +87,7 @@ def test_a_key_of_a_table_that_stands_above_all_leads_to_its_table(
             "did you mean `auto`?",
         ),
         ("lr = 3e-3", "lr = nan", "out-of-range 24:6 `optimizer.lr` must be a number above 0, not nan | None"),
-        (
-            "lr = 3e-3",
-            "lr = true",
-            "wrong-type 24:6 `optimizer.lr` must be a number above 0, not the boolean true | None",
-        ),
+        ("lr = 3e-3", "lr = true", "wrong-type 24:6 `optimizer.lr` must be a number above 0, not the boolean true | None"),
         (
             "lr = 3e-3",
             "lr = 1\nbetas = [0.9, 1.5]",
@@ -129,22 +115,10 @@ def test_a_key_of_a_table_that_stands_above_all_leads_to_its_table(
             "wrong-value 4:8 `run.name` must be a name of up to 100 letters, digits, `.`, `_` and `-`, not the string "
             '"../up" | None',
         ),
-        (
-            'use = "models.llama"',
-            'use = "llama"',
-            'wrong-value 8:7 `model.use` must be the name of a record, "plugin.record"',
-        ),
-        (
-            'use = "models.llama"',
-            "use = 3",
-            'wrong-type 8:7 `model.use` must be the name of a record, "plugin.record", not 3',
-        ),
+        ('use = "models.llama"', 'use = "llama"', 'wrong-value 8:7 `model.use` must be the name of a record, "plugin.record"'),
+        ('use = "models.llama"', "use = 3", 'wrong-type 8:7 `model.use` must be the name of a record, "plugin.record", not 3'),
         ('use = "models.llama"', 'use = "core.lama"', "unknown-record 8:7 plugin `core` (sley-core "),
-        (
-            'use = "models.llama"',
-            'use = "cor.llama"',
-            "plugin-unknown 8:7 there is no plugin `cor` | did you mean `core`?",
-        ),
+        ('use = "models.llama"', 'use = "cor.llama"', "plugin-unknown 8:7 there is no plugin `cor` | did you mean `core`?"),
         (
             'use = "models.llama"',
             'use = "pp.llama"',
@@ -179,11 +153,7 @@ def test_a_key_of_a_table_that_stands_above_all_leads_to_its_table(
             'missing-key 7:1 [model] needs `use`, the name of a model | sley-models has "models.llama"',
         ),
         ('use = "models.llama"', 'use = "models.llama"\nfactory = "a:b"', "use-and-factory 9:1 [model] has both"),
-        (
-            'source = "python-stdlib"\n',
-            "",
-            "wrong-value 13:1 `data.text`: one of `source` and `files` is needed | None",
-        ),
+        ('source = "python-stdlib"\n', "", "wrong-value 13:1 `data.text`: one of `source` and `files` is needed | None"),
         ("plan = 1", "plan = 2", "plan-format 1:8 `plan` is the format of the plan, 1, not 2 | None"),
         ("plan = 1", "plan = true", "plan-format 1:8 `plan` is the format of the plan, 1, not the boolean true | None"),
         ("plan = 1", "source_folder = 1", "wrong-type 1:17 `source_folder` must be a string, not 1 | None"),
@@ -208,8 +178,7 @@ def test_references_that_lead_nowhere(text: str, loader: Loader) -> None:
         "unknown-record 30:8 plugin `pools` (given 0) has no memory pool `arna` | did you mean `pools.arena`?",
         "plugin-unknown 31:9 there is no plugin `nothing` | install the package that has it, by custom `sley-nothing`; "
         "the plugins here are `core`, `checkpoint`, `data`, `handlers`, `models`, `pools`",
-        "unknown-name 31:22 the plan has no table [pools.plain] | add it with `use`, or name a memory pool as "
-        '"plugin.record"',
+        'unknown-name 31:22 the plan has no table [pools.plain] | add it with `use`, or name a memory pool as "plugin.record"',
     ]
 
 
@@ -234,11 +203,7 @@ MANY = range(5_000)
         ("[run]\n", "".join(f"k{at} = 1\n" for at in MANY) + "[run]\n", "and 4,900 more problems of the plan"),
         ("[run]\n", "".join(f"[k{at}]\n" for at in MANY) + "[run]\n", "and 4,900 more problems of the plan"),
         ("[run]\n", f"[profile]\nsteps = [{'3.5, ' * len(MANY)}]\n[run]\n", None),
-        (
-            "[run]\n",
-            f"[profile]\nsteps = [{'9223372036854775808, ' * len(MANY)}]\n[run]\n",
-            "more problems of the plan",
-        ),
+        ("[run]\n", f"[profile]\nsteps = [{'9223372036854775808, ' * len(MANY)}]\n[run]\n", "more problems of the plan"),
         ("[run]\n", "[[metrics]]\nuse = 3\n" * len(MANY) + "[run]\n", "4,900 more of `metrics` were not looked at"),
     ],
     ids=["keys", "top", "tables", "items", "integers", "list"],
@@ -252,9 +217,7 @@ def test_a_plan_with_more_mistakes_than_anybody_reads(text: str, before: str, af
         assert "more-problems" in found[-1], found[-1]
 
 
-def test_tables_without_a_mistake_are_checked_against_each_other_in_a_plan_that_has_one(
-    text: str, loader: Loader
-) -> None:
+def test_tables_without_a_mistake_are_checked_against_each_other_in_a_plan_that_has_one(text: str, loader: Loader) -> None:
     """Found only after the other mistake was mended, once: whoever writes a plan had as many rounds as mistakes."""
     wrong = text.replace("hidden = 16", "hiden = 16").replace("micro_size = 2", "micro_size = 3")
     wrong += '\n[timeline]\nstep = 21\n\n[precision]\ngradients = "fp64"\n'

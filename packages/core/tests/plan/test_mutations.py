@@ -68,9 +68,7 @@ BASES: list[dict[str, Any]] = [
 ]
 
 WORDS = st.sampled_from(
-    re.findall(
-        r"\S+", "run steps use factory options core.each models.llama dp.bucketed auto fp16 pp dp sp wp groups 0 plan"
-    )
+    re.findall(r"\S+", "run steps use factory options core.each models.llama dp.bucketed auto fp16 pp dp sp wp groups 0 plan")
 )
 STRINGS = st.one_of(WORDS, st.text(st.characters(exclude_categories=["Cs"]), max_size=10))
 SCALARS = st.one_of(
@@ -83,9 +81,7 @@ SCALARS = st.one_of(
     st.sampled_from([2**63 - 1, -(2**63), 2**63, 10**30]),
 )
 VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(STRINGS, inner, max_size=3)),
-    max_leaves=5,
+    SCALARS, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(STRINGS, inner, max_size=3)), max_leaves=5
 )
 
 

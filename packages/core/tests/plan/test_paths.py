@@ -92,9 +92,7 @@ KEYS = ("run.folder", "checkpoint.folder", "data.tokenizer", "model.weights", "d
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("text", ["~/here", "$NAME/here", "${NAME}/here", "$HOME/here"])
-def test_home_and_environment_are_expanded(
-    tmp_path: Path, key: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_home_and_environment_are_expanded(tmp_path: Path, key: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "a $home [1]"))
     monkeypatch.setenv("NAME", str(tmp_path / "a $home [1]"))
     (tmp_path / "plan.toml").write_text(PLAN)

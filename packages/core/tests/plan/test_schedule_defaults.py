@@ -119,10 +119,7 @@ def test_one_stage_sends_nothing(resolved: Make) -> None:
 @pytest.mark.parametrize("key", ["link", "partition", "ties"])
 def test_a_default_of_a_plugin_that_is_not_there_is_said_where_the_schedule_stands(resolved: Make, key: str) -> None:
     mine = plugin(1, 1, **{key: "pp.it"})
-    assert refused(resolved, mine=mine)[0][:2] == (
-        "plugin-missing",
-        "`mine.s` names `pp.it`: plugin `pp` is not installed",
-    )
+    assert refused(resolved, mine=mine)[0][:2] == ("plugin-missing", "`mine.s` names `pp.it`: plugin `pp` is not installed")
     (found,) = refused(resolved, mine=mine, pp=plugin())
     assert found[0] == "unknown-record"
     assert found[1].startswith("`mine.s` names `pp.it`: plugin `pp` (given 0) has no ")

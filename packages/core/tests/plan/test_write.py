@@ -41,14 +41,9 @@ def plans(draw: Any) -> dict[str, Any]:
     """Tables of valid plans, with anything that may be left out sometimes there."""
     factory = {"factory": "my.code:layers", "options": draw(st.dictionaries(STRINGS, VALUES, max_size=3))}
     llama = {"use": "models.llama", "num_layers": 1, "hidden": 4, "heads": 2, "rope_theta": draw(FLOATS)}
-    group = st.fixed_dictionaries(
-        {"match": st.text("ab.*", min_size=1)}, optional={"lr": FLOATS, "freeze": st.just(False)}
-    )
+    group = st.fixed_dictionaries({"match": st.text("ab.*", min_size=1)}, optional={"lr": FLOATS, "freeze": st.just(False)})
     tables: dict[str, Any] = {
-        "run": {
-            "name": draw(st.from_regex(r"[a-zA-Z0-9_]{1,20}", fullmatch=True)),
-            "steps": draw(st.integers(1, 2**62)),
-        },
+        "run": {"name": draw(st.from_regex(r"[a-zA-Z0-9_]{1,20}", fullmatch=True)), "steps": draw(st.integers(1, 2**62))},
         "model": draw(st.sampled_from([factory, llama])),
         "data": draw(
             st.sampled_from(

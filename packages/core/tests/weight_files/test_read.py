@@ -61,10 +61,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: write_index(folder, {"a": "two.safetensors", "b": "one.safetensors"}),
         "names another file for: 'b', 'a'",
     ),
-    "twice": (
-        lambda folder: save_file({"b": B, "a": A}, folder / "two.safetensors"),
-        "'a' in .*two.* and in another file",
-    ),
+    "twice": (lambda folder: save_file({"b": B, "a": A}, folder / "two.safetensors"), "'a' in .*two.* and in another file"),
     "no file": (lambda folder: (folder / "two.safetensors").unlink(), "two.safetensors`: there is no such file"),
     "cut": (lambda folder: cut(folder / "one.safetensors", -3), "one.safetensors`: it is damaged"),
     "cut head": (lambda folder: cut(folder / "one.safetensors", 4), "one.safetensors`: it is damaged"),
@@ -77,10 +74,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no JSON": (lambda folder: (folder / INDEX).write_text("{"), "cannot read .*index.json"),
     "list": (lambda folder: write_index(folder, ["a"]), "cannot read .*index.json"),
     "nothing": (lambda folder: (folder / INDEX).unlink(), f"has neither `{SINGLE}` nor `{INDEX}`"),
-    "folder": (
-        lambda folder: ((folder / "one.safetensors").unlink(), (folder / "one.safetensors").mkdir()),
-        "one.safe",
-    ),
+    "folder": (lambda folder: ((folder / "one.safetensors").unlink(), (folder / "one.safetensors").mkdir()), "one.safe"),
 }
 
 

@@ -76,9 +76,7 @@ def test_a_file_is_full_before_the_next_begins() -> None:
 @pytest.mark.parametrize(
     ("error", "raised"), [(OSError(28, "No space left on device"), RunError), (KeyboardInterrupt(), KeyboardInterrupt)]
 )
-def test_what_is_not_written_in_full_leaves_nothing(
-    tmp_path: Path, error: BaseException, raised: type[BaseException]
-) -> None:
+def test_what_is_not_written_in_full_leaves_nothing(tmp_path: Path, error: BaseException, raised: type[BaseException]) -> None:
     with pytest.raises(raised):
         write_tensors(tmp_path / "out", Given(VALUES, ("double", error)), zip(VALUES, VALUES, strict=True), 10)
     assert list(tmp_path.iterdir()) == []
@@ -94,9 +92,7 @@ def test_what_is_not_written_in_full_leaves_nothing(
     ],
     ids=["shape", "type", "twice", "missing"],
 )
-def test_a_tensor_other_than_the_header_says_is_our_fault(
-    tmp_path: Path, wrong: Callable[[TensorFile], object]
-) -> None:
+def test_a_tensor_other_than_the_header_says_is_our_fault(tmp_path: Path, wrong: Callable[[TensorFile], object]) -> None:
     file = TensorFile(tmp_path / "f", [Spec("a", "F32", (4,))])
     with pytest.raises(AssertionError):
         wrong(file)

@@ -141,9 +141,7 @@ def read_documents(
         is_chosen = _chosen([content_of(text) for _, text in documents], config, split)
         count, num_left_out = len(documents), is_chosen.count(False)
     if num_left_out and config.held_out_files and notes is not None:
-        notes.append(
-            f"{num_left_out} of {count} documents in `files` are in `held_out_files` too: they are not trained on"
-        )
+        notes.append(f"{num_left_out} of {count} documents in `files` are in `held_out_files` too: they are not trained on")
     if inside is None:
         yield from ((file.name, read(file.path)) for file in chosen)
     else:
@@ -177,11 +175,7 @@ def trained_on(own: TextConfig, evaluated: TextConfig) -> str:
     known = list(compress(known, _chosen(known, own, "train")))
     asked = list(compress(asked, _chosen(asked, evaluated, "held_out")))
     count = sum(among(asked, known))
-    return (
-        f"the run has trained on {count} of the {len(asked)} held-out documents: this is no held-out loss"
-        if count
-        else ""
-    )
+    return f"the run has trained on {count} of the {len(asked)} held-out documents: this is no held-out loss" if count else ""
 
 
 def documents_inside(config: TextConfig) -> Callable[[File], Iterable[tuple[str, bytes]]] | None:

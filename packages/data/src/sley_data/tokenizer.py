@@ -24,9 +24,7 @@ BATCH = 256
 
 NAME = "tokenizer.json"
 
-INSTALL = (
-    """install sley-data[tokenizers], in a clone of Sley's repository: `pip install -e "packages/data[tokenizers]"`"""
-)
+INSTALL = """install sley-data[tokenizers], in a clone of Sley's repository: `pip install -e "packages/data[tokenizers]"`"""
 
 
 class Tokenizer:

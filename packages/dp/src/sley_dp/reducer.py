@@ -175,9 +175,7 @@ class BucketReducer(GradientHandler):
         """
         seen = self._seen_first()
         unseen = [entry for entry in self._parts.book if entry not in set(seen)]
-        indices = torch.tensor(
-            [entry.index for entry in [*seen, *unseen]], device=self._parts.world.device.torch_device
-        )
+        indices = torch.tensor([entry.index for entry in [*seen, *unseen]], device=self._parts.world.device.torch_device)
         # Over the stage, whose ranks hold the same entries; all of them get here at the start of their second step.
         broadcast(indices, self._groups["stage"], what="the order of gradients").wait()
         return [self._parts.book.entries[index] for index in indices.tolist()]

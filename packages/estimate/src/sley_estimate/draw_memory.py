@@ -17,26 +17,20 @@ Curve = Sequence[tuple[str, int]]
 """The entries of a stage's list in order, each with the most bytes that are there while it runs."""
 
 
-def memory_elements(
-    curves: Mapping[str, Curve], top: int, width: int, limit: int | None = None
-) -> tuple[list[str], int]:
+def memory_elements(curves: Mapping[str, Curve], top: int, width: int, limit: int | None = None) -> tuple[list[str], int]:
     """Returns the SVG elements of `curves`, by the names of their rows, from `top` pixels on, and where they end.
 
     Along a row are the entries of the list, each as wide as the others; the tooltip of one says what it is and its bytes.
     limit: the bytes of a device.
     """
     most = max([count for curve in curves.values() for _, count in curve] + ([limit] if limit is not None else []))
-    body = [
-        f'<text x="0" y="{top + TITLE - 8}" font-weight="bold">memory over one step, up to {most / GIB:.4g} GiB</text>'
-    ]
+    body = [f'<text x="0" y="{top + TITLE - 8}" font-weight="bold">memory over one step, up to {most / GIB:.4g} GiB</text>']
     top += TITLE
     for name, curve in curves.items():
         body += _row(name, curve, top, width, most)
         if limit is not None:
             y = top + ROW * (1 - limit / most)
-            body.append(
-                f'<line x1="{LEFT}" y1="{y:.2f}" x2="{width}" y2="{y:.2f}" stroke="{LIMIT}" stroke-dasharray="4"/>'
-            )
+            body.append(f'<line x1="{LEFT}" y1="{y:.2f}" x2="{width}" y2="{y:.2f}" stroke="{LIMIT}" stroke-dasharray="4"/>')
         top += ROW + GAP
     return body, top
 

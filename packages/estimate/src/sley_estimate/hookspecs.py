@@ -68,9 +68,7 @@ def hints_of(plugin: Plugin) -> Mapping[str, Hint]:
         message = f"{plugin.label} failed in `{sley_estimate_hints.__name__}`: {type(error).__name__}: {error}"
         raise PluginError("plugin-invalid", message) from error
     if unknown := sorted(said.keys() - names):
-        message = (
-            f"{plugin.label}: `{sley_estimate_hints.__name__}` names `{unknown[0]}`, which the plugin does not have"
-        )
+        message = f"{plugin.label}: `{sley_estimate_hints.__name__}` names `{unknown[0]}`, which the plugin does not have"
         raise PluginError("plugin-invalid", message)
     return said
 

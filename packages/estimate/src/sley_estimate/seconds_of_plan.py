@@ -42,9 +42,7 @@ class PlanSeconds:
     notes: Sequence[str]
 
 
-def estimate_both(
-    plan: Plan, size: int, machine: MachineFile, cores: int = 1
-) -> tuple[Sequence[RankBytes], PlanSeconds]:
+def estimate_both(plan: Plan, size: int, machine: MachineFile, cores: int = 1) -> tuple[Sequence[RankBytes], PlanSeconds]:
     """Returns what `stage_bytes` and `estimate_seconds` do, and raises as they do. On CUDA one rank per stage takes steps once
     for both.
     """

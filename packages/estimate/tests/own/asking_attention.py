@@ -122,8 +122,6 @@ class Early(Raw):
 @hookimpl
 def sley_records() -> list[SequenceAttentionRecord]:
     return [
-        SequenceAttentionRecord(
-            name=one.__name__.lower(), config=SequenceConfig, build=f"asking_attention:{one.__name__}"
-        )
+        SequenceAttentionRecord(name=one.__name__.lower(), config=SequenceConfig, build=f"asking_attention:{one.__name__}")
         for one in (Gathers, Published, Sums, Functions, Ring, Only, Raw, Early)
     ]

@@ -88,11 +88,7 @@ def test_the_budget_ends_the_steps_once_the_best_have_taken_theirs_and_one_fits(
 
 def test_layouts_that_differ_in_what_can_hardly_matter_come_behind_the_others() -> None:
     """Two slices with micro-batches twice as large take as long; when to reduce cannot matter with one micro-batch."""
-    keep, default, by_step = (
-        Choice("core.keep", {}),
-        Choice("mine.shards", {}),
-        Choice("mine.shards", {"reduce": "step"}),
-    )
+    keep, default, by_step = (Choice("core.keep", {}), Choice("mine.shards", {}), Choice("mine.shards", {"reduce": "step"}))
 
     def layout(sp: int, micro_size: int, weights: Choice) -> Candidate:
         return Candidate(Shape(Sizes(1, sp, 2, micro_size), keep, weights, None), None, None)

@@ -58,12 +58,7 @@ def plan_with(plugins=None, **changes):
 
 def test_what_a_plugin_names_is_offered_and_nothing_else():
     choices = choices_of(plan_with({"out": Outsider()}))
-    assert [str(one) for one in choices.policies] == [
-        "core.keep",
-        "core.recompute",
-        "out.deep",
-        "out.deep (depth = 3)",
-    ]
+    assert [str(one) for one in choices.policies] == ["core.keep", "core.recompute", "out.deep", "out.deep (depth = 3)"]
     assert [str(one) for one in choices.reducers] == ["core.each"]
     assert [str(one) for one in choices.schedules] == ["out.own (depth = 2)"]
     assert choices.weights == choices.attention == ()
@@ -139,9 +134,7 @@ def test_an_axis_that_is_kept_has_the_plans_value():
 
 def test_a_layout_is_a_plan_that_check_accepts_and_keeps_what_the_user_wrote():
     handlers = [{"use": "core.each"}, {"use": "core.gradient_norms"}]
-    plan = plan_with(
-        {"out": Outsider()}, gradient_handlers=handlers, parallel={"dp": 2, "reduction": "canonical"}, run__seed=5
-    )
+    plan = plan_with({"out": Outsider()}, gradient_handlers=handlers, parallel={"dp": 2, "reduction": "canonical"}, run__seed=5)
     space = Layouts(plan, 4, choices_of(plan), keep=["pp"])
     found = list(space.every())
     assert found

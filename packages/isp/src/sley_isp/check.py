@@ -43,9 +43,7 @@ def check_launch(plan: Plan) -> Iterator[Problem]:
         return
     config = weights.config
     if config.unit == "module" and config.launch != ANYWHERE:
-        message = (
-            f'`launch = "{config.launch}"` says where in a layer gathers start; with `unit = "module"` each module does'
-        )
+        message = f'`launch = "{config.launch}"` says where in a layer gathers start; with `unit = "module"` each module does'
         yield Problem(("weights", "launch"), message, 'leave it out, or use `unit = "layer"`', "launch-unit")
 
 

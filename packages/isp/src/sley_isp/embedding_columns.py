@@ -226,9 +226,7 @@ def check_tables(layers: Sequence[Layer]) -> None:
                 is_table = type(module) is nn.Embedding and is_plain(module, attribute)
                 (tables if is_table else others).setdefault(id(parameter), name)
     if not tables:
-        raise _refused(
-            "no layer has a plain nn.Embedding, whose table could be cut along its hidden dim", "leave it out"
-        )
+        raise _refused("no layer has a plain nn.Embedding, whose table could be cut along its hidden dim", "leave it out")
     for table, name in tables.items():
         if table in others:
             message = f"`{others[table]}` holds the table of `{name}` too, and needs whole rows of it"
@@ -237,6 +235,4 @@ def check_tables(layers: Sequence[Layer]) -> None:
 
 def _refused(message: str, hint: str) -> PlanError:
     """Returns the PlanError "embedding-hidden"."""
-    return PlanError(
-        "embedding-hidden", message, path=("weights", "embedding"), hint=f'{hint}; or `embedding = "gather"`'
-    )
+    return PlanError("embedding-hidden", message, path=("weights", "embedding"), hint=f'{hint}; or `embedding = "gather"`')

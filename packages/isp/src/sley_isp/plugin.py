@@ -6,13 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from sley_core.hookspecs import hookimpl
-from sley_core.records import (
-    MemoryPoolRecord,
-    Problem,
-    Record,
-    SequenceAttentionRecord,
-    WeightCommunicatorRecord,
-)
+from sley_core.records import MemoryPoolRecord, Problem, Record, SequenceAttentionRecord, WeightCommunicatorRecord
 from sley_isp.check import check_launch, check_loss, check_order
 from sley_isp.config import AllToAllConfig, CommunicatorConfig, FreshConfig, SlotsConfig
 from sley_isp.sequence.check import check_heads
@@ -49,10 +43,7 @@ def sley_records() -> list[Record]:
 
 @hookimpl(optionalhook=True)
 def sley_estimate_hints() -> dict[str, Any]:
-    return {
-        "isp.communicator": {"variants": [{}, {"reduce": "step"}]},
-        "isp.all_to_all": {"variants": [{}]},
-    }
+    return {"isp.communicator": {"variants": [{}, {"reduce": "step"}]}, "isp.all_to_all": {"variants": [{}]}}
 
 
 @hookimpl

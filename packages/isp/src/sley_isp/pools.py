@@ -41,9 +41,7 @@ class Lease:
         self._buffers.append(self._pool._take(self._size))
         return self._buffers[-1]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._buffers, f"a lease of {self._size} ends before it began"
         self._pool._give(self._size, self._buffers.pop())
 

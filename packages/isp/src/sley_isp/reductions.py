@@ -134,14 +134,7 @@ class Reductions:
     """
 
     def __init__(
-        self,
-        bound: int,
-        store: GradientStore,
-        pool: MemoryPool,
-        group: Group,
-        sent: SentBytes,
-        *,
-        once: bool = False,
+        self, bound: int, store: GradientStore, pool: MemoryPool, group: Group, sent: SentBytes, *, once: bool = False
     ) -> None:
         self.bound = bound
         self.once = once

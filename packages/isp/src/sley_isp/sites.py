@@ -76,9 +76,7 @@ class Site:
 
         pins: +1 keeps them for the backward after a recomputation, -1 ends that. launches: whether prefetches may start.
         """
-        return self.host.use(
-            self.unit, self.entries, pins=pins, launches=self.launches if launches is None else launches
-        )
+        return self.host.use(self.unit, self.entries, pins=pins, launches=self.launches if launches is None else launches)
 
     @property
     def forward(self) -> Callable[[Tensor], Tensor]:

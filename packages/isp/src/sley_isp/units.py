@@ -39,9 +39,7 @@ def sharded_modules(
     for name, module in layer.module.named_modules(prefix=layer.name):
         if id(module) in others:
             continue
-        places = {
-            attribute: book[f"{name}.{attribute}"] for attribute, one in module._parameters.items() if one is not None
-        }
+        places = {attribute: book[f"{name}.{attribute}"] for attribute, one in module._parameters.items() if one is not None}
         held = {attribute: entry for attribute, entry in places.items() if entry.shard is not None}
         if held:
             yield name, module, held
@@ -214,7 +212,5 @@ def check_points(layers: Sequence[Layer], pattern: str) -> None:
 def _callable(layer: Layer) -> dict[str, nn.Module]:
     """Returns the modules of `layer` with a forward, by their names within it; containers such as ModuleList are left out."""
     return {
-        name: module
-        for name, module in layer.module.named_modules()
-        if name and type(module).forward is not nn.Module.forward
+        name: module for name, module in layer.module.named_modules() if name and type(module).forward is not nn.Module.forward
     }

@@ -40,14 +40,10 @@ def find_head(layers: Sequence[Layer]) -> str:
     too. The first forward checks that the layer returns the linear's output.
     """
     last = layers[-1]
-    linears: dict[str, nn.Linear] = {
-        name: module for name, module in last.module.named_modules() if type(module) is nn.Linear
-    }
+    linears: dict[str, nn.Linear] = {name: module for name, module in last.module.named_modules() if type(module) is nn.Linear}
     if len(linears) != 1:
         found = ", ".join(f"`{name}`" for name in linears) or "none"
-        message = (
-            f"the last layer `{last.name}` has one plain nn.Linear where its vocabulary can be shared; found: {found}"
-        )
+        message = f"the last layer `{last.name}` has one plain nn.Linear where its vocabulary can be shared; found: {found}"
         raise _refused(message, "give the head a layer of its own")
     ((path, head),) = linears.items()
     for layer in layers:
@@ -240,13 +236,7 @@ class _LossSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        _weight: Tensor,
-        _bias: Tensor | None,
-        targets: Tensor,
-        head: VocabularyHead,
-        smoothing: float,
+        ctx: Any, x: Tensor, _weight: Tensor, _bias: Tensor | None, targets: Tensor, head: VocabularyHead, smoothing: float
     ) -> Tensor:
         """Gathers all tokens of `wp` and the slices' statistics; saves the logits, which the backward overwrites."""
         inputs, all_targets = head.all_tokens(x, targets)

@@ -76,9 +76,7 @@ def losses(combined: Combined, targets: Tensor, num_classes: int, smoothing: flo
     return torch.where(targets == NO_TARGET, 0.0, found)
 
 
-def to_gradient(
-    logits: Tensor, targets: Tensor, classes: Classes, log_sum: Tensor, scale: Tensor, smoothing: float
-) -> None:
+def to_gradient(logits: Tensor, targets: Tensor, classes: Classes, log_sum: Tensor, scale: Tensor, smoothing: float) -> None:
     """Overwrites a slice's `logits` [n, size] with the gradient of the sum of losses, times the scalar `scale`.
 
     It is softmax minus the smoothed target; 0 for a token without a target.

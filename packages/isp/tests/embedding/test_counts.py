@@ -81,11 +81,7 @@ def seen(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
 def test_nothing_is_gathered_reduced_or_whole(ranks, sharded, texts, attaches):
     """Two swaps of vectors per micro-batch, their ids, and no demand for a gather; the same on both ranks."""
     options = HIDDEN | {"head": "vocabulary"}
-    apart = {
-        "evaluation": {"every": 100, "steps": 2},
-        "run__steps": 9,
-        "parallel": {"cross_memory_attach": attaches},
-    }
+    apart = {"evaluation": {"every": 100, "steps": 2}, "run__steps": 9, "parallel": {"cross_memory_attach": attaches}}
     tables = sharded(2, weights=options, **apart)
     found = ranks(2)(seen, tables, texts)
     assert_same_sequence([one["calls"] for one in found])

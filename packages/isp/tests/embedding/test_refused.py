@@ -19,14 +19,8 @@ FOREIGN = {"data": {"factory": "isp_parts:Points"}, "loss": {"factory": "isp_par
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"model__tie_embeddings": True},
-            "`head.output` holds the table of `embed.tokens` too, and needs whole rows of it",
-        ),
-        (
-            {"model": {"factory": "isp_parts:tied_to_no_linear"}} | FOREIGN,
-            "`head` holds the table of `embed.table` too",
-        ),
+        ({"model__tie_embeddings": True}, "`head.output` holds the table of `embed.tokens` too, and needs whole rows of it"),
+        ({"model": {"factory": "isp_parts:tied_to_no_linear"}} | FOREIGN, "`head` holds the table of `embed.table` too"),
         ({"model": {"factory": "looked_up:limited"}} | FOREIGN, "no layer has a plain nn.Embedding"),
     ],
 )

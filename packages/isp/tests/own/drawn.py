@@ -158,9 +158,7 @@ class Shapes(Kind):
         turned = super().forward(hidden.transpose(0, 1)).transpose(0, 1)
         one = self.down(self.up(hidden[0, 0]))
         nothing = self.down(self.up(hidden[:, :0])).sum()
-        return (
-            turned + super().forward(mean) + super().forward(hidden.flatten(0, 1)).view_as(hidden) + one * 0 + nothing
-        )
+        return turned + super().forward(mean) + super().forward(hidden.flatten(0, 1)).view_as(hidden) + one * 0 + nothing
 
 
 class Looking(Kind):
@@ -182,21 +180,7 @@ class Reading(Kind):
 
 
 KINDS: tuple[Callable[[int, random.Random], nn.Module], ...] = (
-    *(
-        Kind,
-        Twice,
-        InPlace,
-        Detached,
-        Normed,
-        Frozen,
-        Experts,
-        Checkpointed,
-        Attentive,
-        Asking,
-        Shapes,
-        Looking,
-        Reading,
-    ),
+    *(Kind, Twice, InPlace, Detached, Normed, Frozen, Experts, Checkpointed, Attentive, Asking, Shapes, Looking, Reading),
 )
 
 
@@ -226,9 +210,7 @@ def model(seed: int, tied: bool) -> Model:
     embed, head = Embed(width), nn.Linear(width, CLASSES, bias=draw.random() < 0.5)
     if tied:
         head.weight = embed.table.weight
-    return Model(
-        [("embed", embed), *((f"block{at}", block) for at, block in enumerate(blocks)), ("head", head)], values
-    )
+    return Model([("embed", embed), *((f"block{at}", block) for at, block in enumerate(blocks)), ("head", head)], values)
 
 
 def values(module: nn.Module, name: str) -> None:

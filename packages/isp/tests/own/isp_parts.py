@@ -158,9 +158,7 @@ class Fails(nn.Linear):
 
 def mixed(turned: bool = False, order: int | None = None) -> list[tuple[str, nn.Module]]:
     """Four blocks of different sizes. order: shuffles the registration of each block's modules, each in another way."""
-    blocks = [
-        (f"block{at}", Mixed(ffn, turned if order is None else f"{order} {at}")) for at, ffn in enumerate((7, 12, 5, 8))
-    ]
+    blocks = [(f"block{at}", Mixed(ffn, turned if order is None else f"{order} {at}")) for at, ffn in enumerate((7, 12, 5, 8))]
     return [("embed", Embed()), *blocks, ("head", nn.Linear(WIDTH, WIDTH))]
 
 

@@ -216,9 +216,4 @@ class Stacked(nn.Module):
 
 
 def stacked() -> Layers:
-    return [
-        ("embed", Embed()),
-        ("blocks.0", Stacked()),
-        ("blocks.1", Stacked()),
-        ("head", nn.Linear(WIDTH, WIDTH * 3 // 2)),
-    ]
+    return [("embed", Embed()), ("blocks.0", Stacked()), ("blocks.1", Stacked()), ("head", nn.Linear(WIDTH, WIDTH * 3 // 2))]

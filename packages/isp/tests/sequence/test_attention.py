@@ -67,9 +67,7 @@ def attended(cases, dtype):
                 (context.detach(), wanted.detach()),
                 *((one.grad, all_.grad) for one, all_ in zip(own, whole, strict=True)),
             ]
-            errors = [
-                float((o - w.chunk(group.size, dim=1)[group.coord]).abs().max() / w.abs().max()) for o, w in pairs
-            ]
+            errors = [float((o - w.chunk(group.size, dim=1)[group.coord]).abs().max() / w.abs().max()) for o, w in pairs]
             found.append((max(errors), [call.op for call in calls]))
     return found
 
@@ -186,8 +184,7 @@ def test_what_cannot_be_is_refused_before_anything_is_exchanged(ranks):
         assert said[3] == "an attention over slices was called with no arguments by place"
         assert said[4] == "an attention over slices was called with [1, 4, 4, 2], [1, 4, 4, 2]"
         assert (
-            said[5]
-            == "an attention of 1 x 8 positions and 2 heads returned a tuple, not a context [b, s, h, d] or [b, s, h d]"
+            said[5] == "an attention of 1 x 8 positions and 2 heads returned a tuple, not a context [b, s, h, d] or [b, s, h d]"
         )
 
 

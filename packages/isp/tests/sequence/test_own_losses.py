@@ -84,12 +84,7 @@ def test_a_loss_that_looks_at_other_positions_is_refused(ranks, own, name, compu
         assert "positions" in message
 
 
-WHOLE = {
-    "loss__sequence": "whole",
-    "batch__micro_size": 2,
-    "evaluation": {"every": 2, "steps": 1},
-    "data__held_out": 0.1,
-}
+WHOLE = {"loss__sequence": "whole", "batch__micro_size": 2, "evaluation": {"every": 2, "steps": 1}, "data__held_out": 0.1}
 
 
 @pytest.mark.sample(2)

@@ -176,8 +176,7 @@ def test_layers_are_asked_whether_they_mix_positions(ranks, own):
 
 
 @pytest.mark.parametrize(
-    ("kind", "apart"),
-    [("features", {"apart": ["mixer.inner"]}), pytest.param("patch", {}, marks=pytest.mark.campaign)],
+    ("kind", "apart"), [("features", {"apart": ["mixer.inner"]}), pytest.param("patch", {}, marks=pytest.mark.campaign)]
 )
 def test_convolutions_that_see_one_position_at_a_time(ranks, own, kind, apart):
     check(ranks, own, beside(kind), **apart)

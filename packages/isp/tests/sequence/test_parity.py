@@ -38,8 +38,7 @@ def test_documents_of_every_kind(ranks, texts, documents, sp):
 
 
 @pytest.mark.parametrize(
-    ("sp", "kv_heads"),
-    [(2, 1), pytest.param(4, 1, marks=pytest.mark.campaign), pytest.param(4, 4, marks=pytest.mark.campaign)],
+    ("sp", "kv_heads"), [(2, 1), pytest.param(4, 1, marks=pytest.mark.campaign), pytest.param(4, 4, marks=pytest.mark.campaign)]
 )
 def test_fewer_and_as_many_key_heads_as_ranks(ranks, texts, sp, kv_heads):
     check(ranks, texts, sp, model__kv_heads=kv_heads)

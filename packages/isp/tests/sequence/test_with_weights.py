@@ -41,11 +41,7 @@ def test_any_relation(ranks, texts, sharded, world, sp, wp):
 
 @pytest.mark.parametrize(
     ("world", "sp", "wp"),
-    [
-        (2, 2, 2),
-        pytest.param(4, 2, 4, marks=pytest.mark.campaign),
-        pytest.param(4, 4, 2, marks=pytest.mark.campaign),
-    ],
+    [(2, 2, 2), pytest.param(4, 2, 4, marks=pytest.mark.campaign), pytest.param(4, 4, 2, marks=pytest.mark.campaign)],
 )
 @pytest.mark.parametrize("documents", ["pack", pytest.param("cut", marks=pytest.mark.campaign)])
 def test_single_precision(ranks, texts, sharded, world, sp, wp, documents):

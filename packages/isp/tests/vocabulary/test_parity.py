@@ -21,11 +21,7 @@ def check(parities):
 
 
 @pytest.mark.parametrize(
-    "cases",
-    [
-        [{"batch__micro_size": 1}, TIED | {"batch__micro_size": 4}],
-        pytest.param([{}, TIED], marks=pytest.mark.campaign),
-    ],
+    "cases", [[{"batch__micro_size": 1}, TIED | {"batch__micro_size": 4}], pytest.param([{}, TIED], marks=pytest.mark.campaign)]
 )
 def test_every_rank_scores_its_classes(check, cases):
     """257 classes over two ranks, 129 and 128: tied or not, with micro-batches of one, two and four samples."""

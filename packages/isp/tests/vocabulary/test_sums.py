@@ -44,9 +44,7 @@ def samples(num_tokens: int, num_classes: int, dtype: torch.dtype = torch.float6
 
 @given(st.integers(1, 20), st.integers(1, 9), st.integers(1, 6), st.sampled_from([0.0, 0.1]), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_any_cut_gives_the_sum_over_all(
-    num_tokens: int, num_classes: int, count: int, smoothing: float, few: bool
-) -> None:
+def test_any_cut_gives_the_sum_over_all(num_tokens: int, num_classes: int, count: int, smoothing: float, few: bool) -> None:
     """Also where ranks have no class at all, and a chunk at a time."""
     logits, labels = samples(num_tokens, num_classes)
     expected = plain_sum(logits, labels, IGNORED, smoothing)

@@ -24,16 +24,7 @@ class SizeClassesConfig(Table):
 Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools", "messages"]
 """As in `sley_core.api.memory`, which needs torch."""
 
-ALL: tuple[Part, ...] = (
-    "weights",
-    "buffers",
-    "masters",
-    "optimizer_states",
-    "gradients",
-    "handlers",
-    "pools",
-    "messages",
-)
+ALL: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools", "messages")
 
 
 class OffloadConfig(Table):

@@ -26,9 +26,7 @@ class HostBuffers:
     one.
     """
 
-    def __init__(
-        self, host_memory: Callable[[int], HostMemory], stream: CopyStream, budget_bytes: int | None = None
-    ) -> None:
+    def __init__(self, host_memory: Callable[[int], HostMemory], stream: CopyStream, budget_bytes: int | None = None) -> None:
         self._host_memory = host_memory
         self._stream = stream
         self.budget_bytes = budget_bytes

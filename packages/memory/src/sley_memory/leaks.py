@@ -53,12 +53,7 @@ def find_leaks(run: Any, min_bytes: int = 4096) -> list[Leak]:
     run.memory.settle()
     holdings = run.memory.holdings
     # By address: memory may have a second storage (`Device.again`).
-    places = {
-        _address(tensor)
-        for part in PARTS
-        for _, tensor in holdings.everything(part)
-        if tensor.device == holdings.device
-    }
+    places = {_address(tensor) for part in PARTS for _, tensor in holdings.everything(part) if tensor.device == holdings.device}
     gc.collect()
     # tensors of a subclass, such as stand-ins of sharded weights, may refuse to be asked
     with torch._C.DisableTorchFunctionSubclass():
@@ -152,9 +147,7 @@ def _children(one: object, *, is_far: bool) -> Iterable[tuple[str, object]]:
     """
     kind = type(one)  # not `isinstance`: some objects pretend to be of another class, or warn when they are asked
     if issubclass(kind, dict):
-        found = [
-            (f"[{key!r}]" if issubclass(type(key), PLAIN) else f"[{_name(key)}]", value) for key, value in _items(one)
-        ]
+        found = [(f"[{key!r}]" if issubclass(type(key), PLAIN) else f"[{_name(key)}]", value) for key, value in _items(one)]
         return [*found, *_attributes(one)] if kind is not dict else found
     if issubclass(kind, list | tuple | deque):
         return [(f"[{at}]", value) for at, value in enumerate(_elements(one))]

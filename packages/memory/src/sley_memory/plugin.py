@@ -6,14 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from sley_core.hookspecs import hookimpl
-from sley_core.records import (
-    ActivationPolicyRecord,
-    MemoryPoolRecord,
-    OffloadManagerRecord,
-    Problem,
-    Record,
-    Scope,
-)
+from sley_core.records import ActivationPolicyRecord, MemoryPoolRecord, OffloadManagerRecord, Problem, Record, Scope
 from sley_memory.config import (
     EverythingConfig,
     GradientsConfig,
@@ -43,9 +36,7 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
     for number, manager in enumerate(plan.offload):
         config = manager.config
         if isinstance(config, OffloadConfig) and config.is_shared and config.steps_in_buckets:
-            message = (
-                "states that come and go in every step cannot be shared on the host: ranks must call alike for that"
-            )
+            message = "states that come and go in every step cannot be shared on the host: ranks must call alike for that"
             hint = 'use `when = "idle"`, or `dp.sharded`, which leaves each rank a part of the states'
             yield Problem(("offload", number, "shared"), message, hint, "shared-between-steps")
 
@@ -54,12 +45,7 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
 def sley_records() -> list[Record]:
     def record(name: str, config: type[OffloadConfig], summary: str) -> OffloadManagerRecord:
         return OffloadManagerRecord(
-            name=name,
-            config=config,
-            build="sley_memory.offload.manager:Manager",
-            summary=summary,
-            parts=_moves,
-            scope=_scope,
+            name=name, config=config, build="sley_memory.offload.manager:Manager", summary=summary, parts=_moves, scope=_scope
         )
 
     return [

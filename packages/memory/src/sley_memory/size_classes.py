@@ -81,9 +81,7 @@ class _Lease(AbstractContextManager[Tensor]):
         self._block = self._pool._take(self.num_bytes, self._device)
         return self._block.view(self._shape, self._dtype)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._block is None:
             raise AssertionError(f"a lease of {self._shape} {self._dtype} ends before it began, or twice")
         block, self._block = self._block, None

@@ -19,11 +19,7 @@ ALONE = {
 }
 
 LAYOUTS = {
-    "interleaved pipeline": {
-        "model__num_layers": 2,
-        "parallel": {"pp": 2},
-        "pipeline": {"use": "pp.interleaved", "chunks": 2},
-    },
+    "interleaved pipeline": {"model__num_layers": 2, "parallel": {"pp": 2}, "pipeline": {"use": "pp.interleaved", "chunks": 2}},
     "sharded weights": {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}},
     "buckets": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.004}]},
     "sharded optimizer": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded", "bucket_mb": 0.002}]},

@@ -79,9 +79,4 @@ class Late(nn.Module):
 
 def spoiled(data: DataInfo, kind: str) -> list[nn.Module]:
     """The factory of a model with a `Late`."""
-    return [
-        Embed(data.vocab_size, 8),
-        nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()),
-        Late(kind),
-        nn.Linear(8, data.vocab_size),
-    ]
+    return [Embed(data.vocab_size, 8), nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), Late(kind), nn.Linear(8, data.vocab_size)]

@@ -28,9 +28,7 @@ CASES: dict[str, Tables] = {
     "between steps": {"offload": [{"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.01}]},
     "optimizer on the host": {"offload": [{"use": "memory.host_optimizer", "bucket_mb": 0.01}]},
     "everything": {"offload": [{"use": "memory.everything", "bucket_mb": 0.004}]},
-    "masters, and nothing that a program needs after the run": {
-        "offload": [{"use": "memory.masters", "bucket_mb": 0.004}]
-    },
+    "masters, and nothing that a program needs after the run": {"offload": [{"use": "memory.masters", "bucket_mb": 0.004}]},
     "activations on the host": {
         "activations": {"use": "memory.host", "min_bytes": 512},
         "model": {**PLAN["model"], "num_layers": 2},
@@ -50,11 +48,7 @@ IMPLIED: dict[Named, str] = {
     ): "where no step failed, what left was awaited before it was let go, and what came where it was used",
     ("_step", "follow", 1): "the host has waited for gradients, whose stream followed the device after the backward",
     ("_step", "hold_device", 0): "the host waits for the same copies, and gives the device's next work after that",
-    (
-        "_step",
-        "wait",
-        1,
-    ): "the device was held until these copies were done, the next step's gradients follow it, and the "
+    ("_step", "wait", 1): "the device was held until these copies were done, the next step's gradients follow it, and the "
     "host waits for them before it writes",
 }
 """Waits that another one brings about: without them, all orders of a training are the permitted ones."""
@@ -107,9 +101,7 @@ def test_every_missing_wait_is_caught(train: Train, texts: Path) -> None:
     missed: set[Site] = set()
     for case in CASES:
         plain, training = both(train, case, texts)
-        for site, name in named(
-            chain.from_iterable(wait_sites(partial(training, order)) for order in range(4))
-        ).items():
+        for site, name in named(chain.from_iterable(wait_sites(partial(training, order)) for order in range(4))).items():
             if name in IMPLIED or site in caught:
                 continue
             found = first_caught(training, plain, site, NUM_TRIES)

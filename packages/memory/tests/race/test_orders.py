@@ -16,8 +16,7 @@ SHARED_COPIES = {"offload": [{"use": "memory.everything", "bucket_mb": 0.004, "s
 GROUPS = [{"match": "*.attention.*", "lr": 1e-3}]
 EACH = {
     "offload": [
-        {"use": f"memory.{part}", "bucket_mb": 0.004}
-        for part in ("weights", "masters", "optimizer_states", "gradients")
+        {"use": f"memory.{part}", "bucket_mb": 0.004} for part in ("weights", "masters", "optimizer_states", "gradients")
     ]
 }
 BETWEEN = {
@@ -37,10 +36,7 @@ ALONE: dict[str, tuple[Tables, Tables]] = {
     "everything, four micro-batches": (changed(PLAN, batch__micro_size=2), EVERYTHING),
     "each part, two groups": (changed(PLAN, optimizer__groups=GROUPS), EACH),
     "between steps": (PLAN, BETWEEN),
-    "between steps, fp32, two groups": (
-        changed(PLAN, precision__compute="fp32", optimizer__groups=GROUPS),
-        BETWEEN,
-    ),
+    "between steps, fp32, two groups": (changed(PLAN, precision__compute="fp32", optimizer__groups=GROUPS), BETWEEN),
     "optimizer on the host": (PLAN, ON_HOST),
     "shared optimizer": (changed(PLAN, gradient_handlers=SHARED), EVERYTHING),
     "activations on the host": (DEEPER, ACTIVATIONS_AWAY),

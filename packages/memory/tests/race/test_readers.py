@@ -20,9 +20,7 @@ from sley_core.run import Run
 from sley_testing.drawn_copies import DrawnDevice
 from sley_testing.plans import Tables, changed, small_plan
 
-PLAN = small_plan(
-    model__num_layers=1, batch__micro_size=4, precision__compute="bf16", evaluation={"every": 100, "steps": 1}
-)
+PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="bf16", evaluation={"every": 100, "steps": 1})
 OFFLOADS = {
     "everything": [{"use": "memory.everything", "bucket_mb": 0.004}],
     "on the host": [{"use": "memory.host_optimizer", "bucket_mb": 0.004}, {"use": "memory.weights"}],
@@ -120,9 +118,7 @@ def test_a_reader_waits(offload: str, reader: str, texts: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_an_update_that_failed_leaves_no_copy_under_way(
-    order: int, texts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_that_failed_leaves_no_copy_under_way(order: int, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step writes gradients that were on their way to the host, or has other buckets on other host memory."""
     with one_step(changed(PLAN, offload=OFFLOADS["on the host"]), texts, order) as run:
         optimizer = run.stepper.update.optimizer

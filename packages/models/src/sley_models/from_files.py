@@ -44,9 +44,7 @@ class FromFiles:
                 file, theirs = stored
                 value = read_tensor(file, theirs)
                 if value.shape != parameter.shape:
-                    message = (
-                        f"{theirs!r} in `{file}` is {list(value.shape)} now, and was {list(parameter.shape)} before"
-                    )
+                    message = f"{theirs!r} in `{file}` is {list(value.shape)} now, and was {list(parameter.shape)} before"
                     raise RunError("weight-files", message)
                 parameter.copy_(value)
 

@@ -70,9 +70,7 @@ def from_hugging_face(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[
     """
     known = dict(names(config))
     repeated = {_OUTER[HEAD]} if config.tie_embeddings else set()
-    check_names(
-        [name for name in state if name not in repeated], {theirs: ours for ours, theirs in known.items()}, set()
-    )
+    check_names([name for name in state if name not in repeated], {theirs: ours for ours, theirs in known.items()}, set())
     return {ours: state[theirs] for ours, theirs in known.items()}
 
 

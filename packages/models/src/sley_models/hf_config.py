@@ -100,9 +100,7 @@ def from_hf_config(given: Mapping[str, Any]) -> HFConfig:
     names |= {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "qkv_bias": "model_type"}
     names |= {"qk_norm": "model_type", "rope_theta": "rope_theta", "rope_scaling": "rope_scaling"}
     if 0 < (std := given.get("initializer_range") or 0) <= 1:
-        keys["init_std"] = (
-            std  # shown only, since nothing is drawn; not in `names`, since the plan need not agree with it
-        )
+        keys["init_std"] = std  # shown only, since nothing is drawn; not in `names`, since the plan need not agree with it
     return HFConfig(keys, names, given)
 
 
@@ -155,9 +153,7 @@ def _rope(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
 def model_type(config: LlamaConfig) -> str:
     """Returns "llama", "qwen2" or "qwen3". Raises ValueError for a combination of options that none of them has."""
     if config.qkv_bias and config.qk_norm:
-        raise ValueError(
-            "no model of transformers has both biases (`qkv_bias`) and norms (`qk_norm`) of queries and keys"
-        )
+        raise ValueError("no model of transformers has both biases (`qkv_bias`) and norms (`qk_norm`) of queries and keys")
     return "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
 
 

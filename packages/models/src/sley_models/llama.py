@@ -156,9 +156,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         """Returns [b, s, hidden] for x [b, s, hidden]; attends only within documents if `cu_seqlens` is given."""
-        q, k, v = (
-            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
-        )
+        q, k, v = (projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value))
         q, k = self.rotary(self.query_norm(q), self.key_norm(k), positions)
         context = self.core(q, k, v, cu_seqlens=cu_seqlens)
         out: Tensor = self.output(context.flatten(-2))

@@ -29,9 +29,7 @@ class Rotary(nn.Module):
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
         frequencies = 1.0 / theta**exponents
         self.key = head_dim, theta, scaling
-        self.register_buffer(
-            "frequencies", frequencies if scaling is None else scaled(frequencies, scaling), persistent=False
-        )
+        self.register_buffer("frequencies", frequencies if scaling is None else scaled(frequencies, scaling), persistent=False)
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns q and k, rotated, in their shapes and dtypes.

@@ -44,13 +44,8 @@ def read_csv(text: str, name: str) -> tuple[Placement, list[list[Action]]]:
     if not any(rows):
         raise _wrong("has no actions", Place(name))
     placement = _placement([{position for position, _, _ in row} for row in rows], Place(name))
-    chunks = [
-        {placement.position(stage, chunk): chunk for chunk in range(placement.chunks)} for stage in range(len(rows))
-    ]
-    lists = [
-        [Action(kind, chunks[stage][position], micro) for position, kind, micro in row]
-        for stage, row in enumerate(rows)
-    ]
+    chunks = [{placement.position(stage, chunk): chunk for chunk in range(placement.chunks)} for stage in range(len(rows))]
+    lists = [[Action(kind, chunks[stage][position], micro) for position, kind, micro in row] for stage, row in enumerate(rows)]
     return placement, lists
 
 

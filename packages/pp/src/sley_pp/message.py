@@ -181,9 +181,7 @@ class Message:
 
 def to_bytes(description: Description) -> Tensor:
     """Serialises `description` as JSON for an announcement, uint8 [bytes] on the host."""
-    leaves = [
-        [str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.has_gradient] for leaf in description.leaves
-    ]
+    leaves = [[str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.has_gradient] for leaf in description.leaves]
     text = json.dumps({"leaves": leaves, "structure": description.structure})
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
@@ -212,9 +210,7 @@ def _num_users(storage: torch.UntypedStorage) -> tuple[int, int]:
 def mismatch(fault: str) -> RunError:
     """Returns the RunError `boundary-mismatch`."""
     return RunError(
-        "boundary-mismatch",
-        fault,
-        hint="what a layer returns may depend on the shapes of the batch, not on its values",
+        "boundary-mismatch", fault, hint="what a layer returns may depend on the shapes of the batch, not on its values"
     )
 
 
@@ -264,13 +260,7 @@ class Outbox:
         self._sending: deque[tuple[list[Pending], Message]] = deque()
 
     def send(
-        self,
-        peer: int,
-        what: str,
-        head: tuple[int, int],
-        expected: Description,
-        came: Description,
-        tensors: list[Tensor],
+        self, peer: int, what: str, head: tuple[int, int], expected: Description, came: Description, tensors: list[Tensor]
     ) -> None:
         """Leases, fills and sends to stage `peer` a message of layout `expected`; sends nothing if that has no tensors.
 

@@ -54,9 +54,7 @@ def sley_records() -> list[Record]:
             "1F1B over several parts of the model per stage; a smaller bubble, more transfers.",
         ),
         _schedule(
-            "zero_bubble_h1",
-            config.ZeroBubbleH1Config,
-            "1F1B with weight gradients in its bubble: a third of it is left.",
+            "zero_bubble_h1", config.ZeroBubbleH1Config, "1F1B with weight gradients in its bubble: a third of it is left."
         ),
         _schedule(
             "zero_bubble_v",

@@ -11,14 +11,7 @@ from itertools import chain
 
 from sley_core.api.actions import Action, Delivery, Kind, Placement, Schedule, given, loop, taken, v
 from sley_core.errors import PlanError
-from sley_pp.config import (
-    CsvConfig,
-    GPipeConfig,
-    InterleavedConfig,
-    OneFOneBConfig,
-    ZeroBubbleH1Config,
-    ZeroBubbleVConfig,
-)
+from sley_pp.config import CsvConfig, GPipeConfig, InterleavedConfig, OneFOneBConfig, ZeroBubbleH1Config, ZeroBubbleVConfig
 from sley_pp.csv_schedules import read_file
 
 Word = tuple[Kind, int]

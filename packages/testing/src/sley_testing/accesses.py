@@ -93,9 +93,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(
-            func, torch._ops.OpOverload
-        ):  # an operation of higher order calls others, which come here too
+        if not isinstance(func, torch._ops.OpOverload):  # an operation of higher order calls others, which come here too
             return func(*args, **kwargs)
         if func.is_view and func._can_decompose():  # in inference mode: a reshape, say, which may be a view or a copy
             with self:
@@ -104,18 +102,13 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         try:
             result = func(*args, **kwargs)
         except RuntimeError:
-            if (
-                func.is_view
-            ):  # some kinds torch refuses by itself where the memory is not there, without saying which tensor
+            if func.is_view:  # some kinds torch refuses by itself where the memory is not there, without saying which tensor
                 self.saw(str(func), [Access(tensor, writes=False) for tensor in _tensors([*args, *kwargs.values()])])
             raise
         returned = func._schema.returns
         parts = [result] if len(returned) == 1 else result or ()
         fresh = [
-            tensor
-            for one, part in zip(returned, parts, strict=False)
-            if one.alias_info is None
-            for tensor in _tensors(part)
+            tensor for one, part in zip(returned, parts, strict=False) if one.alias_info is None for tensor in _tensors(part)
         ]
         if fresh:
             self.made(str(func), fresh)

@@ -44,9 +44,7 @@ BATCH, LENGTH, WIDTH = 2, 8, 3
 BOUNDS = torch.tensor([[0, 3, 7, 8], [0, 6, 8, 8]], dtype=torch.int32)
 """Where the documents of each row begin; one of each lies in both halves."""
 
-DIVISIBLE: list[Case] = [
-    (*heads, packed) for heads, packed in itertools.product([(4, 4), (4, 2), (4, 1)], [False, True])
-]
+DIVISIBLE: list[Case] = [(*heads, packed) for heads, packed in itertools.product([(4, 4), (4, 2), (4, 1)], [False, True])]
 ODD: list[Case] = [(3, 3, False), (3, 1, True), (1, 1, False)]
 """Of which two ranks cannot have as many heads each."""
 
@@ -139,9 +137,7 @@ class SequenceAttentionContract:
                 what = f"(heads, kv_heads, packed) = {case}"
                 assert not one.refused, f"{what} is refused by `{one.refused}`"
                 worst = max(one.errors)
-                assert worst <= 1e-10, (
-                    f"{what}: a slice's context or gradients are off by {worst:.3g} of the largest element"
-                )
+                assert worst <= 1e-10, f"{what}: a slice's context or gradients are off by {worst:.3g} of the largest element"
                 assert one.kept, f"{what}: after `detach` it is no attention of whole sequences"
             assert_same_sequence([one.calls for one in seen])
 

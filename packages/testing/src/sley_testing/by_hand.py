@@ -40,16 +40,12 @@ def assert_by_hand(
     loop = PlainLoop(
         named,
         CrossEntropy(CrossEntropyConfig()),
-        optimizer=lambda parameters: make_optimizer(
-            [parameter for _, parameter in parameters if parameter.requires_grad]
-        ),
+        optimizer=lambda parameters: make_optimizer([parameter for _, parameter in parameters if parameter.requires_grad]),
     )
     loop.load(start)
     for batch, row, gradients in zip(batches, recorded.rows, recorded.gradients, strict=True):
         size = len(next(iter(batch.values())))
-        micros = [
-            {name: value[at : at + micro_size] for name, value in batch.items()} for at in range(0, size, micro_size)
-        ]
+        micros = [{name: value[at : at + micro_size] for name, value in batch.items()} for at in range(0, size, micro_size)]
         assert_step(loop.step(micros), row, gradients, {}, tolerance)
     weights = loop.weights
     assert_close_gradients({name: weights[name] for name in recorded.weights}, recorded.weights, tolerance)

@@ -45,9 +45,7 @@ class CheckpointerContract:
         stretch(plan, STEPS, folder=texts, save=tmp_path / "saved")
         assert_same_stretch([whole], [stretch(plan, STEPS, folder=texts, load=tmp_path / "saved")])
 
-    def test_two_ranks_go_on_and_another_layout_too(
-        self, ranks: Callable[..., Ranks], texts: Path, tmp_path: Path
-    ) -> None:
+    def test_two_ranks_go_on_and_another_layout_too(self, ranks: Callable[..., Ranks], texts: Path, tmp_path: Path) -> None:
         """Two ranks with the same bits; what they saved one process takes, within the parity of the precision."""
         plan = self._plan()
         two = changed(plan, **DP)

@@ -154,16 +154,12 @@ class GradientHandlerContract:
         second = ranks_of_two(observe, self._handlers(), 2, False, self._splits())
         _assert_same_bits(first, second, "a second run gives other bits")
         for step, (mine, theirs) in enumerate(zip(first[0].gradients, first[1].gradients, strict=True)):
-            differing = [
-                name for name in mine if not name.startswith(ALONE) and not torch.equal(mine[name], theirs[name])
-            ]
+            differing = [name for name in mine if not name.startswith(ALONE) and not torch.equal(mine[name], theirs[name])]
             assert not differing, f"step {step}: ranks that hold one weight have different gradients of it: {differing}"
 
     def test_ranks_issue_one_sequence_once_per_step(self, ranks_of_two: Ranks) -> None:
         """Every rank issues the same collectives in the same order, and more micro-batches cost no more of them."""
-        few, many = (
-            ranks_of_two.once(observe, self._handlers(), num_micros, False, self._splits()) for num_micros in (1, 3)
-        )
+        few, many = (ranks_of_two.once(observe, self._handlers(), num_micros, False, self._splits()) for num_micros in (1, 3))
         for seen in (few, many):
             for step in range(NUM_STEPS):
                 assert_same_sequence([rank.calls[step] for rank in seen])

@@ -89,9 +89,7 @@ class DatasetContract:
         thread.join()
         assert there, "samples cannot be read in a thread other than the main one"
         for index, sample in first.items():
-            assert _same(there[0][index], sample), (
-                f"sample {index} is another one on another rank, or in another thread"
-            )
+            assert _same(there[0][index], sample), f"sample {index} is another one on another rank, or in another thread"
 
     def test_a_sample_stays_as_it_is(self, folder: Path) -> None:
         """While others are read, since they become one batch."""
@@ -114,14 +112,10 @@ class DatasetContract:
         halves = [list(islice(self._fed(folder, rows), NUM_BATCHES)) for rows in (range(2), range(2, BATCH))]
         has_rows = not hasattr(self._open(folder), "collate")  # which may pad a batch as its longest row needs
         for number, (all_rows, first, second) in enumerate(zip(whole, *halves, strict=True)):
-            assert first.numbers + second.numbers == all_rows.numbers, (
-                f"batch {number}: ranks have other samples than one"
-            )
+            assert first.numbers + second.numbers == all_rows.numbers, f"batch {number}: ranks have other samples than one"
             if has_rows:
                 fields = self._open(folder).info.fields
-                both = {
-                    name: torch.cat([first.batch[name], second.batch[name]], fields[name].batch_dim) for name in fields
-                }
+                both = {name: torch.cat([first.batch[name], second.batch[name]], fields[name].batch_dim) for name in fields}
                 assert _same(both, all_rows.batch), f"batch {number}: the samples of two ranks are not those of one"
 
     def test_a_restart_goes_on_where_it_was(self, folder: Path) -> None:
@@ -133,9 +127,7 @@ class DatasetContract:
             again = list(islice(self._fed(folder, range(BATCH), state, notes), NUM_BATCHES - done))
             assert not notes, f"a run that goes on after batch {done} has another batch {done}: {notes[0]}"
             for number, (wanted, found) in enumerate(zip(undisturbed[done:], again, strict=True), start=done):
-                assert _same(found.batch, wanted.batch), (
-                    f"a run that goes on after batch {done} has another batch {number}"
-                )
+                assert _same(found.batch, wanted.batch), f"a run that goes on after batch {done} has another batch {number}"
 
     def test_held_out_samples_are_others(self, folder: Path) -> None:
         """No sample is used both for training and for evaluation."""
@@ -205,9 +197,7 @@ def _check_field(name: str, value: Tensor, field: Field, num_samples: int, seque
     assert found == num_samples, f"the field `{name}` of {num_samples} samples has {found} along its batch_dim"
     if field.sequence_dim is None:
         return
-    assert field.sequence_dim < value.ndim, (
-        f"the field `{name}` {tuple(value.shape)} has no sequence_dim {field.sequence_dim}"
-    )
+    assert field.sequence_dim < value.ndim, f"the field `{name}` {tuple(value.shape)} has no sequence_dim {field.sequence_dim}"
     length = value.shape[field.sequence_dim]
     assert sequence in (None, length), f"the field `{name}` has {length} positions; declared are {sequence}"
 

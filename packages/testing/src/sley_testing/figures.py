@@ -76,9 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("figures", type=Path, help="the file into which they were noted")
     parser.add_argument("--tests", type=Path, nargs="*", default=[], help="reports of pytest, by --junitxml")
-    parser.add_argument(
-        "--expect", nargs="*", default=[], help="words that figures begin with: not met where none does"
-    )
+    parser.add_argument("--expect", nargs="*", default=[], help="words that figures begin with: not met where none does")
     options = parser.parse_args(arguments)
     found = [*(row for report in options.tests for row in outcome(report)), *noted(options.figures)]
     missing = [one for one in options.expect if not any(figure.what.startswith(one) for figure in found)]

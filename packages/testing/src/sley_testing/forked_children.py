@@ -67,9 +67,7 @@ def _module_of(command: Any) -> tuple[bool, str, list[str]] | None:
     return (safe, rest[1], rest[2:]) if len(rest) > 1 and rest[0] == "-m" else None
 
 
-def _become(
-    asked: Mapping[str, Any], command: tuple[bool, str, list[str]], path: Sequence[str], begun: int
-) -> NoReturn:
+def _become(asked: Mapping[str, Any], command: tuple[bool, str, list[str]], path: Sequence[str], begun: int) -> NoReturn:
     """Takes over what `asked` says and runs the module; in the new process. begun: a file that is closed when it has begun."""
     code = 255
     try:
@@ -101,9 +99,7 @@ def _become(
         os._exit(code)
 
 
-def run(
-    module: str, arguments: Sequence[str], env: Mapping[str, str], first: Sequence[str], path: Sequence[str]
-) -> None:
+def run(module: str, arguments: Sequence[str], env: Mapping[str, str], first: Sequence[str], path: Sequence[str]) -> None:
     """Runs `module` as `__main__`, and returns at its end, or raises what it raises.
 
     first: what of `sys.path` goes before PYTHONPATH. path: what follows it.

@@ -88,9 +88,7 @@ def observe(hooks: Sequence[Table], folder: Path, *, fails: bool = False) -> See
 def call_bare(hooks: Sequence[Table], folder: Path) -> list[str]:
     """Calls each method as for the first stage's forward and for a W, which have no tensors; returns what failed."""
     failed = []
-    with assemble(
-        plan_from_dict(changed(PLAN, scheduler_hooks=list(hooks), parallel={}), folder), World.alone("cpu")
-    ) as run:
+    with assemble(plan_from_dict(changed(PLAN, scheduler_hooks=list(hooks), parallel={}), folder), World.alone("cpu")) as run:
         run.step()
         (hook,) = run.stepper.executor.hooks
         micro = MicroStep(chunk=0, micro=0, phase=Phase.TRAIN, step=1, global_micro=0)
@@ -108,9 +106,7 @@ def call_bare(hooks: Sequence[Table], folder: Path) -> list[str]:
                 method(place, given)
             except Exception as error:
                 what = "None" if given is None else f"a {type(given).__name__}"
-                failed.append(
-                    f"{method.__name__} in phase {place.phase}, given {what}: {type(error).__name__}: {error}"
-                )
+                failed.append(f"{method.__name__} in phase {place.phase}, given {what}: {type(error).__name__}: {error}")
     return failed
 
 
@@ -164,9 +160,7 @@ class SchedulerHookContract:
             for wanted, found in zip(plain.rows, seen.rows, strict=True):
                 for key in ("loss", "grad_norm", "held_out_loss"):
                     same = repr(wanted.get(key)) == repr(found.get(key))
-                    assert same, (
-                        f"{when}, rank {rank}, step {found['step']}: {key} is {found.get(key)}, not {wanted.get(key)}"
-                    )
+                    assert same, f"{when}, rank {rank}, step {found['step']}: {key} is {found.get(key)}, not {wanted.get(key)}"
             differing = _differing(plain.weights, seen.weights)
             assert not differing, f"{when}, rank {rank}: other bits in {differing[:3]}"
 

@@ -38,9 +38,7 @@ class MemoryProfile:
         enable(torchs.config(), torchs.kineto_activities, {_profiler.RecordScope.LITE_INTERPRETER})  # which no run has
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.results = _autograd._disable_profiler()
 
 

@@ -135,9 +135,7 @@ class LossContract:
         try:
             found = float(loss.loss(output, {name: batch[name] for name in fields}))
         except KeyError as error:
-            raise AssertionError(
-                f"the loss reads the field {error}, which is not among its `fields` {fields}"
-            ) from error
+            raise AssertionError(f"the loss reads the field {error}, which is not among its `fields` {fields}") from error
         assert found == float(loss.loss(output, batch)), f"the loss reads more than its `fields` {fields}"
 
     def test_a_batch_in_which_nothing_counts(self) -> None:

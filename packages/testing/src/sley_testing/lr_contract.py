@@ -78,9 +78,9 @@ class LRScheduleContract:
 
     def _factor(self, num_steps: int) -> Callable[[int], float]:
         """Returns the schedule of a run of `num_steps`, made anew."""
-        factor: Callable[[int], float] = plan_from_dict(
-            small_plan(learning_rate=self.learning_rate)
-        ).learning_rate.build(num_steps)
+        factor: Callable[[int], float] = plan_from_dict(small_plan(learning_rate=self.learning_rate)).learning_rate.build(
+            num_steps
+        )
         return factor
 
     def _rates(self, num_steps: int) -> list[float]:

@@ -57,9 +57,7 @@ class OffloadManagerContract:
             with self._running(texts, order) as run:
                 for row in rows:
                     found = run.step()
-                    assert found["loss"] == row["loss"], (
-                        f"order {order}, step {row['step']}: another loss than without offload"
-                    )
+                    assert found["loss"] == row["loss"], f"order {order}, step {row['step']}: another loss than without offload"
                     self._leave_and_come(run)
                 _assert_same(wanted, _bits(run, COPIED), f"order {order}, after {NUM_STEPS} steps")
 
@@ -103,9 +101,7 @@ class OffloadManagerContract:
                 run.memory.offload(part).wait()
                 where, moved = run.memory.where[part], manager.moved(part)
                 assert where is Where.AWAY, f"{part} that have left are said to be {where.value}"
-                assert moved.given_back >= held, (
-                    f"{part} had {held} bytes, and {moved.given_back} are said to be given back"
-                )
+                assert moved.given_back >= held, f"{part} had {held} bytes, and {moved.given_back} are said to be given back"
                 if part in COPIED:
                     assert moved.copied_out >= held, f"{part}: {moved.copied_out} of {held} bytes are said to be copied"
                 run.memory.onload(part).wait()
@@ -214,9 +210,7 @@ def _bits(run: Run, parts: Sequence[Part]) -> Bits:
 
 
 def _assert_same(wanted: Bits, found: Bits, when: str) -> None:
-    assert wanted.keys() == found.keys(), (
-        f"{when}: {sorted(wanted.keys() ^ found.keys())[:3]} are there once and not again"
-    )
+    assert wanted.keys() == found.keys(), f"{when}: {sorted(wanted.keys() ^ found.keys())[:3]} are there once and not again"
     other = [f"{part} {name}" for (part, name), value in wanted.items() if not _is_same(value, found[part, name])]
     assert not other, f"{when}: {len(other)} of {len(wanted)} tensors have other bits: {', '.join(other[:3])}"
 

@@ -207,13 +207,9 @@ class OptimizerContract:
         wanted = by_hand(tables, seen)
         assert_close_gradients(wanted, seen.stepped, EXACT if compute == "fp64" else 1e-5)
         for name, one in seen.stepped.items():
-            assert not torch.equal(one, seen.first[name]), (
-                f"{name} is as it was before the first step: nothing is trained"
-            )
+            assert not torch.equal(one, seen.first[name]), f"{name} is as it was before the first step: nothing is trained"
             working = seen.weights[name]
-            assert torch.equal(working, one.to(working.dtype)), (
-                f"the weight {name} is not what the optimizer has stepped"
-            )
+            assert torch.equal(working, one.to(working.dtype)), f"the weight {name} is not what the optimizer has stepped"
 
     def test_parameters_may_be_stepped_one_by_one(self) -> None:
         """With the bits of one step, whatever it counts; as managers of memory do it."""
@@ -273,9 +269,7 @@ class OptimizerContract:
         """As one that a program freezes between two steps."""
         plan = plan_from_dict(self._plan())
         pair = [_Copy(name, nn.Parameter(torch.ones(3, 4, dtype=torch.float64)), True) for name in "ab"]
-        optimizer = in_training(
-            plan.optimizer.build(parameter_groups(pair, plan.optimizer.config), torch.device("cpu"))
-        )
+        optimizer = in_training(plan.optimizer.build(parameter_groups(pair, plan.optimizer.config), torch.device("cpu")))
         pair[0].parameter.grad = torch.full((3, 4), 0.5, dtype=torch.float64)
         try:
             optimizer.step()

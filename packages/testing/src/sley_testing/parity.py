@@ -15,9 +15,7 @@ from torch import Tensor
 _SHOWN = 5
 
 
-def relative_errors(
-    reference: Mapping[str, Tensor], other: Mapping[str, Tensor], *, floor: float = 0.0
-) -> dict[str, float]:
+def relative_errors(reference: Mapping[str, Tensor], other: Mapping[str, Tensor], *, floor: float = 0.0) -> dict[str, float]:
     """Returns the error of every parameter, in the order of `reference`; infinite where a value is not finite.
 
     floor: a norm of the reference below it counts as `floor`, for gradients that are zero but for rounding.

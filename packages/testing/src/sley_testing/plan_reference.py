@@ -102,9 +102,7 @@ def _doc(model: type[Table]) -> str:
 
 def _table(found: Iterator[Row]) -> str:
     lines = [f"| `{row.key}` | {_cell(row.takes)} | {_cell(row.default)} | {_cell(row.meaning)} |" for row in found]
-    return (
-        "\n".join(["| Key | Takes | Default | Meaning |", "|---|---|---|---|", *lines]) if lines else "It has no keys."
-    )
+    return "\n".join(["| Key | Takes | Default | Meaning |", "|---|---|---|---|", *lines]) if lines else "It has no keys."
 
 
 def _default(info: FieldInfo) -> str:

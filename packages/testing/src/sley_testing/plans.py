@@ -43,9 +43,7 @@ def loader_of(plugins: Mapping[str, Any]) -> Loader:
     """Returns a loader of `plugins`, by name, that finds nothing else that is installed but what `small_plan` names, and what
     saves a run.
     """
-    return Loader(
-        {name: import_module(f"sley_{name}.plugin") for name in ("data", "models", "checkpoint")} | dict(plugins)
-    )
+    return Loader({name: import_module(f"sley_{name}.plugin") for name in ("data", "models", "checkpoint")} | dict(plugins))
 
 
 def changed(tables: Mapping[str, Any], **changes: Any) -> Tables:

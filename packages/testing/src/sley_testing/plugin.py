@@ -31,9 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    needs = (
-        "needs that many CUDA devices, or one that ranks may share (NCCL_MULTI_RANK_GPU_ENABLE=1); skipped elsewhere"
-    )
+    needs = "needs that many CUDA devices, or one that ranks may share (NCCL_MULTI_RANK_GPU_ENABLE=1); skipped elsewhere"
     config.addinivalue_line("markers", f"gpu(count=1): {needs}")
 
 
@@ -125,9 +123,7 @@ def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
         name = next(iter(plugins))
         info = tmp_path / f"sley_{name}-1.0.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: sley-{name}\nVersion: 1.0\nRequires-Dist: sley-core\n"
-        )
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sley-{name}\nVersion: 1.0\nRequires-Dist: sley-core\n")
         lines = [f"{plugin} = {module}" for plugin, module in plugins.items()]
         (info / "entry_points.txt").write_text("\n".join(["[sley.plugins]", *lines, ""]))
         monkeypatch.syspath_prepend(folder)

@@ -70,9 +70,7 @@ class MemoryPoolContract:
         for number in range(self.num_draws):
             if held and (len(held) == 12 or draw.random() < 0.45):
                 mark, size, lease, buffer = held.pop(draw.randrange(len(held)))
-                assert _is_filled(buffer, mark), (
-                    f"the buffer of {size} was lent to someone else before it was given back"
-                )
+                assert _is_filled(buffer, mark), f"the buffer of {size} was lent to someone else before it was given back"
                 lease.__exit__(None, None, None)
                 continue
             size, mark = draw.choice(SIZES), number % 251

@@ -115,13 +115,7 @@ class Ranks:
                 folder=folder,
                 cwd=str(Path.cwd()),
                 sys_path=list(sys.path),
-                environ={
-                    **os.environ,
-                    **shared,
-                    "GLOO_SOCKET_IFNAME": loopback,
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                },
+                environ={**os.environ, **shared, "GLOO_SOCKET_IFNAME": loopback, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 filters=filters,
             )
             for rank in range(self.size)
@@ -188,9 +182,7 @@ class _World:
         for rank, process in enumerate(self.processes):
             if rank not in outcomes:
                 kill(process)
-                outcomes[rank] = Outcome.lost(
-                    rank, f"still at work {GRACE_S:g} s after that, killed", ended=float("inf")
-                )
+                outcomes[rank] = Outcome.lost(rank, f"still at work {GRACE_S:g} s after that, killed", ended=float("inf"))
         self.succeeded = not failed
         return [outcomes[rank] for rank in range(len(self.processes))]
 

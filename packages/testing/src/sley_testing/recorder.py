@@ -117,9 +117,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         """Notes an exchange by cross-memory attach."""
         numel, dtype = sum(one.numel() for one in tensors), str(tensors[0].dtype).removeprefix("torch.")
         label = f"{members} {operation}"
-        self.calls.append(
-            Collective(operation, label, members.ranks, numel, dtype, is_async=True, peer=None, site=_site())
-        )
+        self.calls.append(Collective(operation, label, members.ranks, numel, dtype, is_async=True, peer=None, site=_site()))
 
 
 def _describe(name: str, group: dist.ProcessGroup, given: Mapping[str, Any]) -> Collective:

@@ -51,10 +51,7 @@ def stretch(
 ) -> Stretch:
     """Loads the checkpoint `load`, takes `num_steps` steps on this rank, and saves one to `save`, if these are given."""
     found = Stretch()
-    with (
-        World.join(tables["run"].get("device", "cpu")) as world,
-        assemble(plan_from_dict(tables, folder), world) as run,
-    ):
+    with World.join(tables["run"].get("device", "cpu")) as world, assemble(plan_from_dict(tables, folder), world) as run:
         if prepare is not None:
             prepare(run)
         if load is not None:

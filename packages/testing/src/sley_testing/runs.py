@@ -110,11 +110,7 @@ def gradients(run: Run) -> Tensors:
     """
     present = set(run.store.entries)  # in the order of the book, which is one order on all ranks of `wp`
     reduced = _from_parts(run)
-    parts = {
-        entry: reduced[entry] if entry in reduced else run.store.gradient(entry)
-        for entry in run.book
-        if entry in present
-    }
+    parts = {entry: reduced[entry] if entry in reduced else run.store.gradient(entry) for entry in run.book if entry in present}
     return {entry.name: gradient.cpu() for entry, gradient in wholes(parts, run.groups).items()}
 
 

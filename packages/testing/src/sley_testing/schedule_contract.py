@@ -99,9 +99,7 @@ class ScheduleContract:
             schedule = self._schedule()
             first = schedule.lists(stages, micros)
             same = first == schedule.lists(stages, micros) == self._schedule().lists(stages, micros)
-            assert same, (
-                f"{stages} stages, {micros} micro-batches: two calls give other lists, so ranks would not agree"
-            )
+            assert same, f"{stages} stages, {micros} micro-batches: two calls give other lists, so ranks would not agree"
 
     @pytest.mark.parametrize("num_micros", [1, 5])
     def test_two_stages_train_as_one_process(self, ranks: Callable[..., Ranks], texts: Path, num_micros: int) -> None:
@@ -177,6 +175,4 @@ def _assert_once_in_order(actions: Sequence[Action], chunks: int, micros: int, w
     assert kinds.keys() == due, f"{where}: {sorted(kinds.keys() ^ due)[:3]} (chunk, micro-batch) missing or too many"
     wrong = {place: found for place, found in kinds.items() if found not in ("FB", "FDW")}
     counted = Counter(wrong.values()).most_common(3)
-    assert not wrong, (
-        f"{where}: actions of a micro-batch are {counted}, not FB or FDW; as at {min(wrong, default=None)}"
-    )
+    assert not wrong, f"{where}: actions of a micro-batch are {counted}, not FB or FDW; as at {min(wrong, default=None)}"

@@ -67,9 +67,7 @@ def assert_same_sequence(sequences: Sequence[Sequence[Collective]] | Mapping[int
             _assert_alike(f"a send and its receive on {group} do not match", pair)
 
 
-def _by_group(
-    by_rank: Mapping[int, Sequence[Collective]],
-) -> dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]]:
+def _by_group(by_rank: Mapping[int, Sequence[Collective]]) -> dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]]:
     """Returns, per communicator, the calls of each of its members, none for one that never used it; in the
     order of first use.
     """

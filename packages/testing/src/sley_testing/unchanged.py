@@ -73,9 +73,7 @@ MEANT = {
 }
 """Names that change by themselves, and containers that grow."""
 
-LIMITS = [
-    getattr(resource, name) for name in ("RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_STACK")
-]
+LIMITS = [getattr(resource, name) for name in ("RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_STACK")]
 
 GROWTH_BYTES = 256 * 2**20
 """What more memory than before a process may have; a run on small models leaves a tenth of that."""
@@ -222,10 +220,7 @@ def _flags() -> dict[str, Any]:
         "anomaly mode": torch.is_anomaly_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
         "autocast dtype": torch.get_autocast_dtype("cpu"),
-        "deterministic": (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
+        "deterministic": (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         "matmul precision": torch.get_float32_matmul_precision(),
         "function modes": torch._C._len_torch_function_stack(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),

@@ -161,9 +161,7 @@ class WeightCommunicatorContract:
         assert found[0].sharded, f"{self.weights} shards no parameter of the model"
 
     @pytest.mark.parametrize("change", [rewrite, load])
-    def test_what_is_done_between_steps_counts_from_the_next_one_on(
-        self, ranks: Callable[..., Ranks], change: Change
-    ) -> None:
+    def test_what_is_done_between_steps_counts_from_the_next_one_on(self, ranks: Callable[..., Ranks], change: Change) -> None:
         """Nothing that was gathered before a write is used after it."""
         found = self._seen(ranks, 2, tables(self.weights, 2, 4 * SAMPLES, SAMPLES), change)
         _assert_parity(_of_whole_weights(4 * SAMPLES, change), found)
@@ -267,9 +265,7 @@ def _called_after(run: Run) -> list[str]:
             with collectives() as calls:
                 try:
                     layer.module(given)
-                    found.append(
-                        f"{layer.name} gives a result after the run, though this rank has shards of its weights"
-                    )
+                    found.append(f"{layer.name} gives a result after the run, though this rank has shards of its weights")
                 except RunError:
                     pass
                 except Exception as error:  # it stumbled over a shard

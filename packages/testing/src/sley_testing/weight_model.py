@@ -93,9 +93,7 @@ def layers() -> list[tuple[str, nn.Module]]:
     return [("embed", embed), ("first", Block()), ("second", Block()), ("head", head)]
 
 
-def tables(
-    weights: dict[str, Any] | None, wp: int, global_size: int, micro_size: int, **changes: Any
-) -> dict[str, Any]:
+def tables(weights: dict[str, Any] | None, wp: int, global_size: int, micro_size: int, **changes: Any) -> dict[str, Any]:
     """Returns the contract's plan, as tables, with its weights over `wp` ranks by the communicator `weights`; None holds them
     whole.
     """

@@ -55,9 +55,7 @@ class MetricsWriterContract:
 
     def test_a_run_is_there_whole(self, texts: Path, tmp_path: Path) -> None:
         """Each number of each step once, with its value."""
-        with assemble(
-            plan_from_dict(small_plan(metrics=[self.writer]), texts), World.alone("cpu"), folder=tmp_path
-        ) as run:
+        with assemble(plan_from_dict(small_plan(metrics=[self.writer]), texts), World.alone("cpu"), folder=tmp_path) as run:
             rows = [run.step() for _ in range(3)]
         self._assert_rows(tmp_path, rows)
 

@@ -140,9 +140,7 @@ def test_a_placement_that_cannot_be_is_refused_by_name(monkeypatch, route, words
     ],
     ids=["two stages, two waves", "four stages", "two replicas"],
 )
-def test_trained_in_waves_it_is_the_loop_by_hand(
-    ranks: Callable[..., Ranks], size: int, changes: dict[str, Any]
-) -> None:
+def test_trained_in_waves_it_is_the_loop_by_hand(ranks: Callable[..., Ranks], size: int, changes: dict[str, Any]) -> None:
     """Loss, norm, gradients and weights of two steps, with weights that stages share."""
     from wave_model import Rows, layers
 
@@ -152,11 +150,7 @@ def test_trained_in_waves_it_is_the_loop_by_hand(
     layouts = ranks(size, 120)(record, tables(**changes), 2, folder=OWN, batches=batches)
     first = {name: value for layout in layouts for name, value in layout.first.items()}
     names = {name for layout in layouts for name in layout.gradients[0]}
-    assert names == {
-        "embed.weight",
-        *(f"blocks.{at}.weight" for at in range(7)),
-        *(f"blocks.{at}.bias" for at in range(6)),
-    }
+    assert names == {"embed.weight", *(f"blocks.{at}.weight" for at in range(7)), *(f"blocks.{at}.bias" for at in range(6))}
     for layout in layouts:
         by_hand = partial(torch.optim.SGD, lr=0.1)
         assert_by_hand(layout, layers(Rows.info), batches, by_hand, micro_size=1, first=first)

@@ -56,10 +56,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
 @hookimpl
 def sley_records() -> list[Record]:
     return [
-        *[
-            WeightCommunicatorRecord(name=name.lower(), config=Nothing, build=f"naive_weights:{name}")
-            for name in WEIGHTS
-        ],
+        *[WeightCommunicatorRecord(name=name.lower(), config=Nothing, build=f"naive_weights:{name}") for name in WEIGHTS],
         *[
             SequenceAttentionRecord(name=name.lower(), config=SequenceConfig, build=f"naive_attention:{name}")
             for name in ATTENTIONS

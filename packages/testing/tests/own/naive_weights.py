@@ -59,9 +59,7 @@ class Naive(WeightCommunicator):
 
     def attach(self, parts):
         self.parts, self.group = parts, parts.groups[AXIS]
-        of_module = {
-            id(holder.module): entry for entry in parts.book if entry.shard is not None for holder in entry.holders
-        }
+        of_module = {id(holder.module): entry for entry in parts.book if entry.shard is not None for holder in entry.holders}
         for entry in of_module.values():
             parts.store.expect_products(entry)
         for layer in parts.layers:

@@ -164,9 +164,7 @@ class TensorsInAttribute(Plain):
 class TensorsUnderOwnKey(Plain):
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         means = self.state["means"]
-        super().update(
-            parameter, means.setdefault(parameter.ndim, torch.zeros_like(parameter)).lerp_(gradient, 0.5), group
-        )
+        super().update(parameter, means.setdefault(parameter.ndim, torch.zeros_like(parameter)).lerp_(gradient, 0.5), group)
 
 
 class StatesOfCopies(Plain):

@@ -13,19 +13,7 @@ from sley_core.records import (
     SchedulerHookRecord,
 )
 
-POOLS = (
-    "Naive",
-    "Shared",
-    "Elements",
-    "Inferred",
-    "Hoards",
-    "Loses",
-    "Counts",
-    "Frees",
-    "Keeps",
-    "Silent",
-    "Again",
-)
+POOLS = ("Naive", "Shared", "Elements", "Inferred", "Hoards", "Loses", "Counts", "Frees", "Keeps", "Silent", "Again")
 RATES = ("naive", "counting", "negative", "short", "nothing", "none")
 WRITERS = ("Naive", "Begins", "First", "Whole", "Late", "Deaf", "Eager", "Once", "Mute", "Strict")
 MANAGERS = ("Naive", "Careless", "Skips", "Open", "Vague", "Twice", "Stays", "Half", "Silent")
@@ -44,9 +32,7 @@ def sley_records() -> list[Record]:
         *[LRScheduleRecord(name=name, config=Nothing, build=f"wrong_rates:{name}") for name in RATES],
         *[MetricsWriterRecord(name=name.lower(), config=Nothing, build=f"wrong_writers:{name}") for name in WRITERS],
         *[
-            OffloadManagerRecord(
-                name=name.lower(), config=Nothing, build=f"wrong_offload:{name}", parts=lambda _: MOVED
-            )
+            OffloadManagerRecord(name=name.lower(), config=Nothing, build=f"wrong_offload:{name}", parts=lambda _: MOVED)
             for name in MANAGERS
         ],
     ]

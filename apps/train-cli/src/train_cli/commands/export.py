@@ -64,9 +64,7 @@ def export(
             say(f"names are those of `{names.module}.load_state_dict`")
         if names.missing:
             more = f", and {len(names.missing) - 1} more" if len(names.missing) > 1 else ""
-            say(
-                f"its state also has {names.missing[0]!r}{more}, which no layer of the run uses: load with `strict=False`"
-            )
+            say(f"its state also has {names.missing[0]!r}{more}, which no layer of the run uses: load with `strict=False`")
     many = "1 file" if len(files) == 1 else f"{len(files)} files"
     say(f"{len(source.names)} tensors in {many}: {out}")
 

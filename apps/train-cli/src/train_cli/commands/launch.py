@@ -27,8 +27,7 @@ def launch(
     on: Annotated[Engine, typer.Option("--on", help="What starts the ranks.")],
     nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="The number of hosts.")],
     per_node: Annotated[
-        int | None,
-        typer.Option("--per-node", metavar="N", min=1, help="Ranks on each host, where the plan leaves it open."),
+        int | None, typer.Option("--per-node", metavar="N", min=1, help="Ranks on each host, where the plan leaves it open.")
     ] = None,
     overrides: SetOption = None,
     image: Annotated[

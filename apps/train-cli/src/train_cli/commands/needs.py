@@ -48,9 +48,7 @@ def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
             lines[name] = _requirement(name, loader, extras)
         except PluginError as error:
             lines[name] = ""
-            unknown += [
-                document.diagnostic(each.code, each.message, named[name], each.hint) for each in error.diagnostics
-            ]
+            unknown += [document.diagnostic(each.code, each.message, named[name], each.hint) for each in error.diagnostics]
     if unknown:
         raise PluginError.many(unknown)
     if timer:

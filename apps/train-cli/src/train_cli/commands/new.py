@@ -71,15 +71,11 @@ def check_name(name: str, files: Mapping[str, str] | None = None) -> None:
         message = f"`{name}` is not a name: small letters, digits and `_`, a letter first, and no word of Python"
         raise UsageError("plugin-name", message, hint="take one such as `topk`")
     if name in OURS:
-        raise UsageError(
-            "plugin-name", f"`{name}` is a plugin of Sley's own", hint=f"take another, such as `my_{name}`"
-        )
+        raise UsageError("plugin-name", f"`{name}` is a plugin of Sley's own", hint=f"take another, such as `my_{name}`")
     known = installed().get(name)
     if known or find_spec(f"sley_{name}") is not None:
         who = known[0].label if known else f"the module `sley_{name}`"
-        raise UsageError(
-            "plugin-name", f"`{name}` is taken: {who} is installed", hint="take another, or uninstall that"
-        )
+        raise UsageError("plugin-name", f"`{name}` is taken: {who} is installed", hint="take another, or uninstall that")
     code = "\n".join(text for path, text in (files or {}).items() if path.endswith(".py"))
     words = set(re.findall(r"(?<!@)\b[A-Za-z_]\w*\b(?!@)", code))
     if taken := words & {name, _class(name)}:
@@ -101,9 +97,7 @@ def _files(folder: Traversable, below: str = "") -> list[tuple[str, str]]:
 def _filled(text: str, name: str) -> str:
     text = text.replace("@name@", name).replace("@Name@", _class(name))
     # Where the module's name stands among imports depends on the name.
-    return re.sub(
-        r"(?:^from sley_.*\n)+", lambda found: "".join(sorted(found[0].splitlines(keepends=True))), text, flags=re.M
-    )
+    return re.sub(r"(?:^from sley_.*\n)+", lambda found: "".join(sorted(found[0].splitlines(keepends=True))), text, flags=re.M)
 
 
 def _class(name: str) -> str:
@@ -132,9 +126,7 @@ def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The plugin's name, which plans will say.")],
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", metavar="DIR", help="A folder that does not exist yet, or is empty; sley-NAME if left out."
-        ),
+        typer.Option("--out", metavar="DIR", help="A folder that does not exist yet, or is empty; sley-NAME if left out."),
     ] = None,
 ) -> None:
     """Write a plugin package with a record, a table, a class and passing tests."""

@@ -67,10 +67,7 @@ def run(
     ] = False,
     world: WorldOption = None,
     estimate: Annotated[
-        bool,
-        typer.Option(
-            "--estimate", help="Estimate first, and put that beside what the run measures, in summary.json too."
-        ),
+        bool, typer.Option("--estimate", help="Estimate first, and put that beside what the run measures, in summary.json too.")
     ] = False,
     machine: Annotated[
         Path | None,
@@ -78,10 +75,7 @@ def run(
     ] = None,
     no_progress: Annotated[bool, typer.Option("--no-progress", help="Print lines instead of redrawing one.")] = False,
     verbose: Annotated[
-        int,
-        typer.Option(
-            "--verbose", "-v", count=True, help="Say what is started and what was counted; -vv: elastic logs."
-        ),
+        int, typer.Option("--verbose", "-v", count=True, help="Say what is started and what was counted; -vv: elastic logs.")
     ] = 0,
 ) -> None:
     """Train: in this process, on several local ranks, or as one rank under torchrun."""
@@ -101,9 +95,7 @@ def run(
             raise UsageError("nproc", "`--nproc` is given, but a launcher has started this process already")
         if estimate:
             raise UsageError(
-                "estimate",
-                "a rank that a launcher has started cannot estimate",
-                hint="use `train-cli estimate`, before",
+                "estimate", "a rank that a launcher has started cannot estimate", hint="use `train-cli estimate`, before"
             )
         code = _as_rank(plan, changes, settings, overwrite=overwrite, resume=resume, line=line, verbose=verbose > 0)
         raise typer.Exit(code)
@@ -196,14 +188,7 @@ def _launch(arguments: Sequence[str], size: int, folder: Path, settings: Setting
 
 
 def _as_rank(
-    path: Path,
-    overrides: Sequence[str],
-    settings: Settings,
-    *,
-    overwrite: bool,
-    resume: str | None,
-    line: bool,
-    verbose: bool,
+    path: Path, overrides: Sequence[str], settings: Settings, *, overwrite: bool, resume: str | None, line: bool, verbose: bool
 ) -> int:
     """Runs this rank and returns its exit code. Errors that all ranks find are shown by rank 0 alone."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

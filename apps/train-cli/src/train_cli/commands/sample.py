@@ -19,8 +19,7 @@ def sample(
     prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="The text to continue.")],
     tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="Generate at most so many tokens.")] = 200,
     temperature: Annotated[
-        float,
-        typer.Option("--temperature", metavar="T", min=0.0, help="1 draws as the model says; 0 takes the likeliest."),
+        float, typer.Option("--temperature", metavar="T", min=0.0, help="1 draws as the model says; 0 takes the likeliest.")
     ] = 0.8,
     top_k: Annotated[
         int | None, typer.Option("--top-k", metavar="K", min=1, help="Draw from the K likeliest tokens only.")

@@ -138,16 +138,12 @@ def show(
     world: WorldOption = None,
     nodes: NodesOption = None,
     per_node: PerNodeOption = None,
-    rank: Annotated[
-        int | None, typer.Option("--rank", metavar="N", min=0, help="Show one rank and its groups.")
-    ] = None,
+    rank: Annotated[int | None, typer.Option("--rank", metavar="N", min=0, help="Show one rank and its groups.")] = None,
     form: FormatOption = OutputFormat.text,
     timeline: Annotated[bool, typer.Option("--timeline", help="Draw the pipeline's step instead.")] = False,
     machine: Annotated[
         Path | None,
-        typer.Option(
-            "--machine", metavar="FILE", help="With --timeline: in seconds of this machine, as calibrate wrote it."
-        ),
+        typer.Option("--machine", metavar="FILE", help="With --timeline: in seconds of this machine, as calibrate wrote it."),
     ] = None,
 ) -> None:
     """Show the resolved plan with the origin of each value, and who talks to whom."""
@@ -176,8 +172,7 @@ def _data(plan: Plan, topology: Topology, rank: int | None) -> dict[str, Any]:
     """Returns everything that `show` prints, for JSON."""
     return {
         "plan": [
-            {"path": dotted(path), "value": value, "origin": _origin_data(plan, path)}
-            for path, value in leaves(plan.tables)
+            {"path": dotted(path), "value": value, "origin": _origin_data(plan, path)} for path, value in leaves(plan.tables)
         ],
         "digest": plan.digest,
         "world": topology.world,
@@ -241,11 +236,7 @@ def _text(plan: Plan, topology: Topology, rank: int | None) -> Iterator[str]:
     yield ""
     yield "# gradient handlers: this is the order of their collectives on every rank"
     for number, handler in enumerate(_handlers(plan), start=1):
-        how = (
-            f"{handler['role']}, not exact: within {handler['tolerance']:g}"
-            if handler["tolerance"]
-            else handler["role"]
-        )
+        how = f"{handler['role']}, not exact: within {handler['tolerance']:g}" if handler["tolerance"] else handler["role"]
         yield f"{number:4}  {handler['name']}  ({how})"
     if not plan.gradient_handlers:
         yield "  none"

@@ -31,9 +31,7 @@ STEPS = 3
 
 def verify(
     context: typer.Context,
-    plan: Annotated[
-        Path | None, typer.Argument(metavar="[PLAN]", help="The plan, a TOML file; none with --league.")
-    ] = None,
+    plan: Annotated[Path | None, typer.Argument(metavar="[PLAN]", help="The plan, a TOML file; none with --league.")] = None,
     overrides: SetOption = None,
     steps: Annotated[
         int | None, typer.Option("--steps", metavar="N", min=1, help=f"Optimizer steps to compare; left out, {STEPS}.")
@@ -77,9 +75,7 @@ def verify(
 
     if plan is None:
         picked = work.chosen(rows)
-        raise typer.Exit(
-            work.play_as_rank(picked, against, settings) if against else work.play_here(picked, form, settings)
-        )
+        raise typer.Exit(work.play_as_rank(picked, against, settings) if against else work.play_here(picked, form, settings))
     changes, steps = overrides or [], steps or STEPS
     if against is not None:
         raise typer.Exit(work.verify_as_rank(plan, changes, steps, against, settings))

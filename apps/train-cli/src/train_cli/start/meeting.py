@@ -175,9 +175,7 @@ class Meeting:
     def _call(self, occasion: Occasion) -> RollCall:
         return RollCall(Board(self.store, self.rank, self.num_calls), self.size, self.host, occasion)
 
-    def _difference(
-        self, call: RollCall, facts: Mapping[str, str], parts: Mapping[str, Mapping[str, str]]
-    ) -> dict[str, Any]:
+    def _difference(self, call: RollCall, facts: Mapping[str, str], parts: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
         """Compares with the facts of rank 0, and connects to its door. Returns what to report: {}, or the message and hint of a
         difference.
         """

@@ -37,8 +37,7 @@ class Occasion:
 
 
 CAME = Occasion(
-    "did not come",
-    "start all hosts, with a MASTER_ADDR that all reach, not localhost; [limits] start_timeout_s waits longer",
+    "did not come", "start all hosts, with a MASTER_ADDR that all reach, not localhost; [limits] start_timeout_s waits longer"
 )
 BUILT = Occasion(
     "had not opened their data and built their model",
@@ -205,9 +204,7 @@ class RollCall:
         absent = [rank for rank in range(self.size) if rank not in hosts]
         named = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
         came = ", ".join(sorted(set(hosts.values())))
-        message = (
-            f"of {self.size} ranks these {self.occasion.lacks} within {timeout_s:g} s: {named} (hosts that did: {came})"
-        )
+        message = f"of {self.size} ranks these {self.occasion.lacks} within {timeout_s:g} s: {named} (hosts that did: {came})"
         return {"message": message, "hint": self.occasion.hint}
 
 
@@ -222,9 +219,7 @@ def _wrong(line: Mapping[str, Any], hosts: Mapping[int, str]) -> dict[str, Any]:
 
 def used_before() -> RunError:
     """Returns the error for a store that has the roll call of an earlier start."""
-    hint = (
-        "torchrun's agents keep their store over restarts: give `--max-restarts=0` on several hosts, and submit again"
-    )
+    hint = "torchrun's agents keep their store over restarts: give `--max-restarts=0` on several hosts, and submit again"
     return refused("the ranks of this run have met before, and their launcher has kept what they said", hint)
 
 
@@ -236,9 +231,7 @@ class EarlyVerdict:
         self._door = door
         self._patience = Patience()
         self._is_stopped = False
-        self._has_ended = (
-            threading.Event()
-        )  # in Python 3.11 a `join` that a signal interrupts marks the thread as ended
+        self._has_ended = threading.Event()  # in Python 3.11 a `join` that a signal interrupts marks the thread as ended
         self._verdict: dict[str, Any] | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._listen, name="sley-roll-call", daemon=True)

@@ -88,9 +88,7 @@ class Mixes(nn.Module):
 
     def forward(self, hidden: Tensor, tokens: Tensor | None) -> Tensor:
         q, k, v = self.qkv(hidden).chunk(3, -1)
-        scores = (q @ k.transpose(-1, -2)).masked_fill(
-            torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1), -torch.inf
-        )
+        scores = (q @ k.transpose(-1, -2)).masked_fill(torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1), -torch.inf)
         return hidden + self.out(scores.softmax(-1) @ v)
 
 

@@ -158,9 +158,7 @@ def describe(case: Case) -> str:
     lines.append(f"  model    {json.dumps({key: value for key, value in model.items() if value})}")
     lines.append(f"  training {json.dumps(case.training)}")
     lines.append(f"  layout   {json.dumps(case.tables)}")
-    lines += [
-        f"  step     {json.dumps({key: value for key, value in vars(step).items() if value})}" for step in case.steps
-    ]
+    lines += [f"  step     {json.dumps({key: value for key, value in vars(step).items() if value})}" for step in case.steps]
     if case.csv:
         lines.append("  csv      " + case.csv.strip().replace("\n", " | "))
     return "\n".join(lines)

@@ -54,8 +54,6 @@ BY_DATA = frozenset({"counts", "chooses"})
 WRITES = "begins"
 """The body that writes on what it is given."""
 
-KEPT = frozenset(
-    {"adds", "begins", "identity", "viewed", "convolves", "recurs", "checkpoints", "reads", "counts", "chooses"}
-)
+KEPT = frozenset({"adds", "begins", "identity", "viewed", "convolves", "recurs", "checkpoints", "reads", "counts", "chooses"})
 MAY_BE_CHANGED = BODIES.keys() - KEPT
 """What they return is fresh memory that no backward reads, so the next layer may write on it."""

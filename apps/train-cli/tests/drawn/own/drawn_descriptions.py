@@ -80,11 +80,7 @@ def _keep_writable(layers: list[dict[str, Any]], gives: list[str], shared: list[
             continue
         before = layers[at - 1] if at else {"body": "linear", "carry": "made"}
         fresh = before["body"] in MAY_BE_CHANGED and (not FORMS[gives[at]].carries or before["carry"] == "made")
-        if (
-            not fresh
-            or FORMS[gives[at]].views
-            or gives[at] in ("detached", "nested", "output", "masked", "many", "scaled")
-        ):
+        if not fresh or FORMS[gives[at]].views or gives[at] in ("detached", "nested", "output", "masked", "many", "scaled"):
             one["body"] = "linear"
         elif one["carry"] == "input" or (one["carry"] == "kept" and FORMS[gives[at]].carries):
             one["carry"] = "made"  # what it keeps was made of what it writes on, and a backward reads that

@@ -89,9 +89,7 @@ FORMS: dict[str, Form] = {
     "list": Form(lambda h, c: [c, None, h], lambda s, t: (s[2], s[0]), carries=True),
     "dict": Form(lambda h, c: {"h": h, "c": c}, lambda s, t: (s["h"], s["c"]), carries=True),
     "ordered": Form(
-        lambda h, c: OrderedDict(second=c, first=h),
-        lambda s, t: (s.copy().popitem(last=True)[1], s["second"]),
-        carries=True,
+        lambda h, c: OrderedDict(second=c, first=h), lambda s, t: (s.copy().popitem(last=True)[1], s["second"]), carries=True
     ),
     "nested": Form(
         lambda h, c: {"a": (h, [c, None]), "b": {"again": h, "n": None}},
@@ -114,10 +112,7 @@ FORMS: dict[str, Form] = {
     "flat": Form(lambda h, c: h.flatten(0, 1), lambda s, t: (s.view(*t.shape, -1), None)),
     "transposed": Form(lambda h, c: h.transpose(0, 2), lambda s, t: (s.transpose(0, 2), None)),
     "strided": Form(
-        lambda h, c: torch.stack([h, c], -1).flatten(-2)[..., ::2],
-        lambda s, t: (s, None),
-        carries=True,
-        views=True,
+        lambda h, c: torch.stack([h, c], -1).flatten(-2)[..., ::2], lambda s, t: (s, None), carries=True, views=True
     ),
     "detached": Form(lambda h, c: (h, h.detach()), lambda s, t: (s[0] + s[1] / 4, None)),
     "unused": Form(lambda h, c: (h, c, c * 2), lambda s, t: (s[0], None), carries=True),

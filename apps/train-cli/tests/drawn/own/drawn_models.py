@@ -24,10 +24,7 @@ from sley_core.data.dataset import DataContext, DataInfo, Field
 
 VOCABULARY = 7
 LENGTH = 4
-FIELDS = {
-    "tokens": Field("int64", sequence_dim=1, ids="token"),
-    "labels": Field("int64", sequence_dim=1, ids="label"),
-}
+FIELDS = {"tokens": Field("int64", sequence_dim=1, ids="token"), "labels": Field("int64", sequence_dim=1, ids="label")}
 
 BODIES = drawn_catalogue.BODIES | drawn_catalogue.FAULTY
 FORMS = drawn_forms.FORMS | drawn_forms.FAULTY
@@ -132,14 +129,10 @@ def begin(body: nn.Module, start: str) -> None:
     elif start == "normal" and linears:
         nn.init.uniform_(linears[0].weight, 0.25, 0.5)
     elif start == "loaded":
-        known = {
-            key: torch.linspace(-0.5, 0.5, value.numel()).view_as(value) for key, value in body.state_dict().items()
-        }
+        known = {key: torch.linspace(-0.5, 0.5, value.numel()).view_as(value) for key, value in body.state_dict().items()}
         body.load_state_dict(known)
     elif start == "assigned":
-        known = {
-            key: torch.linspace(-0.5, 0.5, value.numel()).view_as(value) for key, value in body.state_dict().items()
-        }
+        known = {key: torch.linspace(-0.5, 0.5, value.numel()).view_as(value) for key, value in body.state_dict().items()}
         body.load_state_dict(known, assign=True)
     elif start == "applied":
         body.apply(_small_weights)

@@ -110,9 +110,7 @@ def plainly(case: Case) -> PlainLoop:
     )
 
 
-def train_plainly(
-    case: Case, loop: PlainLoop, seen: Sequence[Seen] = (), record: Seen | None = None
-) -> list[list[float]]:
+def train_plainly(case: Case, loop: PlainLoop, seen: Sequence[Seen] = (), record: Seen | None = None) -> list[list[float]]:
     """The loop's loss, gradient norm and held-out loss, if it is measured, of each step.
 
     Raises AssertionError with the first difference between the loop and what the ranks saw. record: takes what it did itself.
@@ -136,9 +134,7 @@ def train_plainly(
             try:
                 assert_step(wanted, one.rows[number], one.gradients[number], one.weights[number])
                 found = one.held_out[number] if number < len(one.held_out) else held_out
-                assert found == held_out or abs(found - held_out) <= 1e-9 * abs(held_out), (
-                    f"held-out {found}, not {held_out}"
-                )
+                assert found == held_out or abs(found - held_out) <= 1e-9 * abs(held_out), f"held-out {found}, not {held_out}"
             except AssertionError as error:
                 raise StepDiffersError(number, f"step {number + 1}, rank {rank}: {error}") from None
         missing = set(wanted.gradients) - {name for one in taken for name in one.gradients[number]}
@@ -280,9 +276,7 @@ def _optimizer(config: Mapping[str, Any], named: Any, layers: Any) -> torch.opti
     for name, parameter in named:
         own = _group(config, name)
         decay = own.get("weight_decay", kept["decay"] if parameter.ndim >= 2 else 0.0)
-        groups.append(
-            {"params": [parameter], "lr": (lr := own.get("lr", kept["lr"])), "full": lr, "weight_decay": decay}
-        )
+        groups.append({"params": [parameter], "lr": (lr := own.get("lr", kept["lr"])), "full": lr, "weight_decay": decay})
         if own.get("freeze"):
             parameter.requires_grad_(False)
     return kind(groups, **options)

@@ -78,8 +78,7 @@ class LowRankSums:
         second = FlatBuffer([state.q.shape for _, state in matrices], some.dtype, some.device)
         pairs = list(zip(whole, first.views[len(matrices) :], strict=True))
         compressed = [
-            _Compressed(state, matrix, p, q)
-            for (matrix, state), p, q in zip(matrices, first.views, second.views, strict=False)
+            _Compressed(state, matrix, p, q) for (matrix, state), p, q in zip(matrices, first.views, second.views, strict=False)
         ]
         for each in compressed:
             each.state.project(each.gradient, each.p)

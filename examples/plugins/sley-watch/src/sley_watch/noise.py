@@ -64,9 +64,7 @@ class Noise(GradientHandler):
         """Returns the noise scale, with this step in the averages. Called when gradients are reduced, and not yet clipped."""
         size = self._group.size
         small = float(self._own) * size  # the mean over R ranks of (R g)^2
-        large = float(
-            sum(self._store.gradient(entry).double().square().sum() for entry in self._book if entry in self._store)
-        )
+        large = float(sum(self._store.gradient(entry).double().square().sum() for entry in self._book if entry in self._store))
         few, many = self._batch / size, float(self._batch)
         square = (many * large - few * small) / (many - few)
         noise = (small - large) / (1 / few - 1 / many)

@@ -106,8 +106,7 @@ class Costs:
                 found[span.action.kind][position].append(span.end_s - span.start_s)
         positions = range(placement.num_positions)
         seconds = {
-            kind: tuple(median(at[position]) if position in at else 0.0 for position in positions)
-            for kind, at in found.items()
+            kind: tuple(median(at[position]) if position in at else 0.0 for position in positions) for kind, at in found.items()
         }
         none = (0,) * placement.num_positions
         return cls(seconds, (0.0,) * (placement.num_positions - 1), none, none, none[1:])

@@ -18,13 +18,7 @@ from typing import Any
 from sley_core.actions.action import Action, Kind
 from sley_core.actions.costs import Timeline
 
-FILL = {
-    Kind.FORWARD: "-",
-    Kind.BACKWARD: "=",
-    Kind.INPUT_GRADIENT: "=",
-    Kind.WEIGHT_GRADIENT: "~",
-    Kind.CHUNK_DONE: " ",
-}
+FILL = {Kind.FORWARD: "-", Kind.BACKWARD: "=", Kind.INPUT_GRADIENT: "=", Kind.WEIGHT_GRADIENT: "~", Kind.CHUNK_DONE: " "}
 NAMES = {
     Kind.FORWARD: "F forward",
     Kind.BACKWARD: "B backward",

@@ -69,9 +69,7 @@ def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros:
     """
     if len(lists) != placement.stages:
         raise PlanError(
-            "schedule-wrong",
-            f"the schedule has {len(lists)} lists for {placement.stages} stages",
-            path=("pipeline", "use"),
+            "schedule-wrong", f"the schedule has {len(lists)} lists for {placement.stages} stages", path=("pipeline", "use")
         )
     for stage, actions in enumerate(lists):
         seen = _check_order(actions, stage, placement, micros, training)
@@ -79,9 +77,7 @@ def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros:
             raise _wrong(f"{missing} is missing from stage {stage}'s list")
 
 
-def _check_order(
-    actions: Sequence[Action], stage: int, placement: Placement, micros: int, training: bool
-) -> set[Action]:
+def _check_order(actions: Sequence[Action], stage: int, placement: Placement, micros: int, training: bool) -> set[Action]:
     """Returns the set of a stage's actions. Raises PlanError "schedule-wrong" for the first one that is not possible at its
     place.
     """
@@ -94,9 +90,7 @@ def _check_order(
     return seen
 
 
-def _fault(
-    action: Action, seen: set[Action], stage: int, placement: Placement, micros: int, training: bool
-) -> str | None:
+def _fault(action: Action, seen: set[Action], stage: int, placement: Placement, micros: int, training: bool) -> str | None:
     """Returns what is wrong with `action` after the actions `seen`; None if nothing is."""
     kind, chunk, micro = action.kind, action.chunk, action.micro
     if kind not in NEEDS:
@@ -258,9 +252,7 @@ def _placed(issues: Sequence[_Issue], ahead: int) -> list[tuple[int, Transfer]]:
     return placed
 
 
-def lower(
-    lists: Sequence[Sequence[Action]], placement: Placement, micros: int, *, training: bool = True
-) -> list[Lowered]:
+def lower(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, *, training: bool = True) -> list[Lowered]:
     """Returns one lowered list per stage. Pure: every rank computes all of them and gets the same result.
 
     lists: each stage's compute actions over its chunks and `micros` micro-batches. training: whether every forward must
@@ -276,9 +268,7 @@ def lower(
         [send_of(action, one, stage, placement) for action, one in zip(actions, ones, strict=True)]
         for stage, (actions, ones) in enumerate(zip(lists, made, strict=True))
     ]
-    machine = Machine(
-        list(map(_with_sends, lists, sends)), placement, Costs.even(placement.num_positions), posted=False
-    )
+    machine = Machine(list(map(_with_sends, lists, sends)), placement, Costs.even(placement.num_positions), posted=False)
     machine.run()
     order = order_of(machine.sent_s)
     every = enumerate(zip(lists, made, sends, strict=True))

@@ -24,17 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sley_core.actions.action import (
-    GRADIENT_KINDS,
-    SENDS_GRADIENT,
-    Action,
-    Flow,
-    Kind,
-    Placement,
-    Step,
-    Transfer,
-    actions_of,
-)
+from sley_core.actions.action import GRADIENT_KINDS, SENDS_GRADIENT, Action, Flow, Kind, Placement, Step, Transfer, actions_of
 from sley_core.actions.costs import Costs, TimedAction, Timeline
 from sley_core.errors import PlanError
 

@@ -11,13 +11,4 @@ from sley_core.weight_files.read import (
     without_settings,
 )
 
-__all__ = [
-    "FLOATS",
-    "RANDOM_SETTINGS",
-    "TOKENIZER",
-    "TensorKind",
-    "Tensors",
-    "WeightFiles",
-    "read_tensor",
-    "without_settings",
-]
+__all__ = ["FLOATS", "RANDOM_SETTINGS", "TOKENIZER", "TensorKind", "Tensors", "WeightFiles", "read_tensor", "without_settings"]

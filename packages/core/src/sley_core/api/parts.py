@@ -2,16 +2,7 @@
 
 from sley_core.engine.book import Entry, ParameterBook
 from sley_core.engine.buffers import ALIGNMENT as SHARD_ALIGNMENT
-from sley_core.engine.buffers import (
-    ALIGNMENT_BYTES,
-    Cut,
-    FlatBuffer,
-    GradientBuffer,
-    Layout,
-    Planner,
-    offsets,
-    views_of,
-)
+from sley_core.engine.buffers import ALIGNMENT_BYTES, Cut, FlatBuffer, GradientBuffer, Layout, Planner, offsets, views_of
 from sley_core.engine.canonical.sums import TreeSums
 from sley_core.engine.direct import Handover, WeightQueue
 from sley_core.engine.gradients import GradientStore

@@ -44,17 +44,13 @@ def agree(facts: Mapping[str, str], control: Group, parts: Mapping[str, Parts] =
                 of = dict(zip(control.ranks, every, strict=True))
                 if pieces := differing(of[rank], of[usual]):
                     message = f"rank {rank}{others} has another {name.removeprefix('the ')} than rank {usual}: {pieces}"
-            raise RunError(
-                "ranks-disagree", message, hint="install the same versions and give the same plan on every node"
-            )
+            raise RunError("ranks-disagree", message, hint="install the same versions and give the same plan on every node")
 
 
 def differing(one: Mapping[str, str], other: Mapping[str, str]) -> str:
     """Returns in words which parts differ, the first of them with both values."""
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
-    said = [
-        f"`{name}` is {one.get(name, 'left out')}, not {other.get(name, 'left out')}" for name in names[:MOST_PARTS]
-    ]
+    said = [f"`{name}` is {one.get(name, 'left out')}, not {other.get(name, 'left out')}" for name in names[:MOST_PARTS]]
     more = f", and {len(names) - MOST_PARTS} more" if len(names) > MOST_PARTS else ""
     return "; ".join(said) + more
 

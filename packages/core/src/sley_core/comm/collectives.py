@@ -175,7 +175,5 @@ def gather_objects(value: Any, group: Group, *, what: str) -> list[Any]:
     """
     if not group.has_peers:
         return [value] * group.size
-    found: list[Any] = guarded(
-        lambda: gather_values(value, group.lane()), turn_of("all-gather of objects", group, what)
-    )
+    found: list[Any] = guarded(lambda: gather_values(value, group.lane()), turn_of("all-gather of objects", group, what))
     return found

@@ -86,17 +86,13 @@ def probe(
     failed = _attempt(lambda: problem() or _write(scratch, token, 0)) if is_first else ""
     # All ranks, three times, whatever failed: rank 0 has written; the others have, where they see that; rank 0 sees them.
     token, failed = gather_objects([token, failed], control, what="where checkpoints are written")[0]
-    mine = (
-        "" if is_first or failed or not writes else _attempt(lambda: _beside(scratch, token, control.coord, patience_s))
-    )
+    mine = "" if is_first or failed or not writes else _attempt(lambda: _beside(scratch, token, control.coord, patience_s))
     everyone = gather_objects([mine, writes], control, what="who can write checkpoints")
     reasons = [(0, failed)] + [(rank, why) for rank, (why, _) in zip(control.ranks, everyone, strict=True)]
     if is_first:
         if not any(why for _, why in reasons):
             writers = [coord for coord, (_, is_writer) in enumerate(everyone) if is_writer]
-            failed = _attempt(
-                lambda: _seen(scratch, token, map(_name, writers), "what the other ranks write", patience_s)
-            )
+            failed = _attempt(lambda: _seen(scratch, token, map(_name, writers), "what the other ranks write", patience_s))
         _attempt(lambda: _remove(scratch, token))
     failed = gather_objects(failed, control, what="what rank 0 sees of the checkpoints' folder")[0]
     for rank, why in [(0, failed), *reasons[1:]]:

@@ -19,12 +19,7 @@ from sley_core.comm.marks import ExchangeLog
 from sley_core.comm.members import Members
 from sley_core.comm.progress import Progress
 from sley_core.comm.transport.backend import Alone
-from sley_core.comm.transport.choose import (
-    common_transports,
-    connected,
-    is_from_host,
-    message_transports,
-)
+from sley_core.comm.transport.choose import common_transports, connected, is_from_host, message_transports
 from sley_core.comm.transport.protocol import Transport
 from sley_core.comm.verbs import Imitate
 from sley_core.errors import RunError
@@ -153,9 +148,7 @@ def members_of(lines: Iterable[GroupEntry], extra: Iterable[GroupEntry], rank: i
     return found | {axis: (rank,) for axis in axes if axis not in found}
 
 
-def _attach(
-    groups: Mapping[str, Group], axes: Sequence[str], records: Sequence[TransportRecord], timeout: timedelta
-) -> None:
+def _attach(groups: Mapping[str, Group], axes: Sequence[str], records: Sequence[TransportRecord], timeout: timedelta) -> None:
     """Gives the groups of `axes` one of the transports `records`, where their ranks can reach each other by it.
 
     Connecting is a collective: all ranks take the same axes in the same order, each with its own group.
@@ -188,17 +181,10 @@ def make_communicator(entry: GroupEntry, rank: int, backend: str, timeout: timed
     """
     try:
         with _unbound() if backend == "gloo" else nullcontext():
-            group = dist.new_group(
-                list(entry.ranks),
-                backend=backend,
-                timeout=timeout,
-                group_desc=entry.label,
-            )
+            group = dist.new_group(list(entry.ranks), backend=backend, timeout=timeout, group_desc=entry.label)
     except RuntimeError as error:
         raise RunError(
-            "group-failed",
-            f"the group {entry.label} could not be made on rank {rank}: {first_line(error)}",
-            hint=HINT,
+            "group-failed", f"the group {entry.label} could not be made on rank {rank}: {first_line(error)}", hint=HINT
         ) from error
     return group if isinstance(group, dist.ProcessGroup) else None
 

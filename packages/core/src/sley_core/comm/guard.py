@@ -181,9 +181,7 @@ def circle_in(waiting: Mapping[int, Waiting]) -> list[Waiting]:
 def told(circle: list[Waiting]) -> str:
     """Returns in words which rank waits in what for which rank."""
     after = [*circle[1:], circle[0]]
-    waits = [
-        f"rank {one.rank} waits in {one.what} for rank {late.rank}" for one, late in zip(circle, after, strict=True)
-    ]
+    waits = [f"rank {one.rank} waits in {one.what} for rank {late.rank}" for one, late in zip(circle, after, strict=True)]
     return ", ".join(waits)
 
 

@@ -85,9 +85,7 @@ def differs(own: Mark, rank: int, theirs: str, peer: int) -> RunError:
     """Returns the RunError `ranks-differ` of rank `rank`, which exchanges `own` while rank `peer` exchanges `theirs`."""
     here = own.words.decode()
     return RunError(
-        "ranks-differ",
-        f"rank {rank} exchanges {here} where rank {peer} exchanges {_theirs(here, theirs)}",
-        hint=HINT,
+        "ranks-differ", f"rank {rank} exchanges {here} where rank {peer} exchanges {_theirs(here, theirs)}", hint=HINT
     )
 
 

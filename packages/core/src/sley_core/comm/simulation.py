@@ -32,9 +32,7 @@ class Silent(Transport):
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
         return Done()
 
-    def reduce_scatter(
-        self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0
-    ) -> Work:
+    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
         return Done()
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
@@ -68,9 +66,7 @@ class Simulation:
             groups[axis] = Group(axis, ranks, rank, own, transports, progress=progress, imitate=imitate)
         return Groups(groups, progress)
 
-    def transports(
-        self, members: Members, lanes: Mapping[str, dist.ProcessGroup], *, attaches: bool
-    ) -> dict[str, Transport]:
+    def transports(self, members: Members, lanes: Mapping[str, dist.ProcessGroup], *, attaches: bool) -> dict[str, Transport]:
         """Returns a transport for each of `lanes`. attaches: whether ranks of one host would read each other's memory."""
         return dict.fromkeys(lanes, Silent())
 

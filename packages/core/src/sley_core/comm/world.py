@@ -87,9 +87,7 @@ class World(AbstractContextManager["World"]):
             return cls.alone(device)
         rank, size = _whole(environ, "RANK"), _whole(environ, "WORLD_SIZE")
         if rank >= size:
-            raise RunError(
-                "rendezvous-failed", f"the environment has RANK = {rank} of WORLD_SIZE = {size}; ranks count from 0"
-            )
+            raise RunError("rendezvous-failed", f"the environment has RANK = {rank} of WORLD_SIZE = {size}; ranks count from 0")
         picked = _picked(device, local_rank, local_size)
         timeout = timedelta(seconds=timeout_s)
         try:
@@ -214,9 +212,7 @@ class World(AbstractContextManager["World"]):
         self.made.clear()
         self._leave()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
             self.close()
         else:

@@ -80,9 +80,7 @@ def declared(dataset: Any, config: FactoryDataConfig, name: str) -> AnyDataset:
     if is_stream(dataset):
         if not hasattr(dataset, "__iter__"):
             kind = type(dataset).__name__
-            raise _invalid(
-                f"`{name}` gave a {kind}, which is no data set", "give `__len__` and `__getitem__`, or `__iter__`"
-            )
+            raise _invalid(f"`{name}` gave a {kind}, which is no data set", "give `__len__` and `__getitem__`, or `__iter__`")
         if hasattr(dataset, "__next__"):
             kind = type(dataset).__name__
             hint = "give an object whose `__iter__` starts over, such as a class with `def __iter__(self): yield ...`"

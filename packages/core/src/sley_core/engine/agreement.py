@@ -66,9 +66,7 @@ class Agreement:
     passed. weight: the loss weight of the global batch, valid after `check`.
     """
 
-    def __init__(
-        self, groups: Groups, store: GradientStore | None = None, first: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, groups: Groups, store: GradientStore | None = None, first: Callable[[], None] | None = None) -> None:
         self.groups = groups
         self.store = store
         self.first = first
@@ -143,9 +141,7 @@ class Agreement:
             names = tuple(entry.name for entry in self.store.entries)
             lengths = (str(buffer.data.numel()) for buffer in self.store.buffers)
             self._trained = {"stage": (names, checksum([*names, *lengths]))}
-            ties: dict[str, list[str]] = {
-                entry.tie_group: [] for entry in self.store.book if entry.tie_group is not None
-            }
+            ties: dict[str, list[str]] = {entry.tie_group: [] for entry in self.store.book if entry.tie_group is not None}
             for entry in self.store.book:
                 if entry.tie_group is not None and entry in self.store:
                     ties[entry.tie_group].append(entry.name)

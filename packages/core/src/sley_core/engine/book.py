@@ -118,9 +118,7 @@ class ParameterBook:
     sharded, and how.
     """
 
-    def __init__(
-        self, chunks: Sequence[Sequence[Layer]], stages: Stages | None = None, shards: Shards | None = None
-    ) -> None:
+    def __init__(self, chunks: Sequence[Sequence[Layer]], stages: Stages | None = None, shards: Shards | None = None) -> None:
         self.entries: list[Entry] = []
         known: dict[int, Entry] = {}
         stages = stages or [(0, layers) for layers in chunks]

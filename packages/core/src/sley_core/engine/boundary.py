@@ -264,9 +264,7 @@ def with_overlaps(description: Description, tensors: Sequence[Tensor]) -> Descri
     }
     if not found:
         return description
-    return replace(
-        description, leaves=tuple(replace(leaf, overlaps=at in found) for at, leaf in enumerate(description.leaves))
-    )
+    return replace(description, leaves=tuple(replace(leaf, overlaps=at in found) for at, leaf in enumerate(description.leaves)))
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -315,10 +315,7 @@ class GradientMemory:
     def buffers(self, lists: Sequence[tuple[Sequence[Entry], Cut | None]]) -> list[GradientBuffer]:
         """Returns one zeroed buffer for each list of entries. Buffers of the previous layout must not be used any more."""
         plain = {"alignment": ALIGNMENT_BYTES // self._data.dtype.itemsize}
-        sizes = [
-            offsets([entry.parameter.shape for entry in entries], **(_spacing(cut) or plain))[1]
-            for entries, cut in lists
-        ]
+        sizes = [offsets([entry.parameter.shape for entry in entries], **(_spacing(cut) or plain))[1] for entries, cut in lists]
         if self._data.numel() == sum(sizes):
             self._data.zero_()
         else:

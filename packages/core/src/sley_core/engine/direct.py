@@ -99,9 +99,7 @@ class Handover:
     until the first W has shown whether that happens, such a gradient is copied, and after that only if it does.
     """
 
-    def __init__(
-        self, multiply: Callable[[Tensor, Tensor], None], queue: WeightQueue, entry: Entry | None = None
-    ) -> None:
+    def __init__(self, multiply: Callable[[Tensor, Tensor], None], queue: WeightQueue, entry: Entry | None = None) -> None:
         self.multiply = multiply
         self.queue = queue
         self.entry = entry
@@ -161,9 +159,7 @@ class DirectLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Handover, bias_sink: BiasSink | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Handover, bias_sink: BiasSink | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sink = sink
         ctx.bias_sink = bias_sink

@@ -218,9 +218,7 @@ def _in_one(outputs: Sequence[Any], samples: Spot) -> Any:
         if structure != taken[0][1] or not all(_has(one, samples) for one in tensors):
             shapes = [list(one.shape) for one in tensors]
             dim, length = samples
-            message = (
-                f"an output of shapes {shapes} does not have the {length} samples of its micro-batch along dim {dim}"
-            )
+            message = f"an output of shapes {shapes} does not have the {length} samples of its micro-batch along dim {dim}"
             raise RunError("outputs-apart", message, hint="give a list of micro-batches: each gets its own output")
     parts = zip(*(tensors for tensors, _ in taken), strict=True)
     return unflatten([torch.cat(every, samples[0]) for every in parts], taken[0][1])

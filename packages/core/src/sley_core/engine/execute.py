@@ -168,9 +168,7 @@ class Executor:
         shape = (len(batch),) if self.keeps_apart else ()
         return torch.zeros(shape, dtype=torch.float64, device=self.device.torch_device)
 
-    def _act(
-        self, action: Action, micro: MicroStep, batch: Sequence[Batch], weight: BatchWeight | None, total: Tensor
-    ) -> None:
+    def _act(self, action: Action, micro: MicroStep, batch: Sequence[Batch], weight: BatchWeight | None, total: Tensor) -> None:
         place = action.chunk, action.micro
         self._ready()
         match action.kind:
@@ -234,9 +232,7 @@ class Executor:
             if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
                 return output.logits()
             tensors, structure = flatten(output, layer)
-            return unflatten(
-                [one.detach() if self._is_predicting else one.detach().clone() for one in tensors], structure
-            )
+            return unflatten([one.detach() if self._is_predicting else one.detach().clone() for one in tensors], structure)
 
     def _loss(self, micro: MicroStep, output: Any, fields: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Returns the loss of one micro-batch, or of its whole sequences; calls the hooks `before_loss` and `after_loss`.

@@ -121,10 +121,7 @@ class GradientStore:
         """Returns `part` of each of `entries`, None for a frozen one; one call, since every step reads all of them."""
         self._check_there()
         cut, slots = self._cut, self._slots
-        return [
-            cut[entry].parts[entry] if entry in cut else slots[entry].view if entry in slots else None
-            for entry in entries
-        ]
+        return [cut[entry].parts[entry] if entry in cut else slots[entry].view if entry in slots else None for entry in entries]
 
     def span(self, entry: Entry) -> Span | None:
         """Returns which elements of its gradient this rank gets, maybe none; None if each rank gets the whole gradient."""

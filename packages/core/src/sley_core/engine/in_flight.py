@@ -139,9 +139,7 @@ class InFlight:
             if self.loss.ndim:
                 torch.autograd.backward(self.loss, gradients[0])  # no scalar: raises torch's error
             # `torch.autograd.backward` would check the shape, which imports sympy: a third of a second.
-            _engine_run_backward(
-                (self.loss,), (gradients[0],), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
+            _engine_run_backward((self.loss,), (gradients[0],), False, False, (), allow_unreachable=True, accumulate_grad=True)
         elif self.edges:
             torch.autograd.backward(self.edges, list(gradients))
         # The edges own the graph: dropping them frees what autograd saved, and the weights' stand-ins.

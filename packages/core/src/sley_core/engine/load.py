@@ -94,9 +94,7 @@ class _Loading:
         self.control = parts.groups["control"]
         self.entries = {entry.name: entry for entry in parts.book}
         self.buffers = {
-            name: buffer
-            for layer in parts.layers
-            for name, buffer in layer.module.named_buffers(layer.name, True, False)
+            name: buffer for layer in parts.layers for name, buffer in layer.module.named_buffers(layer.name, True, False)
         }
         self.extra = dict(with_extra_state(parts.layers))
         self.report = _Report()

@@ -110,9 +110,7 @@ class StepNumbers:
         Raises RunError `number-name` for a name that is taken or has no slash, and `number-late` once ranks have agreed.
         """
         if self._is_agreed:
-            raise RunError(
-                "number-late", f"the number {name!r} comes after plugins are attached", hint="add it in `attach`"
-            )
+            raise RunError("number-late", f"the number {name!r} comes after plugins are attached", hint="add it in `attach`")
         if "/" not in name or name in self._shares:
             why = "is there already" if name in self._shares else "has no slash"
             raise RunError("number-name", f"the number {name!r} {why}", hint="name it `plugin/number`")

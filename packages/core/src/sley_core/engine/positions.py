@@ -114,9 +114,7 @@ class OverPositions:
         size = min(WINDOW, length) // 2 * 2
         if size < 2 or output.ndim <= dim or output.shape[dim] != length:
             return
-        shown = [
-            self._ask(output, batch, dim, start, size) for start in sorted({0, (length - size) // 2, length - size})
-        ]
+        shown = [self._ask(output, batch, dim, start, size) for start in sorted({0, (length - size) // 2, length - size})]
         self._is_shown = any(shown)
 
     def _ask(self, output: Tensor, batch: Mapping[str, Tensor], dim: int, start: int, size: int) -> bool:
@@ -205,9 +203,7 @@ class Positions:
         for place in (tensor.select(self.dim, 0), tensor.select(self.dim, self.length - 2)):
             if tensor.is_floating_point():
                 largest = torch.maximum(-tensor.amin(), tensor.amax()).nan_to_num(0.0, 0.0, 0.0)
-                waves = torch.cos(torch.arange(place.numel(), device=place.device, dtype=torch.float32)).view(
-                    place.shape
-                )
+                waves = torch.cos(torch.arange(place.numel(), device=place.device, dtype=torch.float32)).view(place.shape)
                 place.copy_(waves * torch.where(largest > 0, largest, 1.0) * 4)
             elif tensor.dtype is not torch.bool and not tensor.is_complex():
                 least, most = tensor.amin(self.dim), tensor.amax(self.dim)
@@ -302,12 +298,7 @@ class PositionProbe:
 def as_it_was(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restores attributes and buffers of `modules` after the block, such as counters and running averages."""
     kept = [
-        (
-            module,
-            dict(vars(module)),
-            dict(module._buffers),
-            [(one, one.clone()) for one in module.buffers(recurse=False)],
-        )
+        (module, dict(vars(module)), dict(module._buffers), [(one, one.clone()) for one in module.buffers(recurse=False)])
         for module in modules
     ]
     try:

@@ -68,16 +68,12 @@ def refuse_left_over(model: Model, own: Iterable[Layer]) -> None:
     for layer in model.layers:
         for name, parameter in layer.module.named_parameters(layer.name):
             if parameter.is_meta:
-                message = (
-                    f"a forward reads the parameter {name!r} of a layer of another rank, as neither parameter nor "
-                )
+                message = f"a forward reads the parameter {name!r} of a layer of another rank, as neither parameter nor "
                 _refuse(parameter, LeftParameter, message + "submodule of its own layer", hint)
     for layer in own:
         for where, tensor in layer.unreadable.items():
             if isinstance(tensor, nn.Parameter):
-                message = (
-                    f"a forward reads a parameter by `{where}`, as neither parameter nor submodule of its own layer"
-                )
+                message = f"a forward reads a parameter by `{where}`, as neither parameter nor submodule of its own layer"
                 _refuse(tensor, LeftParameter, message, hint)
             else:
                 message = f"a forward reads `{where}`, which the factory computed from parameters once, with a graph"
@@ -133,9 +129,7 @@ def check_canonical(stages: Stages, per_rank_buffers: Sequence[str]) -> None:
     found = [*_ties(stages)]
     if per_rank_buffers:
         message = f"each rank writes its own {', '.join(per_rank_buffers)}, from the samples that it has"
-        found.append(
-            Diagnostic("canonical-buffers", message, path=MODEL, hint=f"{FAST}, or modules without such buffers")
-        )
+        found.append(Diagnostic("canonical-buffers", message, path=MODEL, hint=f"{FAST}, or modules without such buffers"))
     if found:
         raise PlanError.many(found)
 
@@ -162,9 +156,7 @@ def _ties(stages: Stages) -> Iterator[Diagnostic]:
             yield Diagnostic("canonical-tie", message, path=MODEL, hint=hint)
         elif len({use[2] for use in every}) > 1 and len(by_layer) > 2:
             count = len(by_layer)
-            message = (
-                f"{count} layers hold {name!r}, on several stages, which add its gradients in an order of their own"
-            )
+            message = f"{count} layers hold {name!r}, on several stages, which add its gradients in an order of their own"
             yield Diagnostic("canonical-tie", message, path=MODEL, hint=f"{FAST}, or `pp = 1`")
 
 

@@ -183,9 +183,7 @@ class WriteWatch:
     def runs_again(self, layer: Layer) -> None:
         """Raises RunError "weight-written" if a layer that wrote a weight runs again in the backward."""
         if layer.name in self._writers:
-            raise _weight_written(
-                layer, self._writers[layer.name], "it runs again in the backward, and would write it twice"
-            )
+            raise _weight_written(layer, self._writers[layer.name], "it runs again in the backward, and would write it twice")
 
     def _weight_written(self, layer: Layer, place: _Place) -> None:
         """Raises RunError "weight-written" unless one process would write the same value, as often."""
@@ -208,11 +206,7 @@ class WriteWatch:
             for held, is_buffer in ((module._parameters, False), (module._buffers, True)):
                 for key, tensor in held.items():
                     path = f"{name}.{key}"
-                    if (
-                        tensor is None
-                        or isinstance(tensor, StandIn)
-                        or (is_buffer and is_per_rank(path, self._per_rank))
-                    ):
+                    if tensor is None or isinstance(tensor, StandIn) or (is_buffer and is_per_rank(path, self._per_rank)):
                         continue
                     yield _Place(path, module, held, key, is_buffer)
 
@@ -243,6 +237,4 @@ def _weight_written(layer: Layer, name: str, why: str, module: nn.Module | None 
     hint = "write it between two steps, under `torch.no_grad()`"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
         hint = "leave `max_norm` out, and scale the rows that the forward looks up"
-    return RunError(
-        "weight-written", f"the forward of the layer {layer.name!r} writes the weight {name!r}: {why}", hint=hint
-    )
+    return RunError("weight-written", f"the forward of the layer {layer.name!r} writes the weight {name!r}: {why}", hint=hint)

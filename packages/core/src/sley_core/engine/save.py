@@ -123,17 +123,10 @@ class WeightSaver:
             failed = error.diagnostics[0].message
         self._shared([], failed if self._parts.world.rank == 0 else "", folder, {})
         if self._parts.topology.pp > 1:
-            probe(
-                LocalScratch(folder.parent), self._control, self._parts.limits.collective_timeout_s, writes=self._writes
-            )
+            probe(LocalScratch(folder.parent), self._control, self._parts.limits.collective_timeout_s, writes=self._writes)
 
     def __call__(
-        self,
-        folder: Path,
-        precision: Precision,
-        max_file_bytes: int,
-        require: Callable[[], None],
-        facts: Mapping[str, str],
+        self, folder: Path, precision: Precision, max_file_bytes: int, require: Callable[[], None], facts: Mapping[str, str]
     ) -> None:
         """Saves as `Run.save_weights` describes. Every rank calls it; ranks exchange failures over `control` after each part,
         so that all raise and none waits. require: raises if memory that is read here is offloaded. facts: for the metadata of
@@ -175,9 +168,7 @@ class WeightSaver:
         """
         # Over all ranks: each of them gets here three times, whatever failed.
         everyone = gather_objects([failed, files, dict(facts)], self._control, what="what ranks save")
-        wrong = [
-            f"rank {rank}: {said}" for rank, (said, _, _) in zip(self._control.ranks, everyone, strict=True) if said
-        ]
+        wrong = [f"rank {rank}: {said}" for rank, (said, _, _) in zip(self._control.ranks, everyone, strict=True) if said]
         if wrong:
             if self._parts.world.rank == 0:
                 discard(folder)

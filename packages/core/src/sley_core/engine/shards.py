@@ -111,9 +111,7 @@ def shards_of(layers: Iterable[Layer], cuts: Callable[[Sequence[Place]], int | N
         return {}
     dims = {key: cuts(held) for key, held in places.items() if parameters[key].ndim > 0}
     return {
-        key: Shard(tuple(parameters[key].shape), group.size, group.coord, dim)
-        for key, dim in dims.items()
-        if dim is not None
+        key: Shard(tuple(parameters[key].shape), group.size, group.coord, dim) for key, dim in dims.items() if dim is not None
     }
 
 

@@ -99,18 +99,7 @@ class Slot:
     value is the whole sum.
     """
 
-    __slots__ = (
-        "autograd",
-        "chunks",
-        "contributions",
-        "entry",
-        "final",
-        "habit",
-        "is_lent",
-        "parameter",
-        "state",
-        "view",
-    )
+    __slots__ = ("autograd", "chunks", "contributions", "entry", "final", "habit", "is_lent", "parameter", "state", "view")
 
     def __init__(self, entry: Entry, view: Tensor, habit: Habit, autograd: Autograd) -> None:
         self.entry = entry

@@ -186,9 +186,7 @@ class BatchSplitter:
 
 def _cut(pieces: Sequence[Mapping[str, Tensor]], fields: Mapping[str, Field], counts: Sequence[int]) -> list[Batch]:
     """Returns the micro-batches of all `pieces`. counts: how many each has."""
-    return [
-        cut(piece, fields, index, count) for piece, count in zip(pieces, counts, strict=True) for index in range(count)
-    ]
+    return [cut(piece, fields, index, count) for piece, count in zip(pieces, counts, strict=True) for index in range(count)]
 
 
 def _listed(batch: object) -> Sequence[Mapping[str, Tensor]]:

@@ -64,9 +64,7 @@ class StepState:
         self.done: frozenset[int] = frozenset()
         self._settled: frozenset[int] | None = None
 
-    def begin(
-        self, step: int, actions: Sequence[Action], num_micros: int, first_micro: int, *, is_last: bool = True
-    ) -> None:
+    def begin(self, step: int, actions: Sequence[Action], num_micros: int, first_micro: int, *, is_last: bool = True) -> None:
         """Starts a new optimizer step, or the next call of one, even if the previous one failed."""
         self.step = step
         if not self._is_within:

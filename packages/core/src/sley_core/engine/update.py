@@ -264,9 +264,7 @@ class Update:
             # `full_like / norm` divides as the host does; torch computes `number / tensor` with the reciprocal: other last bits
             factor = torch.clamp(torch.full_like(norm, clip_norm) / (norm + CLIP_EPSILON), max=1.0).nan_to_num(nan=1.0)
         elif norm + CLIP_EPSILON > clip_norm:
-            factor = torch.full(
-                (), clip_norm / (norm + CLIP_EPSILON), dtype=torch.float64, device=self.device.torch_device
-            )
+            factor = torch.full((), clip_norm / (norm + CLIP_EPSILON), dtype=torch.float64, device=self.device.torch_device)
         else:
             return
         for piece in pieces:  # at least fp32: a factor of bf16 would have 8 bits

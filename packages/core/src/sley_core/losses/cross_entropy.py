@@ -71,10 +71,7 @@ class CrossEntropy(Loss):
         few = logits.numel() <= _chunk_elements(logits)
         function = plain_sum if few else SumOfCrossEntropies.apply
         total: Tensor = function(
-            logits.reshape(-1, logits.shape[-1]),
-            labels.reshape(-1),
-            self.config.ignore_index,
-            self.config.label_smoothing,
+            logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), self.config.ignore_index, self.config.label_smoothing
         )
         return total
 
@@ -232,9 +229,7 @@ def check_shifted(batch: Mapping[str, Tensor], labels_name: str, ignored: int) -
     for name, tokens in batch.items():
         if name == labels_name or name in NOT_TOKENS or tokens.shape != labels.shape or tokens.dtype != labels.dtype:
             continue
-        if _equal(labels, tokens, counts) and not any(
-            _is_next(labels, tokens, counts, dim) for dim in range(labels.ndim)
-        ):
+        if _equal(labels, tokens, counts) and not any(_is_next(labels, tokens, counts, dim) for dim in range(labels.ndim)):
             raise RunError(
                 "labels-not-shifted",
                 f"every label is the token at its own place: `{labels_name}` equals `{name}`, so the model would learn to copy",

@@ -182,9 +182,7 @@ class RunMemory:
         """Returns the host's copies of all that is away or coming, by `storage_id`, uint8 [bytes]; of a storage that two parts
         have there is one.
         """
-        return {
-            key: copy for manager in self.managers for one in manager.parts for key, copy in manager.host(one).items()
-        }
+        return {key: copy for manager in self.managers for one in manager.parts for key, copy in manager.host(one).items()}
 
     def _chosen(self, parts: Sequence[Part]) -> list[tuple[Part, OffloadManager]]:
         """Returns `parts`, or all that move if it is empty, with their managers, in the order in which they come back.
@@ -283,9 +281,7 @@ class MoveNumbers:
         """Returns bytes of copies of `part`, or of all parts, bytes of those with a time, and that time, since the last call
         with this `name` and `part`.
         """
-        found = [
-            manager.moved(one) for manager in self.managers for one in manager.parts if part is None or one == part
-        ]
+        found = [manager.moved(one) for manager in self.managers for one in manager.parts if part is None or one == part]
         now = (
             float(sum(moved.copied_out + moved.copied_in for moved in found)),
             float(sum(moved.timed_out + moved.timed_in for moved in found)),

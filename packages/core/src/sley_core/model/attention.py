@@ -73,12 +73,7 @@ class Attention(nn.Module):
             k, v = (shared.repeat_interleave(q.shape[2] // shared.shape[2], dim=2) for shared in (k, v))
             grouped = False
         context = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=grouped,
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
         )
         return context.transpose(1, 2)
 
@@ -97,9 +92,7 @@ def document_mask(cu_seqlens: Tensor, num_positions: int, dtype: torch.dtype) ->
 def _mask(cu_seqlens: Tensor, num_positions: int, dtype: torch.dtype) -> Tensor:
     """Computes the mask of `document_mask`, on the device of `cu_seqlens`."""
     positions = torch.arange(num_positions, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    document = torch.searchsorted(
-        cu_seqlens.contiguous(), positions.expand(len(cu_seqlens), -1).contiguous(), right=True
-    )
+    document = torch.searchsorted(cu_seqlens.contiguous(), positions.expand(len(cu_seqlens), -1).contiguous(), right=True)
     other = document[:, :, None] != document[:, None, :]
     hidden = (other | (positions[:, None] < positions[None, :]))[:, None]
     return torch.where(hidden, torch.full((), float("-inf"), dtype=dtype, device=hidden.device), 0.0)

@@ -205,10 +205,7 @@ def check_parameters(name: str, module: nn.Module, build: OnMeta | None = None) 
     for path, parameter in module.named_parameters(name):
         kind, code = type(parameter).__name__, "model-init"
         if is_lazy(parameter):
-            why, hint = (
-                "is of a shape that is not known yet",
-                "give the module its input size, or run it once in the factory",
-            )
+            why, hint = ("is of a shape that is not known yet", "give the module its input size, or run it once in the factory")
         elif not parameter.is_floating_point():
             why, hint = f"is {parameter.dtype}; parameters are floating-point numbers", "make it a buffer"
         elif is_traceable_wrapper_subclass(parameter) or parameter.layout is not torch.strided:

@@ -160,20 +160,14 @@ def _shared(one: _Span, other: _Span) -> PlanError:
 
 def _alias(one: _Span, other: _Span) -> PlanError:
     held, parameter = (other, one) if one.is_registered else (one, other)
-    message = (
-        f"`{held.name}` shares its memory with the parameter {parameter.name!r}, and would not follow its training"
-    )
+    message = f"`{held.name}` shares its memory with the parameter {parameter.name!r}, and would not follow its training"
     return _refused(message, "`.clone()` it, or compute it in the forward")
 
 
 def _kept(where: str, name: str) -> PlanError:
     """Returns the error for a parameter to which something other than a module refers."""
-    message = (
-        f"`{where}` holds the parameter {name!r}, but not as a module's parameter: a run would train another tensor"
-    )
-    hint = (
-        "let the forward ask the module that holds it (`self.linear.weight`), or give it to this module as well: a tie"
-    )
+    message = f"`{where}` holds the parameter {name!r}, but not as a module's parameter: a run would train another tensor"
+    hint = "let the forward ask the module that holds it (`self.linear.weight`), or give it to this module as well: a tie"
     return _refused(message, hint)
 
 

@@ -140,9 +140,7 @@ class Model:
             except Exception as error:
                 raise _unusable(f"the builder of the layer {layer.name!r} failed: {cause(error)}") from error
             if not isinstance(made, nn.Module):
-                raise _unusable(
-                    f"the builder of the layer {layer.name!r} returned {_described(made)}, not a torch.nn.Module"
-                )
+                raise _unusable(f"the builder of the layer {layer.name!r} returned {_described(made)}, not a torch.nn.Module")
             layer.module = made
             if initialises and self.init_weights is not None:
                 _give_memory(made, {})
@@ -217,9 +215,7 @@ def _named(layers: Any) -> Iterator[Layer]:
         if not isinstance(name, str) or not name:
             raise _unusable(f"the name of layer {at} of the model is {_described(name)}, not a string")
         if count and not (is_builder and type(count[0]) is int and count[0] > 0):
-            raise _unusable(
-                f"layer {at} of the model has the count {count[0]!r}; a builder may have one, of at least 1"
-            )
+            raise _unusable(f"layer {at} of the model has the count {count[0]!r}; a builder may have one, of at least 1")
         for one in [f"{name}.{number}" for number in range(count[0])] if count else [name]:
             yield Layer(one, nn.Module(), builder=module) if is_builder else Layer(one, module)
 

@@ -96,9 +96,7 @@ class HostModel:
         own = [layer for layer in self.model.layers if layer.name in owned]
         for layer in own:
             before, module = _places(layer.name, layer.module), self.module(layer)
-            for (name, _, _, meta), (_, holder, attribute, real) in zip(
-                before, _places(layer.name, module), strict=True
-            ):
+            for (name, _, _, meta), (_, holder, attribute, real) in zip(before, _places(layer.name, module), strict=True):
                 if id(meta) not in final:
                     value = self._value(layer, name, meta, real)
                     if is_cut := cut is not None and id(meta) in cut:
@@ -177,9 +175,7 @@ def _check_same(layer: Layer, module: nn.Module) -> None:
     first, second = (dict(_described(layer.name, one)) for one in (layer.module, module))
     for name in [*first, *(name for name in second if name not in first)]:
         if first.get(name) != second.get(name):
-            raise _differs(
-                f"{name!r} is first {first.get(name, 'not there')}, and then {second.get(name, 'not there')}"
-            )
+            raise _differs(f"{name!r} is first {first.get(name, 'not there')}, and then {second.get(name, 'not there')}")
 
 
 def _described(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:

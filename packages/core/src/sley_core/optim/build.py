@@ -71,9 +71,7 @@ def factory(config: FactoryOptimizerConfig, groups: Groups, _device: torch.devic
     return with_late_gradients(optimizer)
 
 
-def _fastest(
-    kind: type[torch.optim.Optimizer], groups: Groups, device: torch.device, **options: Any
-) -> torch.optim.Optimizer:
+def _fastest(kind: type[torch.optim.Optimizer], groups: Groups, device: torch.device, **options: Any) -> torch.optim.Optimizer:
     """Builds `kind(groups, **options)`, fused if `device` supports it, else foreach; foreach too where groups say so.
 
     On a CPU a fused kernel rounds the last elements of a tensor otherwise than the others, which vectors hold.
@@ -203,9 +201,7 @@ def _first_match(name: str, groups: Sequence[GroupConfig]) -> int | None:
     return None
 
 
-def _unmatched(
-    index: int, names: Sequence[str], groups: Sequence[GroupConfig], aliases: Mapping[str, str]
-) -> Diagnostic:
+def _unmatched(index: int, names: Sequence[str], groups: Sequence[GroupConfig], aliases: Mapping[str, str]) -> Diagnostic:
     """Returns the diagnostic of group `index`, which gets no parameter, with the reason: an earlier group, a tie, or a typo."""
     pattern = groups[index].match
     path = ("optimizer", "groups", index, "match")
@@ -213,9 +209,7 @@ def _unmatched(
     if matches:
         first = _first_match(matches[0], groups)
         assert first is not None, matches[0]
-        message = (
-            f"`{pattern}` matches nothing that an earlier group, as `{groups[first].match}`, does not have already"
-        )
+        message = f"`{pattern}` matches nothing that an earlier group, as `{groups[first].match}`, does not have already"
         return Diagnostic("group-unmatched", message, path, hint="put the narrower pattern first")
     for alias in aliases:
         if fnmatchcase(alias, pattern):

@@ -7,16 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from sley_core.records import OptimizerRecord, Record, Scope
-from sley_core.table import (
-    Array,
-    FactoryPath,
-    Fraction,
-    NonNegative,
-    NonNegativeFloat,
-    Positive,
-    PositiveFloat,
-    Table,
-)
+from sley_core.table import Array, FactoryPath, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Table
 
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
@@ -150,9 +141,7 @@ class WarmupStableDecayConfig(DecayConfig):
     """How it falls; `sqrt` is steep first (Hägele et al., 2024, 1-sqrt)."""
 
 
-ELEMENTWISE = frozenset(
-    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
-)
+ELEMENTWISE = frozenset({"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"})
 """torch.optim's classes of which an element's update takes nothing but its own gradient, its own states and the step."""
 
 PER_MATRIX = frozenset({"Adafactor", "Muon"})

@@ -123,9 +123,7 @@ def options_to_save(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
     """Returns the options of a group that differ from those with which the optimizer began."""
     begun = optimizer.defaults
     return {
-        key: value
-        for key, value in group.items()
-        if key not in OF_PLAN and (key not in begun or not same(begun[key], value))
+        key: value for key, value in group.items() if key not in OF_PLAN and (key not in begun or not same(begun[key], value))
     }
 
 
@@ -214,9 +212,7 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, to
     """Yields name and value of the attributes that are, or hold, optimizers with groups or states of their own."""
     for path, owner in _owners(optimizer):
         for name, value in vars(owner).items():
-            inside = (
-                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-            )
+            inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
             for one in inside:
                 if isinstance(one, torch.optim.Optimizer) and not _is_shared(one, optimizer):
                     yield f"{path}{name}", one
@@ -241,10 +237,7 @@ def _of_torch() -> frozenset[str]:
     return (
         frozenset(every)
         | {"_step_count", "_opt_called", "step", "grad_scale", "found_inf"}
-        | {
-            "_need_device_dtype_check_for_fused",
-            "_step_supports_amp_scaling",
-        }
+        | {"_need_device_dtype_check_for_fused", "_step_supports_amp_scaling"}
     )
 
 

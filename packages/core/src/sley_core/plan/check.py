@@ -150,12 +150,7 @@ def _sequence(plan: Plan) -> Iterator[Problem]:
         yield Problem(("parallel", "sp"), message, hint, "sequence-missing")
     partition = plan.partition
     record = partition.record if partition else None
-    if (
-        partition
-        and isinstance(record, PartitionerRecord)
-        and record.timer is not None
-        and not partition.config.layer_costs
-    ):
+    if partition and isinstance(record, PartitionerRecord) and record.timer is not None and not partition.config.layer_costs:
         message = f"`{partition.name}` times layers on whole sequences, of which a rank of `sp = {size}` has a slice"
         hint = 'use "pp.balanced", or give `layer_costs`'
         yield Problem(("partition", "use"), message, hint, "sequence-partition")
@@ -219,9 +214,7 @@ def check_canonical(plan: Plan) -> Iterator[Problem]:
     if plan.parallel.reduction != "canonical":
         return
     if plan.parallel.sp > 1:
-        yield _problem(
-            ("parallel", "sp"), f"`sp = {plan.parallel.sp}` gives matrix products other shapes", "leave `sp` at 1"
-        )
+        yield _problem(("parallel", "sp"), f"`sp = {plan.parallel.sp}` gives matrix products other shapes", "leave `sp` at 1")
     config = plan.model.config
     if isinstance(config, ModelConfig) and config.compile:
         yield _problem(("model", "compile"), "a compiled layer sums in an order of its own", "leave `compile` out")
@@ -239,9 +232,7 @@ def _canonical_optimizer(plan: Plan) -> Iterator[Problem]:
         message = f"the {config.clip_kind:g}-norm takes powers, which kernels round each in its way"
         yield _problem(("optimizer", "clip_kind"), message, 'use 1, 2 or "inf"')
     if isinstance(config, FactoryOptimizerConfig) and config.options.get("fused"):
-        message = (
-            "a fused optimizer rounds the last elements of a tensor otherwise, and parts end elsewhere than wholes"
-        )
+        message = "a fused optimizer rounds the last elements of a tensor otherwise, and parts end elsewhere than wholes"
         yield _problem(("optimizer", "options"), message, "leave `fused` out")
 
 
@@ -253,9 +244,7 @@ def _canonical_plugins(plan: Plan) -> Iterator[Problem]:
             continue
         if not record.canonical or record.tolerance_with(handler.config):
             message = f"`{handler.name}` sums in an order, or to a precision, of its own"
-            yield _problem(
-                ("gradient_handlers", number, "use"), message, "take `core.each`, `dp.bucketed` or `dp.sharded`"
-            )
+            yield _problem(("gradient_handlers", number, "use"), message, "take `core.each`, `dp.bucketed` or `dp.sharded`")
     weights = plan.weights
     if weights is not None and isinstance(weights.record, WeightCommunicatorRecord) and not weights.record.canonical:
         message = f"`{weights.name}` adds up what ranks contribute to a weight's gradient"

@@ -54,9 +54,7 @@ def is_named_by(schedule: Component, name: str) -> bool:
     return isinstance(record, ScheduleRecord) and name in (record.link, record.partition, record.ties)
 
 
-def without_default(
-    spec: ComponentTable, schedule: Component, plugins: Iterable[Plugin], loader: Loader
-) -> tuple[str, str]:
+def without_default(spec: ComponentTable, schedule: Component, plugins: Iterable[Plugin], loader: Loader) -> tuple[str, str]:
     """Returns message and hint for a missing table that neither the schedule nor the plan's plugins determine."""
     found = _offered(spec, plugins)
     message = f"the plan needs a table {spec.header} with `use`: `{schedule.name}` names no {words(spec.kind)}"
@@ -64,9 +62,7 @@ def without_default(
         return f"{message}, and the plan's plugins have {', '.join(f'`{name}`' for name in found)}", "name one of them"
     assert spec.known is not None, spec
     home = spec.known.partition(".")[0]
-    hint = (
-        f'add {spec.header} with `use = "{spec.known}"` of sley-{home}, or with {a_word(spec.kind)} of another plugin'
-    )
+    hint = f'add {spec.header} with `use = "{spec.known}"` of sley-{home}, or with {a_word(spec.kind)} of another plugin'
     if home not in loader.names():
         hint += f"; {to_install(home)}"
     return f"{message}, and the plan's plugins have none", hint

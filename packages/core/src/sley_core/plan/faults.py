@@ -44,9 +44,7 @@ def faults(
     for fault in error.errors(include_url=False, include_input=False):
         if fault["type"] != NOT_A_FAULT:
             by_key.setdefault(_key_path(fault["loc"], fault["type"], given), []).append(fault)
-    return first_of(
-        list(by_key.items()), lambda one: _diagnostic(one[1], one[0], model, given, path, document, owner), owner
-    )
+    return first_of(list(by_key.items()), lambda one: _diagnostic(one[1], one[0], model, given, path, document, owner), owner)
 
 
 def unknown_key(

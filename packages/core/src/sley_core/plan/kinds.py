@@ -133,11 +133,7 @@ COMPONENTS = (
         only_with="pipeline",
     ),
     ComponentTable(
-        "partition",
-        "partitioners",
-        "How the layers are cut into pipeline stages.",
-        only_with="pipeline",
-        known="pp.balanced",
+        "partition", "partitioners", "How the layers are cut into pipeline stages.", only_with="pipeline", known="pp.balanced"
     ),
     ComponentTable(
         "link",
@@ -167,17 +163,9 @@ COMPONENTS = (
         many=True,
     ),
     ComponentTable(
-        "scheduler_hooks",
-        "scheduler_hooks",
-        "What is called before and after every action; left out, nothing.",
-        many=True,
+        "scheduler_hooks", "scheduler_hooks", "What is called before and after every action; left out, nothing.", many=True
     ),
-    ComponentTable(
-        "offload",
-        "offload_managers",
-        "What may be offloaded, and when; left out, nothing.",
-        many=True,
-    ),
+    ComponentTable("offload", "offload_managers", "What may be offloaded, and when; left out, nothing.", many=True),
     ComponentTable(
         "pools",
         "memory_pools",

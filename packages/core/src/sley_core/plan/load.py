@@ -38,11 +38,7 @@ def plan_from_text(
 
 
 def plan_from_dict(
-    tables: Mapping[str, Any],
-    folder: Path | None = None,
-    overrides: Sequence[str] = (),
-    *,
-    loader: Loader | None = None,
+    tables: Mapping[str, Any], folder: Path | None = None, overrides: Sequence[str] = (), *, loader: Loader | None = None
 ) -> Plan:
     """Loads the plan in plain data, as TOML would give it; None leaves a key out. Raises as `load_plan`."""
     return resolve(read_tables(tables, folder, overrides), loader or Loader())

@@ -183,13 +183,9 @@ class Loader:
             message = f"plugin `{name}` is not installed"
             return PluginError("plugin-missing", message, hint=to_install(name))
         here = ", ".join(f"`{one}`" for one in self.names())
-        have = (
-            f"install the package that has it, by custom `sley-{name.replace('_', '-')}`; the plugins here are {here}"
-        )
+        have = f"install the package that has it, by custom `sley-{name.replace('_', '-')}`; the plugins here are {here}"
         return PluginError(
-            "plugin-unknown",
-            f"there is no plugin `{name}`",
-            hint=suggestion(name, {*self.names(), *FIRST_PARTY}, have),
+            "plugin-unknown", f"there is no plugin `{name}`", hint=suggestion(name, {*self.names(), *FIRST_PARTY}, have)
         )
 
 

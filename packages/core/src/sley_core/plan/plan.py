@@ -122,9 +122,7 @@ class Plan:
     def __repr__(self) -> str:
         """Returns one line for a person; `to_toml` has all of it."""
         sizes = ", ".join(
-            f"{axis} {size}"
-            for axis in ("dp", "pp", "sp", "wp")
-            if (size := getattr(self.parallel, axis)) != 1 or axis == "dp"
+            f"{axis} {size}" for axis in ("dp", "pp", "sp", "wp") if (size := getattr(self.parallel, axis)) != 1 or axis == "dp"
         )
         steps = f"{self.run.steps:,} steps of {self.batch.global_size:,} samples"
         return f"Plan({self.run.name!r}: {self.model.name} on {self.data.name}, {steps}, {sizes})"
@@ -186,9 +184,7 @@ class Plan:
             return Topology.of(world, sizes.pp, sizes.sp, sizes.wp, None if sizes.dp == "auto" else sizes.dp)
         except ValueError as error:
             path = ("parallel", _odd_axis(sizes, str(error)))
-            raise PlanError.many(
-                [self.diagnostic("layout", str(error), path, _fitting(sizes, world, str(error)))]
-            ) from None
+            raise PlanError.many([self.diagnostic("layout", str(error), path, _fitting(sizes, world, str(error)))]) from None
 
     def diagnostic(self, code: str, message: str, path: KeyPath, hint: str | None = None) -> Diagnostic:
         """Returns a diagnostic at `path`, with its place in the plan's file."""

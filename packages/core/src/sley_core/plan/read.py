@@ -340,9 +340,7 @@ def extended(document: Document, read: Callable[[str], Document], chain: tuple[P
     if not isinstance(given, str) or not given:
         raise _refused(document, "wrong-type", f"`{KEY}` must be the path of a plan, not {shown(given)}")
     if document.folder is None:
-        raise _refused(
-            document, "extends-missing", f"a text without a folder has nothing that `{given}` is relative to"
-        )
+        raise _refused(document, "extends-missing", f"a text without a folder has nothing that `{given}` is relative to")
     chain = chain or (_real(Path(document.folder, Path(document.file).name)),)
     try:
         given = expanded(given)
@@ -360,9 +358,7 @@ def extended(document: Document, read: Callable[[str], Document], chain: tuple[P
         first = error.diagnostics[0]
         if first.code not in _UNREADABLE:
             raise
-        raise _refused(
-            document, "extends-missing", f"what it extends is not there: {first.message}", first.hint
-        ) from None
+        raise _refused(document, "extends-missing", f"what it extends is not there: {first.message}", first.hint) from None
     return _merged(document, extended(_at_home(base), read, (*chain, _real(path))))
 
 

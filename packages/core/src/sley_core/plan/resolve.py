@@ -158,9 +158,7 @@ class _Resolver:
             kind = PluginError if any(found.code.startswith("plugin-") for found in self.problems) else PlanError
             raise kind.many(by_place(self.problems))
 
-    def _component(
-        self, spec: ComponentTable, given: Any, path: KeyPath, default: str | None = None
-    ) -> Component | None:
+    def _component(self, spec: ComponentTable, given: Any, path: KeyPath, default: str | None = None) -> Component | None:
         """Returns the component of one table, by its `use`, its `factory` or `default`; None if it has a problem."""
         if not isinstance(given, dict):
             self._problem("wrong-type", f"`{spec.key}` must be a table, not {shown(given)}", path)
@@ -292,9 +290,7 @@ class _Resolver:
         for fault in faults:
             self._problem(fault.code, fault.message, fault.path, fault.hint, at_key=fault.at_key)
 
-    def _problem(
-        self, code: str, message: str, path: KeyPath, hint: str | None = None, *, at_key: bool = False
-    ) -> None:
+    def _problem(self, code: str, message: str, path: KeyPath, hint: str | None = None, *, at_key: bool = False) -> None:
         at: Literal["key", "value"] = "key" if at_key else "value"
         self.problems.append(self.document.diagnostic(code, message, path, hint, at))
 

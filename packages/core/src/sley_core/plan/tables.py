@@ -25,9 +25,7 @@ ComputeType = Literal["fp32", "bf16", "fp16", "fp64"]
 GradientType = Literal["fp32", "bf16", "fp64"]
 
 RunName = Annotated[
-    str,
-    Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$"),
-    Words("a name of up to 100 letters, digits, `.`, `_` and `-`"),
+    str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$"), Words("a name of up to 100 letters, digits, `.`, `_` and `-`")
 ]
 Seed = Annotated[int, Field(ge=0, lt=2**63), Words("an integer of at least 0")]
 
@@ -250,9 +248,5 @@ TABLES: dict[str, type[Table]] = {
 }
 """Core's own tables that every resolved plan has, in its order."""
 
-OPTIONAL: dict[str, type[Table]] = {
-    "evaluation": EvaluationTable,
-    "profile": ProfileTable,
-    "timeline": TimelineTable,
-}
+OPTIONAL: dict[str, type[Table]] = {"evaluation": EvaluationTable, "profile": ProfileTable, "timeline": TimelineTable}
 """Core's own tables that a plan may have."""

@@ -5,22 +5,8 @@ Plugins write classes with these methods; a class that inherits from a protocol 
 
 from sley_core.comm.verbs import Collective
 from sley_core.protocols.exchanges import MemoryPool, SequenceCommunicator, StageLink, WeightCommunicator
-from sley_core.protocols.records import (
-    Checkpointer,
-    CheckpointFiles,
-    Counts,
-    Keeps,
-    MetricsWriter,
-    Restored,
-    Rewinds,
-)
-from sley_core.protocols.training import (
-    ActivationPolicy,
-    GradientHandler,
-    Loss,
-    SchedulerHook,
-    SplitLogits,
-)
+from sley_core.protocols.records import Checkpointer, CheckpointFiles, Counts, Keeps, MetricsWriter, Restored, Rewinds
+from sley_core.protocols.training import ActivationPolicy, GradientHandler, Loss, SchedulerHook, SplitLogits
 
 __all__ = [
     "ActivationPolicy",

@@ -17,14 +17,7 @@ from sley_core.plan.loader import Loader
 from sley_core.plan.read import read_text
 from sley_core.plan.resolve import resolve
 from sley_core.run_state.pieces import BUFFERS, OPTIMIZER, WEIGHTS, Region, region_of
-from sley_core.run_state.tensors import (
-    OPTIONS,
-    SHARED,
-    RunTensors,
-    StateLeaf,
-    joined,
-    state_name,
-)
+from sley_core.run_state.tensors import OPTIONS, SHARED, RunTensors, StateLeaf, joined, state_name
 from sley_core.weight_files.write import BY_NAME
 
 if TYPE_CHECKING:
@@ -207,10 +200,7 @@ class SavedWeights:
         self.saved = saved
         self._plan = plan
         self._origin = extra_states(saved) | {
-            name.removeprefix(kind): name
-            for kind in (WEIGHTS, BUFFERS)
-            for name in saved.names
-            if name.startswith(kind)
+            name.removeprefix(kind): name for kind in (WEIGHTS, BUFFERS) for name in saved.names if name.startswith(kind)
         }
 
     @property

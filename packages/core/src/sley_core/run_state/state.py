@@ -193,9 +193,7 @@ class TrainingState:
         wrong = list(dict.fromkeys(line for _, lines, _ in everyone for line in lines))
         known = {name for names, _, _ in everyone for name in names}
         wrong += [
-            f"{name!r} is not in the model"
-            for name in saved.names
-            if name.startswith((WEIGHTS, BUFFERS)) and name not in known
+            f"{name!r} is not in the model" for name in saved.names if name.startswith((WEIGHTS, BUFFERS)) and name not in known
         ]
         if about.optimizer != self.plan.optimizer.name:
             wrong.append(f"its optimizer is {about.optimizer}, the plan's is {self.plan.optimizer.name}")

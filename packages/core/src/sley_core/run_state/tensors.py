@@ -47,12 +47,7 @@ class RunTensors:
     """
 
     def __init__(
-        self,
-        parts: Parts,
-        update: Update,
-        memory: RunMemory,
-        per_rank: Sequence[str],
-        keepers: Mapping[str, Keeps],
+        self, parts: Parts, update: Update, memory: RunMemory, per_rank: Sequence[str], keepers: Mapping[str, Keeps]
     ) -> None:
         self.parts = parts
         self.update = update
@@ -218,9 +213,7 @@ def leaves(state: Any, path: tuple[tuple[str, str | int], ...] = ()) -> Iterator
     if isinstance(state, Mapping):
         for key, value in state.items():
             if not isinstance(key, str) or "/" in key:
-                raise RunError(
-                    "optimizer-state", f"the optimizer's states have the key {key!r}, which cannot be a name"
-                )
+                raise RunError("optimizer-state", f"the optimizer's states have the key {key!r}, which cannot be a name")
             yield from leaves(value, (*path, ("dict", key)))
     elif type(state) in (list, tuple) and state:
         for number, value in enumerate(state):

@@ -79,9 +79,7 @@ class TensorFile:
         header: dict[str, object] = {"__metadata__": {"format": "pt", **facts}}
         self._starts: dict[str, int] = {}
         end = 0
-        for spec in sorted(
-            specs, key=lambda spec: -_BYTES[spec.dtype]
-        ):  # so each begins at a multiple of its numbers' size
+        for spec in sorted(specs, key=lambda spec: -_BYTES[spec.dtype]):  # so each begins at a multiple of its numbers' size
             self._starts[spec.name] = end
             offsets = [end, end := end + spec.num_bytes]
             header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}

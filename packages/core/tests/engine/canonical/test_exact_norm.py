@@ -68,9 +68,7 @@ def test_losses_are_added_in_the_order_of_the_tree(count):
 def test_a_loss_weight_has_no_order():
     weights = [0.1 * number + 1e-7 for number in range(24)]
     found = {
-        weight_of(
-            [sum(digit) for digit in zip(*(weight_digits(weights[at::ranks]) for at in range(ranks)), strict=True)]
-        )
+        weight_of([sum(digit) for digit in zip(*(weight_digits(weights[at::ranks]) for at in range(ranks)), strict=True)])
         for ranks in (1, 2, 3, 8)
     }
     assert len(found) == 1

@@ -17,10 +17,7 @@ class Rows:
     """`num_samples` rows of tokens int64 [s] with their labels; every third sample has four labels that do not count."""
 
     info = DataInfo(
-        {
-            "tokens": Field("int64", sequence_dim=1, ids="token"),
-            "labels": Field("int64", sequence_dim=1, ids="label"),
-        },
+        {"tokens": Field("int64", sequence_dim=1, ids="token"), "labels": Field("int64", sequence_dim=1, ids="label")},
         vocab_size=VOCABULARY,
         sequence=SEQUENCE,
     )

@@ -35,9 +35,7 @@ def doctor(
         data = {
             "attempts": [_data(one) for one in found],
             "state": asdict(_state(run, records)),
-            "slow": [
-                {**asdict(cause), "told": cause_in_words(cause), "remedy": remedy(cause)} for cause in judged.causes
-            ],
+            "slow": [{**asdict(cause), "told": cause_in_words(cause), "remedy": remedy(cause)} for cause in judged.causes],
             "why_not": judged.why_not,
             "work": [*work_in_words(judged)],
         }

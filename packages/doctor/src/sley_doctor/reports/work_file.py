@@ -147,10 +147,7 @@ class WorkSamples:
     def waits(self) -> dict[str, Spread]:
         """Returns the waits of a step by queue; 0 in steps before a queue first occurred."""
         missing = len(self._steps)
-        return {
-            queue: spread([0.0] * (missing - len(found.steps_s)) + found.steps_s)
-            for queue, found in self._waits.items()
-        }
+        return {queue: spread([0.0] * (missing - len(found.steps_s)) + found.steps_s) for queue, found in self._waits.items()}
 
     def queues(self) -> dict[str, Queue]:
         """Returns the queues, with the exchanges and bytes in which this rank waited."""
@@ -251,9 +248,7 @@ def merged(windows: Sequence[Window]) -> Window:
     )
 
 
-def _by_name(
-    windows: Sequence[Window], of: Callable[[Window], Mapping[str, _Value]]
-) -> dict[str, list[tuple[Window, _Value]]]:
+def _by_name(windows: Sequence[Window], of: Callable[[Window], Mapping[str, _Value]]) -> dict[str, list[tuple[Window, _Value]]]:
     """Collects the values that `of` gives for each window, by name, each with its window."""
     found: dict[str, list[tuple[Window, _Value]]] = {}
     for one in windows:

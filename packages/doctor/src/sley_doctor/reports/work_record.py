@@ -258,9 +258,7 @@ def _window(content: dict[str, Any]) -> Window:
     content["seconds"] = Spread(*content["seconds"])
     content["work"], content["waits"] = spreads(content["work"]), spreads(content["waits"])
     content["layers"] = {place: spreads(some) for place, some in content["layers"].items()}
-    content["queues"] = {
-        name: Queue(**{**one, "ranks": tuple(one["ranks"])}) for name, one in content["queues"].items()
-    }
+    content["queues"] = {name: Queue(**{**one, "ranks": tuple(one["ranks"])}) for name, one in content["queues"].items()}
     content["usage"] = Usage(**content["usage"])
     content["sent"], content["taken"] = messages(content["sent"]), messages(content["taken"])
     return Window(**content)

@@ -69,9 +69,7 @@ def chart(name: str, unit: str, curves: Sequence[Curve], most_points: int) -> st
             steps, values = thinned(curve.steps, curve.values, most_points)
             numbers = [math.nan if value is None else value for value in values]
             colour, line = look(curve.run)
-            axes.plot(
-                steps, numbers, color=colour, linestyle=line, linewidth=1.2, marker="." if len(steps) < 30 else None
-            )
+            axes.plot(steps, numbers, color=colour, linestyle=line, linewidth=1.2, marker="." if len(steps) < 30 else None)
         axes.set_xlabel("step")
         axes.set_ylabel(unit)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -85,9 +83,7 @@ def look(run: int) -> tuple[str, str]:
     return COLOURS[run % len(COLOURS)], LINES[run // len(COLOURS)]
 
 
-def thinned(
-    steps: Sequence[int], values: Sequence[float | None], most: int
-) -> tuple[Sequence[int], Sequence[float | None]]:
+def thinned(steps: Sequence[int], values: Sequence[float | None], most: int) -> tuple[Sequence[int], Sequence[float | None]]:
     """Returns at most `most` (6 or more) of the points: of each stretch of steps the lowest and the highest, and a gap if it
     has one, so that no peak is lost.
     """

@@ -110,13 +110,7 @@ def _no_run(folder: Path, why: str) -> UsageError:
     return UsageError("no-run", f"`{folder}` is not the folder of a run: {why}", hint="give the folder: `runs/NAME`")
 
 
-KINDS: Mapping[str, str] = {
-    DATA: "data",
-    "F": "forward",
-    "BD": "backward",
-    "W": "backward for weights",
-    UPDATE: "update",
-}
+KINDS: Mapping[str, str] = {DATA: "data", "F": "forward", "BD": "backward", "W": "backward for weights", UPDATE: "update"}
 """Places that a column adds up, by name or by the first letter of actions; what is left is the column `else`."""
 
 MOST_RANKS = 32
@@ -253,9 +247,7 @@ def page(runs: Sequence[RecordedRun]) -> str:
     """
     if len(runs) > MAX_RUNS:
         raise _too_much(f"a report shows {MAX_RUNS} runs at most, and these are {len(runs)}")
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"ms": lambda seconds: f"{seconds * 1e3:.4g}", "bytes": _bytes, "number": _number}
     template = environment.from_string(resources.files(__package__).joinpath("page.html.jinja").read_text("utf-8"))
     names = _numbers(runs)
@@ -328,9 +320,7 @@ def _step(run: RecordedRun, most_spans: int) -> StepFigure:
     late = list(ends(measured)) if len(measured) > 1 else []
     room = most_spans // max(len(one.spans) for one in run.timelines.values()) - 1
     if room < 1:
-        return StepFigure(
-            run.label, f"It has too many actions for this page: see {run.folder}/timeline.svg.", "", stages, late
-        )
+        return StepFigure(run.label, f"It has too many actions for this page: see {run.folder}/timeline.svg.", "", stages, late)
     note = f"{room} of {len(measured)} copies of the model are drawn." if room < len(measured) else ""
     shown = dict(list(measured.items())[:room])
     return StepFigure(run.label, note, draw_svg({**shown, **predicted}), stages, late)

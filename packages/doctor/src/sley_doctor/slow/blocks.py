@@ -132,9 +132,7 @@ def _work(record: WorkRecord, first: int, last: int) -> RankWork:
 
 def _joined(inside: Sequence[tuple[Window, int]], of: Callable[[Window], Mapping[str, Spread]]) -> dict[str, Spread]:
     names = dict.fromkeys(name for window, _ in inside for name in of(window))
-    return {
-        name: _mean([(of(window)[name], steps) for window, steps in inside if name in of(window)]) for name in names
-    }
+    return {name: _mean([(of(window)[name], steps) for window, steps in inside if name in of(window)]) for name in names}
 
 
 def _mean(found: Sequence[tuple[Spread, int]]) -> Spread:

@@ -173,8 +173,7 @@ def _faults(rank: int, blocks: Sequence[Block], seconds: float) -> float:
 
     def beyond(of: Callable[[RankWork], float]) -> float:
         return middle(
-            of(block.ranks[rank]) - middle(of(one) for number, one in block.ranks.items() if number != rank)
-            for block in blocks
+            of(block.ranks[rank]) - middle(of(one) for number, one in block.ranks.items() if number != rank) for block in blocks
         )
 
     faults, system_s, user_s = (
@@ -237,8 +236,7 @@ def _changes(settled: Sequence[Block], late: Sequence[Block]) -> list[Cause]:
         return []
     found = []
     ratios = {
-        number: min(block.ranks[number].working_s for block in late)
-        / max(block.ranks[number].working_s for block in early)
+        number: min(block.ranks[number].working_s for block in late) / max(block.ranks[number].working_s for block in early)
         for number in late[-1].ranks
     }
     for rank in late[-1].ranks:
@@ -256,9 +254,7 @@ def _changes(settled: Sequence[Block], late: Sequence[Block]) -> list[Cause]:
         place = max(gained, key=lambda name: gained[name])
         if gained[place] >= LEAST_SHARE * after:
             usual_s = middle(block.ranks[rank].work.get(place, NOTHING).middle for block in early)
-            found.append(
-                Cause("change", (rank,), place, "", gained[place], usual_s, after, late[0].first, late[-1].last)
-            )
+            found.append(Cause("change", (rank,), place, "", gained[place], usual_s, after, late[0].first, late[-1].last))
     return found
 
 
@@ -272,9 +268,7 @@ def _grown(records: Sequence[WorkRecord], step_s: float) -> list[Cause]:
     first = found[0]
     same = [one for one in found if one.where == first.where and one.megabytes >= first.megabytes / 2]
     ranks = tuple(sorted(one.rank for one in same))
-    return [
-        Cause("memory", ranks, first.where, "", 0.0, 0.0, step_s, first.first, first.last, megabytes=first.megabytes)
-    ]
+    return [Cause("memory", ranks, first.where, "", 0.0, 0.0, step_s, first.first, first.last, megabytes=first.megabytes)]
 
 
 def _is_most(some: Sequence[Block], blocks: Sequence[Block]) -> bool:
@@ -372,9 +366,7 @@ def _collectives(block: Block) -> Iterator[SlowExchange]:
 
 def _messages(records: Sequence[WorkRecord], block: Block) -> Iterator[SlowExchange]:
     """Yields each message queue, with the median time from the sender's action to the receiver's."""
-    sent = {
-        (record.start.rank, name): some for record in records for name, some in _of_block(record, block, "sent").items()
-    }
+    sent = {(record.start.rank, name): some for record in records for name, some in _of_block(record, block, "sent").items()}
     for record in records:
         taken = _of_block(record, block, "taken")
         for name, queue in block.ranks[record.start.rank].queues.items():

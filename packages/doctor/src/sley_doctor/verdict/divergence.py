@@ -168,14 +168,10 @@ def _named(started: Mapping[int, Mapping[int, SeenExchange]], number: int, kinds
     after, later = usual.get(number + 1), own.get(number + 1)
     if after is not None and is_same(after, here):
         told = f"{differ}: rank {odd} has left that out" if is_clear else f"{differ}: one has left it out"
-        return Divergence(
-            "left out", names, both, told if is_clear else f"{told}, or the other makes it once too often"
-        )
+        return Divergence("left out", names, both, told if is_clear else f"{told}, or the other makes it once too often")
     if later is not None and is_same(later, there):
         told = f"{differ}: rank {odd} makes it once too often" if is_clear else f"{differ}: one makes it once too often"
-        return Divergence(
-            "too many", names, (here, there), told if is_clear else f"{told}, or the other has left it out"
-        )
+        return Divergence("too many", names, (here, there), told if is_clear else f"{told}, or the other has left it out")
     return Divergence("other", names, both, differ)
 
 
@@ -204,8 +200,7 @@ def _not_started(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
     elsewhere = _wait_of(by_rank[first.late[0]]).exchange
     both = (first.exchange, elsewhere)
     told = (
-        f"rank {first.rank} is in the {first.exchange}, which rank {first.late[0]} has not started: that is in the "
-        f"{elsewhere}"
+        f"rank {first.rank} is in the {first.exchange}, which rank {first.late[0]} has not started: that is in the {elsewhere}"
     )
     if first.started > len(first.late):
         return Divergence("left out", first.late, both, told)
@@ -231,9 +226,7 @@ def _lates(by_rank: Mapping[int, FaultReport]) -> Iterator[_Late]:
     for rank, report in by_rank.items():
         if report.wait is not None:
             exchange = report.wait.exchange
-            waiting = [
-                one for one in late_for(report.wait, by_rank) if one in by_rank and by_rank[one].wait is not None
-            ]
+            waiting = [one for one in late_for(report.wait, by_rank) if one in by_rank and by_rank[one].wait is not None]
             if waiting:
                 # A message has two ends, whatever the group: they differ, and nobody says who is wrong.
                 members = 2 if exchange.peer is not None else sum(one in by_rank for one in exchange.ranks)

@@ -127,16 +127,12 @@ _BETWEEN = frozenset(
 )
 """Codes of errors in which at least two ranks have a part."""
 
-_QUIET = frozenset(
-    {EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNINGS), -signal.SIGTERM, -signal.SIGINT}
-)
+_QUIET = frozenset({EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNINGS), -signal.SIGTERM, -signal.SIGINT})
 _ABORT = -signal.SIGABRT
 _STUCK = "stuck"
 
 _SLOW = "look at what it does there; if it is only slow, a longer `[limits] collective_timeout_s` lets the others wait"
-_STOPPED = (
-    "something outside of the run did that: a person, a debugger, a batch system that suspends; start the run again"
-)
+_STOPPED = "something outside of the run did that: a person, a debugger, a batch system that suspends; start the run again"
 _ORDER = (
     "all ranks of a group must start the same exchanges in the same order: look for code that depends on a rank's data or "
     "number, in the forward, in hooks and handlers of your own, around the place named here"
@@ -235,9 +231,7 @@ def _busy(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
     if not busy:
         return None
     first = busy[0]
-    found = _waited_for(
-        first.rank, f"rank {first.rank} did not come to the others: {first.message}", "busy", _SLOW, by_rank
-    )
+    found = _waited_for(first.rank, f"rank {first.rank} did not come to the others: {first.message}", "busy", _SLOW, by_rank)
     return _at(first, found)
 
 
@@ -293,14 +287,7 @@ def _waited_for(rank: int, cause: str, kind: str, remedy: str, by_rank: Mapping[
 def _at(report: FaultReport, found: Verdict) -> Verdict:
     """Returns the verdict with the place of `report`'s rank in its step."""
     return Verdict(
-        found.kind,
-        found.cause,
-        found.ranks,
-        found.remedy,
-        found.exchanges,
-        report.step,
-        report.pending,
-        report.layer,
+        found.kind, found.cause, found.ranks, found.remedy, found.exchanges, report.step, report.pending, report.layer
     )
 
 

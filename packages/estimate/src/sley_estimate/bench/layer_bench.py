@@ -129,15 +129,13 @@ class LayerBench:
         with self._accumulating(layer):
             with self._products(layer, queue) if self._is_direct else nullcontext():
                 whole = self._medians(
-                    lambda host_s: calls.whole(layer, value, outputs, host_s),
-                    lambda: calls.in_a_row(layer, value, None),
+                    lambda host_s: calls.whole(layer, value, outputs, host_s), lambda: calls.in_a_row(layer, value, None)
                 )
             parts = NOTHING, NOTHING
             if split:
                 with self._products(layer, queue):
                     parts = self._medians(
-                        lambda host_s: calls.split(layer, value, queue, host_s),
-                        lambda: calls.in_a_row(layer, value, queue),
+                        lambda host_s: calls.split(layer, value, queue, host_s), lambda: calls.in_a_row(layer, value, queue)
                     )
         if self._attention is not None:
             self._attention.detach()
@@ -148,9 +146,7 @@ class LayerBench:
         times = LayerTimes(*(half.device_s for half in halves), *(half.host_s for half in halves))
         return times, (description, [tensor.detach() for tensor in tensors])
 
-    def _medians(
-        self, call: Callable[[tuple[float, float]], Halves], in_a_row: Callable[[], tuple[float, float]]
-    ) -> Halves:
+    def _medians(self, call: Callable[[tuple[float, float]], Halves], in_a_row: Callable[[], tuple[float, float]]) -> Halves:
         """Calls `call` as often as is asked for, and returns the seconds of its halves, medians.
 
         call: given the host's seconds to start each half, 0 where they are not known yet. in_a_row: tells those of the host.
@@ -165,11 +161,7 @@ class LayerBench:
         if self.device.is_async:
             is_near = any(host > NEARLY * device for host, device in zip(ahead, device_s, strict=True))
             with self._gradients.dropped() if self._gradients else nullcontext():
-                host_s = (
-                    self._row_medians(in_a_row)
-                    if is_near
-                    else _host_medians([call(unknown) for _ in range(HOST_CALLS)])
-                )
+                host_s = self._row_medians(in_a_row) if is_near else _host_medians([call(unknown) for _ in range(HOST_CALLS)])
         return Half(device_s[0], host_s[0]), Half(device_s[1], host_s[1])
 
     def _row_medians(self, in_a_row: Callable[[], tuple[float, float]]) -> tuple[float, float]:

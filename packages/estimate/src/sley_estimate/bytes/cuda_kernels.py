@@ -61,9 +61,7 @@ class CudaKernels(FusedKernels):
     instead = FusedKernels.instead | {F.rms_norm: norm_if_fused, F.dropout: dropout}
 
 
-def _is_fused(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> bool:
+def _is_fused(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> bool:
     """Returns whether CUDA has one kernel for this RMSNorm: without a weight, or with one of the input's dtype."""
     return weight is None or weight.dtype == input.dtype
 

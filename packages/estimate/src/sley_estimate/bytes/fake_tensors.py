@@ -9,12 +9,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-    in_kernel_invocation_manager,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedOperatorException, in_kernel_invocation_manager
 
 from sley_core.model.tensors import PLAIN
 from sley_estimate.bytes.ledger import Ledger
@@ -70,9 +65,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
         """
         if device not in self._attributes:
             self._attributes[device] = dict(vars(FakeTensor(self, elem, device)))
-        fake: FakeTensor = Tensor._make_subclass(
-            FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device
-        )
+        fake: FakeTensor = Tensor._make_subclass(FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device)
         torch._C._set_throw_on_mutable_data_ptr(fake)
         vars(fake).update(self._attributes[device])
         return fake

@@ -130,14 +130,7 @@ def rank_bytes(
 
 
 def _looked_at(
-    plan: Plan,
-    rank: int,
-    size: int,
-    recipes: Recipes,
-    draft: Draft | None,
-    last_step: LastStep | None,
-    *,
-    is_first_whole: bool,
+    plan: Plan, rank: int, size: int, recipes: Recipes, draft: Draft | None, last_step: LastStep | None, *, is_first_whole: bool
 ) -> tuple[RankBytes, bool]:
     """Takes `STEPS` steps in a fake run; returns what rank `rank` holds, and whether the first step took as many micro-batches
     as the last, which takes as many as show a step's peak.
@@ -202,14 +195,7 @@ def fake_run(
     limit = limited(plan.limits.estimate_timeout_s)
     on_device = standing_for("cuda") if is_ahead else nullcontext()
     world_of = World.fake(rank, size, device, TakenSteps(tensors, "cuda" if is_cuda else "cpu"))
-    with (
-        only_new_objects(),
-        limit,
-        tensors.watched(),
-        on_device,
-        world_of as world,
-        assemble(plan, world, draft=draft) as run,
-    ):
+    with only_new_objects(), limit, tensors.watched(), on_device, world_of as world, assemble(plan, world, draft=draft) as run:
         standing.follow(run)
         yield run, ledger, tensors
 

@@ -81,11 +81,7 @@ class Recipes:
         except _UnknownError:
             return
         places = [one.untyped_storage()._cdata for one in (found if kind else [found]) if isinstance(one, Tensor)]
-        news = [
-            place
-            for place, one in zip(places, [one for one in made if one is not None], strict=True)
-            if one[0] == "new"
-        ]
+        news = [place for place, one in zip(places, [one for one in made if one is not None], strict=True) if one[0] == "new"]
         if kind in (None, tuple, list) and len(set(news)) == len(news):
             self._made[key] = kind, made, scratch
 
@@ -110,9 +106,7 @@ def _result(mode: FakeTensors, made: Any, given: Sequence[FakeTensor], new: list
     kind, what, size, stride, dtype, device = made
     if kind == "same":
         return given[what]
-    elem = torch.empty_strided(
-        size if kind == "new" else (0,), stride if kind == "new" else (1,), dtype=dtype, device="meta"
-    )
+    elem = torch.empty_strided(size if kind == "new" else (0,), stride if kind == "new" else (1,), dtype=dtype, device="meta")
     if kind == "view":
         at, offset = what
         elem.set_(given[at].untyped_storage(), offset, size, stride)

@@ -58,9 +58,7 @@ class TakenSteps(Simulation):
         self._kind = kind
         self._tensors = tensors
 
-    def transports(
-        self, members: Members, lanes: Mapping[str, dist.ProcessGroup], *, attaches: bool
-    ) -> dict[str, Transport]:
+    def transports(self, members: Members, lanes: Mapping[str, dist.ProcessGroup], *, attaches: bool) -> dict[str, Transport]:
         records = installed_transports() if attaches else ()
         return imitated_transports(members, lanes, self._kind, self._began, records)
 
@@ -121,9 +119,7 @@ def foretold(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) 
     return Foretold(stage.lists.placement, outputs)
 
 
-def _output_of_kind(
-    layer: Layer, args: tuple[Any, ...], fields: Any, state: dict[str, Tensor], known: dict[str, Any]
-) -> Any:
+def _output_of_kind(layer: Layer, args: tuple[Any, ...], fields: Any, state: dict[str, Tensor], known: dict[str, Any]) -> Any:
     """Returns the layer's output for `args`. known: outputs by kind of layer and arguments; each kind is called once."""
     description, tensors = describe(args[0], layer.name) if args else (None, [])
     given = [(tensor.shape, tensor.stride(), tensor.requires_grad) for tensor in tensors]

@@ -33,9 +33,7 @@ def stage_kinds(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]:
     """
     lists, of_micros = draft.stage.lists, plan.num_micros(topology)
     alike = alike_stages(plan, topology, draft)
-    return (
-        [(kind, _does(lists.at(number), of_micros)) for number, kind in enumerate(alike)] if topology.pp > 1 else alike
-    )
+    return [(kind, _does(lists.at(number), of_micros)) for number, kind in enumerate(alike)] if topology.pp > 1 else alike
 
 
 def alike_stages(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]:

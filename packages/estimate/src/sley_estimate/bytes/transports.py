@@ -99,9 +99,7 @@ class ImitatedTransport(Transport):
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
         return self._begin("gather", wholes)
 
-    def reduce_scatter(
-        self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0
-    ) -> Work:
+    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
         return self._begin("reduce", wholes, [whole[: whole.shape[0] // self._size] for whole in wholes])
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
@@ -123,11 +121,7 @@ class ImitatedTransport(Transport):
 
 
 def imitated_transports(
-    members: Members,
-    lanes: Mapping[str, dist.ProcessGroup],
-    kind: str,
-    tell: Tell,
-    records: Sequence[TransportRecord] = (),
+    members: Members, lanes: Mapping[str, dist.ProcessGroup], kind: str, tell: Tell, records: Sequence[TransportRecord] = ()
 ) -> dict[str, Transport]:
     """Returns transports that exchange nothing for `lanes` of a fake world; they take memory as those of a real one on a device
     of this kind do.

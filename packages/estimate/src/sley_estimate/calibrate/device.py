@@ -59,9 +59,7 @@ def saturation(found: Sequence[tuple[float, float]]) -> dict[str, float]:
     c = sum(1 / t**2 for _, t in found)
     p, q = sum(n / t for n, t in found), sum(1 / t for _, t in found)
     determinant = a * c - b * b
-    slope, offset = (
-        ((p * c - q * b) / determinant, (q * a - p * b) / determinant) if determinant > 1e-9 * a * c else (p / a, 0)
-    )
+    slope, offset = ((p * c - q * b) / determinant, (q * a - p * b) / determinant) if determinant > 1e-9 * a * c else (p / a, 0)
     if offset < 0 or slope <= 0:
         slope, offset = p / a, 0.0
     return {"flops_per_s": 1 / slope, "half_flops": offset / slope}

@@ -52,9 +52,7 @@ class Echo(Transport):
 
         return self._timed(repeat)
 
-    def reduce_scatter(
-        self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0
-    ) -> Work:
+    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
         own = [whole.detach()[: whole.shape[0] // self._size] for whole in wholes]
         return self._timed(lambda: [rows.mul_(self._size) for rows in own])
 

@@ -103,9 +103,7 @@ def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]
     """Measures what the host takes for a step beside layers, and returns the table `[engine]` of a machine file, in seconds.
     Takes a second or two. plan: with whose types of weights and gradients; None for weights in bf16.
     """
-    precision = (
-        {"compute": plan.precision.compute, "gradients": plan.precision.gradients} if plan else {"compute": "bf16"}
-    )
+    precision = {"compute": plan.precision.compute, "gradients": plan.precision.gradients} if plan else {"compute": "bf16"}
     turns = []
     with ExitStack() as stack, device.random_state_kept():
         world = stack.enter_context(World.alone(device))

@@ -47,11 +47,7 @@ def measure_host(device: Device) -> dict[str, float]:
     """
     num_bytes = MOVED_BYTES["cuda" if device.is_async else "cpu"] // 4
     to_host, to_device = _seconds(device, num_bytes)
-    table = {
-        "to_host": num_bytes / to_host,
-        "to_device": num_bytes / to_device,
-        "latency_s": _start_s(device),
-    }
+    table = {"to_host": num_bytes / to_host, "to_device": num_bytes / to_device, "latency_s": _start_s(device)}
     if device.is_async:
         table["memory_bandwidth"] = host_bandwidth(device)
     return table

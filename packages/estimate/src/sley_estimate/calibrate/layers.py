@@ -190,17 +190,13 @@ class LayerTiming:
         with self.device.random_state_kept():
             gradients = DTYPES[plan.precision.gradients]
             working = dtypes(plan)[0]
-            bench = LayerBench(
-                plan, self.device, model, dataset, working, gradients, repetitions, echo.spans, attention
-            )
+            bench = LayerBench(plan, self.device, model, dataset, working, gradients, repetitions, echo.spans, attention)
             for layer, key in zip(model.layers, keys, strict=True):
                 if key not in self._handed:
                     self._time(bench, layer, key, value, variant, until_s)
                 value = self._handed[key]
 
-    def _time(
-        self, bench: LayerBench, layer: Layer, key: str, value: Handed | None, variant: Variant, until_s: float
-    ) -> None:
+    def _time(self, bench: LayerBench, layer: Layer, key: str, value: Handed | None, variant: Variant, until_s: float) -> None:
         """Times one layer, keeps what it hands on under its key, and adds a table if the key is new. value: what the layer
         before handed on; None for the first.
 

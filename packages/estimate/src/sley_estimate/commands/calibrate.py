@@ -24,9 +24,7 @@ TIMEOUT_S = 60.0
 OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="The machine file to write, TOML.")]
 PlanOption = Annotated[
     Path | None,
-    typer.Option(
-        "--plan", metavar="PLAN", help="Time each distinct layer of this plan's model, under every policy, too."
-    ),
+    typer.Option("--plan", metavar="PLAN", help="Time each distinct layer of this plan's model, under every policy, too."),
 ]
 RanksOption = Annotated[
     int | None, typer.Option("--ranks", metavar="N", min=2, help="Start N local ranks and time what they exchange.")

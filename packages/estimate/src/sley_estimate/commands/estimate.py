@@ -63,22 +63,16 @@ def estimate(
     per_node: PerNodeOption = None,
     memory: Annotated[
         str | None,
-        typer.Option(
-            "--memory", metavar="SIZE", help="What a device has, such as 80GiB: exit code 1 if a stage needs more."
-        ),
+        typer.Option("--memory", metavar="SIZE", help="What a device has, such as 80GiB: exit code 1 if a stage needs more."),
     ] = None,
     machine: Annotated[
         Path | None,
-        typer.Option(
-            "--machine", metavar="FILE", help="Say the seconds of a step on this machine too, as calibrate wrote it."
-        ),
+        typer.Option("--machine", metavar="FILE", help="Say the seconds of a step on this machine too, as calibrate wrote it."),
     ] = None,
     svg: Annotated[
         Path | None,
         typer.Option(
-            "--svg",
-            metavar="FILE",
-            help="Draw the memory over one step, stage by stage; with --machine its timeline too.",
+            "--svg", metavar="FILE", help="Draw the memory over one step, stage by stage; with --machine its timeline too."
         ),
     ] = None,
     form: FormatOption = OutputFormat.text,
@@ -112,9 +106,7 @@ def stages(plan: Plan, size: int) -> Sequence[RankBytes]:
     return bytes_and_seconds(plan, size, None)[0]
 
 
-def bytes_and_seconds(
-    plan: Plan, size: int, machine: MachineFile | None
-) -> tuple[Sequence[RankBytes], PlanSeconds | None]:
+def bytes_and_seconds(plan: Plan, size: int, machine: MachineFile | None) -> tuple[Sequence[RankBytes], PlanSeconds | None]:
     """Returns the bytes of each stage by rank, and the seconds of a step on `machine`, if there is one. Raises SleyError, with
     its place in the plan, as `stage_bytes` and `estimate_both` do.
     """
@@ -147,9 +139,7 @@ def num_bytes(text: str) -> int:
         if text.endswith(unit) and number.replace(".", "", 1).isdecimal() and float(number) > 0:
             return int(float(number) * factor)
     raise UsageError(
-        "memory-size",
-        f"`--memory {text}` is no size",
-        hint="write 80GiB, or a number of TiB, MiB, KiB, TB, GB, MB, KB or B",
+        "memory-size", f"`--memory {text}` is no size", hint="write 80GiB, or a number of TiB, MiB, KiB, TB, GB, MB, KB or B"
     )
 
 

@@ -64,13 +64,9 @@ def _lines(found: Foresight, summary: Mapping[str, Any]) -> list[str]:
     lines = [f"  memory         {shown(held)} between steps; {shown(sum(found.states.values()))} were estimated"]
     if summary["device"].startswith("cuda"):
         peak = summary["memory_mb"] * 2**20
-        lines.append(
-            f"                 {shown(int(peak))} at most; {shown(found.peak)} were estimated{_off(found.peak, peak)}"
-        )
+        lines.append(f"                 {shown(int(peak))} at most; {shown(found.peak)} were estimated{_off(found.peak, peak)}")
     else:
-        lines.append(
-            f"                 {shown(found.peak)} at most, as estimated; a CPU does not measure the peak of tensors"
-        )
+        lines.append(f"                 {shown(found.peak)} at most, as estimated; a CPU does not measure the peak of tensors")
     if found.seconds is not None:
         step = summary["seconds"] / summary["steps"]
         lines.append(f"  a step         {step:.4g} s; {found.seconds:.4g} s were estimated{_off(found.seconds, step)}")

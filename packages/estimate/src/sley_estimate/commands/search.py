@@ -47,12 +47,10 @@ def search(
         typer.Option("--keep", metavar="AXIS", help=f"Stays as the plan has it; may be repeated: {', '.join(AXES)}."),
     ] = None,
     verify: Annotated[
-        bool,
-        typer.Option("--verify/--rough", help="Whether `estimate` verifies the layouts that are shown."),
+        bool, typer.Option("--verify/--rough", help="Whether `estimate` verifies the layouts that are shown.")
     ] = True,
     budget: Annotated[
-        float,
-        typer.Option("--budget", min=0, metavar="SECONDS", help="How long `estimate` may begin to verify layouts."),
+        float, typer.Option("--budget", min=0, metavar="SECONDS", help="How long `estimate` may begin to verify layouts.")
     ] = BUDGET_S,
     explain: Annotated[
         bool, typer.Option("--explain", help="Compare the fastest with the plan as it is, part by part.")
@@ -64,9 +62,7 @@ def search(
     """Find the fastest layouts of a plan that fit, from what is installed; no device is needed."""
     if machine is None:
         hint = "`train-cli calibrate --out machine.toml --plan PLAN` measures one; then `--machine machine.toml`"
-        raise UsageError(
-            "search-machine", "a search needs to know what the machine's devices and links reach", hint=hint
-        )
+        raise UsageError("search-machine", "a search needs to know what the machine's devices and links reach", hint=hint)
     if explain and not verify:
         raise UsageError("explain-needs-steps", "`--explain` compares what `estimate` says, which `--rough` leaves out")
     from sley_estimate.commands.found import compared, lines, written
@@ -120,16 +116,7 @@ def _found(
             def tell(done: int, total: int) -> None:
                 progress.update(task, description="taking the steps of the best", completed=done, total=total)
 
-            found = find(
-                space,
-                machine,
-                memory=limit,
-                top=top,
-                verify=verify,
-                cores=num_cores(),
-                budget_s=budget_s,
-                tell=tell,
-            )
+            found = find(space, machine, memory=limit, top=top, verify=verify, cores=num_cores(), budget_s=budget_s, tell=tell)
         return found, choices.skipped
     except SleyError as error:
         raise plan.located(error) from error.__cause__

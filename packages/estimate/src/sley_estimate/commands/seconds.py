@@ -77,9 +77,7 @@ def seconds_lines(found: PlanSeconds, machine: MachineFile) -> Iterator[str]:
     """Yields the seconds of a step, what each stage does meanwhile, and where the layers' seconds come from."""
     step = found.step
     behind_s = step.seconds - step.devices_s
-    yield f"a step takes {step.seconds:.4g} s" + (
-        f", of which devices wait {behind_s:.4g} s for a host" if behind_s else ""
-    )
+    yield f"a step takes {step.seconds:.4g} s" + (f", of which devices wait {behind_s:.4g} s for a host" if behind_s else "")
     for stage, computing_s in enumerate(step.computing_s):
         waits = ", ".join(f"{_ms(seconds)} waiting for {what}" for what, seconds in _waits(step, stage))
         idle = f"idle {step.idle(stage):.1%}" + (f": {waits}" if waits else "")

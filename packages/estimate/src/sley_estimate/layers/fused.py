@@ -160,9 +160,7 @@ class _Attention(torch.autograd.Function):
         if query.ndim == 4 and query.shape[-1] == value.shape[-1]:
             context = ATTENTION(query, key, value, 0.0, is_causal)[0]
         else:
-            context = query.new_empty(
-                (*query.shape[:-1], value.shape[-1])
-            )  # torch's fused operator takes no such shapes
+            context = query.new_empty((*query.shape[:-1], value.shape[-1]))  # torch's fused operator takes no such shapes
             recorder.note(attention(query, key, value, context, is_causal=is_causal))
         ctx.save_for_backward(query, key, value, context, _statistic(query), mask)
         return context

@@ -67,9 +67,7 @@ class NearestLayers:
         """
         known: dict[tuple[int, LayerSeconds | None, Near | None], tuple[LayerSeconds, Source]] = {}
         found = []
-        for at, (work, own, near) in enumerate(
-            zip(works, self.measured(variant, attention), self._near(variant), strict=True)
-        ):
+        for at, (work, own, near) in enumerate(zip(works, self.measured(variant, attention), self._near(variant), strict=True)):
             key = id(work), own, near
             if key not in known:
                 known[key] = (own, "measured") if own else self._unmeasured(at, work, near)

@@ -44,9 +44,7 @@ class PricedLayer:
         return self.source == "measured"
 
 
-def measured_layers(
-    plan: Plan, model: Model, fields: Mapping[str, Tensor], machine: MachineFile
-) -> list[PricedLayer] | None:
+def measured_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machine: MachineFile) -> list[PricedLayer] | None:
     """Returns every layer of `model`, which is on meta, in order, with the machine file's seconds; None unless it has them all.
 
     fields: a micro-batch on meta.
@@ -86,9 +84,7 @@ def priced_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machin
     ]
 
 
-def priced_slices(
-    plan: Plan, model: Model, fields: Mapping[str, Tensor], machine: MachineFile
-) -> list[PricedLayer] | None:
+def priced_slices(plan: Plan, model: Model, fields: Mapping[str, Tensor], machine: MachineFile) -> list[PricedLayer] | None:
     """Returns every layer of a plan that slices sequences, in order, with its seconds without what slices exchange. None where
     nothing of the model was measured, or not all can be counted: their operators are to be recorded where they run.
 

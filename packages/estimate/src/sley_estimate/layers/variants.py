@@ -147,9 +147,7 @@ class LayerVariants:
         return self._batches[micro_size]
 
 
-def with_variant(
-    plan: Plan, *, policy: Choice | None = None, micro_size: int | None = None, sp: int | None = None
-) -> Plan:
+def with_variant(plan: Plan, *, policy: Choice | None = None, micro_size: int | None = None, sp: int | None = None) -> Plan:
     """Returns `plan` with another policy, size of micro-batch or `sp` in its tables; None leaves each as it is. The plan itself
     if nothing differs. Raises PlanError for a plan that cannot be read so.
     """

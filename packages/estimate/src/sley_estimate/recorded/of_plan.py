@@ -79,9 +79,7 @@ def bytes_and_records_of(plan: Plan, size: int, cores: int, draft: Draft) -> tup
 
     found = list(each_stage(plan, size, cores, look, draft))
     standing = representatives(plan, plan.topology(size), draft)
-    return [held for held, _ in found], records_from(
-        {one: record for one, (_, record) in enumerate(found)}, standing, draft
-    )
+    return [held for held, _ in found], records_from({one: record for one, (_, record) in enumerate(found)}, standing, draft)
 
 
 def bytes_and_record(
@@ -114,12 +112,7 @@ def records_from(known: Mapping[int, RankRecord], standing: Sequence[Sequence[in
 
 
 def seconds_of_records(
-    records: Records,
-    num_micros: int,
-    machine: MachineFile,
-    measured: Measured | None = None,
-    *,
-    waits: bool = False,
+    records: Records, num_micros: int, machine: MachineFile, measured: Measured | None = None, *, waits: bool = False
 ) -> StepSeconds:
     """Returns the simulated step of `num_micros` micro-batches that recorded steps make on `machine`.
 
@@ -177,9 +170,7 @@ class _Prices:
             return Share(1.0, measured_s, 0.0)
         return Share(measured_s / computed_s, 0.0, host_s / number)
 
-    def worked(
-        self, operators: tuple[Operator, ...], stage: int, action: Action | None, share: Share
-    ) -> tuple[float, float]:
+    def worked(self, operators: tuple[Operator, ...], stage: int, action: Action | None, share: Share) -> tuple[float, float]:
         """Returns the seconds of operators that follow each other on a stage, in `action` or (None) outside of any, and those
         of the host to start them where it runs ahead, 0 on a CPU. Operators on the host's memory take its bandwidth.
         """

@@ -74,13 +74,7 @@ class RankRecord:
 
 
 def record(
-    plan: Plan,
-    rank: int,
-    size: int,
-    *,
-    runs_ahead: bool = False,
-    recipes: Recipes | None = None,
-    draft: Draft | None = None,
+    plan: Plan, rank: int, size: int, *, runs_ahead: bool = False, recipes: Recipes | None = None, draft: Draft | None = None
 ) -> RankRecord:
     """Takes steps in a fake run of rank `rank` of `size` and returns the last of them, in which buckets and gathers have their
     order: of as few micro-batches as show all that a longer one does. Needs neither devices nor peers.

@@ -111,9 +111,7 @@ class _Offered:
                     config = record.config.model_validate(options)
                     found.append(Choice(name, options, record, config, hint.copies))
                 except ValidationError as error:
-                    self.skipped.append(
-                        f"{name}: its variant {dict(options)} is no table of it: {error.errors()[0]['msg']}"
-                    )
+                    self.skipped.append(f"{name}: its variant {dict(options)} is no table of it: {error.errors()[0]['msg']}")
         return found
 
 

@@ -286,9 +286,7 @@ def _sound(space: Layouts, layouts: Sequence[Candidate], ranking: Ranking) -> It
 def _made(calls: Iterable[Callable[[], T]], cores: int, space: Layouts, *, is_forked: bool) -> Iterator[tuple[int, T]]:
     """Yields the number of each call and its result: from `cores` processes at a time, or from this one."""
     if is_forked:
-        limit_s = (
-            2 * space.world * space.plan.limits.estimate_timeout_s
-        )  # the steps of each stage have a limit of their own
+        limit_s = 2 * space.world * space.plan.limits.estimate_timeout_s  # the steps of each stage have a limit of their own
         yield from forked(calls, cores, limit_s)
     else:
         yield from ((number, call()) for number, call in enumerate(calls))

@@ -155,9 +155,7 @@ class Roofline:
         forward = cut.by_stage(np.maximum(layers.forward, gather[0]) + gather[1])
         back = np.maximum(layers.backward, gather[0] + reduce[0]) + gather[1] + reduce[1]
         waiting = np.minimum(cut.waiting, micros * len(cut.places)) / len(cut.places)
-        held = waiting * cut.by_stage(layers.kept) + np.maximum.reduceat(layers.passing, cut.starts)[cut.places].min(
-            axis=0
-        )
+        held = waiting * cut.by_stage(layers.kept) + np.maximum.reduceat(layers.passing, cut.starts)[cut.places].min(axis=0)
         topology, ramp = Topology(self.world, shape.sizes.pp), 0.0
         for last, ends in zip(cut.starts[1:] - 1, zip(cut.route, cut.route[1:], strict=False), strict=True):
             if ends[0] != ends[1]:
@@ -185,12 +183,7 @@ class Roofline:
             names = getattr(self._variants.policy(shape.activations), "names", ()) if shape.activations.copies else ()
             priced = self._nearest.priced(variant, works, shape.attention)
             for layer, work, (seconds, _) in zip(self.model.layers, works, priced, strict=True):
-                forward, backward, kept, passing = (
-                    seconds.forward,
-                    seconds.backward,
-                    work.kept_bytes,
-                    work.passing_bytes,
-                )
+                forward, backward, kept, passing = (seconds.forward, seconds.backward, work.kept_bytes, work.passing_bytes)
                 if sizes.sp > 1:
                     swaps_s, again_s = self._swaps_s(work.forward, sizes.sp), self._swaps_s(work.recompute, sizes.sp)
                     forward, backward = forward + swaps_s, backward + swaps_s + again_s
@@ -221,10 +214,7 @@ class Roofline:
         def exchanges() -> tuple[Floats, Floats]:
             cut, topology = self._sharded(shape), Topology(self.world, wp=shape.sizes.wp)
             kinds: tuple[tuple[Collective, int], ...] = ("gather", self._working), ("reduce", self._gradient)
-            each = [
-                np.array([self._exchange(kind, count * size, topology, "wp") for count in cut]).T
-                for kind, size in kinds
-            ]
+            each = [np.array([self._exchange(kind, count * size, topology, "wp") for count in cut]).T for kind, size in kinds]
             return each[0], each[1]
 
         return self._once(("shards", shape.sizes.wp, id(shape.weights)), exchanges)
@@ -283,8 +273,7 @@ class Roofline:
         is_there = steps_on_host(offload.record)
         sizes = (self._gradient, self._working) if is_there else (states, states)
         each = [
-            sum(copy_cost(kind, size * MANY, self.machine)) / MANY
-            for kind, size in zip(get_args(CopyKind), sizes, strict=True)
+            sum(copy_cost(kind, size * MANY, self.machine)) / MANY for kind, size in zip(get_args(CopyKind), sizes, strict=True)
         ]
         if is_there:
             each.append(on_host_s([Operator("update", moved * MANY)], self.machine) / MANY)

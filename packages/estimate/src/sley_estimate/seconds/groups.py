@@ -42,9 +42,7 @@ def all_groups(topology: Topology, axis: str, links: LinksTable) -> list[Ranks]:
     """Returns one group of core's `axis` for each way in which its groups lie on hosts, of all stages. Cheap where sizes divide
     the ranks of a host.
     """
-    return (
-        [topology.ranks_of(axis, 0)] if _all_alike(topology, links) else spread_apart(topology.partition(axis), links)
-    )
+    return [topology.ranks_of(axis, 0)] if _all_alike(topology, links) else spread_apart(topology.partition(axis), links)
 
 
 def _all_alike(topology: Topology, links: LinksTable) -> bool:

@@ -57,16 +57,11 @@ class LayerSeconds:
     def _priced(cls, work: LayerWork, price: Callable[[Sequence[Operator]], float]) -> LayerSeconds:
         again = price(work.recompute)
         return cls(
-            price(work.forward),
-            again + price(work.backward),
-            again + price(work.input_gradient),
-            price(work.weight_gradient),
+            price(work.forward), again + price(work.backward), again + price(work.input_gradient), price(work.weight_gradient)
         )
 
     @classmethod
-    def in_proportion(
-        cls, work: LayerWork, there: LayerWork, measured: LayerSeconds, device: DeviceTable
-    ) -> LayerSeconds:
+    def in_proportion(cls, work: LayerWork, there: LayerWork, measured: LayerSeconds, device: DeviceTable) -> LayerSeconds:
         """Returns the seconds of a layer in proportion to a measured one: what its operators count, times measured over counted
         seconds of a layer that does the work `there` and took `measured`. Each phase has its own ratio; but recomputation that
         `there` lacks has that of the forward.
@@ -122,9 +117,7 @@ class LayerSeconds:
 KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 """The actions of which a layer has seconds, in the order in which it has them."""
 
-HOST_NAMES = dict(
-    zip(KINDS, ("host_forward", "host_backward", "host_input_gradient", "host_weight_gradient"), strict=True)
-)
+HOST_NAMES = dict(zip(KINDS, ("host_forward", "host_backward", "host_input_gradient", "host_weight_gradient"), strict=True))
 """Where a layer has the host's seconds of each."""
 
 
@@ -168,7 +161,5 @@ def _alone(operator: Operator, device: DeviceTable) -> float:
     if found is None:
         table = f"[device.matmul.{operator.dtype}]"
         message = f"the machine `{device.name}` has no `{table}`, and a layer multiplies {operator.dtype}"
-        raise PlanError(
-            "machine-matmul", message, hint="`train-cli calibrate` measures every dtype that the device has"
-        )
+        raise PlanError("machine-matmul", message, hint="`train-cli calibrate` measures every dtype that the device has")
     return max(memory_s, (operator.flops + found.half_flops) / found.flops_per_s)

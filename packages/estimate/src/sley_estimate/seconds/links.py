@@ -28,9 +28,7 @@ class Cost(NamedTuple):
 
     def with_overlap(self, share: float) -> Cost:
         """Returns the cost where only `share`, from 0 to 1, of it runs beside computing: the rest is added to `attended_s`."""
-        return Cost(
-            self.latency_s * share, self.work_s * share, self.attended_s + (1 - share) * (self.latency_s + self.work_s)
-        )
+        return Cost(self.latency_s * share, self.work_s * share, self.attended_s + (1 - share) * (self.latency_s + self.work_s))
 
 
 NOTHING = Cost(0.0, 0.0)

@@ -81,11 +81,5 @@ def simulate_programs(programs: Sequence[Program]) -> StepSeconds:
         Timeline.of(len(programs), spans.values()), end_s=max((devices_s, *host_s)), computing_s=tuple(computing)
     )
     return StepSeconds(
-        timeline,
-        tuple(lanes.exchanged),
-        tuple(lanes.exposed),
-        tuple(computing),
-        tuple(updating),
-        devices_s,
-        host_s,
+        timeline, tuple(lanes.exchanged), tuple(lanes.exposed), tuple(computing), tuple(updating), devices_s, host_s
     )

@@ -63,9 +63,7 @@ class Meter(Protocol):
 
     def __enter__(self) -> object: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
 
 class HostMeter:
@@ -78,9 +76,7 @@ class HostMeter:
     def __enter__(self) -> None:
         self._profile.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._profile.__exit__(kind, error, trace)
         if kind is None:
             self.peak = Peak(peak_bytes(self._profile))
@@ -101,9 +97,7 @@ class CudaMeter:
         self._before = torch.cuda.memory_allocated()
         self._requested = _requested("current")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:
             return
         torch.cuda.synchronize()

@@ -62,9 +62,7 @@ def over_slices(attention: Callable[..., Tensor], group: Group) -> Callable[...,
     return attention_over_slices
 
 
-def attend(
-    attention: Callable[..., Tensor], group: Group, args: Sequence[Any], more: dict[str, Any], proof: Proof
-) -> Tensor:
+def attend(attention: Callable[..., Tensor], group: Group, args: Sequence[Any], more: dict[str, Any], proof: Proof) -> Tensor:
     """Returns `attention(*args, **more)` on slices: one exchange there, one back; in the backward the same again.
 
     proof: of this attention. A compiled layer has a graph break here, as exchanges cannot be compiled.
@@ -81,9 +79,7 @@ def attend(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
-def _attend(
-    attention: Callable[..., Tensor], group: Group, args: Sequence[Any], more: dict[str, Any], proof: Proof
-) -> Tensor:
+def _attend(attention: Callable[..., Tensor], group: Group, args: Sequence[Any], more: dict[str, Any], proof: Proof) -> Tensor:
     """Does the work of `attend`, outside of any compiled graph."""
     given = _leading(args)
     _check(given, group.size)

@@ -34,9 +34,7 @@ def _mixing(layers: Sequence[Layer]) -> Iterator[tuple[str, nn.Module]]:
     """
     for layer in layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
-            if isinstance(module, _MIXING) or (
-                isinstance(module, nn.Conv1d | nn.ConvTranspose1d) and _overlaps(module)
-            ):
+            if isinstance(module, _MIXING) or (isinstance(module, nn.Conv1d | nn.ConvTranspose1d) and _overlaps(module)):
                 yield name, module
 
 

@@ -184,7 +184,5 @@ def _modules_of(attention: Callable[..., Tensor]) -> list[nn.Module]:
 def _refused(call: AttentionCall, what: str, hint: str) -> RunError:
     """Returns the RunError "sequence-layout"."""
     shapes = " and ".join(str(list(tensor.shape)) for tensor in call.tensors)
-    message = (
-        f"an attention over slices, called with {shapes}, {what}; a rank has some of the heads and counts them from 0"
-    )
+    message = f"an attention over slices, called with {shapes}, {what}; a rank has some of the heads and counts them from 0"
     return RunError("sequence-layout", message, hint=hint)

@@ -10,9 +10,7 @@ from sley_core.data.dataset import DataInfo, Field
 
 class Zeros:
     def __init__(self, sequence: int) -> None:
-        self.info = DataInfo(
-            {"tokens": Field("int64", 0, 1), "labels": Field("int64", 0, 1)}, vocab_size=64, sequence=sequence
-        )
+        self.info = DataInfo({"tokens": Field("int64", 0, 1), "labels": Field("int64", 0, 1)}, vocab_size=64, sequence=sequence)
 
     def __len__(self) -> int:
         return 4

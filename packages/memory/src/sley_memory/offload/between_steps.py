@@ -122,14 +122,7 @@ class BetweenSteps:
         for bucket in new:
             states = self._states(bucket)
             # They have been stepped: nobody need ask whether they have changed, and hold up the host for it.
-            parked = Parked(
-                states,
-                self._streams,
-                self._arena,
-                self._bucket_bytes,
-                self._moved,
-                makes_room=False,
-            )
+            parked = Parked(states, self._streams, self._arena, self._bucket_bytes, self._moved, makes_room=False)
             self._buckets.append((bucket, parked))
 
     def _states(self, bucket: Sequence[Stepped]) -> Callable[[], list[Holding]]:

@@ -205,9 +205,7 @@ class HostOptimizer(OffloadManager):
             slot.gradients.num_bytes + slot.weights.num_bytes for slot in self._ring
         )
         self._buckets = [
-            SteppedBucket(
-                bucket, _views(gradients.data, bucket, wide), _views(weights.data, bucket, bucket[0].original.dtype)
-            )
+            SteppedBucket(bucket, _views(gradients.data, bucket, wide), _views(weights.data, bucket, bucket[0].original.dtype))
             for bucket, (gradients, weights) in zip(buckets, cycle(self._ring))
         ]
 

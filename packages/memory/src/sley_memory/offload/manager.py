@@ -27,9 +27,7 @@ class Freed:
     num_bytes: what they take now.
     """
 
-    def __init__(
-        self, free: Callable[[], None], build: Callable[[], None], num_bytes: Callable[[], int], moved: Moved
-    ) -> None:
+    def __init__(self, free: Callable[[], None], build: Callable[[], None], num_bytes: Callable[[], int], moved: Moved) -> None:
         self._free = free
         self._build = build
         self._num_bytes = num_bytes
@@ -199,9 +197,7 @@ class Manager(OffloadManager):
                 self._movers[part] = BetweenSteps(holdings, parts, streams, arena, bucket, moved)
             elif self.config.is_shared and parts.groups["wdp"].size > 1:
                 groups = parts.groups["wdp"], parts.groups["control"]
-                self._movers[part] = SharedCopies(
-                    part, _pieces(holdings, part, bucket), *groups, streams, arena, bucket, moved
-                )
+                self._movers[part] = SharedCopies(part, _pieces(holdings, part, bucket), *groups, streams, arena, bucket, moved)
             else:
                 pieces = _pieces(holdings, part, bucket)
                 self._movers[part] = Parked(pieces, streams, arena, bucket, moved)

@@ -16,18 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.api.memory import (
-    CopyEvent,
-    CopyStream,
-    Holding,
-    Moved,
-    Where,
-    free,
-    grow,
-    is_plain,
-    make_room,
-    storage_id,
-)
+from sley_core.api.memory import CopyEvent, CopyStream, Holding, Moved, Where, free, grow, is_plain, make_room, storage_id
 from sley_memory.offload.arena import aligned
 
 if TYPE_CHECKING:
@@ -87,9 +76,7 @@ def _runs(pieces: Sequence[Holding], most_bytes: int) -> Iterator[list[Holding]]
 @torch.no_grad()
 def _together(run: Sequence[Holding]) -> Holding:
     """Moves the tensors of `run` into one new storage, which it returns with them; the tensors stay the same objects."""
-    flat = torch.zeros(
-        sum(aligned(piece.memory.numel()) for piece in run), dtype=torch.uint8, device=run[0].memory.device
-    )
+    flat = torch.zeros(sum(aligned(piece.memory.numel()) for piece in run), dtype=torch.uint8, device=run[0].memory.device)
     tensors: dict[str, Tensor] = {}
     start = 0
     for piece in run:
@@ -129,14 +116,7 @@ class Parked:
     """
 
     def __init__(
-        self,
-        pieces: Pieces,
-        streams: Streams,
-        arena: Arena,
-        bucket_bytes: int,
-        moved: Moved,
-        *,
-        makes_room: bool = True,
+        self, pieces: Pieces, streams: Streams, arena: Arena, bucket_bytes: int, moved: Moved, *, makes_room: bool = True
     ) -> None:
         self._pieces = pieces
         self._streams = streams

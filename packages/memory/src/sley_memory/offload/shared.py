@@ -84,9 +84,7 @@ class SharedCopies:
             self.require()
             here = _by_name(piece for piece in self._pieces() if piece.memory.numel() and can_leave(piece))
         prints = fingerprints([piece.memory for piece in here.values()])
-        told: Told = [
-            (name, piece.memory.numel(), found) for (name, piece), found in zip(here.items(), prints, strict=True)
-        ]
+        told: Told = [(name, piece.memory.numel(), found) for (name, piece), found in zip(here.items(), prints, strict=True)]
         views = self._agree("offload", told)
         if self._is_away:
             self._moved.num_no_ops += 1

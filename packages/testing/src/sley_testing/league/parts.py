@@ -44,9 +44,7 @@ class DrawnSamples:
         return self._count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        drawn = torch.randint(
-            VOCAB, (self._sequence + 1,), generator=torch.Generator().manual_seed(self._first + index)
-        )
+        drawn = torch.randint(VOCAB, (self._sequence + 1,), generator=torch.Generator().manual_seed(self._first + index))
         sample = {"tokens": drawn[:-1].clone(), "labels": drawn[1:].clone()}
         sample["labels"][self._labels[index % len(self._labels)] :] = IGNORED
         if self._documents:

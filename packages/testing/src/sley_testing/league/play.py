@@ -102,9 +102,7 @@ def _take(row: LeagueRow, world: World, folder: Path) -> None:
         reference.found.write(one)
 
 
-def _take_layout(
-    row: LeagueRow, plan: Plan, number: int, world: World, folder: Path, references: Sequence[Beside]
-) -> None:
+def _take_layout(row: LeagueRow, plan: Plan, number: int, world: World, folder: Path, references: Sequence[Beside]) -> None:
     """Takes the steps of layout `number` of the row: from the checkpoint of the one before, to one for the next."""
     with assemble(plan, world) as run:
         if number > 0:

@@ -131,11 +131,7 @@ ROWS: tuple[LeagueRow, ...] = (
         seen=("Megatron-LM #844", "Megatron-LM #4641"),
         tables=small(model__tie_embeddings=True),
         layouts=(
-            {
-                "parallel": {"pp": 2, "dp": 2},
-                "pipeline": {"use": "pp.one_f_one_b"},
-                "gradient_handlers": [SHARDED, TIES],
-            },
+            {"parallel": {"pp": 2, "dp": 2}, "pipeline": {"use": "pp.one_f_one_b"}, "gradient_handlers": [SHARDED, TIES]},
         ),
     ),
     # Where a backward has two halves, sums over ranks wait for the half that computes gradients of weights.
@@ -145,11 +141,7 @@ ROWS: tuple[LeagueRow, ...] = (
         seen=("pytorch #144530",),
         tables=_DEEP,
         layouts=(
-            {
-                "parallel": {"pp": 2, "dp": 2},
-                "pipeline": {"use": "pp.zero_bubble_h1"},
-                "gradient_handlers": [BUCKETS, TIES],
-            },
+            {"parallel": {"pp": 2, "dp": 2}, "pipeline": {"use": "pp.zero_bubble_h1"}, "gradient_handlers": [BUCKETS, TIES]},
         ),
     ),
     LeagueRow(
@@ -198,24 +190,16 @@ ROWS: tuple[LeagueRow, ...] = (
         name="adapters-pp",
         elsewhere="a stage on which nothing is trained passes no gradient to the adapters before it, or the run ends there",
         seen=("ColossalAI #3889",),
-        tables=small(
-            model={"factory": "sley_testing.league.parts:layers", "options": {"trained": [0]}}, optimizer__lr=1e-2
-        ),
+        tables=small(model={"factory": "sley_testing.league.parts:layers", "options": {"trained": [0]}}, optimizer__lr=1e-2),
         layouts=({"parallel": {"pp": 2, "dp": 1}, "pipeline": {"use": "pp.zero_bubble_h1"}},),
     ),
     LeagueRow(
         name="dropout-pp",
         elsewhere="stages draw other random numbers than one process does, or the recomputation than the forward",
         seen=("Megatron-LM PR #6858",),
-        tables=small(
-            model={"factory": "sley_testing.league.parts:layers", "options": {"dropout": 0.2}}, optimizer__lr=1e-2
-        ),
+        tables=small(model={"factory": "sley_testing.league.parts:layers", "options": {"dropout": 0.2}}, optimizer__lr=1e-2),
         layouts=(
-            {
-                "parallel": {"pp": 2, "dp": 1},
-                "pipeline": {"use": "pp.interleaved"},
-                "activations": {"use": "core.recompute"},
-            },
+            {"parallel": {"pp": 2, "dp": 1}, "pipeline": {"use": "pp.interleaved"}, "activations": {"use": "core.recompute"}},
         ),
         plain=False,  # a loop of its own draws numbers of its own
     ),
@@ -257,9 +241,7 @@ ROWS: tuple[LeagueRow, ...] = (
         name="resume-again",
         elsewhere="the second time that a run goes on its samples begin anew, or random numbers are off by a draw",
         seen=("torchtitan #3908", "datasets #8308", "Megatron-Bridge #5257"),
-        tables=small(
-            model={"factory": "sley_testing.league.parts:layers", "options": {"dropout": 0.2}}, optimizer__lr=1e-2
-        ),
+        tables=small(model={"factory": "sley_testing.league.parts:layers", "options": {"dropout": 0.2}}, optimizer__lr=1e-2),
         layouts=(_PP, _WP, _PP),
         steps=2,
         plain=False,  # a loop of its own draws numbers of its own

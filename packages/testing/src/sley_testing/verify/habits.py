@@ -129,9 +129,7 @@ class HabitLoop(PlainLoop):
         drew = comparable_state()
         written = [f"{name}.{key}" for key, was in _prints(module).items() if key not in held or bool(held[key] != was)]
         if given != _contents(args):
-            self._note(
-                name, "puts something else into the dict or object that it was given, from which it may run again"
-            )
+            self._note(name, "puts something else into the dict or object that it was given, from which it may run again")
         elif versions != _versions(args):
             self._note(name, "writes on its input in place, from which it may run again")
         for key in written:
@@ -140,26 +138,20 @@ class HabitLoop(PlainLoop):
             self._note(name, f"calls `{min(unsafe)}`: the parts share memory, and no version counter")
         if any(one.is_inference() for one in tensors_in([output])):
             self._note(name, "runs under `inference_mode`: its output has no version counter")
-        kinds = [
-            kind for kind, was, now in zip(("", "random", "numpy"), state, drew, strict=True) if kind and was != now
-        ]
+        kinds = [kind for kind, was, now in zip(("", "random", "numpy"), state, drew, strict=True) if kind and was != now]
         own = own_generators(module, name)
         kinds += sorted({f"{type(one).__module__.split('.')[0]}'s {type(one).__name__} of its own" for one in own})
         if kinds:
             self._note(name, f"draws from {', '.join(kinds)}: a run seeds that for each layer and micro-batch")
         for key, value in _state(module).items():
             if kept.get(key) != value:
-                self._note(
-                    f"{name}.{key}", "is a state that the forward changes: replicas and second runs have another"
-                )
+                self._note(f"{name}.{key}", "is a state that the forward changes: replicas and second runs have another")
         has_changed = given != _contents(args) or versions != _versions(args) or written
         if twin is not None and not has_changed and on_fields == _versions(tuple(fields.values())):
             self._call_again(name, twin, args, fields, output)
         return output
 
-    def _call_again(
-        self, name: str, twin: nn.Module, args: tuple[Any, ...], fields: Mapping[str, Tensor], output: Any
-    ) -> None:
+    def _call_again(self, name: str, twin: nn.Module, args: tuple[Any, ...], fields: Mapping[str, Tensor], output: Any) -> None:
         """Notes if a copy of the layer as it was gives another output from the same seeds."""
         with self._seeded(name, self._step, self._micro), torch.no_grad():
             again = twin(*args, **fields)

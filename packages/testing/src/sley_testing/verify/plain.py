@@ -76,9 +76,7 @@ def keep_plain(run: Run, num_steps: int, folder: Path, habits: list[SeenHabit]) 
         factor = 1.0 if limit is None else min(1.0, limit / (made.grad_norm + CLIP_EPSILON))
         row = {"loss": made.loss, "grad_norm": made.grad_norm}
         (folder / f"row-{number}.json").write_text(json.dumps(row), "utf-8")
-        save_file(
-            _on_host({name: one / factor for name, one in made.gradients.items()}), file_of(folder, number, "gradients")
-        )
+        save_file(_on_host({name: one / factor for name, one in made.gradients.items()}), file_of(folder, number, "gradients"))
         save_file(_on_host(made.weights), file_of(folder, number, "weights"))
 
 

@@ -91,6 +91,5 @@ class Patient(Link):
 def sley_records():
     kinds = (Reusing, Disorderly, Rigid, Late, Deaf, Patient)
     return [
-        StageLinkRecord(name=kind.__name__.lower(), config=LinkConfig, build=f"broken_links:{kind.__name__}")
-        for kind in kinds
+        StageLinkRecord(name=kind.__name__.lower(), config=LinkConfig, build=f"broken_links:{kind.__name__}") for kind in kinds
     ]

@@ -66,20 +66,14 @@ def build(name: str, config: Nothing) -> Schedule:
     return Schedule(GENERATORS[name])
 
 
-build_one_by_one, build_blocked, build_careless, build_greedy, build_forgetful = (
-    partial(build, name) for name in GENERATORS
-)
+build_one_by_one, build_blocked, build_careless, build_greedy, build_forgetful = (partial(build, name) for name in GENERATORS)
 
 
 @hookimpl
 def sley_records() -> list[ScheduleRecord]:
     return [
         ScheduleRecord(
-            name=name,
-            config=Nothing,
-            build=f"broken_schedules:build_{name}",
-            link="wave.link",
-            partition="wave.even",
+            name=name, config=Nothing, build=f"broken_schedules:build_{name}", link="wave.link", partition="wave.even"
         )
         for name in GENERATORS
     ]

@@ -37,9 +37,7 @@ class Backend(Transport):
     is_coalesced: whether it is given several tensors in one call.
     """
 
-    def __init__(
-        self, members: Members, name: str, lane: dist.ProcessGroup, log: ExchangeLog, *, is_coalesced: bool
-    ) -> None:
+    def __init__(self, members: Members, name: str, lane: dist.ProcessGroup, log: ExchangeLog, *, is_coalesced: bool) -> None:
         self.members = members
         self._name = name
         self._lane = lane
@@ -53,9 +51,7 @@ class Backend(Transport):
         turn = turn_of("gather", self.members, what, self._name, mark.num_bytes)
         return Works(guarded(lambda: self._gather(wholes, shards, self._lane), turn), [], turn)
 
-    def reduce_scatter(
-        self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0
-    ) -> Work:
+    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
         size, coord = self.members.size, self.members.coord
         own = [whole.view(size, whole.shape[0] // size, *whole.shape[1:])[coord] for whole in wholes]
         mark = mark_of("reduce", what, wholes, contents)
@@ -148,9 +144,7 @@ class Direct(Transport):
         """Returns the rows for what comes from all peers, which arrives beside the whole: `num_rows` for each of them."""
         return num_rows * len(self._peers)
 
-    def reduce_scatter(
-        self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0
-    ) -> Work:
+    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
         size = self.members.size
         rows = [whole.view(size, whole.shape[0] // size, *whole.shape[1:]) for whole in wholes]
         own = [one[self.members.coord] for one in rows]
@@ -253,9 +247,7 @@ class Alone(Transport):
             put(shard, whole)
         return Done()
 
-    def reduce_scatter(
-        self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0
-    ) -> Work:
+    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
         return Done()
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:

@@ -55,9 +55,7 @@ def installed_transports() -> tuple[TransportRecord, ...]:
         try:
             records.append(point.load())
         except Exception as error:
-            message = (
-                f"the transport `{point.name}` ({point.value}) cannot be imported: {type(error).__name__}: {error}"
-            )
+            message = f"the transport `{point.name}` ({point.value}) cannot be imported: {type(error).__name__}: {error}"
             raise PluginError("transport-import", message, hint="reinstall its package, or uninstall it") from error
     return tuple(records)
 
@@ -74,10 +72,7 @@ def common_transports(everyone: Members, lane: dist.ProcessGroup) -> tuple[Trans
 
 
 def connected(
-    members: Members,
-    lanes: Mapping[str, dist.ProcessGroup],
-    records: Sequence[TransportRecord],
-    timeout_s: float,
+    members: Members, lanes: Mapping[str, dist.ProcessGroup], records: Sequence[TransportRecord], timeout_s: float
 ) -> dict[str, Transport]:
     """Connects `members` by the first of `records` that can, for tensors on the host; returns a transport for each of `lanes`,
     or {} on all ranks. All members call it, with equal records.

@@ -93,9 +93,7 @@ class Transport(Gathers, Protocol):
         """Returns how many rows of scratch memory `reduce_scatter` needs for a shard of `num_rows`."""
         return 0
 
-    def reduce_scatter(
-        self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0
-    ) -> Work:
+    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
         """Starts to sum each of `wholes` [size x n, ...] over the group; after `wait` of the result this rank's n rows hold the
         sum.
 

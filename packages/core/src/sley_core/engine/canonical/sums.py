@@ -182,9 +182,7 @@ def cost_note(parts: Parts, num_micros: int) -> str:
         len(_joined([leaf(at) for at in range(rank * num_micros, (rank + 1) * num_micros)], num_leaves)[0])
         for rank in range(topology.dp)
     )
-    travels = (
-        "as much as a reduce-scatter and a gather" if nodes == 1 else f"{nodes} sums of each gradient in place of one"
-    )
+    travels = "as much as a reduce-scatter and a gather" if nodes == 1 else f"{nodes} sums of each gradient in place of one"
     return (
         f"canonical sums of {num_leaves} micro-batches: up to {copies} sums of a gradient besides it during a step, "
         f"{num_bytes / 2**20:.2f} MiB; between ranks travels {travels}"

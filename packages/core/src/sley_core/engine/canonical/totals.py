@@ -138,18 +138,14 @@ class ExactTotals:
     of the p-norm. Its construction is a collective over all ranks, which finds the largest element.
     """
 
-    def __init__(
-        self, order: CanonicalOrder, groups: Groups, pieces: Sequence[Piece], losses: Tensor, kind: float
-    ) -> None:
+    def __init__(self, order: CanonicalOrder, groups: Groups, pieces: Sequence[Piece], losses: Tensor, kind: float) -> None:
         self._order = order
         self._kind = kind
         self._losses = losses
         # Among the ranks with copies of the same elements, one counts them.
         stage = groups["pp"].coord
         counted = [
-            piece
-            for piece in pieces
-            if groups[piece.reduce_group].coord < piece.num_shards and stage == piece.stages[0]
+            piece for piece in pieces if groups[piece.reduce_group].coord < piece.num_shards and stage == piece.stages[0]
         ]
         self._counted = [tensor for piece in counted for tensor in piece.tensors]
         self._most = largest((tensor for piece in pieces for tensor in piece.tensors), losses.device)
