@@ -33,7 +33,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_a_rank_imports_few_modules(plan: Path, folder: Path) -> None:
-    """Two ranks of `dp.bucketed` with `models.llama`, text and AdamW; a list of what was imported is in the message."""
+    """Two ranks of `dp.bucketed` with `models.llama`, text and AdamW; the message lists the imported modules."""
     plan.write_text(plan.read_text("utf-8") + '[[gradient_handlers]]\nuse = "dp.bucketed"\n', "utf-8")
     (folder / "program.py").write_text(PROGRAM, "utf-8")
     command = [*TORCHRUN, "program.py", "run", "plan.toml", "--set", "run.steps=1"]

@@ -154,7 +154,7 @@ def test_a_model_of_ones_own_is_sampled_if_it_gives_logits(
     ("reads", "fields", "said"),
     [
         ("tokens", {}, '[data.fields] of `plan.toml` in the run\'s folder, for example `tokens = {dtype = "int64", '),
-        ("input_ids", {"input_ids": Field("int64", 0, 1)}, "reads `input_ids`, and no field of the data is said to hold"),
+        ("input_ids", {"input_ids": Field("int64", 0, 1)}, "reads `input_ids`, but no field of the data is declared"),
         ("image", {"tokens": Field("int64", 0, 1, ids="token")}, "reads the field `image`, which does not follow"),
     ],
 )

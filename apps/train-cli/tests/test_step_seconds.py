@@ -1,4 +1,4 @@
-"""Seconds of a step are those of its exchanges and of its update, and what is not known is refused."""
+"""A step takes the seconds of its exchanges and its update; unknown parts are refused."""
 
 from __future__ import annotations
 

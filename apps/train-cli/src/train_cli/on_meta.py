@@ -54,7 +54,7 @@ def meta_state(layer: Layer, dtype: torch.dtype, keep: Sequence[str] = ()) -> di
 def meta_output(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Tensor], state: dict[str, Tensor]) -> Any:
     """Returns the output of `layer` on meta, called with `args` and its own `fields` out of these.
 
-    state: of `meta_state`; what the forward writes is written there. Raises what the layer's forward raises.
+    state: of `meta_state`; the forward writes to it. Raises what the layer's forward raises.
     """
     named = {name: fields[name] for name in layer.fields}
     with torch.device("meta"):  # tensors that the forward creates are on meta too

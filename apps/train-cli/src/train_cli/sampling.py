@@ -72,7 +72,7 @@ def _fields(run: Run) -> dict[str, str]:
     for layer in run.layers:
         for name in layer.fields:
             if name not in roles and not ids:
-                message = f"layer `{layer.name}` reads `{name}`, and no field of the data is said to hold token ids"
+                message = f"layer `{layer.name}` reads `{name}`, but no field of the data is declared as token ids"
                 table = f'`{name} = {{dtype = "int64", sequence_dim = 1, ids = "token"}}`'
                 hint = f"add them to [data.fields] of `plan.toml` in the run's folder, for example {table}"
                 raise UsageError("sample-fields", message, hint=hint)

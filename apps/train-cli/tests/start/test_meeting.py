@@ -1,4 +1,4 @@
-"""Ranks meet before they wait for one another: all start, or all are told who differs, where, and what to do."""
+"""Ranks meet before they wait for one another: all start, or each says which rank differs, where, and what to do."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def run(
     ] = None,
     no_progress: Annotated[bool, typer.Option("--no-progress", help="Print lines instead of redrawing one.")] = False,
     verbose: Annotated[
-        int, typer.Option("--verbose", "-v", count=True, help="Say what is started and what was counted; -vv: elastic logs.")
+        int, typer.Option("--verbose", "-v", count=True, help="Show the launch and the counts; -vv: logs of elastic too.")
     ] = 0,
 ) -> None:
     """Train: in this process, on several local ranks, or as one rank under torchrun."""

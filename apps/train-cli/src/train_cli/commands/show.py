@@ -34,7 +34,7 @@ from train_cli.options import (
 )
 
 MOST_RANKS = 32
-"""In a larger world ranks are told as kinds."""
+"""The largest world that is shown rank by rank; a larger one is shown by kinds of ranks."""
 
 _MOST_STAGES = 16
 _MOST_GROUPS = 4
