@@ -49,7 +49,7 @@ def tables(**more: Any) -> dict[str, Any]:
 
 def state_of(run: Run) -> dict[str, Tensor]:
     """What a PyTorch user would save."""
-    found = {f"weights/{entry.name}": entry.parameter.detach() for entry in run.book}
+    found = {f"weights/{param.name}": param.parameter.detach() for param in run.registry}
     return found | {f"optimizer/{one.name}/{one.state}": one.tensor for one in states_of(run.stepper.update)}
 
 

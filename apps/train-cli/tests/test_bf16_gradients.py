@@ -81,7 +81,7 @@ def test_a_step_is_that_of_the_sums(texts: Path, changes: Tables):
         adam: Any = torch.optim.AdamW(copies, lr=3e-3, weight_decay=0.0)
         row = run.step()
         assert {gradient.dtype for gradient in gradients(run).values()} == {torch.bfloat16}
-        given = [run.store.gradient(one.entry) for one in run.stepper.update.masters.stepped]
+        given = [run.store.gradient(one.param) for one in run.stepper.update.masters.stepped]
         kind = float("inf") if "optimizer__clip_kind" in changes else 2.0
         norm = torch.linalg.vector_norm(torch.cat([one.double().flatten() for one in given]), kind)
         limit = 2**-10 if kind == 2 else 2**-8  # each element is rounded, and the factor is not

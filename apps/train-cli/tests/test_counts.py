@@ -53,8 +53,8 @@ def counted(plans: dict[str, Any], folder: Path) -> dict[str, tuple[dict[str, An
             run.step()
             run.step()
             run.evaluate()  # after the last step, as at the end of a run: it counts for nothing
-            gradients = {entry: run.store.gradient(entry).nbytes for entry in run.book}
-            ties = [size for entry, size in gradients.items() if entry.tie_group]
+            gradients = {param: run.store.gradient(param).nbytes for param in run.registry}
+            ties = [size for param, size in gradients.items() if param.tie_group]
             found[name] = run.counts, sum(gradients.values()), ties
     return found
 

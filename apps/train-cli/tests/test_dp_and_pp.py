@@ -98,12 +98,12 @@ def overflow(run: Run, rank: int) -> None:
     """A gradient of this rank's is infinite in the second step."""
     if int(os.environ["RANK"]) != rank:
         return
-    entry = next(entry for entry in run.book if "norm" in entry.name)
+    param = next(param for param in run.registry if "norm" in param.name)
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
         return torch.full_like(gradient, math.inf) if run.store.state.step == 1 else gradient
 
-    entry.parameter.register_hook(spoil)
+    param.parameter.register_hook(spoil)
 
 
 @pytest.mark.parametrize("reduction", ["same", "bf16"])

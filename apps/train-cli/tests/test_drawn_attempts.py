@@ -92,7 +92,7 @@ def note(patch: pytest.MonkeyPatch, log: str) -> None:
 
 
 def now(run: Run) -> str:
-    return digest({entry.name: entry.parameter for entry in run.book})
+    return digest({param.name: param.parameter for param in run.registry})
 
 
 def digest(weights: Any) -> str:

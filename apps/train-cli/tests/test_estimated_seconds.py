@@ -41,14 +41,14 @@ FEW = (1, 2, 1, 2)
 """Shares of the layers of eight ranks, and of two."""
 
 UNIT_S = {MANY: 0.010, FEW: 0.020}
-"""Seconds that one sample takes of a layer with a share of 1, in F, in D, in W: long against what a busy core wakes late."""
+"""Seconds that one sample takes of a layer with a share of 1, in F, in I, in W: long against what a busy core wakes late."""
 
 GLOBAL = {MANY: 16, FEW: 8}
 FOLDER, NAME = Path(__file__).parent, Path(__file__).stem
 
 
 class Sleep(torch.autograd.Function):
-    """The identity, which takes time: in its backward that of D, and then, or later, that of W."""
+    """The identity, which takes time: in its backward that of I, and then, or later, that of W."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _anchor: Tensor, layer: Dozer) -> Tensor:

@@ -38,7 +38,7 @@ def test_the_start_has_no_weight_twice(texts: Path, compute: str) -> None:
     reducer = {"use": "dp.sharded", "bucket_mb": 0.1}
     tables = small_plan(model=model, precision={"compute": compute}, batch__global_size=16, gradient_handlers=[reducer])
     with fake_run(plan_from_dict(tables, texts), 0, 8) as (run, ledger, _):
-        numel = sum(entry.numel for entry in run.book)
+        numel = sum(param.numel for param in run.registry)
         largest = max(buffer.num_bytes for buffer in run.parts.weights.buffers)
         peak, _ = ledger.peak()
     assert largest < 0.1 * 4 * numel

@@ -118,8 +118,8 @@ def test_a_run_goes_on_from_what_a_run_exported_bit_for_bit(cli: Any, trained: T
     assert cli("export", run, "--format", "huggingface", "--out", folder / "hf").code == 0
     start = changed(PLAN, model={"use": "models.llama", "weights": str(folder / "hf")})
     with assemble(plan_from_dict(start, texts), World.alone("cpu")) as again:
-        assert sorted(again.book.names) == sorted(first)
-        assert all(torch.equal(entry.parameter, first[entry.name]) for entry in again.book)
+        assert sorted(again.registry.names) == sorted(first)
+        assert all(torch.equal(param.parameter, first[param.name]) for param in again.registry)
 
 
 @pytest.mark.parametrize("given", ["folder", "file"])

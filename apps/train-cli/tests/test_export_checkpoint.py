@@ -45,7 +45,7 @@ def test_a_checkpoint_is_exported_as_the_run_of_its_step(cli: Any, texts: Path, 
         assert all(torch.equal(state[name], value) for name, value in found.items())
         again = changed(PLAN, model={"use": "models.llama", "weights": str(out)}, precision__compute="fp32")
         with assemble(plan_from_dict(again, texts), World.alone("cpu")) as run:
-            assert all(torch.equal(entry.parameter, wanted.tensor(entry.name)) for entry in run.book)
+            assert all(torch.equal(param.parameter, wanted.tensor(param.name)) for param in run.registry)
     else:
         assert found.keys() == set(wanted.names)
         assert all(torch.equal(value, wanted.tensor(name)) for name, value in found.items())

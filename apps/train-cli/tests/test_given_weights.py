@@ -72,7 +72,7 @@ def starts(plans: list[dict[str, Any]], texts: Path) -> list[tuple[dict[str, tor
         with World.join("cpu") as world, assemble(plan_from_dict(tables, texts), world) as run:
             first = weights(run)
             losses = [float(run.step()["loss"]) for _ in range(2)]
-            found.append((first, losses, len(run.book), [entry.name for entry in run.book.trainable]))
+            found.append((first, losses, len(run.registry), [param.name for param in run.registry.trainable]))
     return found
 
 

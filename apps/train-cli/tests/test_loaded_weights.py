@@ -10,7 +10,7 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.book import ParameterBook
+from sley_core.engine.registry import ParameterRegistry
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import weights
@@ -45,7 +45,7 @@ def test_loaded_weights_are_those_of_every_layout(ranks: Any, texts: Path, preci
     base = changed(PLAN, precision__compute=precision)
     with assemble(plan_from_dict(base, texts), World.alone("cpu")) as run:
         generator = torch.Generator().manual_seed(2)
-        state = {entry.name: torch.randn(entry.shape, generator=generator) * 0.1 for entry in ParameterBook([run.layers])}
+        state = {param.name: torch.randn(param.shape, generator=generator) * 0.1 for param in ParameterRegistry([run.layers])}
     ((loss, _),) = loaded([base], texts, state)
     near = 2**-7 if precision == "bf16" else 1e-5
     for of_rank in ranks(2)(loaded, [changed(base, **layout) for layout in LAYOUTS], texts, state):

@@ -46,14 +46,14 @@ def test_the_fifth_step_of_two_stages(together: Callable[..., Any], plan: Path, 
     for stage in range(2):
         # What is predicted is what ran: the same actions in the same order.
         assert [each["name"] for each in measured[stage]] == [each["name"] for each in predicted[stage]]
-        assert sorted(each["name"] for each in measured[stage]) == [f"{kind}0.{m}" for kind in "DFW" for m in range(4)]
+        assert sorted(each["name"] for each in measured[stage]) == [f"{kind}0.{m}" for kind in "FIW" for m in range(4)]
         for before, after in pairwise(measured[stage]):
             assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
     ends = {(stage, each["name"]): each["ts"] + each["dur"] for stage in range(2) for each in measured[stage]}
     for micro in range(4):
         starts = {(stage, each["name"]): each["ts"] for stage in range(2) for each in measured[stage]}
         assert ends[0, f"F0.{micro}"] < starts[1, f"F0.{micro}"]
-        assert ends[1, f"D0.{micro}"] < starts[0, f"D0.{micro}"]
+        assert ends[1, f"I0.{micro}"] < starts[0, f"I0.{micro}"]
     picture = (run / "timeline.svg").read_text("utf-8")
     assert picture.count("<g><title>") == 2 * 2 * 12
     assert "measured, step 5" in picture

@@ -121,14 +121,14 @@ def change(run: Run, case: Case) -> None:
     blocks = [layer for layer in run.layers if layer.name.startswith("blocks")]
     match case.kind:
         case "frozen later":
-            tied = [entry for entry in run.book if entry.tie_group is not None]
-            (tied or list(run.book))[0].parameter.requires_grad_(False)
+            tied = [param for param in run.registry if param.tie_group is not None]
+            (tied or list(run.registry))[0].parameter.requires_grad_(False)
         case "layer frozen":
             blocks[0].module.requires_grad_(False)
         case "first value":
-            tied = [entry for entry in run.book if entry.tie_group is not None]
+            tied = [param for param in run.registry if param.tie_group is not None]
             with torch.no_grad():
-                (tied or list(run.book))[0].parameter.view(-1)[0] += 1e-6
+                (tied or list(run.registry))[0].parameter.view(-1)[0] += 1e-6
         case "order":
             blocks[0].module.turned = True
         case "expert":

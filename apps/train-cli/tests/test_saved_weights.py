@@ -77,7 +77,7 @@ def saved(plans: dict[str, dict[str, Any]], texts: Path, to: Path) -> dict[str, 
             run.step()
             run.save_weights(to / name / "working", max_file_bytes=4000)
             run.save_weights(to / name / "full", precision="full")
-            found[name] = {key: value for key, value in weights(run).items() if key in run.book.names}
+            found[name] = {key: value for key, value in weights(run).items() if key in run.registry.names}
     return found
 
 

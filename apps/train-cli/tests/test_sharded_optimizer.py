@@ -149,7 +149,7 @@ def held(tables: Tables, folder: Path) -> tuple[int, dict[str, Any], dict[str, i
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()
         spans = {one.name: one.span for one in states_of(run.stepper.update) if one.state == "exp_avg"}
-        shared = {entry.name: run.store.num_shards(entry) for entry in run.store.entries}
+        shared = {param.name: run.store.num_shards(param) for param in run.store.params}
         expected = sum(buffer.data.numel() // buffer.num_shards for buffer in run.store.buffers) * 4
         assert run.stepper.update.masters.num_bytes == expected
         return expected, spans, shared

@@ -81,7 +81,7 @@ def test_a_vocabulary_shared_on_the_last_stage(ranks, texts, schedule, tied):
     ],
 )
 def test_a_table_cut_by_columns_on_the_first_stage(ranks, texts, schedule, head):
-    """The gradient of its vectors travels in D and is summed in W; in a V the first layer and the last share a stage."""
+    """The gradient of its vectors travels in I and is summed in W; in a V the first layer and the last share a stage."""
     changes = {"pipeline": {"use": schedule}, "weights": {"embedding": "hidden", "head": head}}
     check(ranks, texts, 4, {"pp": 2, "dp": 2, "wp": 2}, **changes)
 

@@ -43,12 +43,12 @@ def spoil(run: Run, rank: int) -> None:
     """One number of one gradient of this rank's is none, in the second step."""
     if int(os.environ.get("RANK", "0")) != rank:
         return
-    entry = next(entry for entry in run.book if "norm" in entry.name)
+    param = next(param for param in run.registry if "norm" in param.name)
 
     def change(gradient: torch.Tensor) -> torch.Tensor:
         return torch.full_like(gradient, math.nan) if run.store.state.step == 1 else gradient
 
-    entry.parameter.register_hook(change)
+    param.parameter.register_hook(change)
 
 
 def recorded(plans: list[Tables], folder: Path) -> list[Recorded]:

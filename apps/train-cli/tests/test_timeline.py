@@ -64,7 +64,7 @@ def test_stages_stand_one_below_the_other(loader: Loader) -> None:
     drawn = "\n".join(timeline(plan, plan.topology(2)))
     assert "stage 0  F0-F1-F2-" in drawn
     assert "stage 1: idle" in drawn
-    assert "2 stages, 3 micro-batches; F, D and W take" in drawn
+    assert "2 stages, 3 micro-batches; F, I and W take" in drawn
     assert "holds at most 3 micro-batches" in drawn
 
 

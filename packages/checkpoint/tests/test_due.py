@@ -280,8 +280,8 @@ def test_weights_that_a_program_writes_in_the_middle_of_a_save_are_no_checkpoint
     monkeypatch.setattr(LocalFolder, "write", late)
     with assemble(plan_from_dict(plan(checkpoint={"every_steps": 1}), texts), World.alone("cpu"), folder=tmp_path) as run:
         run.step()
-        for entry in run.book:
-            entry.parameter.detach().fill_(0.5)
+        for param in run.registry:
+            param.parameter.detach().fill_(0.5)
         threading.Timer(0.5, gate.set).start()
         run.step()
     assert any("the program wrote to" in note for note in run.notes)

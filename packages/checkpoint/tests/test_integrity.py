@@ -174,11 +174,11 @@ def stacked(*sizes):
 def refused(plan, texts, path, error, code, words):
     """The run of `plan` refuses the checkpoint at `path`, and has not changed."""
     with assemble(plan_from_dict(plan, texts), World.alone("cpu")) as run:
-        before = [entry.parameter.detach().clone() for entry in run.book]
+        before = [param.parameter.detach().clone() for param in run.registry]
         with pytest.raises(error, match=code) as raised:
             run.load_checkpoint(path)
         raised.match(words)
-        assert all(one.equal(entry.parameter) for one, entry in zip(before, run.book, strict=True))
+        assert all(one.equal(param.parameter) for one, param in zip(before, run.registry, strict=True))
 
 
 KILLED = """

@@ -43,12 +43,12 @@ def loaded_with_a_stall(folder: Path, path: Path, name: str, at: int) -> tuple[s
 
     with World.join("cpu") as world, assemble(plan_from_dict(PLAN, folder), world) as run:
         LocalFolder.read_into = stalls
-        before = [entry.parameter.detach().clone() for entry in run.book]
+        before = [param.parameter.detach().clone() for param in run.registry]
         began = time.monotonic()
         with pytest.raises(RunError) as raised:
             run.load_checkpoint(path)
         lasted_s = time.monotonic() - began
-        same = all(one.equal(entry.parameter) for one, entry in zip(before, run.book, strict=True))
+        same = all(one.equal(param.parameter) for one, param in zip(before, run.registry, strict=True))
         gate.set()
         return str(raised.value), lasted_s, same
 

@@ -41,7 +41,7 @@ def buckets_after(tables, folder, path, steps):
     found = []
 
     def prepare(run):
-        run.listeners.append(lambda _: found.append([[one.name for one in buffer.entries] for buffer in run.store.buffers]))
+        run.listeners.append(lambda _: found.append([[one.name for one in buffer.params] for buffer in run.store.buffers]))
 
     stretch(tables, steps + 1, folder=folder, prepare=prepare)
     whole = found.copy()

@@ -100,8 +100,8 @@ def reduce_over_two_groups(run):
     run.parts = replace(run.parts, groups=Groups({**run.groups, "pair": made["pair"]}))
     run.groups = run.stepper.update.groups = run.parts.groups
     run.stepper.agreement.first = None  # which knows of no pairs
-    for entry in run.book:
-        entry.reduce_group = {"layer0": "sp", "layer1": "pair"}.get(entry.name.partition(".")[0], "stage")
+    for param in run.registry:
+        param.reduce_group = {"layer0": "sp", "layer1": "pair"}.get(param.name.partition(".")[0], "stage")
     run.store.lay_out(by_reduce_group)
     for handler in run.stepper.handlers:
         handler.attach(run.parts)
@@ -110,7 +110,7 @@ def reduce_over_two_groups(run):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("reduction", ["same", "bf16"])
 def test_two_reduce_groups_fill_their_buckets_side_by_side(ranks, small, own, reduction):
-    """One order for all ranks of each group; every entry is summed over its own group, and a group of one not at all."""
+    """One order for all ranks of each group; every parameter is summed over its own group, and a group of one not at all."""
     tables = small({"bucket_mb": 0.0005, "reduction": reduction}, batch__global_size=8)
     by_rank = ranks(4)(steps, tables, own, 3, prepare=reduce_over_two_groups)
     assert_one_sequence(by_rank)

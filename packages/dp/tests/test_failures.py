@@ -12,8 +12,8 @@ from sley_core.assemble import assemble
 from sley_core.comm.groups import Group
 from sley_core.comm.progress import SentBytes
 from sley_core.comm.world import World
-from sley_core.engine.book import Entry
 from sley_core.engine.buffers import FlatBuffer
+from sley_core.engine.registry import Param
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_dp.bucketed import Exact
@@ -75,7 +75,7 @@ def fail_in_backward(run, micro, layer):
         if next(left) == micro:
             raise ValueError("as asked")
 
-    hook = run.book[f"{layer}.bias"].parameter.register_hook(fail)
+    hook = run.registry[f"{layer}.bias"].parameter.register_hook(fail)
     before = run.feed.state()
     with pytest.raises(ValueError, match="as asked"):
         run.step()
@@ -92,7 +92,7 @@ def steps_with_failures(tables, folder, late=None):
         for micro, layer in ((0, "layer2"), (1, "first"), (1, "layer1"), (0, "first")):
             fail_in_backward(run, micro, layer)
             run.step()
-            found.append({entry.name: run.store.gradient(entry).clone() for entry in run.store.entries})
+            found.append({param.name: run.store.gradient(param).clone() for param in run.store.params})
     return found
 
 
@@ -149,7 +149,7 @@ def test_forgetting_waits_for_all_that_is_under_way(monkeypatch, module, sums):
     for number in range(5):
         buffer = FlatBuffer([(8, 8)], torch.float32, torch.device("cpu"))
         buffer.contents = 0
-        buffer.entries = [Entry(f"entry{number}", (8, 8), [])]
+        buffer.params = [Param(f"parameter{number}", (8, 8), [])]
         under_test.start(buffer, group)
     assert Counted.under_way >= 2
     under_test.forget()
@@ -158,12 +158,12 @@ def test_forgetting_waits_for_all_that_is_under_way(monkeypatch, module, sums):
 
 
 def poison(run):
-    """The second rank's gradient of one entry is no number in the third step, when its bucket is about to be reduced."""
+    """The second rank's gradient of one parameter is no number in the third step, when its bucket is about to be reduced."""
     steps = iter(range(9))
 
-    def spoil(entry):
-        if entry.name == "layer1.bias" and next(steps) == 2 and run.world.rank == 1:
-            run.store.gradient(entry).fill_(float("nan"))
+    def spoil(param):
+        if param.name == "layer1.bias" and next(steps) == 2 and run.world.rank == 1:
+            run.store.gradient(param).fill_(float("nan"))
 
     run.store.on_ready.insert(0, spoil)
 

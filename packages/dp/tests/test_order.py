@@ -32,7 +32,7 @@ def test_fill_keeps_order_and_cap_and_wastes_no_bucket(sizes, cap):
 
 def contents(run):
     """Names and bytes of each bucket."""
-    return [([entry.name for entry in buffer.entries], buffer.num_bytes) for buffer in run.store.buffers]
+    return [([param.name for param in buffer.params], buffer.num_bytes) for buffer in run.store.buffers]
 
 
 def layouts(tables, folder, num_steps=3):
@@ -63,7 +63,7 @@ def test_buckets_keep_their_cap_in_bytes(ranks, small, own, compute, cap_bytes):
 def test_the_first_bucket_holds_what_is_used_last_and_the_order_is_learned_once(ranks, small, own):
     """Reverse order of use at first; then what the first backward did, where biases come before weights."""
     for seen in ranks(2)(layouts, small({"bucket_mb": 0.0005}), own, 4):
-        names = [[entry for entry, _ in buckets] for buckets in seen]
+        names = [[param for param, _ in buckets] for buckets in seen]
         assert names[0][0] == names[1][0] == ["layer2.bias", "layer2.weight"]
         assert sorted(names[2][0]) == ["layer2.bias", "layer2.weight"]
         assert names[2] == names[3] == names[4], "learned once"
@@ -72,7 +72,7 @@ def test_the_first_bucket_holds_what_is_used_last_and_the_order_is_learned_once(
 
 
 def memory_of_buffers(tables, folder):
-    """The number of layouts of four steps, the last with an entry frozen; pieces of memory; most bytes of them at once."""
+    """The number of layouts of four steps, the last with a parameter frozen; pieces of memory; most bytes of them at once."""
     made = []
     most = 0
 
@@ -88,7 +88,7 @@ def memory_of_buffers(tables, folder):
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         for step in range(4):
             if step == 3:
-                run.book.trainable[0].parameter.requires_grad_(False)
+                run.registry.trainable[0].parameter.requires_grad_(False)
             run.step()
         return run.store.num_layouts, len({one.cdata for one, _ in made}), most
 
@@ -102,11 +102,11 @@ def test_a_layout_takes_over_the_memory_of_the_one_before(ranks, small, own, com
 
 
 def orders(tables, folder):
-    """The order in which the first step completed entries here, and the one in which they are reported from then on."""
+    """The order in which the first step completed parameters here, and the one in which they are reported from then on."""
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()
         run.step()
-        return [entry.name for entry in run.store.seen_order], [entry.name for entry in run.store.entries]
+        return [param.name for param in run.store.seen_order], [param.name for param in run.store.params]
 
 
 def test_ranks_that_see_other_orders_agree(ranks, small, own):
@@ -162,13 +162,13 @@ class Backwards:
 
 
 def events_of_steps(tables, folder):
-    """Per step: starts and ends of backwards and reductions, and completions of entries, in the order they happened."""
+    """Per step: starts and ends of backwards and reductions, and completions of parameters, in the order they happened."""
     events, by_step = [], []
     real = Direct.all_reduce
     Direct.all_reduce = lambda *args, what, contents: Watched(real(*args, what=what), events, what)
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.caller.hooks.append(Backwards(events))
-        run.store.on_ready.append(lambda entry: events.append(("ready", entry.name)))
+        run.store.on_ready.append(lambda param: events.append(("ready", param.name)))
         for _ in range(3):
             run.step()
             by_step.append(list(events))

@@ -45,9 +45,9 @@ def test_a_module_used_twice_under_recomputation(ranks, small, own, reentrant, n
 
 
 def set_trainable(run, prefix, trainable):
-    for entry in run.book:
-        if entry.name.startswith(prefix):
-            entry.parameter.requires_grad_(trainable)
+    for param in run.registry:
+        if param.name.startswith(prefix):
+            param.parameter.requires_grad_(trainable)
 
 
 def steps_with_frozen(tables, folder):
@@ -58,8 +58,8 @@ def steps_with_frozen(tables, folder):
             for prefix, trainable in changes.items():
                 set_trainable(run, prefix, trainable)
             run.step()
-            found.append({entry.name: run.store.gradient(entry).clone() for entry in run.store.entries})
-        weights = {entry.name: entry.parameter.detach().clone() for entry in run.book}
+            found.append({param.name: run.store.gradient(param).clone() for param in run.store.params})
+        weights = {param.name: param.parameter.detach().clone() for param in run.registry}
     return found, weights
 
 
@@ -86,7 +86,7 @@ def step_all_frozen(tables, folder):
         run.feed.restore(before)
         set_trainable(run, "", True)
         run.step()
-        found = {entry.name: run.store.gradient(entry).clone() for entry in run.store.entries}
+        found = {param.name: run.store.gradient(param).clone() for param in run.store.params}
     return num_buckets, found
 
 

@@ -102,7 +102,7 @@ def around_the_update(run, seen):
     update = run.stepper.update.step
 
     def step(*args):
-        seen.append({entry.name: run.store.gradient(entry).clone() for entry in run.store.entries})
+        seen.append({param.name: run.store.gradient(param).clone() for param in run.store.params})
         return update(*args)
 
     run.stepper.update.step = step
@@ -127,10 +127,10 @@ def test_without_clip_gradients_are_not_touched(ranks, small, own, clip_norm):
 
 
 def bits_after_the_backward(run, seen):
-    weights = {entry.name: entry.parameter.detach().clone() for entry in run.book}
+    weights = {param.name: param.parameter.detach().clone() for param in run.registry}
 
     def compare(chunk):
-        seen.append(all(torch.equal(weights[entry.name], entry.parameter) for entry in run.book))
+        seen.append(all(torch.equal(weights[param.name], param.parameter) for param in run.registry))
 
     run.store.on_chunk_done.append(compare)
 

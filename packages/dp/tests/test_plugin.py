@@ -90,5 +90,5 @@ def test_every_rank_of_a_large_world_assembles_without_memory(handler):
     for rank in (0, 31, 63):
         with World.fake(rank, 64) as world, assemble(plan_from_dict(tables), world) as run:
             assert all(buffer.data.is_meta for buffer in run.store.buffers)
-            seen.add(str([buffer.entries for buffer in run.store.buffers]))
+            seen.add(str([buffer.params for buffer in run.store.buffers]))
     assert len(seen) == 1

@@ -9,8 +9,8 @@ import torch
 
 from sley_core.comm.groups import make_groups
 from sley_core.comm.progress import SentBytes
-from sley_core.engine.book import Entry
 from sley_core.engine.buffers import FlatBuffer
+from sley_core.engine.registry import Param
 from sley_core.topology import Topology
 from sley_dp.config import BF16_TOLERANCE
 from sley_dp.narrow import Narrow
@@ -89,7 +89,7 @@ def sum_of_ones(num_terms):
     found = []
     for numel in (1, 65, 1000):
         buffer = FlatBuffer([(numel,)], torch.float32, torch.device("cpu"))
-        buffer.entries = [Entry("ones", (numel,), [])]
+        buffer.params = [Param("ones", (numel,), [])]
         buffer.data.fill_(1.0 if rank else num_terms)
         sums = Narrow(SentBytes())
         sums.start(buffer, stage)

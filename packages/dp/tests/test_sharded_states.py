@@ -1,4 +1,4 @@
-"""What a rank keeps with `dp.sharded`: its part of every bucket, by the book's names; and what it refuses."""
+"""What a rank keeps with `dp.sharded`: its part of every bucket, by the registry's names; and what it refuses."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def held(tables, folder):
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()
         states = [(one.name, one.span, one.state, one.tensor.shape) for one in states_of(run.stepper.update)]
-        shapes = {entry.name: entry.shape for entry in run.book}
+        shapes = {param.name: param.shape for param in run.registry}
         padded = [(buffer.data.numel(), buffer.num_shards) for buffer in run.store.buffers]
-        spans = {entry.name: run.store.span(entry) for entry in run.store.entries}
-        sizes = {entry.name: entry.numel for entry in run.book}
-        homes = {entry.parameter.untyped_storage().data_ptr() for entry in run.store.entries if entry.numel}
-        same = run.book["a.same.weight"] is run.book["a.down.weight"]
+        spans = {param.name: run.store.span(param) for param in run.store.params}
+        sizes = {param.name: param.numel for param in run.registry}
+        homes = {param.parameter.untyped_storage().data_ptr() for param in run.store.params if param.numel}
+        same = run.registry["a.same.weight"] is run.registry["a.down.weight"]
         tied = run.layers[1].module.same.weight is run.layers[1].module.down.weight
         held = dict(run.memory.bytes) | {"masters": run.stepper.update.masters.num_bytes}  # parts of padding alone, too
         return held, states, padded, spans, sizes, len(homes), same and tied, shapes
@@ -62,24 +62,24 @@ def refusals(tables, folder):
     """The codes of what is refused in a run, in the order in which it is tried here."""
     found = []
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-        entry = run.book["layer1.weight"]
+        param = run.registry["layer1.weight"]
         run.step()
         before = run.feed.state()
         try:
             if world.rank == 1:
-                run.store.gradient(entry)
+                run.store.gradient(param)
         except RunError as error:
             found.append(error.diagnostics[0].code)
         for trained in (False, True):
             if world.rank == 0:
-                entry.parameter.requires_grad_(trained)
+                param.parameter.requires_grad_(trained)
             try:
                 run.step()
             except RunError as error:
                 found.append((error.diagnostics[0].code, "layer1.weight" in error.diagnostics[0].message))
             run.feed.restore(before)
         run.store.begin_step()
-        whole = run.store.gradient(entry).shape
+        whole = run.store.gradient(param).shape
     return found, whole
 
 

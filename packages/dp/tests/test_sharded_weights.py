@@ -23,22 +23,22 @@ def between_steps(tables, folder):
         run.step()
         seen.append(weights(run))
         losses.append(run.evaluate())
-        run.load_weights({name: value.double() * 0.75 for name, value in seen[0].items() if name in run.book.names})
+        run.load_weights({name: value.double() * 0.75 for name, value in seen[0].items() if name in run.registry.names})
         seen.append(weights(run))
         run.step()
         with torch.no_grad():
-            for entry in run.book:
-                entry.parameter.mul_(1.25)
+            for param in run.registry:
+                param.parameter.mul_(1.25)
         run.step()
         seen.append(weights(run))
-        some = run.book["b.up.weight"].parameter
+        some = run.registry["b.up.weight"].parameter
         some.data = some.data.clone() + 0.125
-        run.book["first.bias"].parameter.data = torch.ones_like(run.book["first.bias"].parameter)
+        run.registry["first.bias"].parameter.data = torch.ones_like(run.registry["first.bias"].parameter)
         losses.append(run.evaluate())
         run.step()
         run.step()
         seen.append(weights(run))
-    seen.append({entry.name: entry.parameter.detach().clone() for entry in run.book})
+    seen.append({param.name: param.parameter.detach().clone() for param in run.registry})
     return seen, losses
 
 
@@ -154,7 +154,7 @@ def not_taken(tables, folder):
         run.step()
         before = weights(run)
         if world.rank == 0:  # one rank's gradient, of which the other has a part
-            hook = run.book["b.down.weight"].parameter.register_hook(lambda gradient: gradient * float("inf"))
+            hook = run.registry["b.down.weight"].parameter.register_hook(lambda gradient: gradient * float("inf"))
         try:
             skipped = run.step()["skipped"]
         except RunError as error:

@@ -72,7 +72,7 @@ def test_the_halves_of_a_backward_are_the_whole() -> None:
     work = work_of(Plainest())
     assert flops(work, "input_gradient") + flops(work, "weight_gradient") == flops(work, "backward")
     products = BATCH * 8 * WIDTH * (3 * WIDTH + WIDTH) * 2
-    assert flops(work, "weight_gradient") == products, "linears alone; a product of activations belongs to D"
+    assert flops(work, "weight_gradient") == products, "linears alone; a product of activations belongs to I"
 
 
 def test_recomputation_is_the_forward_once_more_in_front_of_both_kinds_of_backward() -> None:

@@ -117,13 +117,13 @@ def backward_at_once(run: Run) -> str:
     lent = run.stepper.executor.weights.pool.num_lent
     run.store.begin_step()
     output(run).sum().backward()
-    entry = run.book["head.weight"]
+    param = run.registry["head.weight"]
     hidden: Any = torch.arange(4)[None]
     with torch.no_grad():
         for layer in run.layers[:-1]:
             hidden = layer.module(hidden)
     wanted = run.world.size * hidden.sum((0, 1)).expand(6, 6)
-    torch.testing.assert_close(wholes({entry: run.store.gradient(entry)}, run.groups)[entry], wanted)
+    torch.testing.assert_close(wholes({param: run.store.gradient(param)}, run.groups)[param], wanted)
     return f"{lent} lent: {caught.value}"
 
 

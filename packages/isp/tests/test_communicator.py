@@ -159,10 +159,10 @@ def allocated(tables: dict[str, Any], folder: Any) -> tuple[int, int]:
     plan = plan_from_dict(tables, folder)
     with World.join("cpu") as world, assemble(plan, world) as run:
         run.step()
-        sharded = [entry for entry in run.book if entry.shard is not None]
-        for entry in sharded:
-            assert entry.parameter.grad is None or entry.parameter.grad is run.store.gradient(entry), entry
-        return run.store.num_bytes, sum(entry.parameter.nbytes for entry in run.book)
+        sharded = [param for param in run.registry if param.shard is not None]
+        for param in sharded:
+            assert param.parameter.grad is None or param.parameter.grad is run.store.gradient(param), param
+        return run.store.num_bytes, sum(param.parameter.nbytes for param in run.registry)
 
 
 def test_gradients_are_of_the_size_of_shards(ranks, sharded, texts):

@@ -72,8 +72,8 @@ def allocated(tables: dict[str, Any], folder: Any) -> tuple[list[int], int]:
         run.step()
         with memory_profile() as profile:
             run.step()
-        own = run.book["experts.0.weight"].parameter.nbytes
-        number = sum(entry.parameter.nbytes >= own for entry in run.book if entry.shard is not None)
+        own = run.registry["experts.0.weight"].parameter.nbytes
+        number = sum(param.parameter.nbytes >= own for param in run.registry if param.shard is not None)
     return [one.num_bytes for one in allocations(profile) if one.num_bytes >= own], number
 
 

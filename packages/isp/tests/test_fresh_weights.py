@@ -31,8 +31,8 @@ def failing(tables: dict[str, Any], folder: Any, fails: bool) -> Any:
             isp_parts.Fails.asked = False
             run.feed.restore(before)
         with torch.no_grad():
-            for entry in run.book:
-                entry.parameter.mul_(1.5)
+            for param in run.registry:
+                param.parameter.mul_(1.5)
         run.step()
         run.step()
         pool = run.stepper.executor.weights.pool
@@ -66,16 +66,16 @@ def by_hand(tables: dict[str, Any], folder: Any) -> Any:
 
         with torch.no_grad():
             first = call()
-            for entry in run.book:
-                entry.parameter.mul_(2.0)
+            for param in run.registry:
+                param.parameter.mul_(2.0)
             second = call()
         output = call()
         same = torch.equal(output.detach(), second)
         run.store.begin_step()
         output.sum().backward()
-        entry = run.book["block1.up.weight"]
-        summed = run.store.gradient(entry) if entry.shard else entry.parameter.grad
-        gradient = wholes({entry: summed}, run.groups)[entry]
+        param = run.registry["block1.up.weight"]
+        summed = run.store.gradient(param) if param.shard else param.parameter.grad
+        gradient = wholes({param: summed}, run.groups)[param]
         pool = run.stepper.executor.weights.pool
         return first, second, gradient / world.size, same, pool.num_lent
 
@@ -113,7 +113,7 @@ def rewritten(tables: dict[str, Any], folder: Any) -> Any:
         def write(module: Any, args: Any) -> None:
             handle.remove()
             with torch.no_grad():
-                run.book["blocks.1.attention.query.weight"].parameter.mul_(1.5)
+                run.registry["blocks.1.attention.query.weight"].parameter.mul_(1.5)
 
         handle = block.attention.register_forward_pre_hook(write)
         run.step()

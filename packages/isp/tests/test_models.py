@@ -73,14 +73,14 @@ def test_what_other_code_holds_stays_whole(parity, foreign):
 
 
 def shards(tables, folder):
-    """Of each entry, over which group its gradient is partial, and the shape that this rank holds."""
+    """Of each parameter, over which group its gradient is partial, and the shape that this rank holds."""
     from sley_core.assemble import assemble
     from sley_core.comm.world import World
     from sley_core.plan.load import plan_from_dict
 
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-        found = {entry.name: (entry.reduce_group, tuple(entry.parameter.shape)) for entry in run.book}
-        return found, run.book.num_parameters, run.memory.bytes["weights"]
+        found = {param.name: (param.reduce_group, tuple(param.parameter.shape)) for param in run.registry}
+        return found, run.registry.num_parameters, run.memory.bytes["weights"]
 
 
 def test_a_rank_holds_its_rows_only(ranks, sharded, texts, foreign):

@@ -78,10 +78,12 @@ def by_collectives(tables: dict[str, Any], folder: Any, evaluates: bool) -> tupl
         wp = run.groups["wp"]
         for name, lane in wp.lanes.items():
             wp.transports[name] = Backend(wp, name, lane, wp.log, is_coalesced=False)
-        before = [entry.parameter.detach().clone() for entry in run.book]
+        before = [param.parameter.detach().clone() for param in run.registry]
         with pytest.raises(RunError) as caught:
             (run.evaluate if evaluates else run.step)()
-        return str(caught.value), all(torch.equal(entry.parameter, one) for entry, one in zip(run.book, before, strict=True))
+        return str(caught.value), all(
+            torch.equal(param.parameter, one) for param, one in zip(run.registry, before, strict=True)
+        )
 
 
 @pytest.mark.parametrize(("weights", "evaluates"), [({"fused": False}, False), ({"unit": "module", "overlap": False}, True)])
@@ -168,12 +170,12 @@ def test_a_read_that_begins_late_is_refused_as_an_early_one(ranks, sharded, text
 
 
 def sizes(tables: dict[str, Any], folder: Any) -> tuple[dict[str, float], list[bool]]:
-    """SIZES of a sharded linear, and whether its entries are trained after it was frozen."""
+    """SIZES of a sharded linear, and whether its parameters are trained after it was frozen."""
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder=folder), world) as run:
         linear = next(layer.module for layer in run.layers if layer.name == "asks").linear
         found = {name: float(size(linear)) for name, size in SIZES.items()}
         linear.requires_grad_(False)
-        return found, [entry.trainable for entry in run.book if entry.name.startswith("asks.linear")]
+        return found, [param.trainable for param in run.registry if param.name.startswith("asks.linear")]
 
 
 def test_a_sharded_weight_has_the_sizes_of_the_whole(ranks, sharded, texts, own):

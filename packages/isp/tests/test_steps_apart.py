@@ -57,12 +57,12 @@ def overflow(run: Run, rank: int) -> None:
     """A gradient of this rank's is infinite in the second step."""
     if int(os.environ.get("RANK", rank)) != rank:
         return
-    entry = next(entry for entry in run.book if "norm" in entry.name)
+    param = next(param for param in run.registry if "norm" in param.name)
 
     def spoil(gradient: Tensor) -> Tensor:
         return torch.full_like(gradient, math.inf) if run.store.state.step == 1 else gradient
 
-    entry.parameter.register_hook(spoil)
+    param.parameter.register_hook(spoil)
 
 
 @pytest.mark.parametrize(
@@ -96,28 +96,28 @@ def late(tables: dict[str, Any], folder: Any, delay_s: float | None) -> dict[str
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         kept: dict[str, Tensor] = {}
         layers = {layer.name: [] for layer in run.layers}
-        for entry in run.book:
+        for param in run.registry:
             for name in layers:
-                if entry.name.startswith(name + ".") or any(alias.startswith(name + ".") for alias in entry.aliases):
-                    layers[name].append(entry)
+                if param.name.startswith(name + ".") or any(alias.startswith(name + ".") for alias in param.aliases):
+                    layers[name].append(param)
 
         @torch.no_grad()
         def bring(name: str) -> None:
-            coming = [entry for entry in layers[name] if entry.name in kept]
+            coming = [param for param in layers[name] if param.name in kept]
             if coming and delay_s is not None:
                 time.sleep(delay_s)
-            for entry in coming:
-                entry.parameter.data.copy_(kept.pop(entry.name))  # as a collective writes: no version tells of it
+            for param in coming:
+                param.parameter.data.copy_(kept.pop(param.name))  # as a collective writes: no version tells of it
 
         for name in layers:
             run.before_layer(name, partial(bring, name))
         for _ in range(3):
             run.step()
             if delay_s is not None:
-                kept |= {entry.name: entry.parameter.detach().clone() for entry in run.book}
+                kept |= {param.name: param.parameter.detach().clone() for param in run.registry}
                 with torch.no_grad():
-                    for entry in run.book:
-                        entry.parameter.zero_()
+                    for param in run.registry:
+                        param.parameter.zero_()
         for name in layers:
             bring(name)
         return weights(run)
@@ -148,9 +148,9 @@ def reduced(tables: dict[str, Any], folder: Any) -> set[str]:
         reductions, names = run.stepper.executor.weights.reductions, set()
         add = reductions.add
 
-        def spy(bucket: Any, place: Any, entry: Any, write: Any) -> None:
-            names.add(entry.name)
-            add(bucket, place, entry, write)
+        def spy(bucket: Any, place: Any, param: Any, write: Any) -> None:
+            names.add(param.name)
+            add(bucket, place, param, write)
 
         reductions.add = spy
         run.step()

@@ -40,8 +40,8 @@ def offered(tables: dict[str, Any], folder: Any, kinds: list[str]) -> list[Found
             @torch.no_grad()
             def bring(kept: Any = kept, calls: Any = calls) -> None:
                 calls[0] += 1
-                for entry, value in kept.items():
-                    entry.parameter.data.copy_(value)  # as a collective writes: no version tells of it
+                for param, value in kept.items():
+                    param.parameter.data.copy_(value)  # as a collective writes: no version tells of it
                 kept.clear()
 
             for layer in run.layers if kind != "none" else ():
@@ -54,10 +54,10 @@ def offered(tables: dict[str, Any], folder: Any, kinds: list[str]) -> list[Found
                     steps.append(0)
                     run.step()
                     if kind == "block":
-                        own = [entry for entry in run.book if entry.name.startswith("blocks.1.")]
-                        kept |= {entry: entry.parameter.detach().clone() for entry in own}
-                        for entry in own:
-                            entry.parameter.data.fill_(torch.nan)
+                        own = [param for param in run.registry if param.name.startswith("blocks.1.")]
+                        kept |= {param: param.parameter.detach().clone() for param in own}
+                        for param in own:
+                            param.parameter.data.fill_(torch.nan)
                 bring()
             finally:
                 Offers.offer = offer

@@ -99,7 +99,7 @@ def by_data(parameter, value):
 def test_what_was_written_before_weights_left_is_saved(own, tmp_path, offload, write):
     with running({**BF16, "offload": OFFLOADS[offload]}) as run:
         run.step()
-        write(run.book["second.across"].parameter, 0.25)
+        write(run.registry["second.across"].parameter, 0.25)
         run.memory.offload().wait()
         assert dict(run.memory.host("masters"))["second.across"].eq(0.25).all()
         run.save_checkpoint(tmp_path / "away")
@@ -114,7 +114,7 @@ def test_what_was_written_while_masters_are_away_is_told(own, tmp_path, write):
     with running({**BF16, "offload": EVERYTHING}) as run:
         run.step()
         run.memory.offload("masters").wait()
-        write(run.book["second.across"].parameter, 0.25)
+        write(run.registry["second.across"].parameter, 0.25)
         run.memory.offload("weights").wait()
         with pytest.raises(RunError, match="after a program has written weights"):
             run.save_checkpoint(tmp_path / "away")

@@ -87,7 +87,7 @@ def fail_and_offload(tables, folder):
         def fail(*_):
             raise ValueError("within the backward")
 
-        hook = run.book.trainable[0].parameter.register_hook(fail)
+        hook = run.registry.trainable[0].parameter.register_hook(fail)
         with pytest.raises(ValueError, match="within the backward"):
             run.step()
         hook.remove()
@@ -156,8 +156,8 @@ def backward_by_hand(tables, folder, moves):
             run.memory.onload("weights")
         run.store.begin_step()
         hidden.sum().backward()
-        entry = run.book["blocks.1.attention.query.weight"]
-        gradient = run.store.gradient(entry).clone()
+        param = run.registry["blocks.1.attention.query.weight"]
+        gradient = run.store.gradient(param).clone()
         run.step()
         return told, gradient, weights(run)
 

@@ -95,7 +95,7 @@ def test_a_storage_moves_once(own: Path, texts: Path) -> None:
 
         policy._prepared = sent
         run.step()
-        own_ones = {entry.parameter.untyped_storage().data_ptr() for entry in run.book}
+        own_ones = {param.parameter.untyped_storage().data_ptr() for param in run.registry}
         own_ones |= {buffer.untyped_storage().data_ptr() for layer in run.layers for buffer in layer.module.buffers()}
     micro = 2 * 24
     # LayerNorm: input, mean, rstd; qkv's input; q, k, v as one; attention's two; dropouts are off; two linears, relu, sigmoid.

@@ -108,7 +108,7 @@ def test_weights_that_a_program_writes_reach_the_masters(compute, texts):
             run.load_weights({name: value * 0.5 for name, value in weights(run).items() if "norm" not in name}, strict=False)
             run.step()
             with torch.no_grad():
-                run.book["blocks.1.attention_norm.weight"].parameter.fill_(0.25)
+                run.registry["blocks.1.attention_norm.weight"].parameter.fill_(0.25)
             run.step()
             found.append(weights(run))
     assert_same_bits(*found)
@@ -120,7 +120,7 @@ def test_parameters_that_are_frozen_and_trained_again(texts):
         plan = plan_from_dict(small_plan(precision__compute="bf16", offload=offload), texts)
         with World.join("cpu") as world, assemble(plan, world) as run:
             for step in range(5):
-                run.book["blocks.0.attention_norm.weight"].parameter.requires_grad_(step in (0, 3, 4))
+                run.registry["blocks.0.attention_norm.weight"].parameter.requires_grad_(step in (0, 3, 4))
                 run.step()
             found.append(weights(run))
     assert_same_bits(*found)
@@ -131,10 +131,10 @@ def test_only_two_buckets_of_gradients_are_on_the_host(texts):
     with World.join("cpu") as world, assemble(plan, world) as run:
         run.step()
         moved = run.memory.report
-        trained = sum(entry.numel for entry in run.book.trainable)
+        trained = sum(param.numel for param in run.registry.trainable)
         assert moved["optimizer_states"].copied_out == 4 * trained
         assert moved["masters"].copied_in == 2 * trained
-        largest = max(entry.numel for entry in run.book.trainable)
+        largest = max(param.numel for param in run.registry.trainable)
         page = 4096
         assert moved["optimizer_states"].host_bytes <= 2 * (6 * max(largest, 1000) + 2 * page)
         assert run.memory.where["masters"] is Where.AWAY
@@ -161,4 +161,4 @@ def test_masters_are_there_in_fp32_too(texts):
     with World.join("cpu") as world, assemble(plan, world) as run:
         run.step()
         masters = {one.name for one in states_of(run.stepper.update) if one.state == "master"}
-        assert masters == {entry.name for entry in run.book}
+        assert masters == {param.name for param in run.registry}

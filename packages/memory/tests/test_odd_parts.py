@@ -23,9 +23,9 @@ def trained(compute, offload, moves, num_steps=4):
             if moves:
                 cycle(run)
         shapes = [
-            (entry.name, one.shape, one.stride(), one.requires_grad, one.is_leaf, type(one))
-            for entry in run.book
-            for one in [entry.parameter]
+            (param.name, one.shape, one.stride(), one.requires_grad, one.is_leaf, type(one))
+            for param in run.registry
+            for one in [param.parameter]
         ]
         first, second = (layer.module for layer in run.layers)
         assert first.linear.weight is second.tied
@@ -157,7 +157,7 @@ def test_an_optimizer_of_a_users_own_with_states_of_every_kind():
 def counted(tables, folder, moves):
     """How often each gradient of this rank is reported ready in each of three steps, and the names."""
     with running({**tables, "offload": EVERYTHING}, folder) as run:
-        found, names = [], sorted(entry.name for entry in run.store.entries)
+        found, names = [], sorted(param.name for param in run.store.params)
         for _ in range(3):
             if moves:
                 cycle(run)
@@ -166,7 +166,7 @@ def counted(tables, folder, moves):
             run.store.on_ready.append(seen.append)
             run.step()
             run.store.on_ready.remove(seen.append)
-            found.append(sorted(entry.name for entry in seen))
+            found.append(sorted(param.name for param in seen))
         return found, names
 
 
@@ -194,6 +194,6 @@ def test_an_unusual_optimizer_steps_in_buckets_as_in_one(compute):
         with running({**tables, "offload": offload}) as run:
             for _ in range(4):
                 run.step()
-            found.append({entry.name: entry.parameter.detach().clone() for entry in run.book})
+            found.append({param.name: param.parameter.detach().clone() for param in run.registry})
     assert_same_bits(found[0], found[1])
     assert_same_bits(found[0], found[2])

@@ -39,4 +39,4 @@ def test_a_run_with_a_manager_is_assembled_on_meta(texts: Path, manager: str, co
 def test_a_run_with_a_policy_is_assembled_on_meta(texts: Path, policy: str) -> None:
     tables = changed(small_plan(), activations={"use": policy})
     with World.fake(0, 1) as world, assemble(plan_from_dict(tables, texts), world) as run:
-        assert all(one.parameter.is_meta for one in run.book)
+        assert all(one.parameter.is_meta for one in run.registry)

@@ -77,7 +77,7 @@ def what_differs(folder):
         module = run.layers[1].module
         run.step()
         module.register_buffer("counted", torch.full((500,), float(rank)))
-        weight = run.book["blocks.1.attention_norm.weight"].parameter
+        weight = run.registry["blocks.1.attention_norm.weight"].parameter
         with torch.no_grad():
             weight.fill_(rank + 1)
         cycle(run)
@@ -118,7 +118,7 @@ def goes_its_own_way(folder):
         assert sha(run) == before
         run.step()
         run.memory.offload()
-        parameter = run.book["blocks.1.attention_norm.weight"].parameter
+        parameter = run.registry["blocks.1.attention_norm.weight"].parameter
     return found, parameter.float().tolist()
 
 
@@ -153,7 +153,7 @@ def closes_alone(folder, to):
     with ExitStack() as stack:
         run = stack.enter_context(running(tables, folder))
         run.step()
-        parameter = run.book["blocks.1.attention_norm.weight"].parameter
+        parameter = run.registry["blocks.1.attention_norm.weight"].parameter
         run.memory.offload()
         if run.world.rank:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -157,15 +157,15 @@ def test_parts_may_leave_and_come_in_any_order():
 def test_gradients_are_freed_and_never_copied():
     with running(AWAY) as run:
         run.step()
-        entry = run.store.entries[0]
+        param = run.store.params[0]
         run.memory.offload("gradients")
         with pytest.raises(RunError, match=r"(?s)gradients-freed.*run\.memory\.offload"):
-            run.store.gradient(entry)
+            run.store.gradient(param)
         run.memory.onload()
         moved = run.memory.report["gradients"]
         assert (moved.copied_out, moved.copied_in, moved.host_bytes) == (0, 0, 0)
         run.step()
-        assert run.store.gradient(entry).isfinite().all()
+        assert run.store.gradient(param).isfinite().all()
 
 
 def test_nothing_leaves_within_a_step_or_an_evaluation(texts):
@@ -212,11 +212,11 @@ def test_a_run_that_closes_leaves_ordinary_layers():
     with running(AWAY) as run:
         run.step()
         wanted = {name: value.clone() for name, value in run.memory.host("weights")}
-        entries = list(run.book)
+        params = list(run.registry)
         layers = [layer.module for layer in run.layers]
         run.memory.offload()
-    for entry in entries:
-        assert torch.equal(entry.parameter, wanted[entry.name])
+    for param in params:
+        assert torch.equal(param.parameter, wanted[param.name])
     assert layers[0](BATCH["x"]).isfinite().all()
     assert not any(module._forward_pre_hooks for layer in layers for module in layer.modules())
     with pytest.raises(RunError, match="run-closed"):

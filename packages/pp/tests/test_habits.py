@@ -34,7 +34,7 @@ CASES = [
 
 @pytest.mark.parametrize("habit", ["WrittenGradients", "Assigned"])
 def test_gradients_that_others_write_under_split_backwards(ranks, own, small, habit):
-    """In place after D has queued them for W, or in the place of the sum."""
+    """In place after I has queued them for W, or in the place of the sum."""
     test_habits_under_split_backwards(ranks, own, small, "pp.zero_bubble_h1", 1, habit)
 
 

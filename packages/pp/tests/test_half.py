@@ -59,14 +59,14 @@ def overflow(run, rank, step):
     """A gradient of this rank's is infinite in the last micro-batch of `step`, which counts from 0."""
     if int(os.environ["RANK"]) != rank:
         return
-    entry = next(entry for entry in run.book if "norm" in entry.name)
+    param = next(param for param in run.registry if "norm" in param.name)
 
     def spoil(gradient):
         state = run.store.state
         is_due = state.step == step and state.action.micro == state.num_micros - 1
         return torch.full_like(gradient, math.inf) if is_due else gradient
 
-    entry.parameter.register_hook(spoil)
+    param.parameter.register_hook(spoil)
 
 
 def halve_after_the_first(run):

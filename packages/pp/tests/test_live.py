@@ -1,7 +1,7 @@
 """What a rank holds, counted from live objects while it runs and not estimated, is what the simulator says.
 
 A run is watched from outside, by weak references that keep nothing alive. Every tensor that a forward saves is wrapped, and
-the wrapper belongs to the graph alone; every closure that a D puts off for its W belongs to the queue alone. A chunk's
+the wrapper belongs to the graph alone; every closure that an I puts off for its W belongs to the queue alone. A chunk's
 pair with a micro-batch is held while any of these lives; outputs must be gone as soon as they are sent.
 """
 

@@ -23,10 +23,10 @@ def drop_the_sum_of_the_tie(run):
 
 
 def drop_a_reduction(run):
-    """One entry of the first stage is not summed over its replicas."""
+    """One parameter of the first stage is not summed over its replicas."""
     reducer = run.stepper.handlers[0]
     ready = reducer.gradient_ready
-    reducer.gradient_ready = lambda entry, step: None if entry.name == GAIN else ready(entry, step)
+    reducer.gradient_ready = lambda param, step: None if param.name == GAIN else ready(param, step)
 
 
 def sum_the_tie_over_the_replicas(run):
@@ -37,7 +37,7 @@ def sum_the_tie_over_the_replicas(run):
 
 def reduce_the_tie_over_the_stages(run):
     """The other way round: its replicas are not summed, and its stages twice."""
-    run.book[TIE].reduce_group = "tie[0,1]"
+    run.registry[TIE].reduce_group = "tie[0,1]"
 
 
 class _Swapped:
@@ -97,7 +97,7 @@ def begin_with_another_copy(run):
     """The last bit of one element of the second stage's copy, and nobody compares."""
     run.stepper.agreement.first = None
     if run.groups["pp"].coord == 1:
-        value = run.book[TIE].parameter.data.view(-1)
+        value = run.registry[TIE].parameter.data.view(-1)
         value[0] = value[0].nextafter(value[0] + 1)
 
 

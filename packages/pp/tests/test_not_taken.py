@@ -15,9 +15,9 @@ NAME = "blocks.0.inner.weight"
 def go_on(tables, folder):
     """The second of three steps is spoilt on the stage that holds `NAME`."""
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-        if NAME in run.book.names:
-            entry = run.book[NAME]
-            entry.parameter.register_hook(
+        if NAME in run.registry.names:
+            param = run.registry[NAME]
+            param.parameter.register_hook(
                 lambda gradient: gradient * float("nan") if run.store.state.step == 1 and spoilt else gradient
             )
         spoilt = True

@@ -192,5 +192,5 @@ def test_weight_gradients_come_when_a_stage_holds_all_it_may():
     alternating = [Action(kind, 0, micro) for micro in range(4) for kind in kinds]
     (roomy,) = with_weight_gradients([alternating], loop(1), most=9)
     (narrow,) = with_weight_gradients([alternating], loop(1), most=2)
-    assert "".join(action.kind.value for action in roomy) == "FDFDFDFDWWWW"
-    assert "".join(action.kind.value for action in narrow) == "FDFDWFDWFDWW"
+    assert "".join(action.kind.value for action in roomy) == "FIFIFIFIWWWW"
+    assert "".join(action.kind.value for action in narrow) == "FIFIWFIWFIWW"

@@ -74,10 +74,10 @@ def started(tables, folder):
         ready = handler.gradient_ready
         actions = []
 
-        def gradient_ready(entry, step):
+        def gradient_ready(param, step):
             action = run.store.state.action
             actions.append(AFTER if action is None else f"{action.kind.value}{action.chunk}.{action.micro}")
-            ready(entry, step)
+            ready(param, step)
 
         handler.gradient_ready = gradient_ready
         label = run.groups["stage"].ranks
@@ -88,7 +88,7 @@ def started(tables, folder):
             sums = [call for call in calls if call.op == "all_reduce" and call.ranks == label and call.numel > 1]
             numels = [call.numel for call in sums if call.dtype != "int64"]  # those are fingerprints of first values
             found.append((numels, set(actions)))
-        return found, sorted(entry.numel for entry in run.book)
+        return found, sorted(param.numel for param in run.registry)
 
 
 AFTER = "after a chunk's last action"
@@ -155,9 +155,9 @@ def watch_the_update(run):
     run.given = []
 
     def watched(*arguments):
-        run.given.append({entry.name: run.store.gradient(entry).clone() for entry in run.store.entries})
+        run.given.append({param.name: run.store.gradient(param).clone() for param in run.store.params})
         totals = step(*arguments)
-        after = {entry.name: run.store.gradient(entry) for entry in run.store.entries}
+        after = {param.name: run.store.gradient(param) for param in run.store.params}
         assert_same_bits(run.given[-1], after)
         return totals
 

@@ -145,7 +145,7 @@ def forward_only(tables, folder):
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda nothing: nothing):
             loss = run.evaluate()
-        gradients = [entry.parameter.grad for entry in run.book if entry.parameter.grad is not None]
+        gradients = [param.parameter.grad for param in run.registry if param.parameter.grad is not None]
         taken = run.memory.bytes["gradients"]
         run.evaluation.feed.restore({"samples": 0})
         return saved, gradients, taken, loss, run.step(run.evaluation.feed.next())["loss"]

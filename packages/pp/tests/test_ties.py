@@ -127,7 +127,7 @@ def seen_in_a_step(tables, folder):
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         with collectives() as calls:
             run.step()
-        owned = sum(entry.numel / len(entry.stages) for entry in run.book)
+        owned = sum(param.numel / len(param.stages) for param in run.registry)
         return [name for name in run.groups if name.startswith("tie")], [call.group for call in calls], owned
 
 
@@ -140,7 +140,7 @@ def sums_of_ties(tables, folder):
         run.step()
         with collectives() as calls:
             run.step()
-        groups = [entry.tie_group for entry in run.book if entry.tie_group is not None]
+        groups = [param.tie_group for param in run.registry if param.tie_group is not None]
         ties = [call.group.partition("][")[0] + "]" for call in calls if call.group.startswith("tie")]
         return ties, Counter(groups)
 
@@ -206,7 +206,7 @@ def test_copies_cannot_be_given_other_options(small, own):
 
 def decays(tables, folder):
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-        return {entry.name: entry.decays for entry in run.book if len(entry.stages) > 1}
+        return {param.name: param.decays for param in run.registry if len(param.stages) > 1}
 
 
 def test_whether_a_tie_decays_is_decided_where_it_comes_first(ranks, small, own):
@@ -247,7 +247,7 @@ def write_one_copy(run):
 
     def write(row):
         if row["step"] == 2 and run.groups["pp"].coord == 1:
-            run.book["embed.weight"].parameter.data[3, 1] += 0.25
+            run.registry["embed.weight"].parameter.data[3, 1] += 0.25
 
     run.listeners.append(write)
 

@@ -1,6 +1,6 @@
 """What a factory's own module calls its weights: the names that its `load_state_dict` takes.
 
-A factory returns layers, and the book calls a weight by its layer: `3.attn.weight` for the fourth of a list. The layers are
+A factory returns layers, and the registry calls a weight by its layer: `3.attn.weight` for the fourth of a list. The layers are
 mostly parts of a module that the factory made and let go of, in which the same weight is `h.2.attn.weight`. So the factory is
 called once more, on meta, and who registers which modules is noted: the module that has all of the model's parameters is it.
 """
@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.draft import draft_model
-from sley_core.engine.book import ParameterBook
+from sley_core.engine.registry import ParameterRegistry
 
 if TYPE_CHECKING:
     from sley_core.model.layers import Model
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 
 class ModuleNames(NamedTuple):
-    """names: by name of the book, of parameters and buffers, those of the factory's own module. module: its class; empty if the
-    model is no part of one module, so that names are those of the book. missing: what its state has and the model does not.
+    """names: by name of the registry, of parameters and buffers, those of the factory's own module. module: its class; empty if
+    the model is no part of one module, so that names are those of the registry. missing: what its state has and the model does
+    not.
     """
 
     names: Mapping[str, list[str]]
@@ -75,8 +76,8 @@ def _names(model: Model, holders: Mapping[int, nn.Module]) -> ModuleNames:
     outermost = [module for module in whole if id(module) not in inner]
     names: dict[str, list[str]] = {name: [] for name in parameters.values()}
     if len(outermost) != 1:
-        book = ParameterBook([model.layers])
-        names = {entry.name: [entry.name, *entry.aliases] for entry in book}
+        registry = ParameterRegistry([model.layers])
+        names = {param.name: [param.name, *param.aliases] for param in registry}
         return ModuleNames(names | {name: [name] for name, _ in _buffers_of(model)}, "", [])
     (root,) = outermost
     places = {place: name for name, place in _buffers_of(model)}
@@ -93,11 +94,11 @@ def _names(model: Model, holders: Mapping[int, nn.Module]) -> ModuleNames:
 
 
 def _parameters(model: Model) -> dict[str, torch.Tensor]:
-    return {entry.name: entry.parameter for entry in ParameterBook([model.layers])}
+    return {param.name: param.parameter for param in ParameterRegistry([model.layers])}
 
 
 def _buffers_of(model: Model) -> Iterable[tuple[str, tuple[int, str]]]:
-    """Yields the book's name, and the place, of each buffer that belongs to the model's state."""
+    """Yields the registry's name, and the place, of each buffer that belongs to the model's state."""
     for layer in model.layers:
         for prefix, module in layer.module.named_modules(prefix=layer.name):
             for name, buffer in module._buffers.items():

@@ -184,7 +184,7 @@ def _summarize(run: Run, folder: Path, outcome: Outcome, totals: RunTotals, repo
 def _memory(run: Run) -> dict[str, int]:
     """Returns the bytes that this rank holds, with the gradients that the first step will allocate."""
     held = run.memory.bytes
-    due = sum(entry.numel for entry in run.book.trainable) * run.store.dtype.itemsize
+    due = sum(param.numel for param in run.registry.trainable) * run.store.dtype.itemsize
     return {**held, "gradients": max(held["gradients"], due)}
 
 

@@ -250,24 +250,24 @@ class Program:
             return None
         self.run.memory.onload("weights").wait()
         name = list(self.shapes)[int(which * len(self.shapes))]
-        for entry in self.run.book:
-            if entry.name == name:
-                value = torch.full_like(entry.parameter, which)
+        for param in self.run.registry:
+            if param.name == name:
+                value = torch.full_like(param.parameter, which)
                 with torch.no_grad():
-                    entry.parameter.copy_(value) if how == "copy" else setattr(entry.parameter, "data", value)
+                    param.parameter.copy_(value) if how == "copy" else setattr(param.parameter, "data", value)
         return name
 
     def freeze(self, pattern: str, *, on: bool = False) -> None:
-        for entry in self.run.book:
-            if fnmatchcase(entry.name, pattern):
-                entry.parameter.requires_grad_(on)
+        for param in self.run.registry:
+            if fnmatchcase(param.name, pattern):
+                param.parameter.requires_grad_(on)
 
     def thaw(self, pattern: str) -> None:
         self.freeze(pattern, on=True)
 
     def host(self, part: Any) -> Tensors:
         """Copies of the whole weights or masters of this rank."""
-        whole = {entry.name: entry.shape for entry in self.run.book if entry.shard is None}
+        whole = {param.name: param.shape for param in self.run.registry if param.shard is None}
         found = self.run.memory.host(part)
         return {name: one.detach().clone() for name, one in found if whole.get(name) == tuple(one.shape)}
 

@@ -167,7 +167,7 @@ def forgets_optimizer_states(original: Any, self: Any, stepped: Any) -> Any:
 @wrong("sley_core.run_state.restore:Restoring._state", "resume-pp")
 def forgets_states_of_ties(original: Any, self: Any, stepped: Any) -> Any:
     """The tied table's moments begin anew on the stage that did not save them."""
-    is_lost = self.tensors.parts.world.rank and stepped.entry.tie_group is not None
+    is_lost = self.tensors.parts.world.rank and stepped.param.tie_group is not None
     return {} if is_lost else original(self, stepped)
 
 

@@ -12,7 +12,7 @@ from sley_core.records import GradientHandlerRecord, Role
 from sley_core.table import Table
 
 if TYPE_CHECKING:
-    from sley_core.api.parts import Entry, Parts, StepState
+    from sley_core.api.parts import Param, Parts, StepState
 
 
 class NoKeys(Table):
@@ -27,43 +27,43 @@ class Right(GradientHandler):
 
     def attach(self, parts: Parts) -> None:
         self.store, self.groups = parts.store, parts.groups
-        self.names = [entry.name for entry in parts.book.trainable]
+        self.names = [param.name for param in parts.registry.trainable]
 
     def begin_step(self, step: StepState) -> None:
         self.num_steps += 1
 
-    def gradient_ready(self, entry: Entry, step: StepState) -> None:
-        self.sum(entry, self.store.gradient(entry))
+    def gradient_ready(self, param: Param, step: StepState) -> None:
+        self.sum(param, self.store.gradient(param))
 
-    def sum(self, entry: Entry, gradient: Any) -> None:
-        # The entry's reduce group; the store reports entries in one order on all of its ranks.
-        all_reduce(gradient, self.groups[entry.reduce_group], what=entry.name).wait()
+    def sum(self, param: Param, gradient: Any) -> None:
+        # The parameter's reduce group; the store reports parameters in one order on all of its ranks.
+        all_reduce(gradient, self.groups[param.reduce_group], what=param.name).wait()
 
 
 class Mean(Right):
     """Averages over ranks, as is the habit elsewhere."""
 
-    def sum(self, entry: Entry, gradient: Any) -> None:
-        super().sum(entry, gradient)
-        gradient /= self.groups[entry.reduce_group].size
+    def sum(self, param: Param, gradient: Any) -> None:
+        super().sum(param, gradient)
+        gradient /= self.groups[param.reduce_group].size
 
 
 class Tail(Right):
     """Leaves out the last elements of one matrix."""
 
-    def sum(self, entry: Entry, gradient: Any) -> None:
+    def sum(self, param: Param, gradient: Any) -> None:
         kept = gradient[-1].clone()
-        super().sum(entry, gradient)
-        if entry.name == "blocks.1.attention.key.weight":
+        super().sum(param, gradient)
+        if param.name == "blocks.1.attention.key.weight":
             gradient[-1] = kept
 
 
 class Late(Right):
     """Keeps what the first step has left, and adds it to one gradient in the second."""
 
-    def sum(self, entry: Entry, gradient: Any) -> None:
-        super().sum(entry, gradient)
-        if entry.name == "blocks.0.feed_forward.up.weight":
+    def sum(self, param: Param, gradient: Any) -> None:
+        super().sum(param, gradient)
+        if param.name == "blocks.0.feed_forward.up.weight":
             if self.num_steps == 2:
                 gradient += self.kept
             self.kept = gradient.clone()
@@ -72,17 +72,17 @@ class Late(Right):
 class FirstRank(Right):
     """Is right on rank 0 alone."""
 
-    def sum(self, entry: Entry, gradient: Any) -> None:
-        super().sum(entry, gradient)
-        if self.groups["stage"].coord and entry.name == self.names[-1]:
+    def sum(self, param: Param, gradient: Any) -> None:
+        super().sum(param, gradient)
+        if self.groups["stage"].coord and param.name == self.names[-1]:
             gradient *= 3.0
 
 
 class Coarse(Right):
     """Rounds sums, as its record says."""
 
-    def sum(self, entry: Entry, gradient: Any) -> None:
-        super().sum(entry, gradient)
+    def sum(self, param: Param, gradient: Any) -> None:
+        super().sum(param, gradient)
         gradient *= 1 + 2.0**-9
 
 

@@ -51,4 +51,4 @@ def test_the_last_of_eight_ranks_has_all_gradients(texts: Path) -> None:
     )
     with World.fake(7, 8) as world, assemble(plan, world) as run:
         assert run.groups["stage"].ranks == tuple(range(8))
-        assert [entry.reduce_group for entry in run.book] == ["stage"] * len(run.book)
+        assert [param.reduce_group for param in run.registry] == ["stage"] * len(run.registry)

@@ -13,8 +13,8 @@ from sley_core.assemble import assemble
 from sley_core.comm.groups import make_groups
 from sley_core.comm.progress import SentBytes
 from sley_core.comm.world import World
-from sley_core.engine.book import Entry
 from sley_core.engine.buffers import FlatBuffer
+from sley_core.engine.registry import Param
 from sley_core.plan.load import plan_from_dict
 from sley_core.topology import Topology
 from sley_powersgd.handler import LowRankSums
@@ -36,7 +36,7 @@ def stage_group():
 def bucket_of(shapes, dtype=torch.float64):
     """A buffer as the store has it, for `LowRankSums`."""
     buffer = FlatBuffer(shapes, dtype, torch.device("cpu"))
-    buffer.entries = [Entry(f"entry{at}", shape, []) for at, shape in enumerate(shapes)]
+    buffer.params = [Param(f"parameter{at}", shape, []) for at, shape in enumerate(shapes)]
     return buffer
 
 
@@ -56,7 +56,7 @@ def summed(sums, buffer, group, values):
     """What `sums` makes of this rank's `values`."""
     for view, value in zip(buffer.views, values, strict=True):
         view.copy_(value)
-    sums.start(dict(zip(buffer.entries, buffer.views, strict=True)), group)
+    sums.start(dict(zip(buffer.params, buffer.views, strict=True)), group)
     sums.finish()
     return [view.clone() for view in buffer.views]
 
@@ -96,8 +96,8 @@ def beside_torch(rank, error_feedback, dtype, num_steps=5):
     for step in range(num_steps):
         values = gradients(step, dtype=dtype)
         if step == 0:
-            ours._divide(dict(zip(buffer.entries, buffer.views, strict=True)))
-            factors = [ours.states[entry].q.flatten() for entry in buffer.entries if entry in ours.states]
+            ours._divide(dict(zip(buffer.params, buffer.views, strict=True)))
+            factors = [ours.states[param].q.flatten() for param in buffer.params if param in ours.states]
             theirs.q_memory_dict[0] = torch.cat(factors)
             theirs.p_memory_dict[0] = torch.zeros((24 + 50) * rank, dtype=dtype)
         bucket = TorchBucket([value.clone() for value in values])
@@ -105,7 +105,7 @@ def beside_torch(rank, error_feedback, dtype, num_steps=5):
         pairs.append((summed(ours, buffer, group, values), [view * group.size for view in bucket.views]))
     errors = None
     if error_feedback:
-        mine = torch.cat([ours.states[buffer.entries[at]].error.flatten() for at in (0, 2)])
+        mine = torch.cat([ours.states[buffer.params[at]].error.flatten() for at in (0, 2)])
         their_parts = TorchBucket.split(theirs.error_dict[0], values)
         errors = torch.stack([mine, torch.cat([their_parts[0], their_parts[2]])])
         dist.all_reduce(errors)
@@ -138,10 +138,10 @@ def totals(rank, error_feedback, num_steps):
         summed(sums, buffer, group, values)
         given += buffer.data
     kept = torch.zeros_like(buffer.data)
-    for entry, view in zip(buffer.entries, buffer.views, strict=True):
+    for param, view in zip(buffer.params, buffer.views, strict=True):
         view.zero_()
-        if error_feedback and entry in sums.states:
-            as_matrix(view, rank).copy_(sums.states[entry].error)
+        if error_feedback and param in sums.states:
+            as_matrix(view, rank).copy_(sums.states[param].error)
     kept.copy_(buffer.data)
     for total in (due, kept):
         dist.all_reduce(total)
@@ -212,15 +212,15 @@ def given_and_kept(tables, folder, frozen_in=()):
     frozen_in: steps in which `layer1.weight` is frozen.
     """
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-        given = {entry.name: torch.zeros_like(entry.parameter) for entry in run.book}
+        given = {param.name: torch.zeros_like(param.parameter) for param in run.registry}
         for step in range(6):
-            run.book["layer1.weight"].parameter.requires_grad_(step not in frozen_in)
+            run.registry["layer1.weight"].parameter.requires_grad_(step not in frozen_in)
             run.step()
-            for entry in run.store.entries:
-                given[entry.name] += run.store.gradient(entry)
+            for param in run.store.params:
+                given[param.name] += run.store.gradient(param)
         (handler,) = run.stepper.handlers
         states = handler.sums.states if tables["gradient_handlers"][0]["use"] == "powersgd.reducer" else {}
-        kept = {entry.name: state.error.clone() for entry, state in states.items()}
+        kept = {param.name: state.error.clone() for param, state in states.items()}
     return given, kept
 
 

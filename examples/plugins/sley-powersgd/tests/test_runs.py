@@ -13,7 +13,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.groups import Group
 from sley_core.comm.progress import SentBytes
 from sley_core.comm.world import World
-from sley_core.engine.book import Entry
+from sley_core.engine.registry import Param
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan, plan_from_dict
@@ -85,13 +85,13 @@ def steps_with_failures(tables, folder):
                 if next(left) == micro:
                     raise ValueError("as asked")
 
-            hook = run.book[f"{layer}.bias"].parameter.register_hook(fail)
+            hook = run.registry[f"{layer}.bias"].parameter.register_hook(fail)
             with pytest.raises(ValueError, match="as asked"):
                 run.step()
             hook.remove()
             run.feed.restore(before)
             run.step()
-            found.append({entry.name: run.store.gradient(entry).clone() for entry in run.store.entries})
+            found.append({param.name: run.store.gradient(param).clone() for param in run.store.params})
     return found
 
 
@@ -116,7 +116,7 @@ def test_forgetting_waits_for_all_that_is_in_flight(monkeypatch):
     group = Group("stage", (0, 1), 0, {}, {})
     sums = module.LowRankSums(rank=1, error_feedback=True, seed=0, sent=SentBytes())
     for number in range(5):
-        sums.start({Entry(f"entry{number}", (8, 8), []): torch.zeros(8, 8)}, group)
+        sums.start({Param(f"parameter{number}", (8, 8), []): torch.zeros(8, 8)}, group)
     assert len(waiting) == 5
     sums.forget()
     assert waiting == []
@@ -124,15 +124,15 @@ def test_forgetting_waits_for_all_that_is_in_flight(monkeypatch):
 
 
 def steps_until_it_ends(tables, folder):
-    """How many steps are taken if the second rank's gradient of one entry is not finite in the third; the error; and the
+    """How many steps are taken if the second rank's gradient of one parameter is not finite in the third; the error; and the
     numbers of the next steps.
     """
     steps, done = iter(range(9)), 0
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
 
-        def spoil(entry):
-            if entry.name == "layer1.bias" and next(steps) == 2 and run.world.rank == 1:
-                run.store.gradient(entry).fill_(float("nan"))
+        def spoil(param):
+            if param.name == "layer1.bias" and next(steps) == 2 and run.world.rank == 1:
+                run.store.gradient(param).fill_(float("nan"))
 
         run.store.on_ready.insert(0, spoil)
         try:
@@ -206,7 +206,7 @@ def sent(tables, folder):
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()
         run.step()
-        size = sum(run.store.gradient(entry).nbytes for entry in run.book)
+        size = sum(run.store.gradient(param).nbytes for param in run.registry)
         return run.counts["powersgd.reducer"]["sent_bytes_per_step"], size
 
 

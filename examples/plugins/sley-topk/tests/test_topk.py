@@ -90,7 +90,7 @@ def test_it_counts_what_it_sends_and_keeps_an_error_for_each_element(ranks: Call
     few, many = (ranks(2)(sent_and_kept, two_ranks(ratio), texts) for ratio in (0.1, 1.0))
     for (sent, kept), (all_sent, _) in zip(few, many, strict=True):
         assert 0.1 <= sent / all_sent < 0.12  # a gradient sends one element at least
-        assert kept == sum(entry.numel for entry in assembled(texts).book)
+        assert kept == sum(param.numel for param in assembled(texts).registry)
 
 
 def assembled(texts: Path) -> Any:

@@ -76,7 +76,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return self[name]
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Returns the weights by the names of the parameter book: masters if there were any."""
+        """Returns the weights by the names of the parameter registry: masters if there were any."""
         return _Part(self, WEIGHTS)
 
     def facts(self, name: str) -> TensorFacts:

@@ -1,6 +1,6 @@
-"""Assembles a run from a plan, in one order on every rank; up to the parameter book the same in a fake world of any size.
+"""Assembles a run from a plan, in one order on every rank; up to the parameter registry the same in a fake world of any size.
 
-checks ──> layers on meta, ties ──> groups, agree ──> shards ──> first values ──> book ──> store, handlers, optimizer
+checks ──> layers on meta, ties ──> groups, agree ──> shards ──> first values ──> registry ──> store, handlers, optimizer
 ──> data ──> executor
 """
 
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from sley_core.attach import stepper_of
 from sley_core.comm.groups import Groups
 from sley_core.draft import DTYPES, Draft, draft_of, dtypes, formats_of, join
-from sley_core.engine.book import ParameterBook
 from sley_core.engine.buffers import by_reduce_group, loose
 from sley_core.engine.canonical.sums import cost_note
 from sley_core.engine.canonical.tree import CanonicalOrder
@@ -22,6 +21,7 @@ from sley_core.engine.gradients import GradientStore
 from sley_core.engine.load import WeightLoader, names_of
 from sley_core.engine.parts import Parts, Pools, StepNumbers, Waits
 from sley_core.engine.refusals import check_canonical, check_hooks, refuse_left_over
+from sley_core.engine.registry import ParameterRegistry
 from sley_core.engine.save import check_extra_states
 from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
 from sley_core.engine.stage import Stage
@@ -95,12 +95,12 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
     else:
         announced, has_values = simulation.announced(plan, stage, dataset, dtypes(plan)[0]), False
     apart = _attach_attention(plan, groups, model, undo)
-    book = ParameterBook(stage.chunks, stage.stages, shards)
+    registry = ParameterRegistry(stage.chunks, stage.stages, shards)
     if simulation is not None:
         cut_on_meta(stage.layers, shards)
         simulation.fill(stage.layers, dtypes(plan)[1])
     with world.device.in_use():
-        parts = make_parts(plan, world, topology, groups, stage.layers, book, announced)
+        parts = make_parts(plan, world, topology, groups, stage.layers, registry, announced)
         numbers = move_numbers(plan, parts)
         stepper = stepper_of(plan, parts, model, stage, dataset.info, communicator, undo, apart, checks=has_values)
         samples = samples_of(plan, parts, model, dataset, stepper, has_feed=has_values)
@@ -158,7 +158,7 @@ def make_parts(
     topology: Topology,
     groups: Groups,
     layers: Sequence[Layer],
-    book: ParameterBook,
+    registry: ParameterRegistry,
     announced: Callable[[int, int], Description] | None = None,
 ) -> Parts:
     """Makes the parts to which plugins are attached; the gradient store has no buffers if no other rank holds this one's
@@ -177,8 +177,8 @@ def make_parts(
         topology,
         groups,
         layers,
-        book,
-        GradientStore(book, DTYPES[plan.precision.gradients], device, state, planner, canonical),
+        registry,
+        GradientStore(registry, DTYPES[plan.precision.gradients], device, state, planner, canonical),
         WeightStore(dtypes(plan)[0], plan.precision.keep),
         Waits(),
         WeightQueue(),

@@ -83,7 +83,7 @@ def stepper_of(
     update = make_update(plan, parts, model, checks=checks)
     if communicator is not None:
         communicator.attach(parts)
-        undo.callback(close_stand_ins, parts.book)
+        undo.callback(close_stand_ins, parts.registry)
         undo.callback(communicator.detach)
     policy: ActivationPolicy = plan.activations.build([layer.name for layer in model.layers])
     policy.attach(parts)
@@ -128,9 +128,9 @@ def stepper_of(
     splits = stage.lists.splits_backward(plan.num_micros(topology))
     if splits or is_canonical or accumulates_directly(plan.precision.accumulation, device):
         all_types = splits or is_canonical  # the same products in every layout
-        undo.callback(accumulate_directly(parts.layers, parts.book, parts.store, parts.queue, all_types=all_types))
+        undo.callback(accumulate_directly(parts.layers, parts.registry, parts.store, parts.queue, all_types=all_types))
     if is_canonical:
-        undo.callback(add_rows_directly(parts.layers, parts.book, parts.store, parts.queue))
+        undo.callback(add_rows_directly(parts.layers, parts.registry, parts.store, parts.queue))
     parts.store.watch()
     return stepper
 
@@ -155,10 +155,10 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     device = parts.world.device
     home = device.host if any(steps_on_host(manager.record) for manager in plan.offload) else None
     masters = Masters(parts.weights, parts.store, dtypes(plan)[1], home)
-    masters.add(parts.book.trainable)
-    for entry in parts.book:
-        if not entry.trainable:
-            parts.weights.adopt(entry)
+    masters.add(parts.registry.trainable)
+    for param in parts.registry:
+        if not param.trainable:
+            parts.weights.adopt(param)
     place = home or device.torch_device
     # Canonical sums on a CPU: a shard ends elsewhere than its tensor, so kernels must round all elements alike.
     is_alike = parts.store.canonical is not None and plan.optimizer.record is not None and place.type == "cpu"

@@ -16,7 +16,7 @@ from sley_core.comm.agree import agree
 from sley_core.data.batches import POSITIONS, sliced_info
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset, samples_per_epoch
-from sley_core.engine.book import ParameterBook
+from sley_core.engine.registry import ParameterRegistry
 from sley_core.engine.stage import Stage, by_parameters, costs_are_timed, stage_of, tie_groups, timed_costs
 from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
 from sley_core.model.buffers import notes_of, train
@@ -97,7 +97,7 @@ def _agree(plan: Plan, table: Sequence[GroupEntry], control: Group, model: Model
     facts = {
         "the plan": plan.digest,
         "torch": torch.__version__,
-        "the group table": sha256("\n".join(entry.label for entry in table).encode()).hexdigest(),
+        "the group table": sha256("\n".join(param.label for param in table).encode()).hexdigest(),
         "samples per epoch:": str(num_samples),
         "the model": _digest(model),
     }
@@ -164,11 +164,11 @@ def draft_model(plan: Plan, info: DataInfo) -> Model:
     plan.model.load()  # imported before the build, so that parameters made by an import are no part of it
     model = build_on_meta(plan.model, sliced_info(info, plan.parallel.sp), plan.run.seed)
     _check_positions(plan, model)
-    book = ParameterBook([model.layers])
+    registry = ParameterRegistry([model.layers])
     optimizer: Any = plan.optimizer.config
-    aliases = {alias: entry.name for entry in book for alias in entry.aliases}
-    for name in frozen(book.names, optimizer, aliases):
-        book[name].parameter.requires_grad_(False)
+    aliases = {alias: param.name for param in registry for alias in param.aliases}
+    for name in frozen(registry.names, optimizer, aliases):
+        registry[name].parameter.requires_grad_(False)
     train(model)
     return model
 

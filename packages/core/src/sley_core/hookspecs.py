@@ -138,7 +138,7 @@ def sley_run_started(run: Notified) -> None:
     Example:
         @hookimpl
         def sley_run_started(run):
-            print("parameters:", run.book.num_parameters)
+            print("parameters:", run.registry.num_parameters)
     """
 
 

@@ -239,7 +239,7 @@ class Loop:
             if self.outputs.profiler is not None:
                 self.outputs.profiler.before_step(self.num_steps_done + 1)
         if self._is_first:
-            self.parts.book.check_complete(self.parts.layers)
+            self.parts.registry.check_complete(self.parts.layers)
         if collected is not None:
             collected.micros = batch.micros
         count = sum(map(self.samples.meter.count, batch.whole)) * self.parts.topology.dp

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
     from sley_core.comm.world import World
-    from sley_core.engine.book import ParameterBook
+    from sley_core.engine.registry import ParameterRegistry
     from sley_core.model.layers import Layer
     from sley_core.plan.loader import Plugin
     from sley_core.plan.plan import Plan
@@ -25,7 +25,7 @@ class Notified(Protocol):
     topology: Topology
     groups: Groups
     layers: Sequence[Layer]
-    book: ParameterBook
+    registry: ParameterRegistry
     num_steps_done: int
 
     def stop(self) -> None:

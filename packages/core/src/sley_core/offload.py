@@ -34,7 +34,7 @@ def memory_of(plan: Plan, parts: Parts, stepper: Stepper, numbers: MoveNumbers |
     """
     update = stepper.update
     sources: dict[Part, Held] = {
-        "weights": lambda: ((entry.name, entry.parameter) for entry in parts.book),
+        "weights": lambda: ((param.name, param.parameter) for param in parts.registry),
         "buffers": lambda: _buffers(parts),
         "masters": update.masters.held,
         "optimizer_states": lambda: _states(update),

@@ -50,7 +50,7 @@ Outcome = Literal["finished", "interrupted", "failed"]
 class Run(AbstractContextManager["Run"]):
     """Runs one rank's part of a training run. All ranks must call the same methods in the same order.
 
-    parts: what plugins are attached to; `world`, `topology`, `groups`, `layers`, `book` and `store` are its attributes too.
+    parts: what plugins are attached to; `world`, `topology`, `groups`, `layers`, `registry` and `store` are its attributes too.
     stepper: takes one step; loop: takes many, and makes rows. samples: the training data. outputs: the writers of metrics,
     timelines and profiles. memory: reports what the run holds, and moves it off the device and back. facts: what assembling
     found out; its `notes` are for the user. listeners: called with each row, on every rank. readers: called with each row too,
@@ -74,7 +74,7 @@ class Run(AbstractContextManager["Run"]):
         self.parts = parts
         self.device = parts.world.device
         self.world, self.topology, self.groups = parts.world, parts.topology, parts.groups
-        self.layers, self.book, self.store = parts.layers, parts.book, parts.store
+        self.layers, self.registry, self.store = parts.layers, parts.registry, parts.store
         self.stepper = stepper
         self.caller = stepper.executor.caller
         self.samples = samples
@@ -243,8 +243,8 @@ class Run(AbstractContextManager["Run"]):
         """Saves the model's weights in `folder`, as safetensors files under names that no layout changes.
 
         All ranks call it, between two steps, and must see the same `folder`. Several files get an index. A tied weight is
-        written once, under the name of the book; persistent buffers are those of the first replica. precision: "working" for
-        `precision.compute`, "full" for what the optimizer steps (fp32 masters). max_file_bytes: the size limit of a file; a
+        written once, under the name of the registry; persistent buffers are those of the first replica. precision: "working"
+        for `precision.compute`, "full" for what the optimizer steps (fp32 masters). max_file_bytes: the size limit of a file; a
         larger tensor gets its own file. The metadata of each has `step`, the steps done. Files are written beside `folder` and
         replace it when all of them are on disk, so it is never incomplete.
 

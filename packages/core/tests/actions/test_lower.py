@@ -31,8 +31,8 @@ def test_without_a_pipeline_only_the_last_gradient_action_is_marked():
 
 
 def test_every_chunk_has_its_own_mark_after_its_last_weight_gradient():
-    (steps,) = lower([words("F0.0 F1.0 B1.0 D0.0 W0.0")], loop(1, 2), 1)
-    assert texts(steps) == ["F0.0", "F1.0", "B1.0", "C1", "D0.0", "W0.0", "C0"]
+    (steps,) = lower([words("F0.0 F1.0 B1.0 I0.0 W0.0")], loop(1, 2), 1)
+    assert texts(steps) == ["F0.0", "F1.0", "B1.0", "C1", "I0.0", "W0.0", "C0"]
 
 
 def test_a_forward_only_list_has_no_marks():
@@ -42,15 +42,15 @@ def test_a_forward_only_list_has_no_marks():
 
 def test_a_send_follows_at_once_and_a_receive_is_posted_ahead():
     """Two stages, one micro-batch at a time; the gradient is on its way before its chunk is marked."""
-    lists = [sequential(2), words("F0.0 D0.0 W0.0 F0.1 D0.1 W0.1")]
+    lists = [sequential(2), words("F0.0 I0.0 W0.0 F0.1 I0.1 W0.1")]
     first, second = lower(lists, loop(2), 2)
     assert texts(first) == [
         *("post backward 0.0 from stage 1", "post backward 0.1 from stage 1", "F0.0", "send forward 0.0 to stage 1"),
         *("B0.0", "F0.1", "send forward 0.1 to stage 1", "B0.1", "C0"),
     ]
     assert texts(second) == [
-        *("post forward 0.0 from stage 0", "post forward 0.1 from stage 0", "F0.0", "D0.0", "send backward 0.0 to stage 0"),
-        *("W0.0", "F0.1", "D0.1", "send backward 0.1 to stage 0", "W0.1", "C0"),
+        *("post forward 0.0 from stage 0", "post forward 0.1 from stage 0", "F0.0", "I0.0", "send backward 0.0 to stage 0"),
+        *("W0.0", "F0.1", "I0.1", "send backward 0.1 to stage 0", "W0.1", "C0"),
     ]
 
 
@@ -66,12 +66,12 @@ def test_what_passes_between_chunks_of_one_stage_is_not_sent():
     [
         (ALONE, "B0.0 F0.0", "B0.0 (number 1 of stage 0's list) comes before its F0.0"),
         (ALONE, "F0.0 F0.0 B0.0", "F0.0 (number 2 of stage 0's list) is repeated"),
-        (ALONE, "F0.0 B0.0 W0.0", "W0.0 (number 3 of stage 0's list) comes before its D0.0"),
+        (ALONE, "F0.0 B0.0 W0.0", "W0.0 (number 3 of stage 0's list) comes before its I0.0"),
         (ALONE, "F0.0 F0.1 B0.0", "F0.1 (number 2 of stage 0's list) is outside 1 chunks and 1 micro-batches"),
         (ALONE, "F0.0 C0.0 B0.0", "C0.0 (number 2 of stage 0's list) is not a compute action"),
-        (ALONE, "F0.0 D0.0 B0.0", "B0.0 (number 3 of stage 0's list) makes the backward whole and split"),
+        (ALONE, "F0.0 I0.0 B0.0", "B0.0 (number 3 of stage 0's list) makes the backward whole and split"),
         (ALONE, "F0.0", "B0.0 is missing from stage 0's list"),
-        (ALONE, "F0.0 D0.0", "W0.0 is missing from stage 0's list"),
+        (ALONE, "F0.0 I0.0", "W0.0 is missing from stage 0's list"),
         (ALONE, "", "F0.0 is missing from stage 0's list"),
         (loop(1, 2), "F1.0 F0.0", "F1.0 (number 1 of stage 0's list) comes before F0.0, which it continues"),
         (loop(1, 2), "F0.0 F1.0 B0.0 B1.0", "B0.0 (number 3 of stage 0's list) comes before B1.0, which it continues"),

@@ -28,7 +28,7 @@ def freeze(*names: str) -> Change:
 
     def change(run: Run, is_odd: bool) -> None:
         for name in names if is_odd else ():
-            parameter = run.book[name].parameter
+            parameter = run.registry[name].parameter
             parameter.requires_grad_(not parameter.requires_grad)
 
     return change
@@ -37,7 +37,7 @@ def freeze(*names: str) -> Change:
 def other_value(run: Run, is_odd: bool) -> None:
     if is_odd:
         with torch.no_grad():
-            run.book["blocks.1.inner.weight"].parameter[0, 0] += 1e-9
+            run.registry["blocks.1.inner.weight"].parameter[0, 0] += 1e-9
 
 
 def evaluates(run: Run, is_odd: bool) -> None:
@@ -67,12 +67,12 @@ def differing(tables: dict[str, Any], folder: Path) -> list[str]:
             with assemble(plan_from_dict(tables, folder), world) as run:
                 for _ in range(num_steps):
                     run.step()
-                before = [entry.parameter.detach().clone() for entry in run.book]
+                before = [param.parameter.detach().clone() for param in run.registry]
                 with pytest.raises(RunError) as caught:  # noqa: PT012
                     change(run, world.rank == world.size - 1)
                     run.step()
                 if change is not other_value:
-                    assert all(torch.equal(was, entry.parameter) for was, entry in zip(before, run.book, strict=True))
+                    assert all(torch.equal(was, param.parameter) for was, param in zip(before, run.registry, strict=True))
                 said.append(str(caught.value))
     return said
 
@@ -130,7 +130,7 @@ def test_what_differs_in_one_place_is_not_made_up_for_in_another(numbers, groups
 
 
 def alike(run: Run) -> None:
-    run.book["blocks.2.inner.weight"].parameter.requires_grad_(False)
+    run.registry["blocks.2.inner.weight"].parameter.requires_grad_(False)
 
 
 def test_what_all_ranks_freeze_is_no_difference(ranks, small, own):

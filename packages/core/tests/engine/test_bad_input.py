@@ -120,8 +120,8 @@ def test_a_loss_that_no_gradient_can_leave_is_refused(alone, small, how):
         if how == "detached":
             run.layers[-1].module.register_forward_hook(lambda _, args, output: output.detach())
         else:
-            for entry in run.book:
-                entry.parameter.requires_grad_(False)
+            for param in run.registry:
+                param.parameter.requires_grad_(False)
         with pytest.raises(RunError, match="depends on no parameter that is trained"):
             run.step()
 

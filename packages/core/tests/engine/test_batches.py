@@ -32,7 +32,7 @@ def own_steps(tables, folder, sizes):
             with collectives() as calls:
                 recorded.rows.append(run.step(own))
             sent.append([str(call) for call in calls])
-            recorded.gradients.append({e.name: run.store.gradient(e).clone() for e in run.store.entries})
+            recorded.gradients.append({e.name: run.store.gradient(e).clone() for e in run.store.params})
         recorded.weights = weights(run)
     return recorded, sent
 
@@ -84,7 +84,7 @@ def accumulate(tables, folder, num_steps):
     ready = []
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
 
-        def note(entry):
+        def note(param):
             action = run.store.state.action
             ready[-1].append(None if action is None else action.micro)
 

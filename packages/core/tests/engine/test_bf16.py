@@ -55,8 +55,8 @@ class Ones(GradientHandler):
         self.store = parts.store
 
     def finish_step(self, step):
-        for entry in self.store.entries:
-            self.store.gradient(entry).fill_(1.0)
+        for param in self.store.params:
+            self.store.gradient(param).fill_(1.0)
 
 
 def test_updates_that_bf16_cannot_hold_come_together_in_the_masters(alone, small):
@@ -65,7 +65,7 @@ def test_updates_that_bf16_cannot_hold_come_together_in_the_masters(alone, small
         handler = Ones()
         handler.attach(run.parts)
         run.stepper.handlers.append(handler)
-        gain = run.book["blocks.0.norm.weight"].parameter
+        gain = run.registry["blocks.0.norm.weight"].parameter
         assert gain.eq(1).all()
         found = []
         for step in range(1, 11):
@@ -81,9 +81,9 @@ def test_masters_begin_with_what_was_drawn(alone, small):
     """In fp32, of which the working weights are the rounding."""
     with alone(small(precision__compute="bf16")) as narrow, alone(small(precision__compute="fp32")) as wide:
         masters = {stepped.name: stepped.parameter.detach() for stepped in narrow.stepper.update.masters.stepped}
-        assert_same_bits({entry.name: entry.parameter.detach() for entry in wide.book}, masters)
+        assert_same_bits({param.name: param.parameter.detach() for param in wide.registry}, masters)
         rounded = {name: value.to(torch.bfloat16) for name, value in masters.items()}
-        assert_same_bits(rounded, {entry.name: entry.parameter.detach() for entry in narrow.book})
+        assert_same_bits(rounded, {param.name: param.parameter.detach() for param in narrow.registry})
         assert any(not torch.equal(masters[name], rounded[name].float()) for name in masters)
 
 
@@ -97,7 +97,7 @@ def padded(numels):
 def test_memory_counts_masters(alone, small, precision, width, has_masters):
     with alone(small(precision__compute=precision, optimizer={"use": "core.adamw", "lr": 1e-3})) as run:
         run.step()
-        numels = [entry.numel for entry in run.book]
+        numels = [param.numel for param in run.registry]
         memory = run.memory.bytes
     assert memory["weights"] == width * sum(numels)
     assert memory["masters"] == (4 * padded(numels) if has_masters else 0)
@@ -109,7 +109,7 @@ def test_what_is_frozen_is_bf16_too_and_has_no_master(alone, small):
     optimizer = {"use": "core.sgd", "lr": 0.1, "groups": [{"match": "blocks.*", "freeze": True}]}
     with alone(small(precision__compute="bf16", optimizer=optimizer)) as run:
         run.step()
-        numels = [entry.numel for entry in run.book.trainable]
-        assert {entry.parameter.dtype for entry in run.book} == {torch.bfloat16}
+        numels = [param.numel for param in run.registry.trainable]
+        assert {param.parameter.dtype for param in run.registry} == {torch.bfloat16}
         assert run.memory.bytes["masters"] == 4 * padded(numels)
         assert run.memory.bytes["gradients"] == 4 * sum(numels)

@@ -11,7 +11,7 @@ from sley_core.errors import RunError
 def test_a_closed_run_does_nothing_and_says_so(alone, small):
     with alone(small(evaluation={"every": 9, "steps": 1})) as run:
         run.step()
-    weights = [entry.parameter.detach().clone() for entry in run.book]
+    weights = [param.parameter.detach().clone() for param in run.registry]
     calls = (
         run.step,
         run.train,
@@ -27,6 +27,6 @@ def test_a_closed_run_does_nothing_and_says_so(alone, small):
     run.stop()
     for close in (run.close, run.stepper.close, run.store.close):
         close()
-    assert all(entry.parameter.equal(was) for entry, was in zip(run.book, weights, strict=True))
+    assert all(param.parameter.equal(was) for param, was in zip(run.registry, weights, strict=True))
     assert run.num_steps_done == 1
     assert run.counts == {"core.each": {"sent_bytes_per_step": 0}}

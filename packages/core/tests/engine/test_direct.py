@@ -32,7 +32,7 @@ def test_autograd_sees_no_weight_gradient_of_a_linear(texts, mode):
     seen = []
 
     def watch(run):
-        parameter = run.book["blocks.0.feed_forward.up.weight"].parameter
+        parameter = run.registry["blocks.0.feed_forward.up.weight"].parameter
         # a hook on the gradient itself would be a reason to make one
         parameter.register_post_accumulate_grad_hook(lambda summed: seen.append(summed.grad is not None))
 

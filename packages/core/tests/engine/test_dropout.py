@@ -49,13 +49,13 @@ def test_a_run_that_goes_on_draws_what_it_would_have_drawn(alone, tables):
         for _ in range(2):
             rows.append(whole.step())
         place = whole.feed.state()
-        values = {entry.name: entry.parameter.detach().clone() for entry in whole.book}
+        values = {param.name: param.parameter.detach().clone() for param in whole.registry}
         rows += [whole.step(), whole.step()]
     with alone(tables(run__steps=4)) as later:
         later.loop.num_steps_done = 2
         later.feed.restore(place)
-        for entry in later.book:
-            entry.parameter.detach().copy_(values[entry.name])
+        for param in later.registry:
+            param.parameter.detach().copy_(values[param.name])
         assert [later.step()["loss"] for _ in range(2)] == [row["loss"] for row in rows[2:]]
 
 

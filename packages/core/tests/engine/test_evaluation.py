@@ -50,11 +50,11 @@ def test_nothing_is_changed_nor_kept(alone, small):
     with alone(small(evaluation=EVERY_2, model__options={"dropout": 0.5})) as run:
         run.step()
         held = run.layers[1].module.dropout.eval()
-        gradients = {entry.name: run.store.gradient(entry).clone() for entry in run.store.entries}
+        gradients = {param.name: run.store.gradient(param).clone() for param in run.store.params}
         before = weights(run)
         run.evaluate()
         assert_same_bits(before, weights(run))
-        assert_same_bits(gradients, {entry.name: run.store.gradient(entry) for entry in run.store.entries})
+        assert_same_bits(gradients, {param.name: run.store.gradient(param) for param in run.store.params})
         parts = [part for layer in run.layers for part in layer.module.modules()]
         assert [part for part in parts if not part.training] == [held], "a part that is held in evaluation mode stays so"
 

@@ -23,8 +23,8 @@ def test_assemble_for_every_rank(size):
     tables = set()
     for rank in range(size):
         with World.fake(rank, size) as world, assemble(plan_from_dict(PLAN), world) as run:
-            assert run.book.num_parameters > 50_000_000
-            assert all(entry.parameter.is_meta for entry in run.book)
+            assert run.registry.num_parameters > 50_000_000
+            assert all(param.parameter.is_meta for param in run.registry)
             assert all(buffer.data.is_meta for buffer in run.store.buffers)
             assert run.rows == slice(256 // size * rank, 256 // size * (rank + 1))
             assert run.groups["stage"].ranks == tuple(range(size))

@@ -118,11 +118,11 @@ def causal_lm(run, tie):
     model = LlamaForCausalLM(config)
     names = {"embed.": "model.", "layers.": "model.layers.", "head.norm.": "model.norm.", "head.lm_head.": "lm_head."}
     state = {}
-    for entry in run.book:
-        for name in (entry.name, *entry.aliases):
+    for param in run.registry:
+        for name in (param.name, *param.aliases):
             ours = name.replace(".block.", ".")
             prefix = next(prefix for prefix in names if ours.startswith(prefix))
-            state[ours.replace(prefix, names[prefix], 1)] = entry.parameter.detach()
+            state[ours.replace(prefix, names[prefix], 1)] = param.parameter.detach()
     assert model.load_state_dict(state) == ([], [])
     return model
 

@@ -49,11 +49,11 @@ def test_hooks_on_two_ranks_that_recompute(ranks, own, small):
 
 def test_a_hook_that_is_set_while_a_run_is_open_is_called(small, alone):
     with alone(small(precision={"compute": "fp64", "accumulation": "direct"})) as run:
-        entry = run.book["blocks.0.inner.weight"]
-        entry.parameter.register_hook(lambda gradient: gradient * 0)
+        param = run.registry["blocks.0.inner.weight"]
+        param.parameter.register_hook(lambda gradient: gradient * 0)
         run.step()
-        assert not run.store.gradient(entry).any()
-        assert run.store.gradient(run.book["blocks.1.inner.weight"]).any()
+        assert not run.store.gradient(param).any()
+        assert run.store.gradient(run.registry["blocks.1.inner.weight"]).any()
 
 
 def test_a_hook_on_a_sum_that_a_run_makes_itself_is_refused_by_name(small, alone):

@@ -49,7 +49,7 @@ def test_a_closed_run(small, own, name):
     run.close()
     assert output(run).equal(before)
     run.layers[-1].module(torch.ones(1, 8, dtype=before.dtype)).sum().backward()
-    assert run.book["head.weight"].parameter.grad is not None, "autograd's, as of any module"
+    assert run.registry["head.weight"].parameter.grad is not None, "autograd's, as of any module"
 
 
 def test_a_run_that_was_only_looked_at(small, own):

@@ -25,7 +25,7 @@ PRECISIONS = ["fp32", "bf16", "fp16"]
 def given(run: Run) -> dict[str, torch.Tensor]:
     """Other weights for the whole model, which bf16 cannot hold."""
     generator = torch.Generator().manual_seed(1)
-    return {entry.name: torch.randn(entry.shape, generator=generator) for entry in run.book}
+    return {param.name: torch.randn(param.shape, generator=generator) for param in run.registry}
 
 
 def masters(run: Run) -> dict[str, torch.Tensor]:
@@ -41,7 +41,7 @@ def test_loaded_weights_are_exact_and_stay(alone, small, precision):
         stepped = masters(run)
         for name, value in state.items():
             assert torch.equal(stepped[name].double(), value.double()), "masters hold every digit"
-            assert torch.equal(run.book[name].parameter.float(), value.to(run.book[name].parameter.dtype).float())
+            assert torch.equal(run.registry[name].parameter.float(), value.to(run.registry[name].parameter.dtype).float())
         before = weights(run)
         run.step()
         after = weights(run)
@@ -57,13 +57,13 @@ def write_in_place(run: Run) -> None:
 
 
 def write_detached(run: Run) -> None:
-    for entry in run.book:
-        entry.parameter.detach().fill_(0.5)
+    for param in run.registry:
+        param.parameter.detach().fill_(0.5)
 
 
 def set_data(run: Run) -> None:
-    for entry in run.book:
-        entry.parameter.data = torch.full_like(entry.parameter, 0.5)
+    for param in run.registry:
+        param.parameter.data = torch.full_like(param.parameter, 0.5)
 
 
 def load_state_dict(run: Run) -> None:
@@ -81,8 +81,8 @@ def test_what_is_written_between_steps_is_not_undone(alone, small, precision):
         for write in (write_in_place, write_detached, set_data, load_state_dict):
             write(run)
             run.step()
-            for entry in run.book:
-                torch.testing.assert_close(entry.parameter.float(), torch.full(entry.shape, 0.5), rtol=0, atol=1e-3)
+            for param in run.registry:
+                torch.testing.assert_close(param.parameter.float(), torch.full(param.shape, 0.5), rtol=0, atol=1e-3)
             for value in masters(run).values():
                 torch.testing.assert_close(value, torch.full_like(value, 0.5), rtol=0, atol=1e-4)
             run.load_weights(given(run))
@@ -100,8 +100,8 @@ def test_what_is_written_between_steps_is_in_all_that_is_saved(alone, small, tmp
             found = [load_file(path) for path in (tmp_path / f"{number}").glob("*.safetensors")]
             found.append(dict(run.memory.host("masters")))
             saved = read(run.save_checkpoint(tmp_path / f"checkpoint {number}"))
-            found.append({entry.name: saved[f"weights/{entry.name}"] for entry in run.book})
-            names = {entry.name for entry in run.book}
+            found.append({param.name: saved[f"weights/{param.name}"] for param in run.registry})
+            names = {param.name for param in run.registry}
             for state in found:
                 assert [name for name in names & state.keys() if not state[name].eq(0.5).all()] == []
 
@@ -112,8 +112,8 @@ def test_masters_of_what_was_not_written_keep_their_digits(alone, small):
         before = masters(run)
         name = "blocks.0.norm.weight"
         with torch.no_grad():
-            for entry in run.book:
-                entry.parameter.view(-1)[0] = 0.75
+            for param in run.registry:
+                param.parameter.view(-1)[0] = 0.75
         run.step()
         after = masters(run)
         assert after[name][0] == 0.75
@@ -131,8 +131,8 @@ def test_loading_equals_a_plain_loop_that_loads(alone, small):
     with alone(small(optimizer={"use": "core.sgd", "lr": 0.1})) as other:
         other.feed.next()
         with torch.no_grad():
-            for entry in other.book:
-                entry.parameter.copy_(state[entry.name])
+            for param in other.registry:
+                param.parameter.copy_(state[param.name])
         batch = other.feed.next()
         hidden = other.layers[0].module(batch["tokens"])
         for layer in other.layers[1:]:
@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_refused_by_name(alone, small, as_pairs):
     with alone(small(precision__compute="bf16")) as run:
         before = weights(run)
         state = given(run)
-        name = run.book.names[0]
+        name = run.registry.names[0]
 
         def load(state: dict[str, Any], **options: Any) -> Any:
             return run.load_weights(state.items() if as_pairs else state, **options)
@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_refused_by_name(alone, small, as_pairs):
             if not as_pairs:
                 assert all(torch.equal(value, before[key]) for key, value in weights(run).items())
         part = {name: state[name], "elsewhere.weight": torch.zeros(1)}
-        assert load(part, strict=False) == (run.book.names[1:], ["elsewhere.weight"])
+        assert load(part, strict=False) == (run.registry.names[1:], ["elsewhere.weight"])
         assert torch.equal(masters(run)[name], state[name])
 
         def broken() -> Any:
@@ -208,7 +208,7 @@ def load_on_ranks(tables, folder, differ):
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()
         state = given(run)
-        name = run.book.names[0]
+        name = run.registry.names[0]
         code = None
         if differ:
             try:
@@ -217,8 +217,8 @@ def load_on_ranks(tables, folder, differ):
                 code = error.diagnostics[0].code
         run.load_weights(state)
         row = run.step()
-        found = wholes({entry: entry.parameter for entry in run.book}, run.groups)
-        return code, row["loss"], {entry.name: value for entry, value in found.items()}
+        found = wholes({param: param.parameter for param in run.registry}, run.groups)
+        return code, row["loss"], {param.name: value for param, value in found.items()}
 
 
 def test_replicas_load_alike_or_are_told(ranks, own, small):

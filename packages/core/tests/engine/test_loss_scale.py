@@ -88,13 +88,13 @@ def overflow(run, steps, rank=0):
     """One gradient of this rank's is infinite in one micro-batch of each of `steps`, which count from 0."""
     if int(os.environ.get("RANK", "0")) != rank:
         return
-    entry = next(entry for entry in run.book if entry.name.endswith("norm.weight"))
+    param = next(param for param in run.registry if param.name.endswith("norm.weight"))
 
     def spoil(gradient):
         state = run.store.state
         return torch.full_like(gradient, math.inf) if state.step in steps and state.action.micro == 0 else gradient
 
-    entry.parameter.register_hook(spoil)
+    param.parameter.register_hook(spoil)
 
 
 def halve_after_the_first(run):
@@ -190,7 +190,7 @@ def test_gradients_and_their_norm_are_unscaled(alone, small, kind):
         tables["optimizer"] |= {"clip_kind": kind, "clip_norm": 0.01}
         with alone(tables) as run:
             row = run.step()
-            found.append((row["grad_norm"], {e.name: run.store.gradient(e).clone() for e in run.store.entries}))
+            found.append((row["grad_norm"], {e.name: run.store.gradient(e).clone() for e in run.store.params}))
     (one, ones), (other, others) = found
     assert one == pytest.approx(other, rel=1e-3)
     assert_close_gradients(ones, others, 1e-3, floor=1e-6)

@@ -20,21 +20,21 @@ def nothing(run):
 
 
 def drop_a_reduction(run):
-    """One entry keeps this rank's own sum."""
+    """One parameter keeps this rank's own sum."""
     (handler,) = run.stepper.handlers
     reduce = handler.gradient_ready
-    handler.gradient_ready = lambda entry, step: None if entry.name == ENTRY else reduce(entry, step)
+    handler.gradient_ready = lambda param, step: None if param.name == ENTRY else reduce(param, step)
 
 
 def reduce_over_the_wrong_group(run):
-    """One entry is summed over pairs of ranks instead of all four."""
+    """One parameter is summed over pairs of ranks instead of all four."""
     pairs = [(0, 1), (2, 3)]
     made = [dist.new_group(pair) for pair in pairs]
     at = run.world.rank // 2
     (handler,) = run.stepper.handlers
     wrong = Group("pairs", pairs[at], run.world.rank, {"main": made[at]})
     handler._groups = run.groups = Groups({**run.groups, "pairs": wrong})
-    run.book[ENTRY].reduce_group = "pairs"
+    run.registry[ENTRY].reduce_group = "pairs"
     run.stepper.agreement.first = None  # which knows of no pairs
 
 
@@ -45,8 +45,8 @@ def divide_by_the_ranks_too(run):
 
     def finish_step(step):
         finish(step)
-        for entry in run.store.entries:
-            run.store.gradient(entry).div_(run.world.size)
+        for param in run.store.params:
+            run.store.gradient(param).div_(run.world.size)
 
     handler.finish_step = finish_step
 
@@ -85,7 +85,7 @@ def start_elsewhere(run):
     """One rank's weight differs in its last bit, and nobody compares."""
     run.stepper.agreement.first = None
     if run.world.rank == run.world.size - 1:
-        value = run.book[ENTRY].parameter.data.view(-1)
+        value = run.registry[ENTRY].parameter.data.view(-1)
         value[0] = value[0].nextafter(value[0] + 1)
 
 

@@ -19,12 +19,12 @@ def by_factory(small, name, **changes):
 @pytest.mark.parametrize("micro_size", [1, 2])
 def test_a_mean_is_refused_at_the_first_batch_with_the_way_to_write_a_sum(alone, small, micro_size):
     with alone(by_factory(small, "Mean", batch__micro_size=micro_size, evaluation={"every": 9, "steps": 1})) as run:
-        before = {entry.name: entry.parameter.detach().clone() for entry in run.book}
+        before = {param.name: param.parameter.detach().clone() for param in run.registry}
         for ask in (run.step, run.evaluate, run.train):
             with pytest.raises(RunError, match=r'batch is 1, but its \d micro-batches.*\n.*reduction="sum"') as caught:
                 ask()
             assert caught.value.diagnostics[0].code == "loss-not-additive"
-        assert all(torch.equal(entry.parameter, before[entry.name]) for entry in run.book)
+        assert all(torch.equal(param.parameter, before[param.name]) for param in run.registry)
         assert run.num_steps_done == 0
 
 

@@ -229,7 +229,7 @@ def test_what_fails_to_close_keeps_nothing_else_open(own, small, tmp_path):
         run.close()
     end()
     assert closed == ["feed", "writer"]
-    assert not any(entry.parameter._post_accumulate_grad_hooks for entry in run.book)
+    assert not any(param.parameter._post_accumulate_grad_hooks for param in run.registry)
 
 
 def test_a_row_has_the_rate_that_a_program_has_set(alone, small):

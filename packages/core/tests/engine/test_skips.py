@@ -39,7 +39,7 @@ def spoil(run, steps, rank, value=math.nan):
     """One element of one gradient of this rank's is `value` in each of `steps`, which count from 0."""
     if int(os.environ.get("RANK", "0")) != rank:
         return
-    entry = next(entry for entry in run.book if entry.trainable)
+    param = next(param for param in run.registry if param.trainable)
 
     def change(gradient):
         if run.store.state.step not in steps or run.store.state.action.micro != 0:
@@ -48,7 +48,7 @@ def spoil(run, steps, rank, value=math.nan):
         gradient.view(-1)[0] = value
         return gradient
 
-    entry.parameter.register_hook(change)
+    param.parameter.register_hook(change)
 
 
 def as_if_it_never_was(found, expected):

@@ -36,9 +36,9 @@ def test_events_come_in_their_order(texts):
         events = run.parts.events
         events.began.append(lambda: seen.append("began"))
         events.after_update.append(lambda: seen.append("after update"))
-        run.store.on_ready.append(lambda entry: seen.append("ready"))
+        run.store.on_ready.append(lambda param: seen.append("ready"))
         run.step()
-        assert seen == ["began", *(["ready"] * len(run.store.entries)), "after update"]
+        assert seen == ["began", *(["ready"] * len(run.store.params)), "after update"]
         seen.clear()
         batch = {name: torch.stack([run.dataset[0][name]] * 8) for name in run.dataset[0]}
         batch["labels"] = torch.full_like(batch["labels"], -100)

@@ -104,8 +104,8 @@ def test_a_gradient_that_is_no_number_is_named_where_the_loss_is_one(alone, smal
     with alone(small(data__shuffle=False)) as run:
         run.step()
         before = weights(run)
-        entry = run.book["blocks.2.inner.weight"]
-        hook = entry.parameter.register_hook(lambda gradient: gradient * float("nan"))
+        param = run.registry["blocks.2.inner.weight"]
+        hook = param.parameter.register_hook(lambda gradient: gradient * float("nan"))
         with pytest.raises(RunError, match=r"step 2: loss [\d.]+, gradient norm nan; first in .*'blocks\.2\.inner\.weight'"):
             run.step()
         hook.remove()

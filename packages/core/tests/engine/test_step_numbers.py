@@ -24,7 +24,7 @@ def rows_and_norms(tables, folder, steps=2):
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         for _ in range(steps):
             row = run.step()
-            own = {entry.name: run.store.gradient(entry).double().norm().item() for entry in run.book.trainable}
+            own = {param.name: run.store.gradient(param).double().norm().item() for param in run.registry.trainable}
             found.append((row, own))
     return found
 
@@ -70,12 +70,12 @@ def test_they_are_written_to_the_files(small, own, tmp_path):
 
 def test_a_frozen_parameter_has_none_until_it_is_trained_again(small, own, alone):
     with alone(small(gradient_handlers=NORMS)) as run:
-        entry = run.book.trainable[0]
-        before = run.step()[f"gradient_norm/{entry.name}"]
-        entry.parameter.requires_grad_(False)
-        during = run.step()[f"gradient_norm/{entry.name}"]
-        entry.parameter.requires_grad_(True)
-        after = run.step()[f"gradient_norm/{entry.name}"]
+        param = run.registry.trainable[0]
+        before = run.step()[f"gradient_norm/{param.name}"]
+        param.parameter.requires_grad_(False)
+        during = run.step()[f"gradient_norm/{param.name}"]
+        param.parameter.requires_grad_(True)
+        after = run.step()[f"gradient_norm/{param.name}"]
     assert before > 0
     assert during == 0
     assert after > 0

@@ -42,7 +42,7 @@ def trained(tables, folder, contiguous, monkeypatch):
     with World.alone("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         for _ in range(3):
             run.step()
-        return {entry.name: entry.parameter.detach().clone() for entry in run.book}
+        return {param.name: param.parameter.detach().clone() for param in run.registry}
 
 
 @pytest.mark.sample(4)

@@ -17,14 +17,14 @@ def given_gradients(run):
     step = run.stepper.update.step
 
     def watched(*arguments):
-        run.given = {entry.name: run.store.gradient(entry).clone() for entry in run.store.entries}
+        run.given = {param.name: run.store.gradient(param).clone() for param in run.store.params}
         return step(*arguments)
 
     run.stepper.update.step = watched
 
 
 def kept_gradients(run):
-    return {entry.name: run.store.gradient(entry).clone() for entry in run.store.entries}
+    return {param.name: run.store.gradient(param).clone() for param in run.store.params}
 
 
 @pytest.mark.parametrize("kind", [1.0, 2.0, 3.0, "inf"])
@@ -101,8 +101,8 @@ def test_a_plan_that_freezes_everything_is_refused(alone, small):
 def thaw_after_the_first_step(run):
     def thaw(row):
         if row["step"] == 1:
-            for entry in run.book:
-                entry.parameter.requires_grad_(True)
+            for param in run.registry:
+                param.parameter.requires_grad_(True)
 
     run.listeners.append(thaw)
 
@@ -141,16 +141,16 @@ def test_what_is_frozen_between_steps_stays_as_it_is(alone, small, precision):
     optimizer = {"use": "core.sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
     with alone(small(optimizer=optimizer, precision__compute=precision)) as run:
         run.step()
-        entry = run.book["blocks.2.inner.weight"]
-        entry.parameter.requires_grad_(False)
+        param = run.registry["blocks.2.inner.weight"]
+        param.parameter.requires_grad_(False)
         before = weights(run)
         run.step()
         after = weights(run)
         matrices = [name for name in before if name.endswith("inner.weight")]  # in bf16 a vector may keep its bits
-        assert [name for name in matrices if torch.equal(before[name], after[name])] == [entry.name]
-        entry.parameter.requires_grad_(True)
+        assert [name for name in matrices if torch.equal(before[name], after[name])] == [param.name]
+        param.parameter.requires_grad_(True)
         run.step()
-        assert not torch.equal(weights(run)[entry.name], after[entry.name])
+        assert not torch.equal(weights(run)[param.name], after[param.name])
 
 
 @pytest.mark.parametrize("dampening", [0.0, 0.3])
@@ -161,12 +161,12 @@ def test_what_a_program_freezes_before_the_first_step_is_trained_when_it_is_unfr
 
     def prepare(run):
         for name in late:
-            run.book[name].parameter.requires_grad_(False)
+            run.registry[name].parameter.requires_grad_(False)
 
         def thaw(row):
             if row["step"] == 2:
                 for name in late:
-                    run.book[name].parameter.requires_grad_(True)
+                    run.registry[name].parameter.requires_grad_(True)
 
         run.listeners.append(thaw)
 

@@ -1,4 +1,4 @@
-"""What W multiplies is what D queued, or the step ends."""
+"""What W multiplies is what I queued, or the step ends."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def with_shelves(run, *parts):
 
 def test_a_run_says_what_it_holds_without_any_manager(run):
     """Masters and states are fp32; states come in the first step; without stages or pools nothing else is kept."""
-    numel = sum(entry.numel for entry in run.book)
+    numel = sum(param.numel for param in run.registry)
     before = run.memory.bytes
     assert [*before] == [*PARTS]
     assert (before["weights"], before["optimizer_states"], before["pools"]) == (2 * numel, 0, 0)
@@ -154,7 +154,7 @@ def test_what_is_away_is_read_on_the_host(run):
     assert all(torch.equal(here[name], value) for name, value in away.items())
     assert {value.dim() for name, value in away.items() if name.endswith(".step")} == {0}
     names = [name for name, _ in run.memory.host("weights")]
-    assert names == [entry.name for entry in run.book]
+    assert names == [param.name for param in run.registry]
     with pytest.raises(UsageError, match="not-copied"):
         run.memory.host("pools")
 
@@ -169,15 +169,15 @@ def test_counts_of_managers_are_those_of_their_parts(run):
 
 def test_a_storage_that_two_parts_have_moves_with_the_first(run):
     run.step()
-    entry = next(iter(run.book))
+    param = next(iter(run.registry))
     optimizer = run.stepper.update.optimizer
-    parameter = next(one.parameter for one in run.stepper.update.masters.stepped if one.entry is entry)
-    optimizer.state[parameter]["alias"] = entry.parameter.detach()
+    parameter = next(one.parameter for one in run.stepper.update.masters.stepped if one.param is param)
+    optimizer.state[parameter]["alias"] = param.parameter.detach()
     names = [name for piece in run.memory.holdings.pieces("optimizer_states") for name in piece.tensors]
-    assert f"{entry.name}.exp_avg" in names
-    assert f"{entry.name}.alias" not in names
-    stepped = [one for one in run.stepper.update.masters.stepped if one.entry is entry]
-    assert storage_id(entry.parameter) in run.memory.holdings.shared_with(stepped)
+    assert f"{param.name}.exp_avg" in names
+    assert f"{param.name}.alias" not in names
+    stepped = [one for one in run.stepper.update.masters.stepped if one.param is param]
+    assert storage_id(param.parameter) in run.memory.holdings.shared_with(stepped)
 
 
 def test_pieces_are_storages_with_all_that_lies_in_them():

@@ -18,13 +18,13 @@ NAMES = ["embed.weight", "blocks.0.norm.weight", "blocks.0.linear.weight", "bloc
 
 
 @dataclass
-class Entry:
+class Param:
     name: str
     parameter: torch.Tensor
     decays: bool
 
 
-ENTRIES = [Entry(name, nn.Parameter(torch.ones(2, 2)), not name.endswith(("norm.weight", "bias"))) for name in NAMES]
+ENTRIES = [Param(name, nn.Parameter(torch.ones(2, 2)), not name.endswith(("norm.weight", "bias"))) for name in NAMES]
 
 
 def config(*groups: dict[str, Any], lr: float = 0.5, weight_decay: float = 0.1) -> OptimizerConfig:
@@ -38,7 +38,7 @@ def found(of: OptimizerConfig) -> dict[str, tuple[float, float]]:
         for group in parameter_groups(ENTRIES, of)
         for parameter in group["params"]
     }
-    return {entry.name: by_parameter[id(entry.parameter)] for entry in ENTRIES}
+    return {param.name: by_parameter[id(param.parameter)] for param in ENTRIES}
 
 
 def test_norms_and_biases_do_not_decay() -> None:

@@ -80,7 +80,7 @@ class Exact(Sums):
 
 def described(buffer: GradientBuffer) -> str:
     """Returns the name of a bucket for the error of a failed collective."""
-    return f"the bucket of {buffer.entries[0].name}"
+    return f"the bucket of {buffer.params[0].name}"
 
 
 class Bucketed(BucketReducer):

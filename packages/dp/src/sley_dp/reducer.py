@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.api.comm import SentBytes
-    from sley_core.api.parts import Entry, GradientBuffer, Parts, StepState
+    from sley_core.api.parts import GradientBuffer, Param, Parts, StepState
     from sley_dp.bucketed import Sums
     from sley_dp.config import ReducerConfig
 
@@ -43,7 +43,7 @@ class Bucket:
 
 
 class BucketReducer(GradientHandler):
-    """Sums each entry over its reduce group by `sums`, once per optimizer step, overlapped with the last backward.
+    """Sums each parameter over its reduce group by `sums`, once per optimizer step, overlapped with the last backward.
 
     sent: counts the bytes sent by `sums`, and by whatever a subclass uses instead.
     """
@@ -54,9 +54,9 @@ class BucketReducer(GradientHandler):
         self._start = config.start
         self.sums = sums
         self.buckets: list[Bucket] = []
-        self._order: list[Entry] | None = None
-        self._seen: list[Entry] = []
-        self._bucket_of: dict[Entry, Bucket] = {}
+        self._order: list[Param] | None = None
+        self._seen: list[Param] = []
+        self._bucket_of: dict[Param, Bucket] = {}
         self._layout = -1
         self._has_finished_a_step = False
 
@@ -88,17 +88,17 @@ class BucketReducer(GradientHandler):
         if self._layout != self._store.num_layouts:
             self._layout = self._store.num_layouts
             self.buckets = [Bucket(buffer) for buffer in self._store.buffers]
-            self._bucket_of = {entry: bucket for bucket in self.buckets for entry in bucket.buffer.entries}
+            self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.buffer.params}
             self.laid_out()
         for bucket in self.buckets:
-            bucket.missing = len(bucket.buffer.entries)
+            bucket.missing = len(bucket.buffer.params)
 
     def laid_out(self) -> None:
-        """Does nothing; for subclasses. Called after the buckets have changed: entries may have been added or removed."""
+        """Does nothing; for subclasses. Called after the buckets have changed: parameters may have been added or removed."""
 
-    def gradient_ready(self, entry: Entry, step: StepState) -> None:
-        """Starts the sum of the bucket of `entry` if it is complete now. Called in one order on all ranks of the group."""
-        bucket = self._bucket_of.get(entry)
+    def gradient_ready(self, param: Param, step: StepState) -> None:
+        """Starts the sum of the bucket of `param` if it is complete now. Called in one order on all ranks of the group."""
+        bucket = self._bucket_of.get(param)
         if bucket is None:
             return
         bucket.missing -= 1
@@ -108,7 +108,7 @@ class BucketReducer(GradientHandler):
     def finish_step(self, step: StepState) -> None:
         """Blocks until every bucket holds its sum; asserts that every gradient was complete."""
         for bucket in self.buckets:
-            assert bucket.missing == 0, f"{bucket.missing} gradients of {bucket.buffer.entries} never came"
+            assert bucket.missing == 0, f"{bucket.missing} gradients of {bucket.buffer.params} never came"
         self.sums.finish()
         self._sent.end_step()
         self._has_finished_a_step = True
@@ -129,56 +129,56 @@ class BucketReducer(GradientHandler):
         if self._order is None and not self._has_finished_a_step:
             return {}
         name, order = ("seen", self._seen_first()) if self._order is None else ("order", self._order)
-        return {name: torch.tensor([entry.index for entry in order])}
+        return {name: torch.tensor([param.index for param in order])}
 
     def restore_kept(self, kept: Mapping[str, Tensor]) -> None:
         """Lays buckets out as they were, or will be from the next step on; with an empty mapping, changes nothing."""
         self._has_finished_a_step |= "seen" in kept or "order" in kept
-        entries = self._parts.book.entries
+        params = self._parts.registry.params
         if "seen" in kept:
-            self._order, self._seen = None, [entries[index] for index in kept["seen"].tolist()]
+            self._order, self._seen = None, [params[index] for index in kept["seen"].tolist()]
         if "order" in kept:
-            self._order = [entries[index] for index in kept["order"].tolist()]
+            self._order = [params[index] for index in kept["order"].tolist()]
             self._store.lay_out(self._plan)
 
-    def _seen_first(self) -> list[Entry]:
+    def _seen_first(self) -> list[Param]:
         return self._seen or self._store.seen_order
 
-    def _plan(self, entries: list[Entry]) -> Layout:
-        """Returns buckets per family, filled in the agreed order, as the store's `Planner`; entries without a place in it come
-        last.
+    def _plan(self, params: list[Param]) -> Layout:
+        """Returns buckets per family, filled in the agreed order, as the store's `Planner`; parameters without a place in it
+        come last.
 
-        Entries whose reduce group has one rank lie in no bucket. The old buckets are dropped here, since the store allocates
+        Parameters whose reduce group has one rank lie in no bucket. The old buckets are dropped here, since the store allocates
         the new ones next and both should not exist at once.
         """
         self.buckets, self._bucket_of = [], {}
         if self._order is not None:
-            place = {entry: at for at, entry in enumerate(self._order)}
-            entries = sorted(entries, key=lambda entry: place.get(entry, len(place)))
-        families: dict[tuple[object, ...], list[Entry]] = {}
-        loose: list[Entry] = []
-        for entry in entries:
-            alone = self._groups[entry.reduce_group].size == 1
-            (loose if alone else families.setdefault(entry.family, [])).append(entry)
+            place = {param: at for at, param in enumerate(self._order)}
+            params = sorted(params, key=lambda param: place.get(param, len(place)))
+        families: dict[tuple[object, ...], list[Param]] = {}
+        loose: list[Param] = []
+        for param in params:
+            alone = self._groups[param.reduce_group].size == 1
+            (loose if alone else families.setdefault(param.family, [])).append(param)
         buckets = [bucket for family in families.values() for bucket in fill(family, self._num_bytes, self._cap_bytes)]
-        return Layout(buckets, entries, loose)
+        return Layout(buckets, params, loose)
 
-    def _num_bytes(self, entry: Entry) -> int:
-        """Returns the bytes of `entry` in a flat buffer, alignment included."""
-        return -(-entry.numel * self._store.dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    def _num_bytes(self, param: Param) -> int:
+        """Returns the bytes of `param` in a flat buffer, alignment included."""
+        return -(-param.numel * self._store.dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
-    def _agreed_order(self) -> list[Entry]:
+    def _agreed_order(self) -> list[Param]:
         """Returns the order in which gradients were complete on the stage's first rank, broadcast to the stage's ranks.
 
-        Entries without a gradient there come last, frozen ones too. So the order has the same length on all ranks even
-        if they have frozen different entries, which is detected only after this.
+        Parameters without a gradient there come last, frozen ones too. So the order has the same length on all ranks even
+        if they have frozen different parameters, which is detected only after this.
         """
         seen = self._seen_first()
-        unseen = [entry for entry in self._parts.book if entry not in set(seen)]
-        indices = torch.tensor([entry.index for entry in [*seen, *unseen]], device=self._parts.world.device.torch_device)
-        # Over the stage, whose ranks hold the same entries; all of them get here at the start of their second step.
+        unseen = [param for param in self._parts.registry if param not in set(seen)]
+        indices = torch.tensor([param.index for param in [*seen, *unseen]], device=self._parts.world.device.torch_device)
+        # Over the stage, whose ranks hold the same parameters; all of them get here at the start of their second step.
         broadcast(indices, self._groups["stage"], what="the order of gradients").wait()
-        return [self._parts.book.entries[index] for index in indices.tolist()]
+        return [self._parts.registry.params[index] for index in indices.tolist()]
 
 
 def fill(items: Iterable[Item], num_bytes: Callable[[Item], int], cap_bytes: float) -> list[list[Item]]:

@@ -27,7 +27,7 @@ def broadcast_values(parts: Parts) -> None:
     num_bytes = 0
     for name, value, group in _replicated(parts):
         copy = value.contiguous()
-        # Over the group that holds copies of this value; all of its ranks iterate over the book in one order.
+        # Over the group that holds copies of this value; all of its ranks iterate over the registry in one order.
         under_way.append((value, copy, broadcast(_bytes(copy), group, what=name)))
         num_bytes += value.nbytes
         if num_bytes > CHUNK_BYTES:
@@ -37,11 +37,13 @@ def broadcast_values(parts: Parts) -> None:
 
 
 def _replicated(parts: Parts) -> Iterator[tuple[str, Tensor, Group]]:
-    """Yields name, value and group: parameters with their reduce group, buffers with the stage's; in the order of the book."""
-    for entry in parts.book:
-        group = parts.groups[entry.reduce_group]
-        if group.has_peers and entry.numel:
-            yield entry.name, entry.parameter.detach(), group
+    """Yields name, value and group: parameters with their reduce group, buffers with the stage's; in the order of the
+    registry.
+    """
+    for param in parts.registry:
+        group = parts.groups[param.reduce_group]
+        if group.has_peers and param.numel:
+            yield param.name, param.parameter.detach(), group
     stage = parts.groups["stage"]
     for layer in parts.layers if stage.has_peers else ():
         for name, buffer in layer.module.named_buffers(layer.name):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.api.comm import Groups, Work
-    from sley_core.api.parts import Cut, Entry, Parts, StepState, WeightBuffer
+    from sley_core.api.parts import Cut, Param, Parts, StepState, WeightBuffer
     from sley_dp.bucketed import Sums
     from sley_dp.config import ShardedConfig
 
@@ -53,7 +53,7 @@ class WeightGathers:
         for at, (buffer, cut) in enumerate(self.buffers):
             # Over the ranks that share a copy, on a separate lane, after the same updates, in the order of `buffers`.
             transport = self._groups[cut.axis].transport(WEIGHTS)
-            what = f"the weights from {buffer.entries[0].name} on"
+            what = f"the weights from {buffer.params[0].name} on"
             self._under_way[at] = transport.all_gather([buffer.data], [own_part(buffer, cut)], what=what)
 
     def is_due(self, numbers: Iterable[int]) -> bool:
@@ -95,7 +95,7 @@ class Sharded(GradientHandler):
         self._cap_bytes = config.bucket_mb * (1 << 20)
         self._start = config.start
         self.buckets: list[Bucket] = []
-        self._bucket_of: dict[Entry, Bucket] = {}
+        self._bucket_of: dict[Param, Bucket] = {}
 
     def attach(self, parts: Parts) -> None:
         """Lays out gradients and weights in the same buckets, and makes layers wait for their weights.
@@ -107,13 +107,13 @@ class Sharded(GradientHandler):
         if self._start == "broadcast":
             broadcast_values(parts)
         self.buckets = [Bucket(buffer) for buffer in parts.store.buffers]
-        self._bucket_of = {entry: bucket for bucket in self.buckets for entry in bucket.buffer.entries}
+        self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.buffer.params}
         self.sums: Sums = ShardSums(parts.groups, is_async=parts.world.device.is_async)
         if parts.store.canonical is not None:
             self.sums = TreeSums(parts.store, SentBytes(), SUMS)
         buffers = [bucket.buffer for bucket in self.buckets][::-1]  # filled in the backward's order
         cuts = [buffer.cut for buffer in buffers if buffer.cut]
-        weights = parts.weights.lay_out([(buffer.entries, buffer.num_shards) for buffer in buffers])
+        weights = parts.weights.lay_out([(buffer.params, buffer.num_shards) for buffer in buffers])
         self.gathers = WeightGathers(list(zip(weights, cuts, strict=True)), parts.groups)
         parts.weights.completed_by(self.gathers)
         self._let_layers_wait(parts)
@@ -122,11 +122,11 @@ class Sharded(GradientHandler):
         """Ends what a failed step left in flight, and resets the counts of missing gradients."""
         self.sums.forget()
         for bucket in self.buckets:
-            bucket.missing = len(bucket.buffer.entries)
+            bucket.missing = len(bucket.buffer.params)
 
-    def gradient_ready(self, entry: Entry, step: StepState) -> None:
-        """Starts the sum of the bucket of `entry` if it is complete now. Called in one order on all ranks of the group."""
-        bucket = self._bucket_of.get(entry)
+    def gradient_ready(self, param: Param, step: StepState) -> None:
+        """Starts the sum of the bucket of `param` if it is complete now. Called in one order on all ranks of the group."""
+        bucket = self._bucket_of.get(param)
         if bucket is None:
             return
         bucket.missing -= 1
@@ -140,7 +140,7 @@ class Sharded(GradientHandler):
         complete.
         """
         for bucket in self.buckets:
-            assert bucket.missing == 0, f"{bucket.missing} gradients of {bucket.buffer.entries} never came"
+            assert bucket.missing == 0, f"{bucket.missing} gradients of {bucket.buffer.params} never came"
         self.sums.finish()
         self.gathers.finish()  # those of layers that were not called in this step, too
 
@@ -149,39 +149,39 @@ class Sharded(GradientHandler):
         with suppress(RunError):
             self.gathers.wait()
 
-    def _plan(self, entries: list[Entry]) -> Layout:
+    def _plan(self, params: list[Param]) -> Layout:
         """Returns buckets per family, filled in the order given, each with this rank's cut.
 
-        Ties across stages are ordered by name, so that ranks of all stages that hold one have the same elements of it. Entries
-        whose reduce group has one rank lie in no bucket, and are stepped in full.
+        Ties across stages are ordered by name, so that ranks of all stages that hold one have the same elements of it.
+        Parameters whose reduce group has one rank lie in no bucket, and are stepped in full.
         """
-        families: dict[tuple[object, ...], list[Entry]] = {}
-        loose: list[Entry] = []
-        for entry in entries:
-            alone = self._parts.groups[entry.reduce_group].size == 1
-            (loose if alone else families.setdefault(entry.family, [])).append(entry)
+        families: dict[tuple[object, ...], list[Param]] = {}
+        loose: list[Param] = []
+        for param in params:
+            alone = self._parts.groups[param.reduce_group].size == 1
+            (loose if alone else families.setdefault(param.family, [])).append(param)
         buckets, cuts = [], []
         for family in families.values():
             is_tied = family[0].tie_group is not None
-            ordered = sorted(family, key=lambda entry: entry.name) if is_tied else family
+            ordered = sorted(family, key=lambda param: param.name) if is_tied else family
             group = self._parts.groups[shards_axis(family[0].reduce_group)]
             for bucket in fill(ordered, self._num_bytes, self._cap_bytes):
                 buckets.append(bucket)
                 cuts.append(Cut(group.axis, group.size, group.coord))
         is_fixed = any(self._parts.groups[axis].size > 1 for axis in ("stage", "wdp"))
-        return Layout(buckets, entries, loose, cuts, is_fixed)
+        return Layout(buckets, params, loose, cuts, is_fixed)
 
-    def _num_bytes(self, entry: Entry) -> int:
-        """Returns the bytes of `entry` in a flat buffer, alignment included."""
-        return -(-entry.numel // SHARD_ALIGNMENT) * SHARD_ALIGNMENT * self._parts.store.dtype.itemsize
+    def _num_bytes(self, param: Param) -> int:
+        """Returns the bytes of `param` in a flat buffer, alignment included."""
+        return -(-param.numel // SHARD_ALIGNMENT) * SHARD_ALIGNMENT * self._parts.store.dtype.itemsize
 
     def _let_layers_wait(self, parts: Parts) -> None:
         """Registers, for each layer of this rank, to wait for the buffers that hold one of its weights."""
-        number_of = {entry: at for at, (buffer, _) in enumerate(self.gathers.buffers) for entry in buffer.entries}
+        number_of = {param: at for at, (buffer, _) in enumerate(self.gathers.buffers) for param in buffer.params}
         for layer in parts.layers:
             names = [name for name, _ in layer.module.named_parameters(layer.name, remove_duplicate=False)]
-            held = dict.fromkeys(parts.book[name] for name in names)
-            numbers = sorted({number_of[entry] for entry in held if entry in number_of})
+            held = dict.fromkeys(parts.registry[name] for name in names)
+            numbers = sorted({number_of[param] for param in held if param in number_of})
             if numbers:
                 is_due = partial(self.gathers.is_due, numbers)
                 parts.waits.before_layer(layer.name, partial(self.gathers.wait_for, numbers), is_due)

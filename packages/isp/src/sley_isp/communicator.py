@@ -32,7 +32,7 @@ from sley_isp.vocabulary_head import VocabularyHead, find_head
 
 if TYPE_CHECKING:
     from sley_core.api.model import Layer
-    from sley_core.api.parts import Entry, Parts, Phase
+    from sley_core.api.parts import Param, Parts, Phase
     from sley_core.protocols import MemoryPool
     from sley_isp.config import CommunicatorConfig
 
@@ -100,7 +100,7 @@ class Communicator(WeightCommunicator):
                 self._take(layer)
             for site in self.sites:
                 self.buckets.add(site)
-            stand_in(parts.book)
+            stand_in(parts.registry)
         except BaseException:
             self.detach()
             raise
@@ -161,7 +161,7 @@ class Communicator(WeightCommunicator):
         """Returns whether a forward that runs now is within a backward action, as in recomputation."""
         return self._action is not None and self._action.kind in BACKWARDS
 
-    def use(self, unit: Unit, own: Sequence[Entry], *, pins: int, launches: bool) -> Gathered:
+    def use(self, unit: Unit, own: Sequence[Param], *, pins: int, launches: bool) -> Gathered:
         """Returns the weights of `unit`, maybe still in flight, for a use of `own`; starts prefetches if `launches`."""
         if self._action is None:
             return self._gather(unit)
@@ -211,9 +211,9 @@ class Communicator(WeightCommunicator):
         sites: list[Site] = []
         together = Unit(layer.name, layer.name)
         known = [one.module for one in self.sites] + [one.module for one in self.columns.tables]
-        for name, module, held in sharded_modules(layer, self._parts.book, known):
-            for entry in held.values():
-                self._parts.store.expect_products(entry)
+        for name, module, held in sharded_modules(layer, self._parts.registry, known):
+            for param in held.values():
+                self._parts.store.expect_products(param)
             if isinstance(module, nn.Embedding) and self.config.embedding == "hidden":
                 table = ShardedEmbedding(self.columns, name, layer.name, module, held["weight"])
                 self.columns.tables.append(table)
@@ -221,7 +221,7 @@ class Communicator(WeightCommunicator):
                 continue
             is_alone = self.config.unit == "module" or module is self._head
             unit = Unit(name, layer.name) if is_alone else together
-            unit.entries += [entry for entry in held.values() if entry not in unit.entries]
+            unit.params += [param for param in held.values() if param not in unit.params]
             if unit not in self.units:
                 self.units.append(unit)
             site = Site(self, unit, module, held.get("weight"), held.get("bias"))
@@ -263,10 +263,10 @@ class Communicator(WeightCommunicator):
     def _reduce(self, site: Site, rows: Tensor, inputs: Tensor) -> None:
         """Adds the gradients of `site`'s weights, from `rows` (output gradient) and `inputs`, to their buckets."""
         write = embedding_gradient if isinstance(site.module, nn.Embedding) else linear_gradient
-        for entry in site.trained:
-            self._parts.store.check_open(entry)  # raises before anything is leased or sent
-        for entry in site.trained:
-            self.reductions.add(*self.buckets.of(site, entry), entry, partial(write, site, entry, rows, inputs))
+        for param in site.trained:
+            self._parts.store.check_open(param)  # raises before anything is leased or sent
+        for param in site.trained:
+            self.reductions.add(*self.buckets.of(site, param), param, partial(write, site, param, rows, inputs))
         if self._action is None:
             self.reductions.flush(everything=True)
             self.reductions.finish()

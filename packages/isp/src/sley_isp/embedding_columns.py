@@ -29,18 +29,18 @@ from sley_isp.tokens import AllTokens, padded
 if TYPE_CHECKING:
     from sley_core.api.comm import Device, Group, SentBytes
     from sley_core.api.model import Layer
-    from sley_core.api.parts import Entry, GradientStore, WeightQueue
+    from sley_core.api.parts import GradientStore, Param, WeightQueue
 
 
 class ShardedEmbedding:
-    """Replaces the forward of one embedding, of layer `layer`, whose weight is `entry`."""
+    """Replaces the forward of one embedding, of layer `layer`, whose weight is `param`."""
 
-    def __init__(self, columns: Columns, name: str, layer: str, module: nn.Module, entry: Entry) -> None:
+    def __init__(self, columns: Columns, name: str, layer: str, module: nn.Module, param: Param) -> None:
         self.columns = columns
         self.name = name
         self.layer = layer
         self.module = module
-        self.entry = entry
+        self.param = param
 
     @property
     def shard(self) -> nn.Parameter | None:
@@ -103,7 +103,7 @@ class Columns:
         work = self.swap(received, sent, GATHER, f"the vectors of {table.name}")
         work.wait()
         work.wait_sent()
-        hidden = table.entry.shape[1]
+        hidden = table.param.shape[1]
         return whole_vectors(received, tokens.numel(), hidden).view(*tokens.shape, hidden), of_all
 
     def swap(self, received: Tensor, sent: Tensor, lane: str, what: str) -> Work:
@@ -116,9 +116,9 @@ class Columns:
     def take_gradient(self, table: ShardedEmbedding, gradient: Tensor, of_all: Tensor) -> None:
         """Starts the exchange of the gradient of what `look_up` returned; the table's gradient is in the store after `leave`.
 
-        If the exchange may not overlap, it is in the store on return; within a D it is there once the W has run.
+        If the exchange may not overlap, it is in the store on return; within an I it is there once the W has run.
         """
-        self.store.check_open(table.entry)  # before anything is sent
+        self.store.check_open(table.param)  # before anything is sent
         started = _Gradient(self, table, gradient, of_all)
         if self.queue.is_collecting:
             self._put_off.append(started)
@@ -158,7 +158,7 @@ class _Gradient:
 
     def __init__(self, columns: Columns, table: ShardedEmbedding, gradient: Tensor, of_all: Tensor) -> None:
         size = columns.group.size
-        width = table.entry.parameter.shape[1]
+        width = table.param.parameter.shape[1]
         self._columns = columns
         self._table = table
         self._tokens = of_all
@@ -174,7 +174,7 @@ class _Gradient:
         padding = getattr(self._table.module, "padding_idx", None)
         if padding is not None:
             rows.masked_fill_((self._tokens == padding).unsqueeze(1), 0.0)
-        self._columns.store.add_rows(self._table.entry, self._tokens, rows)
+        self._columns.store.add_rows(self._table.param, self._tokens, rows)
         self.work.wait_sent()
 
 
@@ -186,7 +186,7 @@ class _LookUp(torch.autograd.Function):
         """Returns the vectors of `tokens`; saves all ranks' tokens if the table is trained."""
         vectors, of_all = table.columns.look_up(table, tokens)
         ctx.table = table
-        ctx.save_for_backward(of_all if table.entry.trainable else None)
+        ctx.save_for_backward(of_all if table.param.trainable else None)
         return no_view(vectors)
 
     @staticmethod
@@ -194,7 +194,7 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         """Starts the exchange of the vectors' gradient, if the table is trained."""
         (of_all,) = ctx.saved_tensors
-        if ctx.table.entry.trainable and is_summed(ctx):
+        if ctx.table.param.trainable and is_summed(ctx):
             assert of_all is not None, f"{ctx.table.name} was unfrozen between a forward and its backward"
             ctx.table.columns.take_gradient(ctx.table, gradient, of_all)
         return None, None, None

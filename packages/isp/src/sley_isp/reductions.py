@@ -28,43 +28,47 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.api.comm import Group, SentBytes, Work
-    from sley_core.api.parts import Entry, GradientStore
+    from sley_core.api.parts import GradientStore, Param
     from sley_core.protocols import MemoryPool
     from sley_isp.sites import Site
 
 
 @dataclass(eq=False)
 class GradientBucket:
-    """Names entries whose gradients are reduced in one exchange.
+    """Names parameters whose gradients are reduced in one exchange.
 
     number: counts buckets in the order of their layers. name: of the layer or module. layer: the first one. sources: pairs of a
-    place and the entry to which its backward adds. chunks: those of all of its entries, if it is reduced once per step.
+    place and the parameter to which its backward adds. chunks: those of all of its parameters, if it is reduced once per step.
     """
 
     number: int
     name: str
     layer: str
     chunks: frozenset[int]
-    entries: list[Entry] = field(default_factory=list)
-    sources: set[tuple[Hashable, Entry]] = field(default_factory=set)
+    params: list[Param] = field(default_factory=list)
+    sources: set[tuple[Hashable, Param]] = field(default_factory=set)
 
 
 @dataclass(eq=False)
 class Open:
-    """Holds a bucket being filled. wholes: full gradients, padded. written: entries whose memory holds a gradient already."""
+    """Holds a bucket being filled. wholes: full gradients, padded. written: parameters whose memory holds a gradient
+    already.
+    """
 
     bucket: GradientBucket
-    wholes: dict[Entry, Tensor]
+    wholes: dict[Param, Tensor]
     lease: ExitStack
-    written: set[Entry] = field(default_factory=set)
+    written: set[Param] = field(default_factory=set)
 
     def is_complete(self, places: Container[Hashable]) -> bool:
-        """Returns whether every place that adds to a trained entry is among `places`, those of the current action so far."""
-        return all(place in places for place, entry in self.bucket.sources if entry in self.wholes)
+        """Returns whether every place that adds to a trained parameter is among `places`, those of the current action so
+        far.
+        """
+        return all(place in places for place, param in self.bucket.sources if param in self.wholes)
 
 
 class GradientBuckets:
-    """Assigns the entries of sites to buckets.
+    """Assigns the parameters of sites to buckets.
 
     contribution ──> open, full size ──> contribution* ──> sent: each place that contributes has had its backward, and another
                                                             is next (or the action that may complete it ends)
@@ -72,7 +76,7 @@ class GradientBuckets:
     A place is a unit, or a module if each module has a bucket. The modules of a unit that have contributed do not show whether
     others will: that may depend on the data, which differ between ranks, and all ranks must send in one order.
 
-    fused: one bucket per unit, else one per site. once: each entry is in one bucket only, however many sites hold it,
+    fused: one bucket per unit, else one per site. once: each parameter is in one bucket only, however many sites hold it,
     so that it can be reduced once; otherwise a tied weight's gradient is sent from each place where it is used.
     """
 
@@ -80,32 +84,32 @@ class GradientBuckets:
         self.fused = fused
         self.once = once
         self._parcels: dict[Hashable, GradientBucket] = {}
-        self._homes: dict[Entry, Site] = {}
+        self._homes: dict[Param, Site] = {}
 
     def add(self, site: Site) -> None:
-        """Registers `site` as a contributor to all of its entries; called for all sites before the first `of`."""
-        for entry in site.entries:
-            home = self._homes.setdefault(entry, site) if self.once else site
+        """Registers `site` as a contributor to all of its parameters; called for all sites before the first `of`."""
+        for param in site.params:
+            home = self._homes.setdefault(param, site) if self.once else site
             name = home.unit.name if self.fused else home.name
             bucket = self._parcels.setdefault(
-                self._key(home, entry), GradientBucket(len(self._parcels), name, home.unit.layer, entry.chunks)
+                self._key(home, param), GradientBucket(len(self._parcels), name, home.unit.layer, param.chunks)
             )
-            if entry not in bucket.entries:
-                bucket.entries.append(entry)
-            bucket.sources.add((self._place(site), entry))
+            if param not in bucket.params:
+                bucket.params.append(param)
+            bucket.sources.add((self._place(site), param))
 
-    def of(self, site: Site, entry: Entry) -> tuple[GradientBucket, Hashable]:
-        """Returns the bucket of the gradient of `entry` from `site`, and the part of a backward in which it comes.
+    def of(self, site: Site, param: Param) -> tuple[GradientBucket, Hashable]:
+        """Returns the bucket of the gradient of `param` from `site`, and the part of a backward in which it comes.
 
         That is the backward of the site's unit, or of the site alone.
         """
-        return self._parcels[self._key(self._homes[entry] if self.once else site, entry)], self._place(site)
+        return self._parcels[self._key(self._homes[param] if self.once else site, param)], self._place(site)
 
     def _place(self, site: Site) -> Hashable:
         return site.unit if self.fused else site
 
-    def _key(self, home: Site, entry: Entry) -> Hashable:
-        return (self._place(home), entry.chunks if self.once else None)
+    def _key(self, home: Site, param: Param) -> Hashable:
+        return (self._place(home), param.chunks if self.once else None)
 
 
 Write = Callable[[Tensor, bool], None]
@@ -118,7 +122,7 @@ class _Reduction(NamedTuple):
     """
 
     work: Work
-    owned: list[tuple[Entry, Tensor]]
+    owned: list[tuple[Param, Tensor]]
     lease: ExitStack
     came: range | None = None
     layer: str = ""
@@ -153,8 +157,8 @@ class Reductions:
         self._live = 0
         self._live_bytes = 0
 
-    def add(self, bucket: GradientBucket, place: Hashable, entry: Entry, write: Write) -> None:
-        """Adds a contribution to the gradient of `entry` in `bucket`; may start or finish earlier reductions.
+    def add(self, bucket: GradientBucket, place: Hashable, param: Param, write: Write) -> None:
+        """Adds a contribution to the gradient of `param` in `bucket`; may start or finish earlier reductions.
 
         place: the unit or module whose backward this is part of. write: puts or adds the gradient into a full-size tensor. All
         ranks of `group` must go from place to place in the same order.
@@ -169,8 +173,8 @@ class Reductions:
                 if self._may_leave(before.bucket) and (before.is_complete(self._places) or not self.once):
                     self._start(before)
         filled = self._open.get(bucket) or self._opened(bucket)
-        write(unpadded(filled.wholes[entry], entry), entry in filled.written)
-        filled.written.add(entry)
+        write(unpadded(filled.wholes[param], param), param in filled.written)
+        filled.written.add(param)
 
     def flush(self, *, everything: bool = False) -> None:
         """Starts the reduction of every open bucket that may be sent; called at the end of an action.
@@ -200,12 +204,12 @@ class Reductions:
             reduction = self._under_way.popleft()
             reduction.work.wait()  # if this fails, a peer may still read the buffer, so it is not returned to the pool
             try:
-                for entry, rows in reduction.owned:
+                for param, rows in reduction.owned:
                     if reduction.came is None:
-                        self.store.add(entry, rows)
+                        self.store.add(param, rows)
                     else:
                         by_micro = dict(zip(reduction.came, rows, strict=True))
-                        self.store.add_of_micros(entry, by_micro, reduction.layer)
+                        self.store.add_of_micros(param, by_micro, reduction.layer)
             finally:
                 self._end(reduction)
 
@@ -232,26 +236,28 @@ class Reductions:
         """Leases full-size memory for a bucket; first waits for older ones if the bound asks for it. Contents are undefined."""
         if not self.once:
             self.finish(max(0, self.bound - 1))
-        entries = [entry for entry in bucket.entries if entry.trainable]
+        params = [param for param in bucket.params if param.trainable]
         lease = ExitStack()
-        wholes = self._lent([padded(entry) for entry in entries], lease)
-        for entry, whole in zip(entries, wholes, strict=True):
-            if len(whole) > entry.shape[0]:  # else two operators for nothing, for each weight
-                whole[entry.shape[0] :].zero_()
-        filled = self._open[bucket] = Open(bucket, dict(zip(entries, wholes, strict=True)), lease)
+        wholes = self._lent([padded(param) for param in params], lease)
+        for param, whole in zip(params, wholes, strict=True):
+            if len(whole) > param.shape[0]:  # else two operators for nothing, for each weight
+                whole[param.shape[0] :].zero_()
+        filled = self._open[bucket] = Open(bucket, dict(zip(params, wholes, strict=True)), lease)
         self._live += len(wholes)
         self.max_live = max(self.max_live, self._live)
         return filled
 
     def _start(self, filled: Open) -> None:
-        """Starts the reduce-scatter of a bucket; all its entries are sent on every rank, with zeros for those not written."""
+        """Starts the reduce-scatter of a bucket; all its parameters are sent on every rank, with zeros for those not
+        written.
+        """
         bucket = filled.bucket
         del self._open[bucket]
         if self.once:
             self.finish(max(0, self.bound - 1))
         wholes = filled.wholes
-        for entry in wholes.keys() - filled.written:
-            wholes[entry].zero_()  # another rank may have used it, in a forward that depends on its data
+        for param in wholes.keys() - filled.written:
+            wholes[param].zero_()  # another rank may have used it, in a forward that depends on its data
         if self.store.canonical is not None:
             self._under_way.append(self._swapped(filled, self.store.canonical.micros_beside(self.group)))
         else:
@@ -269,12 +275,12 @@ class Reductions:
         """
         transport = self.group.transport(REDUCE)
         wholes, size = filled.wholes, self.group.size
-        shapes = [(size, shard_of(entry).size, *entry.shape[1:]) for entry in wholes]
+        shapes = [(size, shard_of(param).size, *param.shape[1:]) for param in wholes]
         received = self._lent(shapes, filled.lease)
         # In the order of backwards, as for the reduce-scatter in `_reduced`.
         works = [
-            transport.all_to_all(rows, whole.view(rows.shape), what=f"the gradient of {entry.name}")
-            for rows, (entry, whole) in zip(received, wholes.items(), strict=True)
+            transport.all_to_all(rows, whole.view(rows.shape), what=f"the gradient of {param.name}")
+            for rows, (param, whole) in zip(received, wholes.items(), strict=True)
         ]
         owned = list(zip(wholes, received, strict=True))
         return _Reduction(Together(works), owned, filled.lease, came, filled.bucket.layer)
@@ -283,14 +289,14 @@ class Reductions:
         """Starts the reduce-scatter of a bucket."""
         bucket, wholes = filled.bucket, filled.wholes
         transport = self.group.transport(REDUCE)
-        scratch = [(transport.num_scratch_rows(shard_of(entry).size), *entry.shape[1:]) for entry in wholes]
+        scratch = [(transport.num_scratch_rows(shard_of(param).size), *param.shape[1:]) for param in wholes]
         received = self._lent(scratch, filled.lease)
         what = f"the gradients of {bucket.name}"
-        contents = checksum(entry.name for entry in wholes)
+        contents = checksum(param.name for param in wholes)
         # In the order of backwards, the same on all ranks of `wp`: they run the same actions on the same layers. If the data
         # decides which modules run, and a bucket is less than a layer, ranks detect it by the checksum of names.
         work = transport.reduce_scatter(list(wholes.values()), received, what=what, contents=contents)
-        owned = [(entry, self._own(entry, whole)) for entry, whole in wholes.items()]
+        owned = [(param, self._own(param, whole)) for param, whole in wholes.items()]
         return _Reduction(work, owned, filled.lease)
 
     def _lent(self, shapes: Sequence[tuple[int, ...]], lease: ExitStack) -> list[Tensor]:
@@ -314,7 +320,7 @@ class Reductions:
     def _returned(self, num_bytes: int) -> None:
         self._live_bytes -= num_bytes
 
-    def _own(self, entry: Entry, whole: Tensor) -> Tensor:
+    def _own(self, param: Param, whole: Tensor) -> Tensor:
         """Returns this rank's rows of `whole`, a view; padding rows included."""
-        rows = shard_of(entry).size
+        rows = shard_of(param).size
         return whole[self.group.coord * rows : (self.group.coord + 1) * rows]

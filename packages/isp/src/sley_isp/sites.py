@@ -2,7 +2,7 @@
 
     forward    gather W                y = x W^T + b        only x is saved
     backward   gather W again, dW = g^T x -> reduced in the background -> store,    dx = g W meanwhile
-    D, W       D: dx, and (g, x) is deferred;    W: dW and its reduction
+    I, W       I: dx, and (g, x) is deferred;    W: dW and its reduction
 
 Autograd sees the shard as an input, so that it runs the backward, and gets None as its gradient: none is allocated.
 
@@ -29,7 +29,7 @@ from sley_core.api.weights import Asked, StandIn, asked_of, no_view
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
-    from sley_core.api.parts import Entry, Handover
+    from sley_core.api.parts import Handover, Param
     from sley_isp.units import Gathered, Unit
 
 
@@ -37,23 +37,23 @@ class SiteHost(Protocol):
     """The interface that a site needs of its communicator."""
 
     # `Communicator` documents these.
-    def use(self, unit: Unit, own: Sequence[Entry], *, pins: int, launches: bool) -> Gathered: ...
+    def use(self, unit: Unit, own: Sequence[Param], *, pins: int, launches: bool) -> Gathered: ...
     def done(self, gathered: Gathered) -> None: ...
     def is_recomputing(self) -> bool: ...
 
 
 class Site:
-    """Replaces the forward of one sharded module. weight, bias: its entries, None if not sharded or absent. unit: gathers
+    """Replaces the forward of one sharded module. weight, bias: its parameters, None if not sharded or absent. unit: gathers
     them.
     """
 
-    def __init__(self, host: SiteHost, unit: Unit, module: nn.Module, weight: Entry | None, bias: Entry | None) -> None:
+    def __init__(self, host: SiteHost, unit: Unit, module: nn.Module, weight: Param | None, bias: Param | None) -> None:
         self.host = host
         self.unit = unit
         self.module = module
         self.weight = weight
         self.bias = bias
-        self.entries = [entry for entry in (weight, bias) if entry is not None]
+        self.params = [param for param in (weight, bias) if param is not None]
         """The sharded parameters of the module."""
         self.launches = False
         self.fuses = True
@@ -64,19 +64,19 @@ class Site:
     @property
     def name(self) -> str:
         """The module's name."""
-        return self.entries[0].name.rpartition(".")[0]
+        return self.params[0].name.rpartition(".")[0]
 
     @property
-    def trained(self) -> list[Entry]:
-        """The sharded entries that are trained."""
-        return [entry for entry in self.entries if entry.trainable]
+    def trained(self) -> list[Param]:
+        """The sharded parameters that are trained."""
+        return [param for param in self.params if param.trainable]
 
     def use(self, *, pins: int = 0, launches: bool | None = None) -> Gathered:
         """Returns the unit's weights, which may still be in flight; call `Gathered.wait` before reading them.
 
         pins: +1 keeps them for the backward after a recomputation, -1 ends that. launches: whether prefetches may start.
         """
-        return self.host.use(self.unit, self.entries, pins=pins, launches=self.launches if launches is None else launches)
+        return self.host.use(self.unit, self.params, pins=pins, launches=self.launches if launches is None else launches)
 
     @property
     def forward(self) -> Callable[[Tensor], Tensor]:
@@ -96,8 +96,8 @@ class Site:
 
     def held(self, gathered: Gathered, attribute: str) -> Tensor | None:
         """Returns the full parameter `attribute`: gathered, or the module's own if it is not sharded."""
-        entry = self.weight if attribute == "weight" else self.bias
-        return gathered.whole(entry) if entry is not None else self.module._parameters[attribute]
+        param = self.weight if attribute == "weight" else self.bias
+        return gathered.whole(param) if param is not None else self.module._parameters[attribute]
 
 
 def own_of(module: nn.Module, attribute: str) -> nn.Parameter | None:
@@ -206,9 +206,9 @@ def is_summed(ctx: Any) -> bool:
     return any(asked_of(ctx, place) is Asked.SUM for place in range(1, len(ctx.next_functions)))
 
 
-def linear_gradient(site: Site, entry: Entry, rows: Tensor, inputs: Tensor, whole: Tensor, adds: bool) -> None:
-    """Writes the full gradient of `entry` into `whole`, or adds it if `adds`: rows^T inputs, for a bias the sum of rows."""
-    if entry is site.bias:
+def linear_gradient(site: Site, param: Param, rows: Tensor, inputs: Tensor, whole: Tensor, adds: bool) -> None:
+    """Writes the full gradient of `param` into `whole`, or adds it if `adds`: rows^T inputs, for a bias the sum of rows."""
+    if param is site.bias:
         if adds:
             whole += rows.sum(0, dtype=whole.dtype)
         else:
@@ -263,7 +263,7 @@ class _Embedding(torch.autograd.Function):
         return None, None, None
 
 
-def embedding_gradient(site: Site, entry: Entry, rows: Tensor, tokens: Tensor, whole: Tensor, adds: bool) -> None:
+def embedding_gradient(site: Site, param: Param, rows: Tensor, tokens: Tensor, whole: Tensor, adds: bool) -> None:
     """Writes the full gradient of a table into `whole`, or adds it if `adds`: each of `rows` is added at its token.
 
     No other tensor as large as `whole` is made.

@@ -25,60 +25,64 @@ if TYPE_CHECKING:
 
     from sley_core.api.comm import Published, Transport
     from sley_core.api.model import Layer
-    from sley_core.api.parts import Entry, ParameterBook
+    from sley_core.api.parts import Param, ParameterRegistry
     from sley_core.api.weights import Shard
     from sley_core.protocols import MemoryPool
     from sley_isp.sites import Site
 
 
 def sharded_modules(
-    layer: Layer, book: ParameterBook, known: Iterable[nn.Module]
-) -> Iterator[tuple[str, nn.Module, dict[str, Entry]]]:
-    """Yields name, module and entries by attribute of each module of `layer` that directly holds shards and is not `known`."""
+    layer: Layer, registry: ParameterRegistry, known: Iterable[nn.Module]
+) -> Iterator[tuple[str, nn.Module, dict[str, Param]]]:
+    """Yields name, module and parameters by attribute of each module of `layer` that directly holds shards and is not
+    `known`.
+    """
     others = {id(module) for module in known}
     for name, module in layer.module.named_modules(prefix=layer.name):
         if id(module) in others:
             continue
-        places = {attribute: book[f"{name}.{attribute}"] for attribute, one in module._parameters.items() if one is not None}
-        held = {attribute: entry for attribute, entry in places.items() if entry.shard is not None}
+        places = {
+            attribute: registry[f"{name}.{attribute}"] for attribute, one in module._parameters.items() if one is not None
+        }
+        held = {attribute: param for attribute, param in places.items() if param.shard is not None}
         if held:
             yield name, module, held
 
 
-def shard_of(entry: Entry) -> Shard:
-    """Returns the shard of an entry that is cut along dim 0; asserts that it is."""
-    assert entry.shard is not None, f"{entry.name} is not sharded"
-    assert entry.shard.dim == 0, f"{entry.name} is cut along dim {entry.shard.dim}"
-    return entry.shard
+def shard_of(param: Param) -> Shard:
+    """Returns the shard of a parameter that is cut along dim 0; asserts that it is."""
+    assert param.shard is not None, f"{param.name} is not sharded"
+    assert param.shard.dim == 0, f"{param.name} is cut along dim {param.shard.dim}"
+    return param.shard
 
 
-def padded(entry: Entry) -> tuple[int, ...]:
+def padded(param: Param) -> tuple[int, ...]:
     """Returns the shape of the full parameter, padding rows included."""
-    shard = shard_of(entry)
+    shard = shard_of(param)
     return (shard.count * shard.size, *shard.shape[1:])
 
 
-def unpadded(whole: Tensor, entry: Entry) -> Tensor:
-    """Returns the full tensor of `entry`, of shape `padded(entry)`, without padding rows: a view, or `whole` if it has none."""
-    return whole if len(whole) == entry.shape[0] else whole[: entry.shape[0]]
+def unpadded(whole: Tensor, param: Param) -> Tensor:
+    """Returns the full tensor of `param`, of shape `padded(param)`, without padding rows: a view, or `whole` if it has none."""
+    return whole if len(whole) == param.shape[0] else whole[: param.shape[0]]
 
 
 @dataclass(eq=False)
 class Unit:
-    """Names the sharded entries of layer `layer`, or of one of its modules; a tied entry is there once.
+    """Names the sharded parameters of layer `layer`, or of one of its modules; a tied parameter is there once.
 
     has_linear: whether a linear uses them, whose backward may need the weights; the backward of an embedding does not.
     """
 
     name: str
     layer: str
-    entries: list[Entry] = field(default_factory=list)
+    params: list[Param] = field(default_factory=list)
     has_linear: bool = False
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """The shards as parameters, the same objects for the whole run."""
-        return [entry.parameter for entry in self.entries]
+        return [param.parameter for param in self.params]
 
     @property
     def shards(self) -> list[Tensor]:
@@ -104,22 +108,22 @@ class Gathered:
     def __init__(self, unit: Unit, pool: MemoryPool, source: Transport | Published, size: int) -> None:
         parameters = unit.shards
         dtype, device = parameters[0].dtype, parameters[0].device
-        starts, numel = layout(unit.entries, dtype.itemsize)
-        self._versions = {entry: (one, one._version) for entry, one in zip(unit.entries, unit.parameters, strict=True)}
+        starts, numel = layout(unit.params, dtype.itemsize)
+        self._versions = {param: (one, one._version) for param, one in zip(unit.params, unit.parameters, strict=True)}
         self.num_received_bytes = sum(parameter.nbytes for parameter in parameters) * (size - 1)
         with ExitStack() as stack:
             flat = stack.enter_context(pool.lease((numel,), dtype, device))
-            views = views_of(flat, starts, [padded(entry) for entry in unit.entries])
+            views = views_of(flat, starts, [padded(param) for param in unit.params])
             self.num_bytes = flat.nbytes
-            # Over `wp`, whose ranks gather the same units in one order, each with its entries in the unit's order.
+            # Over `wp`, whose ranks gather the same units in one order, each with its parameters in the unit's order.
             self._work = source.all_gather(views, parameters, what=f"the weights of {unit.name}")
             self._stack = stack.pop_all()  # not if the exchange could not start
-        self._wholes = {entry: unpadded(view, entry) for entry, view in zip(unit.entries, views, strict=True)}
+        self._wholes = {param: unpadded(view, param) for param, view in zip(unit.params, views, strict=True)}
 
-    def is_older(self, entries: Iterable[Entry]) -> bool:
-        """Returns whether the shard of one of `entries` was written since the gather started."""
-        for entry in entries:
-            parameter, version = self._versions[entry]
+    def is_older(self, params: Iterable[Param]) -> bool:
+        """Returns whether the shard of one of `params` was written since the gather started."""
+        for param in params:
+            parameter, version = self._versions[param]
             if parameter._version != version:
                 return True
         return False
@@ -128,9 +132,9 @@ class Gathered:
         """Blocks until the full weights are in the buffer."""
         self._work.wait()
 
-    def whole(self, entry: Entry) -> Tensor:
+    def whole(self, param: Param) -> Tensor:
         """Returns the full parameter, without padding; valid from `wait` until `release`."""
-        return self._wholes[entry]
+        return self._wholes[param]
 
     def release(self) -> None:
         """Returns the buffer to the pool, once nothing is received into it any more."""
@@ -143,9 +147,9 @@ class Gathered:
         self._work.wait_sent()
 
 
-def layout(entries: Sequence[Entry], itemsize: int) -> tuple[list[int], int]:
-    """Returns the element offset of each padded full entry in a flat buffer, and the size of that buffer in elements."""
-    return offsets([padded(entry) for entry in entries], ALIGNMENT_BYTES // itemsize)
+def layout(params: Sequence[Param], itemsize: int) -> tuple[list[int], int]:
+    """Returns the element offset of each padded full parameter in a flat buffer, and the size of that buffer in elements."""
+    return offsets([padded(param) for param in params], ALIGNMENT_BYTES // itemsize)
 
 
 MOST_NAMES = 20
@@ -166,7 +170,7 @@ class Launches:
 
     def take(self, layer: Layer, unit: Unit, sites: Sequence[Site]) -> None:
         """Marks the launch points of `layer` among its `sites`, and hooks the other ones. unit: the layer's; may be empty."""
-        points = set(launch_points(layer, self.pattern) if unit.entries else ())
+        points = set(launch_points(layer, self.pattern) if unit.params else ())
         for site in sites:
             site.launches = not points or site.module in points
         for module in points - {site.module for site in sites} - self.hooks.keys():

@@ -149,11 +149,11 @@ class VocabularyHead:
     @torch.no_grad()
     def _accumulate(self, gradient: Tensor, inputs: Tensor) -> None:
         """Adds the shards' gradients to the store; they are summed over all tokens of `wp` already."""
-        for entry in self.site.trained:
-            if entry is self.site.bias:
-                self.store.add(entry, gradient.sum(0, dtype=self.store.dtype))
+        for param in self.site.trained:
+            if param is self.site.bias:
+                self.store.add(param, gradient.sum(0, dtype=self.store.dtype))
             else:
-                self.store.add_product(entry, gradient, inputs)
+                self.store.add_product(param, gradient, inputs)
 
 
 class _Reducing:

@@ -50,19 +50,19 @@ def seen(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
         gather, add = communicator._gather, communicator.reductions.add
 
         def gathers(unit: Any) -> Any:
-            names["gathered"] |= {entry.name for entry in unit.entries}
+            names["gathered"] |= {param.name for param in unit.params}
             return gather(unit)
 
-        def adds(bucket: Any, place: Any, entry: Any, write: Any) -> None:
-            names["reduced"].add(entry.name)
-            add(bucket, place, entry, write)
+        def adds(bucket: Any, place: Any, param: Any, write: Any) -> None:
+            names["reduced"].add(param.name)
+            add(bucket, place, param, write)
 
         communicator._gather, communicator.reductions.add = gathers, adds
         run.step()
         run.step()
         with Shapes() as shapes, collectives() as calls:
             run.step()
-        held = run.store.gradient(run.book["embed.tokens.weight"]).shape
+        held = run.store.gradient(run.registry["embed.tokens.weight"]).shape
         counts = communicator.counts()
         before = communicator.columns.num_exchanges
         run.evaluate()
@@ -157,9 +157,9 @@ def by_hand(tables: dict[str, Any], folder: Path) -> Any:
         for layer in run.layers[1:]:
             hidden = layer.module(hidden, tokens) if layer.name == "again" else layer.module(hidden)
         hidden.sum().backward()
-        entry = run.book["embed.tokens.weight"]
-        summed = run.store.gradient(entry) if entry.shard else entry.parameter.grad
-        gradient = wholes({entry: summed}, run.groups)[entry]
+        param = run.registry["embed.tokens.weight"]
+        summed = run.store.gradient(param) if param.shard else param.parameter.grad
+        gradient = wholes({param: summed}, run.groups)[param]
         return plain, hidden.detach(), gradient / world.size
 
 

@@ -38,11 +38,11 @@ def test_what_each_rank_holds_on_meta(own, texts, sharded):
     """Five columns over two ranks are three each; the rest is cut by rows, as without."""
     tables = sharded(2, weights=HIDDEN, model={"factory": "looked_up:layers"}, **FOREIGN)
     with World.fake(1, 2) as world, assemble(plan_from_dict(tables, texts), world) as run:
-        entry = run.book["embed.tokens.weight"]
-        assert entry.shape == (11, 5)
-        assert entry.parameter.shape == (11, 3)
-        assert entry.shard.padding == 11
-        assert run.book["head.weight"].parameter.shape == (3, 5)
+        param = run.registry["embed.tokens.weight"]
+        assert param.shape == (11, 5)
+        assert param.parameter.shape == (11, 3)
+        assert param.shard.padding == 11
+        assert run.registry["head.weight"].parameter.shape == (3, 5)
 
 
 def run_of(tables: dict[str, Any], folder: Any) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -28,6 +29,11 @@ PLAIN = (str, bytes, int, float, complex, bool, type(None), type, CodeType)
 
 OTHERS = sys.stdlib_module_names | {"numpy", "sympy", "torch"}
 """Packages of a hundred thousand objects, of which none is the user's."""
+
+
+NO_PATH = "held by something that is not Python's"
+
+RETRY_S = (0.1, 0.5, 2.0)
 
 
 class Leak(NamedTuple):
@@ -51,6 +57,18 @@ def find_leaks(run: Any, min_bytes: int = 4096) -> list[Leak]:
     the host's own tensors, such as the data's, are among them. run: the assembled `Run`.
     """
     run.memory.settle()
+    leaks: list[Leak] = []
+    # A thread of a communication backend may hold a tensor for a moment after its collective has ended: look again.
+    for pause_s in (0.0, *RETRY_S):
+        time.sleep(pause_s)
+        leaks = _leaks(run, min_bytes)
+        if not any(leak.path == NO_PATH for leak in leaks):
+            break
+    return leaks
+
+
+def _leaks(run: Any, min_bytes: int) -> list[Leak]:
+    """Returns what `find_leaks` does, of this moment."""
     holdings = run.memory.holdings
     # By address: memory may have a second storage (`Device.again`).
     places = {_address(tensor) for part in PARTS for _, tensor in holdings.everything(part) if tensor.device == holdings.device}
@@ -62,7 +80,7 @@ def find_leaks(run: Any, min_bytes: int = 4096) -> list[Leak]:
         best: dict[int, Leak] = {}
         # those with a path first, the shortest first: a view may be reached where the tensor that it is of is not
         for key, tensor in sorted(left.items(), key=lambda pair: (pair[0] not in paths, len(paths.get(pair[0], "")))):
-            path = paths.get(key, "held by something that is not Python's")
+            path = paths.get(key, NO_PATH)
             leak = Leak(tensor.untyped_storage().nbytes(), tensor.dtype, tuple(tensor.shape), path)
             best.setdefault(storage_id(tensor), leak)
     return sorted(best.values(), key=lambda leak: (-leak.num_bytes, leak.path))
@@ -172,7 +190,7 @@ def _of_callable(one: Any) -> Iterable[tuple[str, object]]:
 
 
 def _of_module(module: object, *, is_far: bool) -> Iterator[tuple[str, object]]:
-    """Yields what an nn.Module holds, with steps of the path: entries of its registries by name, and attributes; hooks if
+    """Yields what an nn.Module holds, with steps of the path: parameters of its registries by name, and attributes; hooks if
     `is_far`.
     """
     for key, value in _items(_get(module, "__dict__")):

@@ -53,7 +53,7 @@ class Owners:
     def begin(self) -> None:
         """Notes where the layers' parameters and buffers are; they stay there for a step."""
         buffers = [buffer for layer in self._parts.layers for buffer in layer.module.buffers()]
-        self._lasting = Spans([*buffers, *(entry.parameter for entry in self._parts.book)])
+        self._lasting = Spans([*buffers, *(param.parameter for param in self._parts.registry)])
 
     def have(self, tensor: Tensor) -> bool:
         """Returns whether the storage of `tensor` is one of the layers' parameters or buffers, or a pool's. Pools are asked

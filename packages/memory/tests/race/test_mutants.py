@@ -147,11 +147,11 @@ class Loses:
     def before_backward(self, micro: MicroStep, _gradient: object) -> None:
         """Keeps what was summed before one micro-batch."""
         if micro.micro == self._micro:
-            self._kept = [self._store.gradient(entry).clone() for entry in self._store.entries]
+            self._kept = [self._store.gradient(param).clone() for param in self._store.params]
 
     def _complete(self, _chunk: int) -> None:
-        for entry, kept in zip(self._store.entries, self._kept, strict=True):
-            self._lose(self._store.gradient(entry), kept)
+        for param, kept in zip(self._store.params, self._kept, strict=True):
+            self._lose(self._store.gradient(param), kept)
 
 
 LOSES: dict[str, tuple[int, Callable[[Tensor, Tensor], Any]]] = {

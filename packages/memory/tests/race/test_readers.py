@@ -50,7 +50,7 @@ def on_host(part: Any) -> Callable[[Run, Path], Any]:
 
 
 def loaded(run: Run, folder: Path) -> Any:
-    run.load_weights({entry.name: torch.full(entry.shape, 0.125) for entry in run.book})
+    run.load_weights({param.name: torch.full(param.shape, 0.125) for param in run.registry})
     return checkpoint(run, folder)
 
 
@@ -93,7 +93,7 @@ def one_step(tables: Tables, folder: Path, order: int | None) -> Iterator[Run]:
             device.keeps_on_host(master)
         run.step()
         with torch.no_grad():
-            run.book.entries[0].parameter.copy_(torch.full(run.book.entries[0].shape, 0.5))
+            run.registry.params[0].parameter.copy_(torch.full(run.registry.params[0].shape, 0.5))
         yield run
 
 
@@ -134,7 +134,7 @@ def test_an_update_that_failed_leaves_no_copy_under_way(order: int, texts: Path,
             run.step()
         monkeypatch.undo()
         if order:
-            run.book.entries[0].parameter.requires_grad_(False)
+            run.registry.params[0].parameter.requires_grad_(False)
         run.step()
 
 

@@ -25,7 +25,8 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 def export_hugging_face(plan: Plan, source: Tensors, out: Path, max_file_bytes: int) -> list[str]:
-    """Writes the weights in `source`, by names of the book, as transformers' Llama, Qwen2 or Qwen3 into the new folder `out`.
+    """Writes the weights in `source`, by names of the registry, as transformers' Llama, Qwen2 or Qwen3 into the new folder
+    `out`.
 
     Returns the names of its files of weights. Raises UsageError "export-format" for another model than `models.llama`, or one
     with options that no such model has; RunError "weights-mismatch" if the weights are not the plan's.

@@ -2,7 +2,7 @@
 
     0F0,0F1,,1F0,1I0,1W0,...        `1I0`: input gradients of model part 1 (counted along the model), micro-batch 0
 
-F and B are forward and full backward, I and W the halves of a split one (our D and W); an empty cell is a wait.
+F and B are forward and full backward, I and W the halves of a split one; an empty cell is a wait.
 `(0F4;1B2)OVERLAP_F_B` is read as its actions one after another. Sends and receives are not read: `lower` writes its own.
 """
 

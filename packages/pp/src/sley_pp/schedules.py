@@ -19,7 +19,7 @@ Word = tuple[Kind, int]
 
 F: Word = (Kind.FORWARD, 0)
 B: Word = (Kind.BACKWARD, 0)
-D: Word = (Kind.INPUT_GRADIENT, 0)
+INPUTS: Word = (Kind.INPUT_GRADIENT, 0)
 """The words of a schedule with one chunk per stage."""
 
 
@@ -115,16 +115,16 @@ def round_sizes(stages: int, micros: int) -> list[int]:
 
 
 def with_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placement, most: int) -> list[list[Action]]:
-    """Returns `lists` of F and D with a W added for every D, so that no stage holds more than `most` pairs.
+    """Returns `lists` of F and I with a W added for every I, so that no stage holds more than `most` pairs.
 
     Simulates all stages in step, one tick per action. A stage does the next action of its list if that action's input
     was made in an earlier tick, else its oldest W. It does a W first if it holds `most` pairs, but not between an F and
-    the D that follows: earlier stages are waiting for that D.
+    the I that follows: earlier stages are waiting for that I.
 
     A stage of ZB-H1 without them, and with:
 
-        stage 2  ......F0-F1-...D0=F2-D1=F3-D2=...D3=
-        stage 2  ......F0-F1-...D0=F2-D1=F3-D2=W0~D3=W1~W2~W3~
+        stage 2  ......F0-F1-...I0=F2-I1=F3-I2=...I3=
+        stage 2  ......F0-F1-...I0=F2-I1=F3-I2=W0~I3=W1~W2~W3~
     """
     fillings = [_Filling(actions, stage, placement, most) for stage, actions in enumerate(lists)]
     made: set[Delivery] = set()
@@ -174,7 +174,7 @@ class _Filling:
         return delivery is None or delivery in made
 
     def _do(self, action: Action) -> set[Delivery]:
-        """Does an F or a D and queues the W of a D; returns its output for another action, if any."""
+        """Does an F or an I and queues the W of an I; returns its output for another action, if any."""
         self.done.append(action)
         if action.kind is Kind.FORWARD:
             self._held += 1
@@ -187,36 +187,36 @@ class _Filling:
 def zero_bubble_h1(stages: int, chunks: int, micros: int) -> list[list[Action]]:
     """ZB-H1: 1F1B with its backward split, a third of the bubble in the same memory (arXiv 2401.10241, section 2.1).
 
-        stage 0  F0-F1-F2-F3-.........D0=W0~D1=W1~D2=W2~D3=W3~
-        stage 1  ...F0-F1-F2-......D0=F3-D1=W0~D2=W1~D3=W2~W3~
-        stage 2  ......F0-F1-...D0=F2-D1=F3-D2=W0~D3=W1~W2~W3~
-        stage 3  .........F0-D0=F1-D1=F2-D2=F3-D3=W0~W1~W2~W3~
+        stage 0  F0-F1-F2-F3-.........I0=W0~I1=W1~I2=W2~I3=W3~
+        stage 1  ...F0-F1-F2-......I0=F3-I1=W0~I2=W1~I3=W2~W3~
+        stage 2  ......F0-F1-...I0=F2-I1=F3-I2=W0~I3=W1~W2~W3~
+        stage 3  .........F0-I0=F1-I1=F2-I2=F3-I3=W0~W1~W2~W3~
 
-    The gradient that the previous stage waits for is ready after D; later stages defer their W until they hold P micro-batches,
-    as many as stage 0 holds in 1F1B (every stage min(P, M)). The bubble is (P - 1)(F + D - W), as long as W takes no longer
-    than F or D.
+    The gradient that the previous stage waits for is ready after I; later stages defer their W until they hold P micro-batches,
+    as many as stage 0 holds in 1F1B (every stage min(P, M)). The bubble is (P - 1)(F + I - W), as long as W takes no longer
+    than F or I.
     """
     if chunks != 1:
         raise wrong_chunks("pp.zero_bubble_h1", "one chunk", chunks, "use `pp.zero_bubble_v` for two")
     lists = []
     for stage in range(stages):
         ahead = min(stages - 1 - stage, micros)
-        lists.append(numbered([F] * ahead + [F, D] * (micros - ahead) + [D] * ahead))
+        lists.append(numbered([F] * ahead + [F, INPUTS] * (micros - ahead) + [INPUTS] * ahead))
     return with_weight_gradients(lists, loop(stages), most=stages)
 
 
 F0, F1 = (Kind.FORWARD, 0), (Kind.FORWARD, 1)
-D0, D1 = (Kind.INPUT_GRADIENT, 0), (Kind.INPUT_GRADIENT, 1)
+I0, I1 = (Kind.INPUT_GRADIENT, 0), (Kind.INPUT_GRADIENT, 1)
 
 
 def zero_bubble_v(stages: int, chunks: int, micros: int) -> list[list[Action]]:
     """ZB-V: two chunks per stage in a V, no bubble but the skew of the start, in the memory of 1F1B (arXiv 2401.10241, section
     6).
 
-        stage 0  F0-F1-F2-F3-F4-F5-F6-f0-d0=w0~f1-d1=w1~f2-d2=w2~f3-d3=w3~F7-D0=W0~f4-d4=w4~ ...
-        stage 1  ...F0-F1-F2-F3-F4-f0-F5-f1-d0=w0~f2-d1=w1~f3-d2=w2~F6-D0=W0~f4-d3=w3~F7-D1= ...
-        stage 2  ......F0-F1-F2-f0-F3-f1-F4-f2-d0=w0~f3-d1=w1~F5-D0=W0~f4-d2=w2~F6-D1=W1~f5- ...
-        stage 3  .........F0-f0-F1-f1-F2-f2-F3-f3-d0=w0~F4-D0=W0~f4-d1=w1~F5-D1=W1~f5-d2=w2~ ...
+        stage 0  F0-F1-F2-F3-F4-F5-F6-f0-i0=w0~f1-i1=w1~f2-i2=w2~f3-i3=w3~F7-I0=W0~f4-i4=w4~ ...
+        stage 1  ...F0-F1-F2-F3-F4-f0-F5-f1-i0=w0~f2-i1=w1~f3-i2=w2~F6-I0=W0~f4-i3=w3~F7-I1= ...
+        stage 2  ......F0-F1-F2-f0-F3-f1-F4-f2-i0=w0~f3-i1=w1~F5-I0=W0~f4-i2=w2~F6-I1=W1~f5- ...
+        stage 3  .........F0-f0-F1-f1-F2-f2-F3-f3-i0=w0~F4-I0=W0~f4-i1=w1~F5-I1=W1~f5-i2=w2~ ...
 
     A sample goes down the stages through chunk 0 and up again through chunk 1. Stage 0 has both ends of the model, embedding
     and loss, so its gradients start where its forwards end, and the last stage hands over to itself. The pattern has 2P - 1
@@ -224,7 +224,7 @@ def zero_bubble_v(stages: int, chunks: int, micros: int) -> list[list[Action]]:
 
     Returns one list per stage, for two chunks each placed as a V and any number of micro-batches.
 
-    A stage holds 2 min(P, M) pairs, half a stage each. If F, D and W take the same time and M >= P, the step takes P -
+    A stage holds 2 min(P, M) pairs, half a stage each. If F, I and W take the same time and M >= P, the step takes P -
     1 of them longer than its work.
     """
     if chunks != 2:
@@ -239,11 +239,11 @@ def _pattern(stage: int, stages: int, micros: int) -> Iterator[Word]:
     after = stages - 1 - stage
     yield from [F0] * (2 * after + 1)  # until the first sample is back
     yield from [F1, F0] * stage  # until the last stage has a gradient for this one
-    yield from [F1, D1] * (after + 1)  # until that has come back down to chunk 0
-    yield from [F0, D0, F1, D1] * (micros - stages - after)  # the steady state: all four
-    yield from [D0, F1, D1] * after  # no F0 is left
-    yield from [D0, D1] * stage  # no F1 is left
-    yield from [D0] * (after + 1)
+    yield from [F1, I1] * (after + 1)  # until that has come back down to chunk 0
+    yield from [F0, I0, F1, I1] * (micros - stages - after)  # the steady state: all four
+    yield from [I0, F1, I1] * after  # no F0 is left
+    yield from [I0, I1] * stage  # no F1 is left
+    yield from [I0] * (after + 1)
 
 
 def build_gpipe(config: GPipeConfig) -> Schedule:

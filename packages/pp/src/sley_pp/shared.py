@@ -1,8 +1,8 @@
 """`pp.shared_modules`: keeps parameters that several stages hold (ties) equal on all of them.
 
 Every copy starts equal (same random numbers), gets the sum of all copies' gradients, and takes the same step. The sum is the
-last operation on a gradient before the norm, and is the same on every holder, so copies stay equal bit for bit. The book makes
-norm, clipping and counts include a tie once.
+last operation on a gradient before the norm, and is the same on every holder, so copies stay equal bit for bit. The registry
+makes norm, clipping and counts include a tie once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sley_core.errors import RunError
 from sley_core.protocols import GradientHandler
 
 if TYPE_CHECKING:
-    from sley_core.api.parts import Entry, Parts, StepState
+    from sley_core.api.parts import Param, Parts, StepState
     from sley_pp.config import SharedModulesConfig
 
 
@@ -30,11 +30,11 @@ class SharedModules(GradientHandler):
         self._sent = SentBytes()
 
     def attach(self, parts: Parts) -> None:
-        """Finds the ties in the book."""
+        """Finds the ties in the registry."""
         self._parts = parts
         self._groups = parts.groups
         self._store = parts.store
-        self._ties = sorted(entry.name for entry in parts.book if entry.tie_group is not None)
+        self._ties = sorted(param.name for param in parts.registry if param.tie_group is not None)
 
     def finish_step(self, step: StepState) -> None:
         """All-reduces this rank's gradients of each group of ties over the stages that hold them; blocks. Several gradients are
@@ -42,15 +42,15 @@ class SharedModules(GradientHandler):
         """
         self._sent.begin_step()
         pending = []
-        for axis, entries in self._by_group().items():
+        for axis, params in self._by_group().items():
             # If a reducer leaves shards, the ranks of the group have the same elements, maybe none.
-            parts = [self._store.part(entry) for entry in entries if entry in self._store]
+            parts = [self._store.part(param) for param in params if param in self._store]
             parts = [part for part in parts if part.numel()]
             if not parts:
                 continue
             flat = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
             # Over the ties' own group: one rank of each stage that holds them; all take the groups by axis, the ties by name.
-            group, what = self._groups[axis], f"the tied gradients of {', '.join(entry.name for entry in entries)}"
+            group, what = self._groups[axis], f"the tied gradients of {', '.join(param.name for param in params)}"
             pending.append((all_reduce(flat, group, what=what), flat, parts))
             self._sent.add(flat, group, passes=2)
         for work, flat, parts in pending:
@@ -60,13 +60,13 @@ class SharedModules(GradientHandler):
                 torch._foreach_copy_(parts, [one.view(part.shape) for one, part in zip(sums, parts, strict=True)])
         self._sent.end_step()
 
-    def _by_group(self) -> dict[str, list[Entry]]:
+    def _by_group(self) -> dict[str, list[Param]]:
         """Returns the ties by the axis of the group that holds them."""
-        found: dict[str, list[Entry]] = {}
+        found: dict[str, list[Param]] = {}
         for name in self._ties:
-            entry = self._parts.book[name]
-            assert entry.tie_group is not None, name
-            found.setdefault(entry.tie_group, []).append(entry)
+            param = self._parts.registry[name]
+            assert param.tie_group is not None, name
+            found.setdefault(param.tie_group, []).append(param)
         return dict(sorted(found.items()))
 
     def counts(self) -> dict[str, float]:
@@ -83,10 +83,10 @@ class SharedModules(GradientHandler):
         """Raises RunError `tie-drifted` on all holders of a tie whose copies are no longer equal bit for bit."""
         self._parts.weights.settle()
         for name in self._ties:
-            entry = self._parts.book[name]
-            assert entry.tie_group is not None, name
-            group = self._groups[entry.tie_group]
-            value = entry.parameter.detach()
+            param = self._parts.registry[name]
+            assert param.tie_group is not None, name
+            group = self._groups[param.tie_group]
+            value = param.parameter.detach()
             most, least = value.clone(), value.clone()
             # Over the tie's own group; all holders check the same ties after the same step.
             all_reduce(most, group, "max", what=f"the tied weight {name}").wait()
@@ -95,6 +95,6 @@ class SharedModules(GradientHandler):
                 apart = float((most - least).abs().max())
                 raise RunError(
                     "tie-drifted",
-                    f"after step {number} the copies of {name} on stages {list(entry.stages)} differ by up to {apart:g}",
+                    f"after step {number} the copies of {name} on stages {list(param.stages)} differ by up to {apart:g}",
                     hint="something wrote one copy: load weights on every stage, and give all copies the same options",
                 )

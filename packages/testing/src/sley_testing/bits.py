@@ -25,7 +25,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.topology import DEFAULT_LANE
 
 if TYPE_CHECKING:
-    from sley_core.engine.book import Entry
+    from sley_core.engine.registry import Param
     from sley_core.run import Run
 
 Bits = dict[str, bytes]
@@ -75,42 +75,44 @@ def _merged(ranks: Sequence[Bits]) -> Bits:
 
 
 def _wholes(run: Run) -> Iterator[tuple[str, Tensor]]:
-    """Yields names and values: weights, then masters and states; a collective per tensor, in the order of the book on all."""
+    """Yields names and values: weights, then masters and states; a collective per tensor, in the order of the registry on
+    all.
+    """
     run.parts.weights.settle()
     known = {(one.name, one.state): one for one in states_of(run.stepper.update)}
     # A rank that steps no element of a weight has no state of it, and yet takes part.
     kinds = sorted({state for _, state in known})
-    for entry in run.book:
-        yield entry.name, _unsharded(run, entry, entry.parameter.detach())
-        if not entry.trainable:
+    for param in run.registry:
+        yield param.name, _unsharded(run, param, param.parameter.detach())
+        if not param.trainable:
             continue
         for kind in kinds:
-            one = known.get((entry.name, kind))
+            one = known.get((param.name, kind))
             is_scalar = one is not None and one.tensor.ndim == 0
             if is_scalar or (one is None and kind == "step"):
                 if one is not None:
-                    yield f"{entry.name} {kind}", one.tensor
+                    yield f"{param.name} {kind}", one.tensor
                 continue
             dtype = run.stepper.update.masters.wide if one is None else one.tensor.dtype
-            own = torch.zeros(entry.parameter.shape, dtype=dtype, device=entry.parameter.device)
+            own = torch.zeros(param.parameter.shape, dtype=dtype, device=param.parameter.device)
             if one is not None and one.span is not None:
                 own.view(-1)[one.span.first : one.span.last] = one.tensor.reshape(-1)
             elif one is not None:
                 own.copy_(one.tensor)
-            if run.store.span(entry) is not None:
-                _join(run, own, _axis_of(run, entry))
-            yield f"{entry.name} {kind}", _unsharded(run, entry, own)
+            if run.store.span(param) is not None:
+                _join(run, own, _axis_of(run, param))
+            yield f"{param.name} {kind}", _unsharded(run, param, own)
 
 
-def _axis_of(run: Run, entry: Entry) -> str:
-    buffer = next(buffer for buffer in run.store.buffers if entry in buffer.entries)
-    assert buffer.cut is not None, entry
+def _axis_of(run: Run, param: Param) -> str:
+    buffer = next(buffer for buffer in run.store.buffers if param in buffer.params)
+    assert buffer.cut is not None, param
     return buffer.cut.axis
 
 
-def _unsharded(run: Run, entry: Entry, own: Tensor) -> Tensor:
+def _unsharded(run: Run, param: Param, own: Tensor) -> Tensor:
     """Returns the whole of what `own` is this rank's shard of; `own` itself where nothing is cut."""
-    shard = entry.shard
+    shard = param.shard
     if shard is None:
         return own
     rows = own.movedim(shard.dim, 0)
@@ -124,7 +126,7 @@ def _join(run: Run, whole: Tensor, axis: str) -> None:
     """Adds what ranks of the group have, byte by byte: one has an element's bits, the others zeros."""
     group, own = run.groups[axis], whole.view(-1).view(torch.uint8)
     every = own.new_empty(group.size, *own.shape)
-    # All ranks of the group walk the book in one order.
+    # All ranks of the group walk the registry in one order.
     all_gather(every, own[None], group, what="parts of states", lane=next(iter(group.lanes), DEFAULT_LANE)).wait()
     own.copy_(every.sum(0))
 

@@ -3,12 +3,12 @@
     class TestTopK(GradientHandlerContract):
         handler = {"use": "topk.compressed", "ratio": 0.1}
 
-Two ranks train a small model whose entries have two reduce groups: one of both ranks, and one of a single rank. A handler must
-not change the entries of the latter, nor a frozen parameter. (With a reducer whose result is a shard, all entries are reduced
-over both ranks, and gathered for the comparison: its layout is fixed before the groups could be changed.) A reducer is compared
-with `core.each` in every step, exactly or within the tolerance that its record declares for this table; a handler of another
-role runs after `core.each`, or before it if its record says `before=("reducer",)`. The learning rate is tiny, so that even with
-a reducer that is not exact the gradients stay comparable with those under `core.each`.
+Two ranks train a small model whose parameters have two reduce groups: one of both ranks, and one of a single rank. A handler
+must not change the parameters of the latter, nor a frozen parameter. (With a reducer whose result is a shard, all parameters
+are reduced over both ranks, and gathered for the comparison: its layout is fixed before the groups could be changed.) A reducer
+is compared with `core.each` in every step, exactly or within the tolerance that its record declares for this table; a handler
+of another role runs after `core.each`, or before it if its record says `before=("reducer",)`. The learning rate is tiny, so
+that even with a reducer that is not exact the gradients stay comparable with those under `core.each`.
 
 Since core 0.1.
 """
@@ -47,7 +47,7 @@ SAMPLES = 4
 WIDTH = 6
 LR = 1e-6
 ALONE = "first"
-"""The layer whose entries reduce over a group of one."""
+"""The layer whose parameters reduce over a group of one."""
 
 
 class Data(Samples):
@@ -96,7 +96,7 @@ def observe(handlers: list[Handler], num_micros: int, fail: bool, splits: bool =
     """Runs the contract's plan on this rank. fail: takes a failing step before the first and before the last step.
 
     A failing step fails at the end of its last backward, when handlers have been called for the second layer's gradients: sums
-    are in flight, or wait for more gradients. splits: whether the entries of ALONE are reduced over one rank.
+    are in flight, or wait for more gradients. splits: whether the parameters of ALONE are reduced over one rank.
     """
     seen = Seen()
     with World.join("cpu") as world:
@@ -128,7 +128,7 @@ class GradientHandlerContract:
 
     @pytest.mark.parametrize("num_micros", [1, 3])
     def test_reduces_as_its_record_promises(self, ranks_of_two: Ranks, num_micros: int) -> None:
-        """Equal to `core.each` or within the record's tolerance, in every step; entries of a group of one untouched."""
+        """Equal to `core.each` or within the record's tolerance, in every step; parameters of a group of one untouched."""
         expected = ranks_of_two.once(observe, [EACH], num_micros, False, self._splits())
         found = ranks_of_two.once(observe, self._handlers(), num_micros, False, self._splits())
         record, config = self._record()
@@ -252,13 +252,13 @@ def _assert_within(name: str, due: list[Tensor], given: list[Tensor], tolerance:
 
 
 def _split_reduce_groups(run: Run) -> None:
-    """Lets entries of the layer ALONE reduce over a group of one, like a weight that is sharded over all ranks.
+    """Lets parameters of the layer ALONE reduce over a group of one, like a weight that is sharded over all ranks.
 
     Handlers are attached again, with new numbers, since ranks have already agreed on those of the run.
     """
-    for entry in run.book:
-        if entry.name.startswith(ALONE):
-            entry.reduce_group = "sp"
+    for param in run.registry:
+        if param.name.startswith(ALONE):
+            param.reduce_group = "sp"
     assert run.groups["sp"].size == 1, run.groups["sp"]
     run.store.lay_out(by_reduce_group)
     for handler in run.stepper.handlers:
@@ -268,7 +268,7 @@ def _split_reduce_groups(run: Run) -> None:
 def _num_hooks(run: Run) -> int:
     """Returns the number of hooks on the run's parameters."""
     found = 0
-    for entry in run.book:
-        found += len(entry.parameter._post_accumulate_grad_hooks or ())
-        found += len(entry.parameter._backward_hooks or ())
+    for param in run.registry:
+        found += len(param.parameter._post_accumulate_grad_hooks or ())
+        found += len(param.parameter._backward_hooks or ())
     return found

@@ -18,9 +18,9 @@ from sley_core.actions.action import SENDS_GRADIENT, Action, Flow, Kind, Placeme
 from sley_core.actions.lower import lower
 from sley_core.assemble import make_parts
 from sley_core.comm.world import World
-from sley_core.engine.book import ParameterBook
 from sley_core.engine.boundary import Description, Leaf, gradients_of, with_overlaps
 from sley_core.engine.in_flight import Crossing
+from sley_core.engine.registry import ParameterRegistry
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.loader import Loader
 from sley_core.protocols import StageLink
@@ -43,8 +43,8 @@ def linked(table: dict[str, Any]) -> Iterator[tuple[StageLink, int]]:
     plan = plan_from_dict(tables([], 1))  # for its tables alone
     with World.join("cpu", timeout_s=WAIT_S) as world:
         topology = Topology.of(world.size, pp=world.size)
-        groups, book = world.groups(topology, WAIT_S), ParameterBook([[]])
-        link.prepare(make_parts(plan, world, topology, groups, (), book))
+        groups, registry = world.groups(topology, WAIT_S), ParameterRegistry([[]])
+        link.prepare(make_parts(plan, world, topology, groups, (), registry))
         yield link, groups["pp"].coord
 
 

@@ -116,9 +116,9 @@ class OffloadManagerContract:
             if self._by_call(run):
                 run.memory.offload()
             run.close()
-            gone = [entry.name for entry in run.book if not entry.parameter.untyped_storage().nbytes()]
+            gone = [param.name for param in run.registry if not param.parameter.untyped_storage().nbytes()]
             assert not gone, f"after the run these weights have no memory: {gone[:3]}"
-            other = [entry.name for entry in run.book if not torch.equal(entry.parameter, wanted[entry.name])]
+            other = [param.name for param in run.registry if not torch.equal(param.parameter, wanted[param.name])]
             assert not other, f"after the run these weights have other bits: {other[:3]}"
 
     def test_memory_may_leave_after_a_failed_step(self, texts: Path) -> None:

@@ -118,7 +118,7 @@ def train(
 def _note(seen: Seen, run: Run) -> None:
     """Records the gradients of the step."""
     stepped = run.stepper.update.masters.stepped
-    parts = zip(stepped, run.store.parts([one.entry for one in stepped]), strict=True)
+    parts = zip(stepped, run.store.parts([one.param for one in stepped]), strict=True)
     seen.given.append({one.name: gradient.clone() for one, gradient in parts if gradient is not None})
 
 

@@ -20,7 +20,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.collectives import all_gather
 from sley_core.comm.device import Device
 from sley_core.comm.world import World
-from sley_core.engine.book import Entry
+from sley_core.engine.registry import Param
 from sley_core.engine.shards import wholes
 from sley_core.engine.step_batch import GivenBatch
 from sley_core.plan.load import plan_from_dict
@@ -44,7 +44,7 @@ class Recorded:
     """What one rank saw.
 
     rows: the metrics of each step. first: weights before the first step. gradients: what the optimizer was given in each
-    step, by the names of the book. weights: after the last step. held_out: the loss of `Run.evaluate`, if asked for.
+    step, by the names of the registry. weights: after the last step. held_out: the loss of `Run.evaluate`, if asked for.
     """
 
     rows: list[dict[str, float | int]] = field(default_factory=list)
@@ -108,25 +108,27 @@ def gradients(run: Run) -> Tensors:
     """Copies on the host of the accumulated gradients of what this rank holds, by name; sharded ones are gathered whole, as are
     those of which a reducer left parts to ranks.
     """
-    present = set(run.store.entries)  # in the order of the book, which is one order on all ranks of `wp`
+    present = set(run.store.params)  # in the order of the registry, which is one order on all ranks of `wp`
     reduced = _from_parts(run)
-    parts = {entry: reduced[entry] if entry in reduced else run.store.gradient(entry) for entry in run.book if entry in present}
-    return {entry.name: gradient.cpu() for entry, gradient in wholes(parts, run.groups).items()}
+    parts = {
+        param: reduced[param] if param in reduced else run.store.gradient(param) for param in run.registry if param in present
+    }
+    return {param.name: gradient.cpu() for param, gradient in wholes(parts, run.groups).items()}
 
 
-def _from_parts(run: Run) -> dict[Entry, Tensor]:
-    """Returns whole gradients of the entries whose buffers are cut; a collective of their ranks per buffer, in one order on
+def _from_parts(run: Run) -> dict[Param, Tensor]:
+    """Returns whole gradients of the parameters whose buffers are cut; a collective of their ranks per buffer, in one order on
     all.
     """
-    found: dict[Entry, Tensor] = {}
+    found: dict[Param, Tensor] = {}
     for buffer in run.store.buffers:
         if buffer.cut is not None:
             group = run.groups[buffer.cut.axis]
             whole = torch.empty_like(buffer.data)
             lane = next(iter(group.lanes))
             all_gather(whole, buffer.own, group, what="parts of gradients", lane=lane).wait()
-            for entry, start, view in zip(buffer.entries, buffer.offsets, buffer.views, strict=True):
-                found[entry] = whole[start : start + view.numel()].view(view.shape)
+            for param, start, view in zip(buffer.params, buffer.offsets, buffer.views, strict=True):
+                found[param] = whole[start : start + view.numel()].view(view.shape)
     return found
 
 
@@ -140,8 +142,8 @@ def _own(batch: GivenBatch, run: Run) -> GivenBatch:
 
 def weights(run: Run) -> Tensors:
     """Copies of this rank's parameters and buffers, by name; sharded ones are gathered whole."""
-    parts = wholes({entry: entry.parameter for entry in run.book}, run.groups)
-    found = {entry.name: weight.cpu() for entry, weight in parts.items()}
+    parts = wholes({param: param.parameter for param in run.registry}, run.groups)
+    found = {param.name: weight.cpu() for param, weight in parts.items()}
     for layer in run.layers:
         found |= {name: buffer.clone().cpu() for name, buffer in layer.module.named_buffers(layer.name)}
     return found

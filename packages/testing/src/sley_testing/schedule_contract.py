@@ -166,13 +166,13 @@ def _drawn_costs(positions: int, chance: Random) -> Costs:
 
 
 def _assert_once_in_order(actions: Sequence[Action], chunks: int, micros: int, where: str) -> None:
-    """Asserts that each chunk has F then B, or F, D and W in this order, once for each micro-batch, and nothing else."""
+    """Asserts that each chunk has F then B, or F, I and W in this order, once for each micro-batch, and nothing else."""
     kinds: dict[tuple[int, int], str] = {}
     for action in actions:
         place = action.chunk, action.micro
         kinds[place] = kinds.get(place, "") + action.kind.value
     due = {(chunk, micro) for chunk in range(chunks) for micro in range(micros)}
     assert kinds.keys() == due, f"{where}: {sorted(kinds.keys() ^ due)[:3]} (chunk, micro-batch) missing or too many"
-    wrong = {place: found for place, found in kinds.items() if found not in ("FB", "FDW")}
+    wrong = {place: found for place, found in kinds.items() if found not in ("FB", "FIW")}
     counted = Counter(wrong.values()).most_common(3)
-    assert not wrong, f"{where}: actions of a micro-batch are {counted}, not FB or FDW; as at {min(wrong, default=None)}"
+    assert not wrong, f"{where}: actions of a micro-batch are {counted}, not FB or FIW; as at {min(wrong, default=None)}"

@@ -67,7 +67,7 @@ def observe(plan: Table, change: Change | None = None) -> Seen:
     seen = Seen()
     with World.join("cpu") as world:
         with assemble(plan_from_dict(plan), world) as run:
-            seen.sharded = [entry.name for entry in run.book if entry.shard is not None]
+            seen.sharded = [param.name for param in run.registry if param.shard is not None]
             seen.recorded.first = weights(run)
             for number in range(NUM_STEPS):
                 if change is not None:
@@ -91,10 +91,10 @@ def rewrite(run: Run, number: int) -> None:
     if number == 1:
         run.evaluate()
         with torch.no_grad():
-            for entry in run.book:
-                entry.parameter.mul_(1.25)
+            for param in run.registry:
+                param.parameter.mul_(1.25)
     if number in (1, 2):
-        run.book["second.wide.weight"].parameter.requires_grad_(number == 2)
+        run.registry["second.wide.weight"].parameter.requires_grad_(number == 2)
 
 
 def load(run: Run, number: int) -> None:
@@ -107,18 +107,18 @@ def late(run: Run, number: int) -> None:
     """Sets weights to zero when a step begins, until something waits for their layer."""
     if number == 0:
         return
-    kept = {entry: entry.parameter.detach().clone() for entry in run.book}
+    kept = {param: param.parameter.detach().clone() for param in run.registry}
     for layer in run.layers:
         names = [name for name, _ in layer.module.named_parameters(layer.name, remove_duplicate=False)]
 
         def bring(names: Sequence[str] = names) -> None:
-            for entry in [one for one in kept if {one.name, *one.aliases} & set(names)]:
-                entry.parameter.data.copy_(kept.pop(entry))  # as a collective writes: no version tells of it
+            for param in [one for one in kept if {one.name, *one.aliases} & set(names)]:
+                param.parameter.data.copy_(kept.pop(param))  # as a collective writes: no version tells of it
 
         run.before_layer(layer.name, bring)
     with torch.no_grad():
-        for entry in run.book:
-            entry.parameter.zero_()
+        for param in run.registry:
+            param.parameter.zero_()
 
 
 def fail(run: Run, number: int) -> None:
@@ -240,25 +240,25 @@ def _counts(run: Run) -> dict[str, float]:
 def _read(run: Run) -> list[str]:
     """Returns the parameters whose module gives anything but the full weight instead of refusing to be read."""
     found = []
-    parts = {entry: entry.parameter for entry in run.book if entry.shard is not None}
-    for entry, whole in wholes(parts, run.groups).items():
-        assert run.store.gradient(entry).shape == entry.parameter.shape if entry in run.store else True, entry
-        for holder in entry.holders:
+    parts = {param: param.parameter for param in run.registry if param.shard is not None}
+    for param, whole in wholes(parts, run.groups).items():
+        assert run.store.gradient(param).shape == param.parameter.shape if param in run.store else True, param
+        for holder in param.holders:
             try:
                 value = getattr(holder.module, holder.attribute).detach().clone()
             except RunError as error:
-                if entry.name not in str(error):
-                    found.append(f"the refusal of {entry.name} does not name it: {error}")
+                if param.name not in str(error):
+                    found.append(f"the refusal of {param.name} does not name it: {error}")
                 continue
             if value.shape != whole.shape or not torch.equal(value, whole):
-                found.append(f"{entry.name} reads as {list(value.shape)} that is not the weight")
+                found.append(f"{param.name} reads as {list(value.shape)} that is not the weight")
     return found
 
 
 def _called_after(run: Run) -> list[str]:
     """Describes each sharded layer that, called after the run, gives a result or communicates instead of refusing the call."""
     found = []
-    sharded = {id(holder.module) for entry in run.book if entry.shard is not None for holder in entry.holders}
+    sharded = {id(holder.module) for param in run.registry if param.shard is not None for holder in param.holders}
     given: Tensor = torch.zeros(1, SEQUENCE, dtype=torch.int64)
     for layer in run.layers:
         if any(id(module) in sharded for module in layer.module.modules()):

@@ -55,7 +55,7 @@ def test_the_slowest_schedule_is_a_right_one(test: str) -> None:
     ("name", "test", "words"),
     [
         ("blocked", "test_lists_of_any_size_run_to_their_end", "schedule-deadlock"),
-        ("careless", "test_every_micro_batch_goes_once_through_every_chunk", r"\('F', 1\).*not FB or FDW"),
+        ("careless", "test_every_micro_batch_goes_once_through_every_chunk", r"\('F', 1\).*not FB or FIW"),
         ("greedy", "test_a_stage_holds_what_it_says", "holds .*, and says 1"),
         ("forgetful", "test_lists_are_the_same_on_all_ranks", "two calls give other lists"),
     ],

@@ -107,7 +107,7 @@ def test_it_is_drawn_and_assembled_in_a_world_without_others() -> None:
     assert drawn.startswith("stage 0  F0-F1-F2-F3-.........f0-b0====f1-b1====")
     with World.fake(1, 4) as world, assemble(plan, world) as run:
         assert [layer.name for layer in run.layers] == ["blocks.0", "blocks.5"]
-        assert run.book["blocks.0.bias"].tie_group == "tie[0,1]"
+        assert run.registry["blocks.0.bias"].tie_group == "tie[0,1]"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sley_core.api.comm import Pending, all_reduce
-from sley_core.api.parts import Entry, GradientBuffer, Layout, Parts, StepState
+from sley_core.api.parts import GradientBuffer, Layout, Param, Parts, StepState
 from sley_core.protocols import GradientHandler
 from sley_core.table import Table
 
@@ -17,15 +17,15 @@ class Early(GradientHandler):
     def attach(self, parts: Parts) -> None:
         self.store = parts.store
 
-    def gradient_ready(self, entry: Entry, step: StepState) -> None:
-        self.norms.append(float(self.store.gradient(entry).norm()))
+    def gradient_ready(self, param: Param, step: StepState) -> None:
+        self.norms.append(float(self.store.gradient(param).norm()))
 
 
 class Late(GradientHandler):
     """Notes what is ready, and sums it when the step is over."""
 
     def __init__(self, config: Table) -> None:
-        self._ready: list[Entry] = []
+        self._ready: list[Param] = []
 
     def attach(self, parts: Parts) -> None:
         self._parts = parts
@@ -33,14 +33,14 @@ class Late(GradientHandler):
     def begin_step(self, step: StepState) -> None:
         self._ready.clear()
 
-    def gradient_ready(self, entry: Entry, step: StepState) -> None:
-        self._ready.append(entry)
+    def gradient_ready(self, param: Param, step: StepState) -> None:
+        self._ready.append(param)
 
     def finish_step(self, step: StepState) -> None:
-        for entry in self._ready:
-            # The entry's reduce group, in the store's order, which is the same on all of its ranks.
-            group = self._parts.groups[entry.reduce_group]
-            all_reduce(self._parts.store.gradient(entry), group, what=entry.name).wait()
+        for param in self._ready:
+            # The parameter's reduce group, in the store's order, which is the same on all of its ranks.
+            group = self._parts.groups[param.reduce_group]
+            all_reduce(self._parts.store.gradient(param), group, what=param.name).wait()
         self._ready.clear()
 
 
@@ -63,15 +63,15 @@ class Halves(GradientHandler):
 
     def begin_step(self, step: StepState) -> None:
         self._wait()  # for what a failed step has left
-        self._missing: dict[GradientBuffer, set[Entry]] = {one: set(one.entries) for one in self._store.buffers}
+        self._missing: dict[GradientBuffer, set[Param]] = {one: set(one.params) for one in self._store.buffers}
 
-    def gradient_ready(self, entry: Entry, step: StepState) -> None:
-        buffer = next(one for one, missing in self._missing.items() if entry in missing)
-        self._missing[buffer].remove(entry)
+    def gradient_ready(self, param: Param, step: StepState) -> None:
+        buffer = next(one for one, missing in self._missing.items() if param in missing)
+        self._missing[buffer].remove(param)
         if not self._missing[buffer]:
-            # The buffer's reduce group; its ranks are told of the same entries in one order.
+            # The buffer's reduce group; its ranks are told of the same parameters in one order.
             group = self._groups[buffer.reduce_group]
-            self._pending.append(all_reduce(buffer.data, group, what=f"the half of {entry.name}"))
+            self._pending.append(all_reduce(buffer.data, group, what=f"the half of {param.name}"))
 
     def finish_step(self, step: StepState) -> None:
         self._wait()
@@ -82,10 +82,10 @@ class Halves(GradientHandler):
         self._pending.clear()
 
 
-def halves(entries: list[Entry]) -> Layout:
-    """The planner: from the trainable entries, in reverse order of use, to the buffers that are wanted."""
-    families: dict[object, list[Entry]] = {}
-    for entry in entries:
-        families.setdefault(entry.family, []).append(entry)
+def halves(params: list[Param]) -> Layout:
+    """The planner: from the trainable parameters, in reverse order of use, to the buffers that are wanted."""
+    families: dict[object, list[Param]] = {}
+    for param in params:
+        families.setdefault(param.family, []).append(param)
     cut = [part for one in families.values() for part in (one[: len(one) // 2], one[len(one) // 2 :])]
-    return Layout(buffers=cut, order=entries)
+    return Layout(buffers=cut, order=params)

@@ -16,19 +16,19 @@ from sley_core.api.weights import AXIS, stand_in
 from sley_core.protocols import WeightCommunicator
 
 
-def gathered(entry, group):
-    """The whole of which `entry.parameter` is this rank's shard; all ranks of `wp` run the same forwards."""
-    own = entry.parameter.detach()
+def gathered(param, group):
+    """The whole of which `param.parameter` is this rank's shard; all ranks of `wp` run the same forwards."""
+    own = param.parameter.detach()
     parts = own.new_empty((group.size, *own.shape))
-    all_gather(parts, own[None].contiguous(), group, what=entry.name, lane=GATHER).wait()
-    return entry.shard.joined(parts)
+    all_gather(parts, own[None].contiguous(), group, what=param.name, lane=GATHER).wait()
+    return param.shard.joined(parts)
 
 
-def summed(entry, group, gradient):
+def summed(param, group, gradient):
     """This rank's shard of the sum of all ranks' gradients of the whole."""
-    parts = torch.stack([replace(entry.shard, index=index).cut(gradient) for index in range(group.size)])
+    parts = torch.stack([replace(param.shard, index=index).cut(gradient) for index in range(group.size)])
     received = torch.empty_like(parts)
-    all_to_all(received, parts, group, what=f"the gradient of {entry.name}", lane=REDUCE).wait()
+    all_to_all(received, parts, group, what=f"the gradient of {param.name}", lane=REDUCE).wait()
     return received.sum(0)
 
 
@@ -36,13 +36,13 @@ class Whole(torch.autograd.Function):
     """The whole weight, whose gradient goes to the store; autograd knows by the shard that somebody wants it."""
 
     @staticmethod
-    def forward(ctx, _shard, entry, communicator):
-        ctx.entry, ctx.communicator = entry, communicator
-        return communicator.whole(entry)
+    def forward(ctx, _shard, param, communicator):
+        ctx.param, ctx.communicator = param, communicator
+        return communicator.whole(param)
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.communicator.take(ctx.entry, ctx.communicator.reduce(ctx.entry, gradient))
+        ctx.communicator.take(ctx.param, ctx.communicator.reduce(ctx.param, gradient))
         return None, None, None
 
 
@@ -59,9 +59,11 @@ class Naive(WeightCommunicator):
 
     def attach(self, parts):
         self.parts, self.group = parts, parts.groups[AXIS]
-        of_module = {id(holder.module): entry for entry in parts.book if entry.shard is not None for holder in entry.holders}
-        for entry in of_module.values():
-            parts.store.expect_products(entry)
+        of_module = {
+            id(holder.module): param for param in parts.registry if param.shard is not None for holder in param.holders
+        }
+        for param in of_module.values():
+            parts.store.expect_products(param)
         for layer in parts.layers:
             for module in layer.module.modules():
                 if id(module) in of_module:
@@ -70,7 +72,7 @@ class Naive(WeightCommunicator):
         self.stand_in()
 
     def stand_in(self):
-        stand_in(self.parts.book)
+        stand_in(self.parts.registry)
 
     def begin(self, actions, phase):
         pass
@@ -82,33 +84,33 @@ class Naive(WeightCommunicator):
         for module in self.patched:
             del module.forward
 
-    def forward(self, layer, module, entry, given):
+    def forward(self, layer, module, param, given):
         self.parts.waits.wait_for(layer)
-        weight = Whole.apply(entry.parameter, entry, self)
+        weight = Whole.apply(param.parameter, param, self)
         return F.embedding(given, weight) if isinstance(module, nn.Embedding) else F.linear(given, weight, module.bias)
 
-    def whole(self, entry):
-        return gathered(entry, self.group)
+    def whole(self, param):
+        return gathered(param, self.group)
 
-    def reduce(self, entry, gradient):
-        return summed(entry, self.group, gradient)
+    def reduce(self, param, gradient):
+        return summed(param, self.group, gradient)
 
-    def take(self, entry, gradient):
-        self.parts.store.add(entry, gradient)
+    def take(self, param, gradient):
+        self.parts.store.add(param, gradient)
 
 
 class Mean(Naive):
     """Wrong: a sum over ranks that is divided by their number, as data-parallel trainers have it."""
 
-    def reduce(self, entry, gradient):
-        return super().reduce(entry, gradient) / self.group.size
+    def reduce(self, param, gradient):
+        return super().reduce(param, gradient) / self.group.size
 
 
 class Own(Naive):
     """Wrong: keeps its own part of its own gradient, and sums nothing."""
 
-    def reduce(self, entry, gradient):
-        return entry.shard.cut(gradient)
+    def reduce(self, param, gradient):
+        return param.shard.cut(gradient)
 
 
 class Cached(Naive):
@@ -118,10 +120,10 @@ class Cached(Naive):
         super().__init__(config)
         self.kept = {}
 
-    def whole(self, entry):
-        if entry not in self.kept:
-            self.kept[entry] = super().whole(entry)
-        return self.kept[entry]
+    def whole(self, param):
+        if param not in self.kept:
+            self.kept[param] = super().whole(param)
+        return self.kept[param]
 
 
 class Eager(Cached):
@@ -129,9 +131,9 @@ class Eager(Cached):
 
     def begin(self, actions, phase):
         self.kept.clear()
-        for entry in self.parts.book:
-            if entry.shard is not None:
-                self.whole(entry)
+        for param in self.parts.registry:
+            if param.shard is not None:
+                self.whole(param)
 
 
 class Left(Naive):
@@ -155,8 +157,8 @@ class Hoards(Naive):
         super().__init__(config)
         self.sums = {}
 
-    def take(self, entry, gradient):
-        self.sums[entry] = self.sums.get(entry, 0) + gradient
+    def take(self, param, gradient):
+        self.sums[param] = self.sums.get(param, 0) + gradient
 
     def begin(self, actions, phase):
         self.last = next((action for action in reversed(actions) if action.kind in GRADIENT_KINDS), None)
@@ -165,6 +167,6 @@ class Hoards(Naive):
     def during(self, action):
         yield
         if action == self.last:
-            for entry, total in self.sums.items():
-                self.parts.store.add(entry, total)
+            for param, total in self.sums.items():
+                self.parts.store.add(param, total)
             self.sums.clear()

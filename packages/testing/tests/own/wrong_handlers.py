@@ -20,20 +20,20 @@ class Mean(Late):
     def finish_step(self, step) -> None:
         ready = list(self._ready)
         super().finish_step(step)
-        for entry in ready:
-            self._parts.store.gradient(entry).div_(self._parts.groups[entry.reduce_group].size)
+        for param in ready:
+            self._parts.store.gradient(param).div_(self._parts.groups[param.reduce_group].size)
 
 
 class World(Late):
-    """Sums over all ranks, whatever the entry's group is."""
+    """Sums over all ranks, whatever the parameter's group is."""
 
     def finish_step(self, step) -> None:
-        for entry in self._ready:
-            all_reduce(self._parts.store.gradient(entry), self._parts.groups["all"], what=entry.name).wait()
+        for param in self._ready:
+            all_reduce(self._parts.store.gradient(param), self._parts.groups["all"], what=param.name).wait()
 
 
 class Early(GradientHandler):
-    """Sums a whole buffer when the first of its entries is ready."""
+    """Sums a whole buffer when the first of its parameters is ready."""
 
     def __init__(self, config) -> None:
         self._summed = []
@@ -44,8 +44,8 @@ class Early(GradientHandler):
     def begin_step(self, step) -> None:
         self._summed = []
 
-    def gradient_ready(self, entry, step) -> None:
-        buffer = next(one for one in self._store.buffers if entry in one.entries)
+    def gradient_ready(self, param, step) -> None:
+        buffer = next(one for one in self._store.buffers if param in one.params)
         if buffer not in self._summed:
             self._summed.append(buffer)
             all_reduce(buffer.data, self._groups[buffer.reduce_group], what="a buffer").wait()
@@ -55,23 +55,23 @@ class Tail(Late):
     """Sums whole blocks of four elements, and not what is left."""
 
     def finish_step(self, step) -> None:
-        for entry in self._ready:
-            flat = self._parts.store.gradient(entry).view(-1)
+        for param in self._ready:
+            flat = self._parts.store.gradient(param).view(-1)
             whole = flat[: flat.numel() // 4 * 4]
             if whole.numel():
-                all_reduce(whole, self._parts.groups[entry.reduce_group], what=entry.name).wait()
+                all_reduce(whole, self._parts.groups[param.reduce_group], what=param.name).wait()
 
 
 class Reverse(Late):
-    """Goes through the entries the other way round on the second rank, by exchanges of one size."""
+    """Goes through the parameters the other way round on the second rank, by exchanges of one size."""
 
     def finish_step(self, step) -> None:
-        shared = [entry for entry in self._ready if self._parts.groups[entry.reduce_group].size > 1]
-        for entry in shared[:: -1 if self._parts.world.rank else 1]:
-            gradient = self._parts.store.gradient(entry)
+        shared = [param for param in self._ready if self._parts.groups[param.reduce_group].size > 1]
+        for param in shared[:: -1 if self._parts.world.rank else 1]:
+            gradient = self._parts.store.gradient(param)
             wire = gradient.new_zeros(WIRE)
             wire[: gradient.numel()] = gradient.view(-1)
-            all_reduce(wire, self._parts.groups[entry.reduce_group], what="a gradient").wait()
+            all_reduce(wire, self._parts.groups[param.reduce_group], what="a gradient").wait()
             gradient.copy_(wire[: gradient.numel()].view_as(gradient))
 
 
@@ -109,8 +109,8 @@ class Noisy(Late):
     def finish_step(self, step) -> None:
         ready = list(self._ready)
         super().finish_step(step)
-        for entry in ready:
-            self._parts.store.gradient(entry).mul_(1 + 1e-4 * SystemRandom().random())
+        for param in ready:
+            self._parts.store.gradient(param).mul_(1 + 1e-4 * SystemRandom().random())
 
 
 class Apart(Late):
@@ -119,17 +119,17 @@ class Apart(Late):
     def finish_step(self, step) -> None:
         ready = list(self._ready)
         super().finish_step(step)
-        for entry in ready:
-            self._parts.store.gradient(entry).mul_(1 + 1e-4 * self._parts.world.rank)
+        for param in ready:
+            self._parts.store.gradient(param).mul_(1 + 1e-4 * self._parts.world.rank)
 
 
 class Coarse(Late):
     """Drops every second element, though its record allows 2^-6."""
 
     def finish_step(self, step) -> None:
-        for entry in self._ready:
-            if self._parts.groups[entry.reduce_group].size > 1:
-                self._parts.store.gradient(entry).view(-1)[::2] = 0
+        for param in self._ready:
+            if self._parts.groups[param.reduce_group].size > 1:
+                self._parts.store.gradient(param).view(-1)[::2] = 0
         super().finish_step(step)
 
 
@@ -138,5 +138,5 @@ class Watches(Late):
 
     def attach(self, parts) -> None:
         super().attach(parts)
-        for entry in parts.book.trainable:
-            entry.parameter.register_hook(lambda gradient: None)
+        for param in parts.registry.trainable:
+            param.parameter.register_hook(lambda gradient: None)

@@ -66,7 +66,7 @@ class Unbalanced(Naive):
     def before_backward(self, micro, output_gradient) -> None:
         self.depth += 1
         if self.depth > 1:  # what the step that failed has left
-            self.parts.book.trainable[0].parameter.data.mul_(2)
+            self.parts.registry.trainable[0].parameter.data.mul_(2)
 
     def after_backward(self, micro, input_gradient) -> None:
         self.depth -= 1

@@ -117,7 +117,7 @@ def timeline(plan: Plan, topology: Topology) -> Iterator[str]:
         raise plan.located(error) from None
     simulation = simulate(lists, placement, Costs.even(placement.num_positions))
     sizes = f"{_counted(topology.pp, 'stage')}, {_counted(micros, 'micro-batch', 'es')}"
-    yield f"# {plan.pipeline.name}: {sizes}; F, D and W take one unit of time each, B two"
+    yield f"# {plan.pipeline.name}: {sizes}; F, I and W take one unit of time each, B two"
     yield draw_text(simulation.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
     for stage, held in enumerate(simulation.peaks):
         idle = simulation.timeline.idle(stage)

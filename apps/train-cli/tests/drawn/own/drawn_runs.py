@@ -83,7 +83,7 @@ def see(case: Case, folder: Path, seen: Seen) -> None:
     with World.join("cpu") as world, assemble(made, world) as run:
         seen.first = weights(run)
         for number, step in enumerate(case.steps):
-            _prepare(step, {entry.name: entry.parameter for entry in run.book})
+            _prepare(step, {param.name: param.parameter for param in run.registry})
             seen.rows.append(run.step(_own(case, number, run)))
             seen.gradients.append(gradients(run))
             seen.weights.append(weights(run))

@@ -12,7 +12,7 @@ from sley_core.protocols import GradientHandler
 from sley_narrow.config import NarrowConfig
 
 if TYPE_CHECKING:
-    from sley_core.api.parts import Entry, Parts, StepState
+    from sley_core.api.parts import Param, Parts, StepState
 
 
 class Narrow(GradientHandler):
@@ -29,14 +29,14 @@ class Narrow(GradientHandler):
     def begin_step(self, step: StepState) -> None:
         self._under_way.clear()  # what a failed step has left
 
-    def gradient_ready(self, entry: Entry, step: StepState) -> None:
-        group = self._groups[entry.reduce_group]
+    def gradient_ready(self, param: Param, step: StepState) -> None:
+        group = self._groups[param.reduce_group]
         if group.size == 1:
             return
-        gradient = self._store.gradient(entry)
-        wire = gradient if entry.numel < self.config.min_numel else gradient.to(torch.bfloat16)
-        # The entry's reduce group; the store reports entries in one order on all of its ranks.
-        self._under_way.append((all_reduce(wire, group, what=entry.name), gradient, wire))
+        gradient = self._store.gradient(param)
+        wire = gradient if param.numel < self.config.min_numel else gradient.to(torch.bfloat16)
+        # The parameter's reduce group; the store reports parameters in one order on all of its ranks.
+        self._under_way.append((all_reduce(wire, group, what=param.name), gradient, wire))
 
     def finish_step(self, step: StepState) -> None:
         for pending, gradient, wire in self._under_way:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from sley_core.api.comm import Group
-    from sley_core.api.parts import Entry, Parts, StepState
+    from sley_core.api.parts import Param, Parts, StepState
     from sley_powersgd.config import PowerSGDConfig
 
 
@@ -64,10 +64,10 @@ class LowRankSums:
         self.error_feedback = error_feedback
         self.seed = seed
         self.sent = sent
-        self.states: dict[Entry, LowRank] = {}
+        self.states: dict[Param, LowRank] = {}
         self._in_flight: list[_Bucket] = []
 
-    def start(self, gradients: Mapping[Entry, Tensor], group: Group, *, compress: bool = True) -> None:
+    def start(self, gradients: Mapping[Param, Tensor], group: Group, *, compress: bool = True) -> None:
         """Adds the errors to the gradients in place, and starts the all-reduce of P and of the uncompressed gradients. All
         ranks of `group` start the same buckets in one order. compress: else the sums of this bucket are exact.
         """
@@ -113,22 +113,22 @@ class LowRankSums:
             bucket.pending.wait()
         self._in_flight.clear()
 
-    def keep(self, entries: Iterable[Entry]) -> None:
-        """Drops the states of all other entries: the error of a parameter is out of date after the parameter was frozen."""
-        self.states = {entry: self.states[entry] for entry in entries if entry in self.states}
+    def keep(self, params: Iterable[Param]) -> None:
+        """Drops the states of all other parameters: the error of a parameter is out of date after the parameter was frozen."""
+        self.states = {param: self.states[param] for param in params if param in self.states}
 
-    def _divide(self, gradients: Mapping[Entry, Tensor]) -> tuple[list[tuple[Tensor, LowRank]], list[Tensor]]:
+    def _divide(self, gradients: Mapping[Param, Tensor]) -> tuple[list[tuple[Tensor, LowRank]], list[Tensor]]:
         """Returns the gradients to compress, as matrices with their states, and the others."""
         matrices, whole = [], []
-        for entry, gradient in gradients.items():
+        for param, gradient in gradients.items():
             matrix = as_matrix(gradient, self.rank)
             if matrix is None:
                 whole.append(gradient)
                 continue
-            if entry not in self.states:
-                seed = derive(self.seed, "powersgd", entry.name)
-                self.states[entry] = LowRank(matrix, self.rank, seed, self.error_feedback)
-            matrices.append((matrix, self.states[entry]))
+            if param not in self.states:
+                seed = derive(self.seed, "powersgd", param.name)
+                self.states[param] = LowRank(matrix, self.rank, seed, self.error_feedback)
+            matrices.append((matrix, self.states[param]))
         return matrices, whole
 
 
@@ -138,11 +138,11 @@ class PowerSGD(GradientHandler):
     def __init__(self, config: PowerSGDConfig) -> None:
         self.config = config
         self._sent = SentBytes()
-        self._filling: dict[str, dict[Entry, Tensor]] = {}
+        self._filling: dict[str, dict[Param, Tensor]] = {}
         self._compresses = False
 
     def attach(self, parts: Parts) -> None:
-        self._store, self._groups, self._book = parts.store, parts.groups, parts.book
+        self._store, self._groups, self._book = parts.store, parts.groups, parts.registry
         self.sums = LowRankSums(self.config.rank, self.config.error_feedback, parts.run.seed, self._sent)
 
     def begin_step(self, step: StepState) -> None:
@@ -152,17 +152,17 @@ class PowerSGD(GradientHandler):
         self.sums.forget()
         self._sent.begin_step()
         self._filling.clear()
-        self.sums.keep(entry for entry in self._book if step.was_taken and entry in self._store)
+        self.sums.keep(param for param in self._book if step.was_taken and param in self._store)
         self._compresses = step.step + 1 >= self.config.start_step
 
-    def gradient_ready(self, entry: Entry, step: StepState) -> None:
+    def gradient_ready(self, param: Param, step: StepState) -> None:
         """Adds the gradient to the bucket of its reduce group, and starts the bucket's sum if it is full."""
-        if self._groups[entry.reduce_group].size == 1:
+        if self._groups[param.reduce_group].size == 1:
             return
-        bucket = self._filling.setdefault(entry.reduce_group, {})
-        bucket[entry] = self._store.gradient(entry)
+        bucket = self._filling.setdefault(param.reduce_group, {})
+        bucket[param] = self._store.gradient(param)
         if sum(gradient.nbytes for gradient in bucket.values()) >= self.config.bucket_mb * (1 << 20):
-            self._start(entry.reduce_group)
+            self._start(param.reduce_group)
 
     def finish_step(self, step: StepState) -> None:
         for name in list(self._filling):
@@ -176,10 +176,10 @@ class PowerSGD(GradientHandler):
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the factor and, with feedback, the error of each compressed gradient: `<parameter>.q`, `<parameter>.error`."""
-        for entry, state in self.sums.states.items():
-            yield f"{entry.name}.q", state.q
+        for param, state in self.sums.states.items():
+            yield f"{param.name}.q", state.q
             if state.error is not None:
-                yield f"{entry.name}.error", state.error
+                yield f"{param.name}.error", state.error
 
     def kept(self) -> dict[str, Tensor]:
         """Returns what `held` yields, for checkpoints: with it a resumed run computes the same approximations."""
@@ -188,10 +188,10 @@ class PowerSGD(GradientHandler):
     def restore_kept(self, kept: Mapping[str, Tensor]) -> None:
         """Restores what `kept` returned, for those parameters that had a state; the others start with a new one."""
         self.sums.states = {}
-        for entry in self._book:
-            if (q := kept.get(f"{entry.name}.q")) is not None:
-                device, error = entry.parameter.device, kept.get(f"{entry.name}.error")
-                self.sums.states[entry] = LowRank.restored(q.to(device), None if error is None else error.to(device))
+        for param in self._book:
+            if (q := kept.get(f"{param.name}.q")) is not None:
+                device, error = param.parameter.device, kept.get(f"{param.name}.error")
+                self.sums.states[param] = LowRank.restored(q.to(device), None if error is None else error.to(device))
 
     def _start(self, reduce_group: str) -> None:
         # The store reports gradients in one order on all ranks of a reduce group, so their buckets are the same.

@@ -14,7 +14,7 @@ from sley_topk.config import TopKConfig
 from sley_topk.sparse import SparseSum
 
 if TYPE_CHECKING:
-    from sley_core.api.parts import Entry, Parts, StepState
+    from sley_core.api.parts import Param, Parts, StepState
 
 INDEX_BYTES = 8
 """Of an element's place, int64."""
@@ -35,29 +35,29 @@ class TopK(GradientHandler):
         self._sent = SentBytes()
 
     def attach(self, parts: Parts) -> None:
-        self._store, self._groups, self._book = parts.store, parts.groups, parts.book
+        self._store, self._groups, self._book = parts.store, parts.groups, parts.registry
 
     def begin_step(self, step: StepState) -> None:
         self._sent.begin_step()
         self._end()  # what a failed step has left
-        trained = {entry.name for entry in self._book if entry in self._store}
+        trained = {param.name for param in self._book if param in self._store}
         if not step.was_taken:
             trained = set()  # errors of gradients that were not finite; on all ranks alike
         self._errors = {name: error for name, error in self._errors.items() if name in trained}
 
-    def gradient_ready(self, entry: Entry, step: StepState) -> None:
-        group = self._groups[entry.reduce_group]
+    def gradient_ready(self, param: Param, step: StepState) -> None:
+        group = self._groups[param.reduce_group]
         if group.size == 1:
             return
-        gradient = self._store.gradient(entry)
-        if not self._is_sparse(entry):
-            # The entry's reduce group; the store reports entries in one order on all of its ranks.
-            self._dense.append(all_reduce(gradient, group, what=entry.name))
+        gradient = self._store.gradient(param)
+        if not self._is_sparse(param):
+            # The parameter's reduce group; the store reports parameters in one order on all of its ranks.
+            self._dense.append(all_reduce(gradient, group, what=param.name))
             self._sent.add(gradient, group, passes=2)
             return
-        if entry.name in self._errors:
-            gradient += self._errors[entry.name].view_as(gradient)
-        self._sparse[entry.name] = SparseSum(gradient, self.config.ratio, group, self._sent, entry.name)
+        if param.name in self._errors:
+            gradient += self._errors[param.name].view_as(gradient)
+        self._sparse[param.name] = SparseSum(gradient, self.config.ratio, group, self._sent, param.name)
 
     def finish_step(self, step: StepState) -> None:
         for one in self._sparse.values():
@@ -84,13 +84,13 @@ class TopK(GradientHandler):
 
     def restore_kept(self, kept: Mapping[str, Tensor]) -> None:
         """Takes what `kept` returned."""
-        entries = {entry.name: entry for entry in self._book if entry in self._store}
+        params = {param.name: param for param in self._book if param in self._store}
         self._errors = {
-            name: error.to(entries[name].parameter.device, copy=True) for name, error in kept.items() if name in entries
+            name: error.to(params[name].parameter.device, copy=True) for name, error in kept.items() if name in params
         }
 
-    def _is_sparse(self, entry: Entry) -> bool:
-        return entry.numel >= max(1, self.config.min_numel)
+    def _is_sparse(self, param: Param) -> bool:
+        return param.numel >= max(1, self.config.min_numel)
 
     def _end(self) -> None:
         """Waits for everything that is under way, and forgets it."""

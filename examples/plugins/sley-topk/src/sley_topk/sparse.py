@@ -30,7 +30,7 @@ class SparseSum:
         self._places = chosen.new_empty(group.size, count)
         self._own = chosen
         self._pending: list[Pending] = []
-        # The entry's reduce group: its ranks send equally many elements, values first.
+        # The parameter's reduce group: its ranks send equally many elements, values first.
         for whole, own, kind in ((self._values, self._flat[chosen], "values"), (self._places, chosen, "places")):
             self._pending.append(all_gather(whole, own[None], group, what=f"{kind} of {what}"))
             sent.add(whole, group, passes=1)

@@ -13,7 +13,7 @@ from sley_watch.config import LayersConfig
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from sley_core.api.parts import Entry, Parts
+    from sley_core.api.parts import Param, Parts
 
 
 class Layers(GradientHandler):
@@ -28,24 +28,24 @@ class Layers(GradientHandler):
 
     def attach(self, parts: Parts) -> None:
         self._store = parts.store
-        of_layer: dict[str, list[tuple[Entry, float]]] = {}
-        for entry in parts.book.trainable:
-            if len(entry.stages) > 1:  # not every stage that holds it knows the layer after which it is named
-                layer = entry.name.rpartition(".")[0]
+        of_layer: dict[str, list[tuple[Param, float]]] = {}
+        for param in parts.registry.trainable:
+            if len(param.stages) > 1:  # not every stage that holds it knows the layer after which it is named
+                layer = param.name.rpartition(".")[0]
             else:
-                layer = _layer_of(entry.name, [one.name for one in parts.layers])
-            of_layer.setdefault(layer, []).append((entry, parts.numbers.fraction(entry)))
-        kinds: dict[str, Callable[[Entry], Tensor]] = {"gradient": parts.store.gradient}
+                layer = _layer_of(param.name, [one.name for one in parts.layers])
+            of_layer.setdefault(layer, []).append((param, parts.numbers.fraction(param)))
+        kinds: dict[str, Callable[[Param], Tensor]] = {"gradient": parts.store.gradient}
         if self.config.weights:
-            kinds["weight"] = lambda entry: entry.parameter.detach()
-        for layer, entries in of_layer.items():
+            kinds["weight"] = lambda param: param.parameter.detach()
+        for layer, params in of_layer.items():
             for kind, tensor_of in kinds.items():
-                share = partial(self._squares, entries, tensor_of)
+                share = partial(self._squares, params, tensor_of)
                 parts.numbers.add(f"watch/{kind}_norm/{layer}", share, of="root")
 
-    def _squares(self, entries: Iterable[tuple[Entry, float]], tensor_of: Callable[[Entry], Tensor]) -> Tensor | float:
+    def _squares(self, params: Iterable[tuple[Param, float]], tensor_of: Callable[[Param], Tensor]) -> Tensor | float:
         """Returns this rank's share of a squared norm; padding of shards is zeros, which add nothing."""
-        found = [tensor_of(entry).double().square().sum() * part for entry, part in entries if entry in self._store]
+        found = [tensor_of(param).double().square().sum() * part for param, part in params if param in self._store]
         return sum(found, start=0.0)
 
 

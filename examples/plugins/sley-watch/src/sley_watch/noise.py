@@ -20,7 +20,7 @@ from sley_core.protocols import GradientHandler
 from sley_watch.config import NoiseConfig
 
 if TYPE_CHECKING:
-    from sley_core.api.parts import Entry, Parts, StepState
+    from sley_core.api.parts import Param, Parts, StepState
 
 
 class Noise(GradientHandler):
@@ -36,7 +36,7 @@ class Noise(GradientHandler):
         """Of |G|^2 and of S; both begin at 0, which their ratio does not see."""
 
     def attach(self, parts: Parts) -> None:
-        self._store, self._book, self._group = parts.store, parts.book, parts.groups["dp"]
+        self._store, self._book, self._group = parts.store, parts.registry, parts.groups["dp"]
         self._batch = parts.batch.global_size
         self._own = torch.zeros(1, dtype=torch.float64, device=parts.world.device.torch_device)
         # All ranks have the same number, and one gives it.
@@ -45,8 +45,8 @@ class Noise(GradientHandler):
     def begin_step(self, step: StepState) -> None:
         self._own.zero_()
 
-    def gradient_ready(self, entry: Entry, step: StepState) -> None:
-        self._own += self._store.gradient(entry).double().square().sum()  # this handler stands before the reducer
+    def gradient_ready(self, param: Param, step: StepState) -> None:
+        self._own += self._store.gradient(param).double().square().sum()  # this handler stands before the reducer
 
     def finish_step(self, step: StepState) -> None:
         # All replicas, once per step: the mean over ranks of a small batch's squared norm, (R g)^2.
@@ -64,7 +64,7 @@ class Noise(GradientHandler):
         """Returns the noise scale, with this step in the averages. Called when gradients are reduced, and not yet clipped."""
         size = self._group.size
         small = float(self._own) * size  # the mean over R ranks of (R g)^2
-        large = float(sum(self._store.gradient(entry).double().square().sum() for entry in self._book if entry in self._store))
+        large = float(sum(self._store.gradient(param).double().square().sum() for param in self._book if param in self._store))
         few, many = self._batch / size, float(self._batch)
         square = (many * large - few * small) / (many - few)
         noise = (small - large) / (1 / few - 1 / many)

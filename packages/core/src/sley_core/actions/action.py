@@ -39,7 +39,7 @@ class Kind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
-    INPUT_GRADIENT = "D"
+    INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
     CHUNK_DONE = "C"
 
@@ -129,7 +129,7 @@ def actions_of(steps: Sequence[Step]) -> tuple[Action, ...]:
 _ACTIONS = {
     "F": "the forward",
     "B": "the backward",
-    "D": "the backward for inputs",
+    "I": "the backward for inputs",
     "W": "the backward for weights",
     "C": "the end of the gradients",
 }
@@ -137,7 +137,7 @@ _ACTIONS = {
 
 def in_words(entry: str) -> str:
     """Returns an entry of a list as a person reads it: `F0.3` is the forward of chunk 0 on micro-batch 3."""
-    found = re.match(r"([FBDWC])(\d+)(?:\.(\d+))?(.*)$", entry)
+    found = re.match(r"([FBIWC])(\d+)(?:\.(\d+))?(.*)$", entry)
     if found is None:
         return entry
     kind, chunk, micro, more = found.groups()

@@ -22,7 +22,7 @@ FILL = {Kind.FORWARD: "-", Kind.BACKWARD: "=", Kind.INPUT_GRADIENT: "=", Kind.WE
 NAMES = {
     Kind.FORWARD: "F forward",
     Kind.BACKWARD: "B backward",
-    Kind.INPUT_GRADIENT: "D input gradients",
+    Kind.INPUT_GRADIENT: "I input gradients",
     Kind.WEIGHT_GRADIENT: "W weight gradients",
 }
 COLUMNS_PER_ACTION = 3

@@ -1,6 +1,6 @@
 """Turns compute-only lists into what each rank executes: checks them together, adds transfers and marks.
 
-    generator ──> lists of F B D W ──> check ──> send after each action that makes something for another stage
+    generator ──> lists of F B I W ──> check ──> send after each action that makes something for another stage
                                                  run once in simulated time: does it end?
                                                  post each receive ahead of the action that takes it
                                                  mark each chunk whose gradients are complete ──> lowered lists

@@ -9,9 +9,9 @@ The most that a stage holds at once is counted from its list alone, since a stag
 What a micro-batch leaves behind in one chunk, and until when:
 
     F ───────── graph ─────────> B                    outputs and saved tensors, from the end of F to the end of B
-    F ── graph ──> D ── queue ──> W                   a split backward: the graph goes at the end of D, what D has queued
+    F ── graph ──> I ── queue ──> W                   a split backward: the graph goes at the end of I, what I has queued
                                                       for the weight gradients (inputs, output gradients) at the end of W
-    post ── buffer ──> F, B or D                      what is received, from its post to the end of the action that takes it
+    post ── buffer ──> F, B or I                      what is received, from its post to the end of the action that takes it
 
 A pair (chunk, micro-batch) that has a graph or a queue is *held*. What is received belongs to the graph from the end of F on.
 Outputs on their way to another stage are not counted: they are gone when the transfer is.

@@ -1,12 +1,12 @@
 """Gives plugins the parts of a run that they are attached to: parameters, gradients, and where a step stands."""
 
-from sley_core.engine.book import Entry, ParameterBook
 from sley_core.engine.buffers import ALIGNMENT as SHARD_ALIGNMENT
 from sley_core.engine.buffers import ALIGNMENT_BYTES, Cut, FlatBuffer, GradientBuffer, Layout, Planner, offsets, views_of
 from sley_core.engine.canonical.sums import TreeSums
 from sley_core.engine.direct import Handover, WeightQueue
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import Parts
+from sley_core.engine.registry import Param, ParameterRegistry
 from sley_core.engine.slot import add_at
 from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.engine.weights import WeightBuffer
@@ -15,14 +15,14 @@ __all__ = [
     "ALIGNMENT_BYTES",
     "SHARD_ALIGNMENT",
     "Cut",
-    "Entry",
     "FlatBuffer",
     "GradientBuffer",
     "GradientStore",
     "Handover",
     "Layout",
     "MicroStep",
-    "ParameterBook",
+    "Param",
+    "ParameterRegistry",
     "Parts",
     "Phase",
     "Planner",

@@ -1,1 +1,1 @@
-"""What runs in a step: the parameter book, the gradient store, the executor and the update."""
+"""What runs in a step: the parameter registry, the gradient store, the executor and the update."""

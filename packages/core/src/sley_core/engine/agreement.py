@@ -62,7 +62,7 @@ View = tuple[Any, int]
 class Agreement:
     """Compares what the ranks of `groups` do in a step, and sums the loss weight of the global batch.
 
-    store: the store whose trained entries are compared; None compares none. first: called once, after the first check has
+    store: the store whose trained parameters are compared; None compares none. first: called once, after the first check has
     passed. weight: the loss weight of the global batch, valid after `check`.
     """
 
@@ -98,7 +98,7 @@ class Agreement:
         num_micros = batch.num_micros if batch else 0
         self._facts = [
             {"all": (what, checksum([what]))},
-            self._entries(),
+            self._params(),
             # A canonical sum's tree has the micro-batches of all `dp` ranks as leaves, so those must have equally many.
             dict.fromkeys(("model", "sp", *(("dp",) if self._has_digits else ())), (num_micros, num_micros)),
             {} if batch is None else self._samples(batch),
@@ -134,17 +134,19 @@ class Agreement:
         """Whether `check` may follow the first action, because that waits for no other rank, on any rank."""
         return all(self.groups[axis].size == 1 for axis in ("model", "sp"))
 
-    def _entries(self) -> dict[str, View]:
-        """Returns the trained entries in layout order, by the axis whose ranks must agree on them; computed once per layout."""
+    def _params(self) -> dict[str, View]:
+        """Returns the trained parameters in layout order, by the axis whose ranks must agree on them; computed once per
+        layout.
+        """
         if self.store is not None and self._layout != self.store.num_layouts:
             self._layout = self.store.num_layouts
-            names = tuple(entry.name for entry in self.store.entries)
+            names = tuple(param.name for param in self.store.params)
             lengths = (str(buffer.data.numel()) for buffer in self.store.buffers)
             self._trained = {"stage": (names, checksum([*names, *lengths]))}
-            ties: dict[str, list[str]] = {entry.tie_group: [] for entry in self.store.book if entry.tie_group is not None}
-            for entry in self.store.book:
-                if entry.tie_group is not None and entry in self.store:
-                    ties[entry.tie_group].append(entry.name)
+            ties: dict[str, list[str]] = {param.tie_group: [] for param in self.store.registry if param.tie_group is not None}
+            for param in self.store.registry:
+                if param.tie_group is not None and param in self.store:
+                    ties[param.tie_group].append(param.name)
             self._trained |= {axis: (tuple(sorted(tied)), checksum(sorted(tied))) for axis, tied in ties.items()}
         return self._trained
 

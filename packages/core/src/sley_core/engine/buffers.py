@@ -9,7 +9,7 @@ memory for it. Of a buffer that is cut (ZeRO's partitions) each rank of a group 
     buffer   | a a a a a . | b b b . . . | c c . . . . |
     parts    | rank 0          | rank 1            |          rank 0: all of a, the first elements of b
 
-A part may begin anywhere within an entry, so only element-wise operations can work on parts.
+A part may begin anywhere within a parameter, so only element-wise operations can work on parts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sley_core.comm.copies import free, grow
 from sley_core.comm.marks import checksum
-from sley_core.engine.book import Entry
+from sley_core.engine.registry import Param
 from sley_core.errors import RunError
 
 ALIGNMENT_BYTES = 256
@@ -91,13 +91,13 @@ def views_of(flat: Tensor, starts: Sequence[int], shapes: Sequence[Sequence[int]
 
 
 ALIGNMENT = 128
-"""Alignment, in elements, of the entries of a buffer that is cut. Gradients, working weights and masters have the same offsets,
-at multiples of 256 bytes in every format of two bytes or more.
+"""Alignment, in elements, of the parameters of a buffer that is cut. Gradients, working weights and masters have the same
+offsets, at multiples of 256 bytes in every format of two bytes or more.
 """
 
 
 class Span(NamedTuple):
-    """Names the elements `first` to `last` (exclusive) of an entry's flattened parameter, as this rank holds it."""
+    """Names the elements `first` to `last` (exclusive) of a flattened parameter, as this rank holds it."""
 
     first: int
     last: int
@@ -133,7 +133,7 @@ class Cut:
         return size * self.index, size * (self.index + 1)
 
     def span(self, start: int, numel: int, total: int) -> Span:
-        """Returns the elements of this part, counted from `start`, of an entry of `numel` that begins there in a buffer of
+        """Returns the elements of this part, counted from `start`, of a parameter of `numel` that begins there in a buffer of
         `total`.
         """
         begin, end = self.bounds(total)
@@ -148,29 +148,29 @@ WHOLE = Cut("", 1, 0)
 class Layout(NamedTuple):
     """Says how a reducer wants the gradients: which lie side by side, and in which order they are reported ready.
 
-    buffers: lists of entries of one family. order: the same entries; not their concatenation if buffers of several reduce
-    groups are filled side by side. Equal on all ranks of every reduce group. loose: entries of `order` in no buffer, because
+    buffers: lists of parameters of one family. order: the same parameters; not their concatenation if buffers of several reduce
+    groups are filled side by side. Equal on all ranks of every reduce group. loose: parameters of `order` in no buffer, because
     nobody reduces them. cuts: for each buffer, the part whose sum this rank gets; None, or no list at all, for the whole.
     is_fixed: whether masters and optimizer states follow it, so that no parameter may be frozen or unfrozen.
     """
 
-    buffers: list[list[Entry]]
-    order: list[Entry]
-    loose: Sequence[Entry] = ()
+    buffers: list[list[Param]]
+    order: list[Param]
+    loose: Sequence[Param] = ()
     cuts: Sequence[Cut | None] = ()
     is_fixed: bool = False
 
     @property
-    def cut_lists(self) -> list[tuple[list[Entry], Cut | None]]:
+    def cut_lists(self) -> list[tuple[list[Param], Cut | None]]:
         """The buffers that are not empty, each with its cut."""
         cuts = self.cuts or [None] * len(self.buffers)
-        return [(entries, cut) for entries, cut in zip(self.buffers, cuts, strict=True) if entries]
+        return [(params, cut) for params, cut in zip(self.buffers, cuts, strict=True) if params]
 
-    def check(self, trainable: Sequence[Entry]) -> None:
-        """Asserts that `order`, and `buffers` with `loose`, name each of `trainable`, in the book's order, exactly once."""
-        for entries in (self.order, [entry for buffer in (*self.buffers, self.loose) for entry in buffer]):
-            named = sorted(entry.index for entry in entries)
-            assert named == [entry.index for entry in trainable], "a layout names every trainable entry once"
+    def check(self, trainable: Sequence[Param]) -> None:
+        """Asserts that `order`, and `buffers` with `loose`, name each of `trainable`, in the registry's order, exactly once."""
+        for params in (self.order, [param for buffer in (*self.buffers, self.loose) for param in buffer]):
+            named = sorted(param.index for param in params)
+            assert named == [param.index for param in trainable], "a layout names every trainable parameter once"
 
 
 class Piece(NamedTuple):
@@ -188,46 +188,46 @@ class Piece(NamedTuple):
     stages: tuple[int, ...] = ()
 
 
-Planner = Callable[[list[Entry]], Layout]
-"""Lays out the given entries, which come in reverse order of use."""
+Planner = Callable[[list[Param]], Layout]
+"""Lays out the given parameters, which come in reverse order of use."""
 
 
-def loose(entries: list[Entry]) -> Layout:
+def loose(params: list[Param]) -> Layout:
     """Returns a layout without buffers, for a run without a reduction."""
-    return Layout([], entries, entries)
+    return Layout([], params, params)
 
 
-def by_reduce_group(entries: list[Entry]) -> Layout:
-    """Returns a layout with one buffer for each family of entries, in the order given."""
-    families: dict[tuple[object, ...], list[Entry]] = {}
-    for entry in entries:
-        families.setdefault(entry.family, []).append(entry)
-    return Layout(list(families.values()), entries)
+def by_reduce_group(params: list[Param]) -> Layout:
+    """Returns a layout with one buffer for each family of parameters, in the order given."""
+    families: dict[tuple[object, ...], list[Param]] = {}
+    for param in params:
+        families.setdefault(param.family, []).append(param)
+    return Layout(list(families.values()), params)
 
 
 class GradientBuffer(FlatBuffer):
-    """Holds the gradients of some entries of one family, side by side in `memory`; `num_holders` stages hold a copy of each.
+    """Holds the gradients of some parameters of one family, side by side in `memory`; `num_holders` stages hold a copy of each.
 
     cut: the part whose sum this rank gets; None for all of it. is_whole: whether `data` holds this rank's own contributions or
     the whole sum; false once a reducer has begun to sum a buffer that is cut.
     """
 
-    def __init__(self, entries: Sequence[Entry], memory: Tensor, cut: Cut | None = None) -> None:
-        shapes = [entry.parameter.shape for entry in entries]
+    def __init__(self, params: Sequence[Param], memory: Tensor, cut: Cut | None = None) -> None:
+        shapes = [param.parameter.shape for param in params]
         super().__init__(shapes, memory.dtype, memory.device, memory, **_spacing(cut))
-        self.entries = list(entries)
+        self.params = list(params)
         self.cut = cut
         self.num_shards = cut.count if cut else 1
         self.is_whole = True
-        self.reduce_group = entries[0].reduce_group
-        self.stages = entries[0].stages
+        self.reduce_group = params[0].reduce_group
+        self.stages = params[0].stages
         self.num_holders = len(self.stages)
-        assert all(entry.family == entries[0].family for entry in entries), f"{entries} do not reduce together"
+        assert all(param.family == params[0].family for param in params), f"{params} do not reduce together"
 
     @cached_property
     def contents(self) -> int:
-        """Checksum of the entries' names in order; equal on all ranks that sum the buffer."""
-        return checksum(entry.name for entry in self.entries)
+        """Checksum of the parameters' names in order; equal on all ranks that sum the buffer."""
+        return checksum(param.name for param in self.params)
 
     @cached_property
     def own(self) -> Tensor:
@@ -238,34 +238,34 @@ class GradientBuffer(FlatBuffer):
         return self.data[first:last]
 
     @cached_property
-    def spans(self) -> dict[Entry, Span]:
-        """The elements of each entry that lie in this rank's part; may be none."""
-        places = zip(self.entries, self.offsets, strict=True)
+    def spans(self) -> dict[Param, Span]:
+        """The elements of each parameter that lie in this rank's part; may be none."""
+        places = zip(self.params, self.offsets, strict=True)
         cut = self.cut or WHOLE
-        return {entry: cut.span(start, entry.numel, self.data.numel()) for entry, start in places}
+        return {param: cut.span(start, param.numel, self.data.numel()) for param, start in places}
 
     @cached_property
-    def parts(self) -> dict[Entry, Tensor]:
-        """Each entry's gradient in this rank's part: views in the shape of its span (`Span.shape_in`)."""
+    def parts(self) -> dict[Param, Tensor]:
+        """Each parameter's gradient in this rank's part: views in the shape of its span (`Span.shape_in`)."""
         return self.views_in(self.own)
 
-    def views_in(self, memory: Tensor) -> dict[Entry, Tensor]:
-        """Returns a view of `memory` [as long as `own`] for each entry, at its place in this part, in its span's shape."""
+    def views_in(self, memory: Tensor) -> dict[Param, Tensor]:
+        """Returns a view of `memory` [as long as `own`] for each parameter, at its place in this part, in its span's shape."""
         begin, _ = (self.cut or WHOLE).bounds(self.data.numel())
         found = {}
-        for entry, start in zip(self.entries, self.offsets, strict=True):
-            span = self.spans[entry]
+        for param, start in zip(self.params, self.offsets, strict=True):
+            span = self.spans[param]
             first = max(start + span.first - begin, 0) if span.numel else 0
-            found[entry] = memory[first : first + span.numel].view(span.shape_in(entry.parameter.shape))
+            found[param] = memory[first : first + span.numel].view(span.shape_in(param.parameter.shape))
         return found
 
-    def check_whole(self, entry: Entry) -> None:
+    def check_whole(self, param: Param) -> None:
         """Raises RunError `gradient-sharded` once the buffer's reduction has begun, if this rank gets a part of the sum."""
         if not self.is_whole:
             raise RunError(
                 "gradient-sharded",
-                f"the gradient of the parameter {entry.name!r} is reduced to shards, of which this rank has one",
-                hint="read `store.part(entry)`, the elements `store.span(entry)` of it",
+                f"the gradient of the parameter {param.name!r} is reduced to shards, of which this rank has one",
+                hint="read `store.part(param)`, the elements `store.span(param)` of it",
             )
 
     def zero_padding(self) -> None:
@@ -278,9 +278,9 @@ class GradientBuffer(FlatBuffer):
         ends = [*self.offsets[1:], self.data.numel()]
         begin, end = (self.cut or WHOLE).bounds(self.data.numel())
         return [
-            self.data[max(start + entry.numel, begin) : min(until, end)]
-            for entry, start, until in zip(self.entries, self.offsets, ends, strict=True)
-            if max(start + entry.numel, begin) < min(until, end)
+            self.data[max(start + param.numel, begin) : min(until, end)]
+            for param, start, until in zip(self.params, self.offsets, ends, strict=True)
+            if max(start + param.numel, begin) < min(until, end)
         ]
 
 
@@ -312,14 +312,14 @@ class GradientMemory:
         grow(self._data, self._num_freed)
         self._data.zero_()
 
-    def buffers(self, lists: Sequence[tuple[Sequence[Entry], Cut | None]]) -> list[GradientBuffer]:
-        """Returns one zeroed buffer for each list of entries. Buffers of the previous layout must not be used any more."""
+    def buffers(self, lists: Sequence[tuple[Sequence[Param], Cut | None]]) -> list[GradientBuffer]:
+        """Returns one zeroed buffer for each list of parameters. Buffers of the previous layout must not be used any more."""
         plain = {"alignment": ALIGNMENT_BYTES // self._data.dtype.itemsize}
-        sizes = [offsets([entry.parameter.shape for entry in entries], **(_spacing(cut) or plain))[1] for entries, cut in lists]
+        sizes = [offsets([param.parameter.shape for param in params], **(_spacing(cut) or plain))[1] for params, cut in lists]
         if self._data.numel() == sum(sizes):
             self._data.zero_()
         else:
             self.forget()
             self._data = self._data.new_zeros(sum(sizes))
         parts = torch.split(self._data, sizes)
-        return [GradientBuffer(entries, part, cut) for (entries, cut), part in zip(lists, parts, strict=True)]
+        return [GradientBuffer(params, part, cut) for (params, cut), part in zip(lists, parts, strict=True)]

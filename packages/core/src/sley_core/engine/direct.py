@@ -5,8 +5,8 @@ needed. Here the product accumulates into the slot (`addmm`), as Megatron's fuse
 their order within the product is the kernel's, so fp32 results may differ in the last bits. Rows of an embedding table's
 gradient are added one by one in the store's dtype, in the order of the tokens: the dense table of autograd is never allocated.
 
-A split backward is one traversal: while D runs, linears give (output gradient, input) to a queue instead of multiplying, and W
-multiplies them into the store. Other parameters get their gradient in D. Recomputation therefore runs once.
+A split backward is one traversal: while I runs, linears give (output gradient, input) to a queue instead of multiplying, and W
+multiplies them into the store. Other parameters get their gradient in I. Recomputation therefore runs once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from sley_core.model.tensors import is_plain, sum_of_bits, version_of
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
-    from sley_core.engine.book import Entry, ParameterBook
     from sley_core.engine.gradients import GradientStore
+    from sley_core.engine.registry import Param, ParameterRegistry
     from sley_core.model.layers import Layer
 
 Place = tuple[int, int]
@@ -40,13 +40,13 @@ Work = Callable[[], None]
 
 
 class WeightQueue:
-    """Holds the closures of every D until its W runs. D opens `collecting(place)`, in which linears call `put`; W calls
-    `run(place)`. on_last: called with the entry when `run` has done its last product, however often a linear was used.
+    """Holds the closures of every I until its W runs. I opens `collecting(place)`, in which linears call `put`; W calls
+    `run(place)`. on_last: called with the parameter when `run` has done its last product, however often a linear was used.
     """
 
     def __init__(self) -> None:
-        self.on_last: Callable[[Entry], None] | None = None
-        self._queued: dict[Place, list[tuple[Work, Entry | None]]] = {}
+        self.on_last: Callable[[Param], None] | None = None
+        self._queued: dict[Place, list[tuple[Work, Param | None]]] = {}
         self._open: Place | None = None
 
     @property
@@ -55,7 +55,7 @@ class WeightQueue:
 
     @contextmanager
     def collecting(self, place: Place) -> Iterator[None]:
-        assert self._open is None, f"D of {place} within that of {self._open}"
+        assert self._open is None, f"I of {place} within that of {self._open}"
         self._queued[place] = []
         self._open = place
         try:
@@ -63,24 +63,24 @@ class WeightQueue:
         finally:
             self._open = None
 
-    def put(self, work: Work, entry: Entry | None = None) -> None:
-        """Queues `work`, which holds a linear's input and output gradient. entry: the parameter of it, for `on_last`."""
-        assert self._open is not None, "no D is running"
-        self._queued[self._open].append((work, entry))
+    def put(self, work: Work, param: Param | None = None) -> None:
+        """Queues `work`, which holds a linear's input and output gradient. parameter: the parameter of it, for `on_last`."""
+        assert self._open is not None, "no I is running"
+        self._queued[self._open].append((work, param))
 
     @torch.no_grad()
     def run(self, place: Place) -> None:
-        """Runs the work that D of `place` queued, and frees each piece's tensors before the next piece."""
+        """Runs the work that I of `place` queued, and frees each piece's tensors before the next piece."""
         queued = self._queued.pop(place)
-        left = Counter(entry for _, entry in queued)
+        left = Counter(param for _, param in queued)
         queued.reverse()
         while queued:
-            work, entry = queued.pop()
+            work, param = queued.pop()
             work()
             del work  # frees its tensors before the next one multiplies
-            left[entry] -= 1
-            if entry is not None and not left[entry] and self.on_last is not None:
-                self.on_last(entry)
+            left[param] -= 1
+            if param is not None and not left[param] and self.on_last is not None:
+                self.on_last(param)
 
     def clear(self) -> None:
         """Discards all queued work, after a failed step."""
@@ -93,16 +93,17 @@ _OWN = 2
 
 
 class Handover:
-    """Is the sink of one linear: multiplies at once, or queues while a D is collecting. entry: the weight's, for `on_last`.
+    """Is the sink of one linear: multiplies at once, or queues while an I is collecting. parameter: the weight's, for
+    `on_last`.
 
-    Between D and W, a hook or the backward of another branch may write in place to the output gradient, if it has that too. So
+    Between I and W, a hook or the backward of another branch may write in place to the output gradient, if it has that too. So
     until the first W has shown whether that happens, such a gradient is copied, and after that only if it does.
     """
 
-    def __init__(self, multiply: Callable[[Tensor, Tensor], None], queue: WeightQueue, entry: Entry | None = None) -> None:
+    def __init__(self, multiply: Callable[[Tensor, Tensor], None], queue: WeightQueue, param: Param | None = None) -> None:
         self.multiply = multiply
         self.queue = queue
-        self.entry = entry
+        self.param = param
         self._copies: bool | None = None
 
     def __call__(self, rows: Tensor, inputs: Tensor, *, is_shared: bool = False) -> None:
@@ -110,9 +111,9 @@ class Handover:
         if not self.queue.is_collecting:
             self.multiply(rows, inputs)
         elif is_shared and self._copies is not False:
-            self.queue.put(partial(self._of_copy, rows.clone(), rows, inputs, version_of(inputs)), self.entry)
+            self.queue.put(partial(self._of_copy, rows.clone(), rows, inputs, version_of(inputs)), self.param)
         else:
-            self.queue.put(partial(self._of_own, rows, inputs, version_of(rows), version_of(inputs)), self.entry)
+            self.queue.put(partial(self._of_own, rows, inputs, version_of(rows), version_of(inputs)), self.param)
 
     def shares(self, gradient: Tensor) -> bool:
         """Returns whether somebody else has the memory of `gradient`, which is to be queued; asked before any view of it is
@@ -135,9 +136,9 @@ class Handover:
         self._multiply(rows, inputs, is_written=is_written)
 
     def _multiply(self, rows: Tensor, inputs: Tensor, *, is_written: bool) -> None:
-        """Multiplies, or raises RunError `gradient-written` if what is multiplied is no longer what D queued."""
+        """Multiplies, or raises RunError `gradient-written` if what is multiplied is no longer what I queued."""
         if is_written:
-            of = f"the parameter {self.entry.name!r}" if self.entry is not None else "a sharded linear"
+            of = f"the parameter {self.param.name!r}" if self.param is not None else "a sharded linear"
             raise RunError(
                 "gradient-written",
                 f"the backward of {of} is split, and its input or its output's gradient is written on in place between the "
@@ -250,13 +251,13 @@ def accumulates_directly(wanted: str, device: Device) -> bool:
 
 
 def accumulate_directly(
-    layers: Iterable[Layer], book: ParameterBook, store: GradientStore, queue: WeightQueue, *, all_types: bool = False
+    layers: Iterable[Layer], registry: ParameterRegistry, store: GradientStore, queue: WeightQueue, *, all_types: bool = False
 ) -> Callable[[], None]:
     """Patches every plain `nn.Linear` of `layers` to add its weight gradient to `store` directly; if sums are canonical, its
     bias's gradient too. Returns a function that undoes it.
 
     Skips linears with a sharded parameter (its communicator handles them), and those whose weight is no parameter
-    (`weight_norm`) or whose forward was replaced (autograd handles them). queue: takes the products instead while a D runs.
+    (`weight_norm`) or whose forward was replaced (autograd handles them). queue: takes the products instead while an I runs.
     Patches only if weight and store have the same dtype, unless `all_types`: one call cannot accumulate a bf16 product into
     fp32 on every device.
     """
@@ -264,19 +265,19 @@ def accumulate_directly(
     queue.on_last = store.passed
     for layer in layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
-            if not is_plain_linear(module) or has_shards(book, name, module):
+            if not is_plain_linear(module) or has_shards(registry, name, module):
                 continue
             if all_types or module.weight.dtype == store.dtype:
-                entry = book[f"{name}.weight"]
-                sink = Handover(partial(store.put_product, entry, layer=layer.name), queue, entry)
+                param = registry[f"{name}.weight"]
+                sink = Handover(partial(store.put_product, param, layer=layer.name), queue, param)
                 bias_sink = None
                 if store.canonical is not None and isinstance(module.bias, nn.Parameter):
-                    bias = book[f"{name}.bias"]
+                    bias = registry[f"{name}.bias"]
                     store.expect_products(bias)
                     bias_sink = partial(_put_bias, store, bias, layer.name)
                 forward = partial(direct_forward, module, module.weight, sink, module.bias, bias_sink)
                 patches.callback(ForwardPatch(module, forward).undo)
-                store.expect_products(entry)
+                store.expect_products(param)
     return patches.close
 
 
@@ -286,9 +287,9 @@ def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return is_own and module._parameters.get("weight") is not None
 
 
-def has_shards(book: ParameterBook, name: str, module: nn.Module) -> bool:
-    """Returns whether a parameter of `module`, named `name` in `book`, is sharded."""
-    return any(book[f"{name}.{one}"].shard is not None for one, held in module._parameters.items() if held is not None)
+def has_shards(registry: ParameterRegistry, name: str, module: nn.Module) -> bool:
+    """Returns whether a parameter of `module`, named `name` in `registry`, is sharded."""
+    return any(registry[f"{name}.{one}"].shard is not None for one, held in module._parameters.items() if held is not None)
 
 
 class DirectEmbedding(torch.autograd.Function):
@@ -339,25 +340,25 @@ def is_plain_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
 
 
 def add_rows_directly(
-    layers: Iterable[Layer], book: ParameterBook, store: GradientStore, queue: WeightQueue
+    layers: Iterable[Layer], registry: ParameterRegistry, store: GradientStore, queue: WeightQueue
 ) -> Callable[[], None]:
-    """Patches every plain, unsharded `nn.Embedding` of `layers` to add its gradient's rows to `store` directly, or while a D
+    """Patches every plain, unsharded `nn.Embedding` of `layers` to add its gradient's rows to `store` directly, or while an I
     runs to `queue`. Returns a function that undoes it.
     """
     patches = ExitStack()
     for layer in layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
-            if is_plain_embedding(module) and not has_shards(book, name, module):
-                entry = book[f"{name}.weight"]
-                sink = Handover(partial(_put_rows, store, entry, layer.name), queue, entry)
+            if is_plain_embedding(module) and not has_shards(registry, name, module):
+                param = registry[f"{name}.weight"]
+                sink = Handover(partial(_put_rows, store, param, layer.name), queue, param)
                 patches.callback(ForwardPatch(module, partial(embedding_forward, module, module.weight, sink)).undo)
-                store.expect_products(entry)
+                store.expect_products(param)
     return patches.close
 
 
-def _put_bias(store: GradientStore, entry: Entry, layer: str, rows: Tensor) -> None:
-    store.put(entry, rows.sum(0, dtype=store.dtype), layer)  # as communicators of sharded biases do
+def _put_bias(store: GradientStore, param: Param, layer: str, rows: Tensor) -> None:
+    store.put(param, rows.sum(0, dtype=store.dtype), layer)  # as communicators of sharded biases do
 
 
-def _put_rows(store: GradientStore, entry: Entry, layer: str, rows: Tensor, tokens: Tensor) -> None:
-    store.put_rows(entry, tokens, rows, layer)
+def _put_rows(store: GradientStore, param: Param, layer: str, rows: Tensor, tokens: Tensor) -> None:
+    store.put_rows(param, tokens, rows, layer)

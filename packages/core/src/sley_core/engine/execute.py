@@ -280,7 +280,7 @@ class Executor:
         return self._micros[micro]
 
     def _weight_gradients(self, micro: MicroStep) -> None:
-        """Runs the weight gradients that the D of this micro-batch deferred; no tensor crosses a boundary."""
+        """Runs the weight gradients that the I of this micro-batch deferred; no tensor crosses a boundary."""
         tell_hooks(self.hooks, "before_backward", micro, None)
         self.queue.run((micro.chunk, micro.micro))
         tell_hooks(self.hooks, "after_backward", micro, None)

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.config import EachConfig, GradientNormsConfig
-    from sley_core.engine.book import Entry
     from sley_core.engine.parts import Parts
+    from sley_core.engine.registry import Param
     from sley_core.engine.step_state import StepState
 
 
 class Each(GradientHandler):
-    """Sums each entry over its reduce group, in the store's order; entries whose group has one rank are left alone.
+    """Sums each parameter over its reduce group, in the store's order; parameters whose group has one rank are left alone.
 
-    Uses an all-reduce; if sums are canonical, each entry has a buffer of its own, which `TreeSums` sums.
+    Uses an all-reduce; if sums are canonical, each parameter has a buffer of its own, which `TreeSums` sums.
     """
 
     def __init__(self, config: EachConfig) -> None:
@@ -35,7 +35,7 @@ class Each(GradientHandler):
         self._sent = SentBytes()
 
     def attach(self, parts: Parts) -> None:
-        """Takes store, book and groups; if sums are canonical, lays the store out with one buffer per reduced entry."""
+        """Takes store, registry and groups; if sums are canonical, lays the store out with one buffer per reduced parameter."""
         self._store = parts.store
         self._groups = parts.groups
         self._alone = frozenset(axis for axis, group in parts.groups.items() if group.size == 1)
@@ -50,17 +50,17 @@ class Each(GradientHandler):
         self._wait()  # reductions of a failed step may still be in flight, and write into the slots
         self._sent.begin_step()
 
-    def gradient_ready(self, entry: Entry, step: StepState) -> None:
-        """Starts the sum of the entry's gradient over its reduce group, if that has several ranks."""
-        if entry.reduce_group in self._alone:
+    def gradient_ready(self, param: Param, step: StepState) -> None:
+        """Starts the sum of the parameter's gradient over its reduce group, if that has several ranks."""
+        if param.reduce_group in self._alone:
             return
-        group = self._groups[entry.reduce_group]
+        group = self._groups[param.reduce_group]
         if self._trees is not None:
-            self._trees.start(next(one for one in self._store.buffers if one.entries == [entry]), group)
+            self._trees.start(next(one for one in self._store.buffers if one.params == [param]), group)
             return
-        gradient = self._store.gradient(entry)
-        # Over the entry's reduce group; the store reports entries in the same order on all of its ranks.
-        self._pending.append(all_reduce(gradient, group, what=entry.name))
+        gradient = self._store.gradient(param)
+        # Over the parameter's reduce group; the store reports parameters in the same order on all of its ranks.
+        self._pending.append(all_reduce(gradient, group, what=param.name))
         self._sent.add(gradient, group, passes=2)
 
     def finish_step(self, step: StepState) -> None:
@@ -74,10 +74,10 @@ class Each(GradientHandler):
         """Returns the bytes that this rank sent in the last step."""
         return self._sent.counts()
 
-    def _one_by_one(self, entries: list[Entry]) -> Layout:
-        """Lays out canonical sums, as the store's `Planner`: a buffer for each entry that is reduced."""
-        loose = [entry for entry in entries if entry.reduce_group in self._alone]
-        return Layout([[entry] for entry in entries if entry.reduce_group not in self._alone], entries, loose)
+    def _one_by_one(self, params: list[Param]) -> Layout:
+        """Lays out canonical sums, as the store's `Planner`: a buffer for each parameter that is reduced."""
+        loose = [param for param in params if param.reduce_group in self._alone]
+        return Layout([[param] for param in params if param.reduce_group not in self._alone], params, loose)
 
     def _wait(self) -> None:
         for pending in self._pending:
@@ -97,14 +97,14 @@ class GradientNorms(GradientHandler):
     def attach(self, parts: Parts) -> None:
         """Adds one number to the row for each trained parameter: the square root of the sum of all ranks' `_squares`."""
         self._store = parts.store
-        for entry in parts.book.trainable:
-            share = partial(self._squares, entry, parts.numbers.fraction(entry))
-            parts.numbers.add(f"gradient_norm/{entry.name}", share, of="root")
+        for param in parts.registry.trainable:
+            share = partial(self._squares, param, parts.numbers.fraction(param))
+            parts.numbers.add(f"gradient_norm/{param.name}", share, of="root")
 
-    def _squares(self, entry: Entry, fraction: float) -> Tensor | float:
+    def _squares(self, param: Param, fraction: float) -> Tensor | float:
         """Returns this rank's share of the squared norm; the ranks' shares add up to it. fraction: 1 / the number of copies."""
-        if entry not in self._store:
+        if param not in self._store:
             return 0.0
         # `fraction` assumes that each rank of the reduce group has all elements. If they share one copy, each element is on
         # one rank in `num_shards`, so the share is multiplied by that.
-        return self._store.part(entry).double().square().sum() * fraction * self._store.num_shards(entry)
+        return self._store.part(param).double().square().sum() * fraction * self._store.num_shards(param)

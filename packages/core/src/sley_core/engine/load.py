@@ -17,14 +17,14 @@ from torch import Tensor
 
 from sley_core.comm.collectives import gather_objects
 from sley_core.engine.agreement import Agreement
-from sley_core.engine.book import ParameterBook
+from sley_core.engine.registry import ParameterRegistry
 from sley_core.engine.save import set_extra_state, with_extra_state
 from sley_core.errors import RunError
 from sley_core.factory import cause
 
 if TYPE_CHECKING:
-    from sley_core.engine.book import Entry
     from sley_core.engine.parts import Parts
+    from sley_core.engine.registry import Param
     from sley_core.engine.weights import Masters
     from sley_core.model.layers import Layer
 
@@ -50,7 +50,7 @@ class _Report:
 
 
 class Names(NamedTuple):
-    """Holds the names of a whole model. first: the book's name for each of a parameter. buffers: and of extra states."""
+    """Holds the names of a whole model. first: the registry's name for each of a parameter. buffers: and of extra states."""
 
     first: Mapping[str, str]
     buffers: set[str]
@@ -58,7 +58,7 @@ class Names(NamedTuple):
 
 def names_of(layers: Sequence[Layer]) -> Names:
     """Returns the names of the model with these `layers`, all of them, on meta."""
-    first = {name: entry.name for entry in ParameterBook([layers]) for name in (entry.name, *entry.aliases)}
+    first = {name: param.name for param in ParameterRegistry([layers]) for name in (param.name, *param.aliases)}
     buffers = {name for layer in layers for name, _ in layer.module.named_buffers(layer.name, True, False)}
     return Names(first, buffers | {name for name, _ in with_extra_state(layers)})
 
@@ -92,7 +92,7 @@ class _Loading:
         self.names = names
         self.masters = masters
         self.control = parts.groups["control"]
-        self.entries = {entry.name: entry for entry in parts.book}
+        self.params = {param.name: param for param in parts.registry}
         self.buffers = {
             name: buffer for layer in parts.layers for name, buffer in layer.module.named_buffers(layer.name, True, False)
         }
@@ -115,10 +115,10 @@ class _Loading:
     @torch.no_grad()
     def write(self, name: str, value: Tensor) -> None:
         """Copies `value` into the weight (its shard, if sharded) or buffer of this name, if this rank holds it."""
-        entry, buffer = self._held(name)
-        if entry is not None:
-            own = value.detach() if entry.shard is None else entry.shard.cut(value.detach())
-            self.masters.set(entry, own)
+        param, buffer = self._held(name)
+        if param is not None:
+            own = value.detach() if param.shard is None else param.shard.cut(value.detach())
+            self.masters.set(param, own)
         elif buffer is not None:
             buffer.copy_(value)
         elif name in self.extra:
@@ -129,7 +129,7 @@ class _Loading:
         `weights-mismatch` for a fault on any rank, `weights-differ` if values differ, on all ranks alike.
         """
         control = self.control
-        missing = [name for name in self.entries if name not in self.given]
+        missing = [name for name in self.params if name not in self.given]
         if strict:
             self.report.wrong += [f"{name!r} is missing" for name in missing]
             self.report.wrong += [f"{name!r} is unknown" for name in self.report.unknown]
@@ -140,7 +140,7 @@ class _Loading:
         if wrong:
             more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             message = f"these are not the weights of this model: {', '.join(wrong[:_SHOWN])}{more}"
-            raise RunError("weights-mismatch", message, hint="names are those of `run.book`; strict=False loads a part")
+            raise RunError("weights-mismatch", message, hint="names are those of `run.registry`; strict=False loads a part")
         sums: dict[str, tuple[int, int]] = {}
         for rank, (report, _) in zip(control.ranks, everyone, strict=True):
             for name, value in report.sums.items():
@@ -152,8 +152,8 @@ class _Loading:
         unknown = dict.fromkeys(name for report, _ in everyone for name in report.unknown)
         return LoadedWeights(list(lacking), list(unknown))
 
-    def _held(self, name: str) -> tuple[Entry | None, Tensor | None]:
-        return self.entries.get(self.names.first.get(name, name)), self.buffers.get(name)
+    def _held(self, name: str) -> tuple[Param | None, Tensor | None]:
+        return self.params.get(self.names.first.get(name, name)), self.buffers.get(name)
 
     def _look(self, name: str, value: Tensor) -> None:
         """Checks name, shape and dtype, and adds a checksum of the values to the report; `agreed` compares them."""
@@ -161,9 +161,9 @@ class _Loading:
         self.given.add(first)
         if name not in self.names.first and name not in self.names.buffers:
             self.report.unknown.append(name)
-        entry, buffer = self._held(name)
-        if entry is not None:
-            shape = entry.shape
+        param, buffer = self._held(name)
+        if param is not None:
+            shape = param.shape
         elif buffer is not None:
             shape = tuple(buffer.shape)
         else:
@@ -173,7 +173,7 @@ class _Loading:
             fault = f"is a {type(value).__name__}, no tensor"
         elif tuple(value.shape) != shape:
             fault = f"is {list(value.shape)} and not {list(shape)}"
-        elif entry is not None and not value.is_floating_point():
+        elif param is not None and not value.is_floating_point():
             fault = f"is {value.dtype}, no floating-point numbers"
         elif value.is_meta:
             fault = "is on meta and has no values"

@@ -21,10 +21,10 @@ from sley_core.words import suggestion
 if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
     from sley_core.comm.world import World
-    from sley_core.engine.book import Entry, ParameterBook
     from sley_core.engine.boundary import Description
     from sley_core.engine.direct import WeightQueue
     from sley_core.engine.gradients import GradientStore
+    from sley_core.engine.registry import Param, ParameterRegistry
     from sley_core.engine.weights import Stepped, WeightStore
     from sley_core.memory.state import Part
     from sley_core.model.layers import Layer
@@ -117,11 +117,11 @@ class StepNumbers:
         self._shares[name] = share
         self._kinds[name] = of
 
-    def fraction(self, entry: Entry) -> float:
-        """Returns the factor for a share summed over `entry`'s elements, so that the sum over all ranks counts each element
+    def fraction(self, param: Param) -> float:
+        """Returns the factor for a share summed over `param`'s elements, so that the sum over all ranks counts each element
         once: ranks of its reduce group hold the same gradient, and so do the stages of a tie.
         """
-        return 1.0 / (self._groups[entry.reduce_group].size * len(entry.stages))
+        return 1.0 / (self._groups[param.reduce_group].size * len(param.stages))
 
     def agree(self) -> None:
         """Merges the numbers of all ranks into one list, the same on all; a blocking collective over all ranks. Raises RunError
@@ -197,11 +197,11 @@ class Parts:
     """Holds what gradient handlers, scheduler hooks, stage links and weight communicators are attached to.
 
     run, batch, precision, limits: the plan's own tables. world: this process and its device. topology: the ranks along each
-    axis. groups: this rank's, by axis. layers: this rank's. book: their parameters. store: the accumulated gradients. weights:
-    the store of the working weights. waits: what must be complete before a layer's weights are used. queue: weight gradients
-    that a split backward defers. numbers: takes what plugins add to each step's row. pool: `pool(name)` is the run's memory
-    pool of that name. events: moments of a step, for plugins that are no gradient handlers. foretold: in a fake world that
-    takes steps, what a chunk of another stage (stage, chunk) would announce to this one; None elsewhere.
+    axis. groups: this rank's, by axis. layers: this rank's. registry: their parameters. store: the accumulated gradients.
+    weights: the store of the working weights. waits: what must be complete before a layer's weights are used. queue: weight
+    gradients that a split backward defers. numbers: takes what plugins add to each step's row. pool: `pool(name)` is the run's
+    memory pool of that name. events: moments of a step, for plugins that are no gradient handlers. foretold: in a fake world
+    that takes steps, what a chunk of another stage (stage, chunk) would announce to this one; None elsewhere.
     """
 
     run: RunTable
@@ -212,7 +212,7 @@ class Parts:
     topology: Topology
     groups: Groups
     layers: Sequence[Layer]
-    book: ParameterBook
+    registry: ParameterRegistry
     store: GradientStore
     weights: WeightStore
     waits: Waits

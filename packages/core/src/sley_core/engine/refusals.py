@@ -22,7 +22,7 @@ from sley_core.errors import Diagnostic, PlanError, RunError
 from sley_core.model.layers import MODEL
 
 if TYPE_CHECKING:
-    from sley_core.engine.book import Stages
+    from sley_core.engine.registry import Stages
     from sley_core.engine.shards import Shards
     from sley_core.model.layers import Layer, Model
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from sley_core.comm.groups import Group
-    from sley_core.engine.book import Entry
     from sley_core.engine.parts import Parts
+    from sley_core.engine.registry import Param
     from sley_core.engine.step_state import MicroStep
     from sley_core.model.layers import Layer
 
@@ -64,7 +64,7 @@ class CopyComparison:
         for name, value, axis in _copies(parts, self.per_rank_buffers):
             by_axis.setdefault(axis, []).append((name, value))
         faults = []
-        # The ranks of a stage, or of a tie, hold the same entries. All ranks take the axes in one order: no deadlock.
+        # The ranks of a stage, or of a tie, hold the same parameters. All ranks take the axes in one order: no deadlock.
         for axis in sorted(by_axis):
             names = [name for name, _ in by_axis[axis]]
             prints = torch.stack([fingerprint(value) for _, value in by_axis[axis]])
@@ -83,10 +83,10 @@ class CopyComparison:
 
 def _copies(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str, Tensor, str]]:
     """Yields name, value and axis of each value of which the ranks of that axis hold copies, in the same order on all ranks."""
-    for entry in sorted(parts.book, key=lambda entry: entry.name):
-        for axis in (entry.reduce_group, entry.tie_group):
-            if axis is not None and parts.groups[axis].size > 1 and entry.numel:
-                yield entry.name, entry.parameter.detach(), axis
+    for param in sorted(parts.registry, key=lambda param: param.name):
+        for axis in (param.reduce_group, param.tie_group):
+            if axis is not None and parts.groups[axis].size > 1 and param.numel:
+                yield param.name, param.parameter.detach(), axis
     for layer in parts.layers if parts.groups["stage"].size > 1 else ():
         for name, buffer in layer.module.named_buffers(layer.name):
             if buffer.numel() and not any(fnmatchcase(name, pattern) for pattern in per_rank_buffers):
@@ -140,7 +140,7 @@ class WriteWatch:
         """per_rank_buffers: patterns of the buffers that may be written."""
         self._is_alone = parts.groups["stage"].size == 1
         self._has_masters = parts.precision.compute in ("bf16", "fp16")
-        self._entries = {id(entry.parameter): entry for entry in parts.book}
+        self._entries = {id(param.parameter): param for param in parts.registry}
         self._per_rank = per_rank_buffers
         self._places: dict[str, list[_Place]] = {}
         self._first_steps: dict[str, int] = {}
@@ -188,11 +188,11 @@ class WriteWatch:
     def _weight_written(self, layer: Layer, place: _Place) -> None:
         """Raises RunError "weight-written" unless one process would write the same value, as often."""
         parameter = place.held[place.key]
-        entry: Entry | None = self._entries.get(id(parameter))
+        param: Param | None = self._entries.get(id(parameter))
         why = None
         if not self._is_alone:
             why = "each replica writes what its own samples make of it"
-        elif entry is not None and entry.tie_group is not None:
+        elif param is not None and param.tie_group is not None:
             why = "other stages hold a copy of it, which stays as it is"
         elif self._has_masters and parameter is not None and parameter.requires_grad:
             why = "the optimizer steps a copy of it in fp32, which the write does not reach"

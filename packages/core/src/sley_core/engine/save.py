@@ -42,8 +42,8 @@ from sley_core.weight_files.write import (
 )
 
 if TYPE_CHECKING:
-    from sley_core.engine.book import Entry
     from sley_core.engine.parts import Parts
+    from sley_core.engine.registry import Param
     from sley_core.engine.weights import Masters
     from sley_core.model.layers import Layer
 
@@ -92,10 +92,10 @@ _BITS = {4: torch.int32, 8: torch.int64}
 
 
 class _Source(NamedTuple):
-    """Names a tensor that this rank's stage writes: an entry of the book, or a buffer."""
+    """Names a tensor that this rank's stage writes: a parameter of the registry, or a buffer."""
 
     spec: Spec
-    entry: Entry | None
+    param: Param | None
     buffer: Tensor | None
 
 
@@ -108,9 +108,9 @@ class WeightSaver:
         self._control = parts.groups["control"]
         self._is_first_copy = parts.groups[REDUCE_GROUP].coord == 0
         self._writes = self._is_first_copy and parts.groups[AXIS].coord == 0
-        self._stepped = {one.entry: one for one in masters.stepped}
+        self._stepped = {one.param: one for one in masters.stepped}
         # All ranks must take the same branch, so it depends on which buffers are cut, not on what this rank steps.
-        self._cuts = {entry: buffer.cut for buffer in parts.store.buffers if buffer.cut for entry in buffer.entries}
+        self._cuts = {param: buffer.cut for buffer in parts.store.buffers if buffer.cut for param in buffer.params}
 
     def check(self, folder: Path) -> None:
         """Raises RunError "weights-unsaved" on all ranks alike if `folder` has other files, "checkpoint-folder" if a rank that
@@ -183,12 +183,12 @@ class WeightSaver:
         return named, everyone[0][2]
 
     def _sources(self, precision: Precision) -> Iterator[_Source]:
-        """Yields what this rank's stage writes, in the order of its book: the same on all ranks of the stage."""
+        """Yields what this rank's stage writes, in the order of its registry: the same on all ranks of the stage."""
         stage = self._parts.groups["pp"].coord
         wide = self._masters.wide if precision == "full" else None
-        for entry in self._parts.book:
-            if entry.stages[0] == stage:  # of a tie, the first stage
-                yield _Source(Spec.of(entry.name, wide or entry.parameter.dtype, entry.shape), entry, None)
+        for param in self._parts.registry:
+            if param.stages[0] == stage:  # of a tie, the first stage
+                yield _Source(Spec.of(param.name, wide or param.parameter.dtype, param.shape), param, None)
         for layer in self._parts.layers:
             buffers = [
                 (f"{prefix}.{name}", buffer)
@@ -227,28 +227,28 @@ class WeightSaver:
 
     def _whole(self, source: _Source, precision: Precision) -> Tensor | None:
         """Returns the whole tensor on the rank that writes it, None on others. A collective of the stage: all call it alike."""
-        if source.entry is None:
+        if source.param is None:
             return source.buffer if self._writes else None
-        value = self._full(source.entry) if precision == "full" else source.entry.parameter.detach()
+        value = self._full(source.param) if precision == "full" else source.param.parameter.detach()
         if not self._is_first_copy:
             return None
         # Over `wp` of the first replica, all of whose ranks get here.
-        found = value if source.entry.shard is None else wholes({source.entry: value}, self._parts.groups)[source.entry]
+        found = value if source.param.shard is None else wholes({source.param: value}, self._parts.groups)[source.param]
         return found if self._writes else None
 
-    def _full(self, entry: Entry) -> Tensor:
-        """Returns the master of this rank's shard of `entry`; parts that ranks step are summed over the reduce group."""
-        parameter, wide = entry.parameter, self._masters.wide
-        stepped, cut = self._stepped.get(entry), self._cuts.get(entry)
+    def _full(self, param: Param) -> Tensor:
+        """Returns the master of this rank's shard of `param`; parts that ranks step are summed over the reduce group."""
+        parameter, wide = param.parameter, self._masters.wide
+        stepped, cut = self._stepped.get(param), self._cuts.get(param)
         if cut is None:
             value = parameter.detach() if stepped is None else stepped.parameter.detach()
             return value.to(device=parameter.device, dtype=wide)
         flat = torch.zeros(parameter.numel(), dtype=wide, device=parameter.device)
-        group = self._parts.groups[entry.reduce_group]
+        group = self._parts.groups[param.reduce_group]
         # Other ranks of the reduce group may have copies of the parts: only the first copy is added.
         if stepped is not None and stepped.span is not None and group.ranks[0] in self._parts.groups[cut.axis].ranks:
             flat[stepped.span.first : stepped.span.last] = stepped.parameter.detach().reshape(-1)
-        # Over the reduce group, all of whose ranks save the same entries in the order of the book.
+        # Over the reduce group, all of whose ranks save the same parameters in the order of the registry.
         bits = flat.view(_BITS[flat.element_size()])
-        all_reduce(bits, group, what=f"the master of {entry.name}").wait()
+        all_reduce(bits, group, what=f"the master of {param.name}").wait()
         return flat.reshape(parameter.shape)

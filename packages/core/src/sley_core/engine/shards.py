@@ -8,7 +8,7 @@ so they do not depend on the layout.
 
     module.weight ──> StandIn   shape, size, numel, len: of the full weight;  dtype, device: of the shard
                          │      values: refused with the parameter's name, whenever code reads them
-                         └────> shard   what the book, the optimizer and the communicator work with
+                         └────> shard   what the registry, the optimizer and the communicator work with
 
 A stand-in costs nothing until code uses it, in whichever forward that is.
 """
@@ -29,7 +29,7 @@ from sley_core.model.layers import like
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Group, Groups
-    from sley_core.engine.book import Entry
+    from sley_core.engine.registry import Param
     from sley_core.model.layers import Layer
 
 AXIS = "wp"
@@ -156,23 +156,23 @@ def cut_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
                     setattr(module, attribute, cut.setdefault(id(parameter), like(parameter, small)))
 
 
-def wholes(parts: Mapping[Entry, Tensor], groups: Groups) -> dict[Entry, Tensor]:
+def wholes(parts: Mapping[Param, Tensor], groups: Groups) -> dict[Param, Tensor]:
     """Returns full copies of sharded tensors; `parts` holds this rank's shard of each, and an unsharded tensor is cloned.
 
-    Communicates: one all-gather over `wp` per sharded dtype, so its ranks must pass the same entries in the same order.
+    Communicates: one all-gather over `wp` per sharded dtype, so its ranks must pass the same parameters in the same order.
     """
-    found = {entry: own.detach().clone() for entry, own in parts.items() if entry.shard is None}
-    sharded = {entry: own.detach() for entry, own in parts.items() if entry.shard is not None}
+    found = {param: own.detach().clone() for param, own in parts.items() if param.shard is None}
+    sharded = {param: own.detach() for param, own in parts.items() if param.shard is not None}
     for dtype in dict.fromkeys(own.dtype for own in sharded.values()):
-        alike = {entry: own for entry, own in sharded.items() if own.dtype == dtype}
+        alike = {param: own for param, own in sharded.items() if own.dtype == dtype}
         sent = torch.cat([own.reshape(-1) for own in alike.values()])
         received = sent.new_empty((groups[AXIS].size, sent.numel()))
         all_gather(received, sent[None], groups[AXIS], what="parts of parameters", lane="gather").wait()
         slices = torch.split(received, [own.numel() for own in alike.values()], dim=1)
-        for (entry, own), every in zip(alike.items(), slices, strict=True):
-            assert entry.shard is not None, entry
-            found[entry] = entry.shard.joined(every.reshape(groups[AXIS].size, *own.shape))
-    return {entry: found[entry] for entry in parts}
+        for (param, own), every in zip(alike.items(), slices, strict=True):
+            assert param.shard is not None, param
+            found[param] = param.shard.joined(every.reshape(groups[AXIS].size, *own.shape))
+    return {param: found[param] for param in parts}
 
 
 T: Any = Tensor
@@ -208,33 +208,33 @@ GRADIENT = {T.grad.__get__, T.grad.__set__}
 
 
 class StandIn(nn.Parameter):
-    """Stands for a parameter of the full shape of `entry`, of which this rank holds `shard`; has no memory of its own.
+    """Stands for a parameter of the full shape of `param`, of which this rank holds `shard`; has no memory of its own.
 
     Raises RunError `sharded-weight-read`, with the name, for any operation that needs values, in training and evaluation; after
     the run, RunError `weights-sharded`.
     """
 
-    entry: Entry
+    param: Param
     shard: nn.Parameter
     is_closed: bool
     """Whether the run is over, so that the full weight is no longer gathered."""
 
     @staticmethod
-    def __new__(cls, entry: Entry) -> StandIn:
-        shard = entry.parameter
+    def __new__(cls, param: Param) -> StandIn:
+        shard = param.parameter
         made: StandIn = Tensor._make_wrapper_subclass(
-            cls, entry.shape, dtype=shard.dtype, device=shard.device, requires_grad=shard.requires_grad
+            cls, param.shape, dtype=shard.dtype, device=shard.device, requires_grad=shard.requires_grad
         )
-        made.entry = entry
+        made.param = param
         made.shard = shard
         made.is_closed = False
         return made
 
-    def __init__(self, entry: Entry) -> None:
-        del entry
+    def __init__(self, param: Param) -> None:
+        del param
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
-        return f"StandIn({self.entry.name}, {list(self.entry.shape)})"
+        return f"StandIn({self.param.name}, {list(self.param.shape)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
         raise self._refused("deepcopy")
@@ -268,28 +268,28 @@ class StandIn(nn.Parameter):
 
     def _refused(self, what: str) -> Exception:
         if not self.is_closed:
-            return sharded_read(self.entry, f"`{what}` reads")
+            return sharded_read(self.param, f"`{what}` reads")
         return RunError(
             "weights-sharded",
-            f"`{what}` reads the parameter {self.entry.name!r} after its run was closed, and this rank holds "
-            f"{_part(self.entry)}",
+            f"`{what}` reads the parameter {self.param.name!r} after its run was closed, and this rank holds "
+            f"{_part(self.param)}",
             hint="call the model while the run is open, or take whole weights out before",
         )
 
 
-def stand_in(entries: Iterable[Entry]) -> None:
-    """Replaces the sharded parameters of `entries` by stand-ins in their modules; `Entry.parameter` still finds the shard."""
-    for entry in entries:
-        if entry.shard is not None:
-            made = StandIn(entry)
-            for holder in entry.holders:
+def stand_in(params: Iterable[Param]) -> None:
+    """Replaces the sharded parameters of `params` by stand-ins in their modules; `Param.parameter` still finds the shard."""
+    for param in params:
+        if param.shard is not None:
+            made = StandIn(param)
+            for holder in param.holders:
                 holder.module._parameters[holder.attribute] = made
 
 
-def close_stand_ins(entries: Iterable[Entry]) -> None:
-    """Marks the stand-ins of `entries` as closed: their errors say that the run is over. Modules keep them."""
-    for entry in entries:
-        held = entry.holders[0].module._parameters.get(entry.holders[0].attribute)
+def close_stand_ins(params: Iterable[Param]) -> None:
+    """Marks the stand-ins of `params` as closed: their errors say that the run is over. Modules keep them."""
+    for param in params:
+        held = param.holders[0].module._parameters.get(param.holders[0].attribute)
         if isinstance(held, StandIn):
             held.is_closed = True
 
@@ -299,7 +299,7 @@ def _shape_of(value: Any) -> Any:
     if not isinstance(value, StandIn):
         return value
     shard = value.shard
-    return torch.empty((), dtype=shard.dtype, device=shard.device).expand(value.entry.shape)
+    return torch.empty((), dtype=shard.dtype, device=shard.device).expand(value.param.shape)
 
 
 def _stand_ins(value: Any) -> Iterator[StandIn]:
@@ -311,16 +311,17 @@ def _stand_ins(value: Any) -> Iterator[StandIn]:
             yield from _stand_ins(one)
 
 
-def sharded_read(entry: Entry, what: str) -> RunError:
-    """Returns the error `sharded-weight-read`: `what` reads the values of `entry`, of which no rank has all."""
+def sharded_read(param: Param, what: str) -> RunError:
+    """Returns the error `sharded-weight-read`: `what` reads the values of `param`, of which no rank has all."""
     return RunError(
         "sharded-weight-read",
-        f"{what} the parameter {entry.name!r}, of which this rank holds {_part(entry)}, without its module",
+        f"{what} the parameter {param.name!r}, of which this rank holds {_part(param)}, without its module",
         hint="call the linear or embedding that holds it; a module that reads its own parameters is not sharded. Between "
-        "steps, `sley_core.engine.shards.wholes` gives copies of whole weights, and `run.book[name].parameter` is the shard",
+        "steps, `sley_core.engine.shards.wholes` gives copies of whole weights, and `run.registry[name].parameter` is this "
+        "rank's shard",
     )
 
 
-def _part(entry: Entry) -> str:
-    assert entry.shard is not None, f"{entry.name} is whole"
-    return f"{entry.shard.own_size} of {entry.shape[entry.shard.dim]} {'columns' if entry.shard.dim else 'rows'}"
+def _part(param: Param) -> str:
+    assert param.shard is not None, f"{param.name} is whole"
+    return f"{param.shard.own_size} of {param.shape[param.shard.dim]} {'columns' if param.shard.dim else 'rows'}"

@@ -1,4 +1,4 @@
-"""The gradient of one entry: its memory, the contributions that it got in this step, and what it refuses."""
+"""The gradient of one parameter: its memory, the contributions that it got in this step, and what it refuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.engine.book import Entry
+from sley_core.engine.registry import Param
 from sley_core.engine.shards import sharded_read
 from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from sley_core.engine.canonical.tree import Arrival
 
 
-def dense(gradient: Tensor, entry: Entry) -> Tensor:
-    """Returns `gradient` of `entry` unchanged. Raises RunError `sparse-gradient` if it is a sparse tensor."""
+def dense(gradient: Tensor, param: Param) -> Tensor:
+    """Returns `gradient` of `param` unchanged. Raises RunError `sparse-gradient` if it is a sparse tensor."""
     if gradient.is_sparse:
         raise RunError(
             "sparse-gradient",
-            f"the gradient of the parameter {entry.name!r} is sparse, which no reducer and no norm takes",
+            f"the gradient of the parameter {param.name!r} is sparse, which no reducer and no norm takes",
             hint="make its module with `sparse=False`",
         )
     return gradient
 
 
-def check_not_sharded(entry: Entry) -> None:
-    """Raises RunError `sharded-weight-read` if `entry` is sharded: only its communicator may use a shard."""
-    if entry.shard is not None:
-        raise sharded_read(entry, "the forward reads")
+def check_not_sharded(param: Param) -> None:
+    """Raises RunError `sharded-weight-read` if `param` is sharded: only its communicator may use a shard."""
+    if param.shard is not None:
+        raise sharded_read(param, "the forward reads")
 
 
 @dataclass(slots=True)
 class Habit:
-    """Remembers how a gradient came in earlier steps; the entry's slot in the next layout begins with a copy.
+    """Remembers how a gradient came in earlier steps; the parameter's slot in the next layout begins with a copy.
 
     expected: `Slot.final` of the first step. is_irregular: whether that number varies, so that only the end of the chunk
     completes the gradient.
@@ -83,7 +83,7 @@ class Autograd(Enum):
 
 
 class Slot:
-    """Holds the gradient of `entry` as `view`, a part of a buffer.
+    """Holds the gradient of `param` as `view`, a part of a buffer.
 
              reset ──> OPEN ── complete ──> COMPLETE ── report, in the store's order ──> REPORTED ──> reset of the next step
                         ^                      │                                             │
@@ -93,18 +93,18 @@ class Slot:
     Between two calls of one step an OPEN gradient is PAUSED.
 
     contributions: their number in this step. final: the number of passes in the action that completes the gradient. Autograd
-    makes one pass per backward, however often it uses the parameter; the queue of a W makes one after the entry's last product;
-    a communicator makes one with every contribution. autograd: IN_VIEW only if parameter and view have the same dtype, which is
-    not known before the first layout. is_lent: whether `parameter.grad` was made the view in this step, so that its present
-    value is the whole sum.
+    makes one pass per backward, however often it uses the parameter; the queue of a W makes one after the parameter's last
+    product; a communicator makes one with every contribution. autograd: IN_VIEW only if parameter and view have the same dtype,
+    which is not known before the first layout. is_lent: whether `parameter.grad` was made the view in this step, so that its
+    present value is the whole sum.
     """
 
-    __slots__ = ("autograd", "chunks", "contributions", "entry", "final", "habit", "is_lent", "parameter", "state", "view")
+    __slots__ = ("autograd", "chunks", "contributions", "final", "habit", "is_lent", "param", "parameter", "state", "view")
 
-    def __init__(self, entry: Entry, view: Tensor, habit: Habit, autograd: Autograd) -> None:
-        self.entry = entry
-        self.parameter = entry.parameter
-        self.chunks = entry.chunks
+    def __init__(self, param: Param, view: Tensor, habit: Habit, autograd: Autograd) -> None:
+        self.param = param
+        self.parameter = param.parameter
+        self.chunks = param.chunks
         self.view = view
         self.habit = habit
         self.autograd = autograd
@@ -139,7 +139,7 @@ class Slot:
         """
         if self.state is State.OPEN:
             return
-        name = self.entry.name
+        name = self.param.name
         if state.action is not None:
             assert not self.chunks <= state.done, f"{name}: a contribution after its gradient was reported ready"
             self.habit.is_irregular = True
@@ -157,7 +157,7 @@ class Slot:
         raise RunError(
             "gradient-complete",
             f"a backward between two steps reaches the parameter {name!r}, whose gradient is that of the step before",
-            hint="call `run.store.begin_step()` before a backward of your own, and read `run.store.gradient(entry)` after "
+            hint="call `run.store.begin_step()` before a backward of your own, and read `run.store.gradient(param)` after "
             "it, which is of this rank's samples; `run.step(batch)` trains on samples of your own",
         )
 
@@ -168,7 +168,7 @@ class Slot:
         """Announces that the running action adds nothing more to this gradient."""
 
     def settle(self) -> None:
-        """Completes the sum; called once per step, when no more contribution can come and before the entry is reported."""
+        """Completes the sum; called once per step, when no more contribution can come and before the parameter is reported."""
 
     def take(self, gradient: Tensor) -> None:
         """Adds `gradient`, of any floating dtype, to the view; the first of a step is copied."""
@@ -184,11 +184,11 @@ class Slot:
     def take_over(self) -> None:
         """Takes `parameter.grad`, set by autograd or a backward of a user's own: the whole sum if the view was lent."""
         gradient = self.parameter.grad
-        assert gradient is not None, self.entry
+        assert gradient is not None, self.param
         if gradient is not self.view:
             if self.is_lent:
                 self.contributions = 0
-            self.adopt(dense(gradient, self.entry))
+            self.adopt(dense(gradient, self.param))
             self.is_lent = self.autograd is Autograd.IN_VIEW and self.parameter.dtype == self.view.dtype
             self.parameter.grad = self.view if self.is_lent else None
         self.contributions += 1
@@ -241,11 +241,11 @@ class LooseSlot(Slot):
 
     __slots__ = ("dtype", "nothing", "paused")
 
-    def __init__(self, entry: Entry, dtype: torch.dtype, habit: Habit, autograd: Autograd) -> None:
+    def __init__(self, param: Param, dtype: torch.dtype, habit: Habit, autograd: Autograd) -> None:
         self.dtype = dtype
         self.paused: tuple[Tensor | None, int] = (None, 0)
-        self.nothing = entry.parameter.new_empty(0, dtype=dtype)
-        super().__init__(entry, self.nothing, habit, autograd)
+        self.nothing = param.parameter.new_empty(0, dtype=dtype)
+        super().__init__(param, self.nothing, habit, autograd)
 
     def reset(self) -> None:
         super().reset()
@@ -277,12 +277,12 @@ class LooseSlot(Slot):
         gradient = self.parameter.grad
         is_watched = self.autograd is not Autograd.UNWATCHED
         is_late = not is_watched and not self.is_open and gradient is not None and gradient is not self.view
-        assert not is_late, f"{self.entry.name}: a contribution after its gradient was reported ready"
+        assert not is_late, f"{self.param.name}: a contribution after its gradient was reported ready"
 
     def complete(self) -> None:
         summed = self.parameter.grad if self.autograd is Autograd.UNWATCHED else None
         if summed is not None:
-            self.adopt(dense(summed, self.entry))
+            self.adopt(dense(summed, self.param))
             self.contributions += 1
             self.parameter.grad = None
         if not self.contributions:
@@ -292,7 +292,7 @@ class LooseSlot(Slot):
     def sum(self) -> Tensor | None:
         if self.autograd is not Autograd.UNWATCHED:
             return super().sum()
-        return None if self.parameter.grad is None else dense(self.parameter.grad, self.entry)
+        return None if self.parameter.grad is None else dense(self.parameter.grad, self.param)
 
     def pause(self) -> None:
         """Leaves what autograd sums in `parameter.grad` there: without a hook, only its version tells what else is added."""

@@ -16,7 +16,7 @@ import torch
 
 from sley_core.actions.action import Action, Kind, Lowered, Placement, forward_only, loop, sequential
 from sley_core.actions.lower import lower
-from sley_core.engine.book import Stages, tie_axis, ties
+from sley_core.engine.registry import Stages, tie_axis, ties
 from sley_core.errors import PlanError
 from sley_core.plan.check import sums_ties
 from sley_core.records import PartitionerRecord, ScheduleRecord
@@ -58,7 +58,7 @@ class Lists:
         return self._generate(micros)
 
     def splits_backward(self, micros: int) -> bool:
-        """Returns whether this stage's training list has split backwards (D and W)."""
+        """Returns whether this stage's training list has split backwards (I and W)."""
         return any(isinstance(s, Action) and s.kind is Kind.WEIGHT_GRADIENT for s in self.training(micros))
 
     def training(self, micros: int) -> Lowered:

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from sley_core.comm.device import Device
     from sley_core.comm.groups import Groups
-    from sley_core.engine.book import Entry
     from sley_core.engine.execute import Executor
     from sley_core.engine.gradients import GradientStore
+    from sley_core.engine.registry import Param
     from sley_core.engine.stage import Lists
     from sley_core.engine.step_batch import StepBatch
     from sley_core.engine.step_state import StepState
@@ -248,9 +248,9 @@ class Stepper:
         self.is_closed = True
         self.undo.close()
 
-    def _gradient_ready(self, entry: Entry) -> None:
+    def _gradient_ready(self, param: Param) -> None:
         for handler in self.handlers:
-            handler.gradient_ready(entry, self.state)
+            handler.gradient_ready(param, self.state)
 
     def _chunk_done(self, chunk: int) -> None:
         for handler in self.handlers:

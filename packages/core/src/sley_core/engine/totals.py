@@ -266,8 +266,8 @@ def refusal(
         return exchanges_error(f"step {number}", totals.own_exchanges, parts.groups["control"])
     bad = None
     if is_latest:
-        order = enumerate(parts.store.entries)
-        finite = ((place, entry.name, torch.isfinite(parts.store.part(entry)).all()) for place, entry in order)
+        order = enumerate(parts.store.params)
+        finite = ((place, param.name, torch.isfinite(parts.store.part(param)).all()) for place, param in order)
         bad = next(((place, name) for place, name, is_finite in finite if not is_finite), None)
     own = RankReport(float(totals.own_loss), bad, tuple(samples[: SHOWN + 1]))
     # All ranks have the same totals, so all come here, in the same step. Reports travel as JSON.

@@ -66,7 +66,7 @@ CLIP_EPSILON = 1e-6
 class Update:
     """Steps `optimizer`, which was built over `masters`, with the gradients of `store`.
 
-    parameter_groups: makes torch.optim's groups, for entries that are unfrozen later. factor: returns the learning rate's
+    parameter_groups: makes torch.optim's groups, for parameters that are unfrozen later. factor: returns the learning rate's
     factor at a step. clip_norm: None leaves the gradients' bits unchanged. norm_kind: the p of the p-norm, math.inf for the
     largest element. scale: the loss scale, in fp16. skips: counts steps that are not finite, if the plan allows them. traits:
     how the optimizer behaves. seed: the run's, for optimizers that draw. begun: the attributes with which the optimizer began.
@@ -193,12 +193,12 @@ class Update:
             yield
 
     def _follow(self) -> None:
-        """Adds entries that were unfrozen since the last step to the optimizer, with the plan's options for their names."""
+        """Adds parameters that were unfrozen since the last step to the optimizer, with the plan's options for their names."""
         if self._layout == self.store.num_layouts:
             return
         self._layout = self.store.num_layouts
-        known = {stepped.entry for stepped in self.masters.stepped}
-        new = [entry for entry in self.store.entries if entry not in known]
+        known = {stepped.param for stepped in self.masters.stepped}
+        new = [param for param in self.store.params if param not in known]
         # The next step cannot be skipped on the device: fused optimizers create a parameter's state in its first step.
         self._has_stepped = False
         for group in self.parameter_groups(self.masters.add(new)) if new else ():
@@ -275,7 +275,7 @@ MASTER = "master"
 
 
 class HeldState(NamedTuple):
-    """Holds a tensor that this rank keeps for the parameter `name` of the book.
+    """Holds a tensor that this rank keeps for the parameter `name` of the registry.
 
     span: the elements of its flattened parameter (of a shard, if weights are sharded) that it is for; None for all. state:
     `master`, or the optimizer's own key, such as `exp_avg`, for a nested state its path (`factors.0`); a counter, such as

@@ -28,26 +28,26 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.comm.copies import free, grow
-from sley_core.engine.book import Entry
 from sley_core.engine.buffers import ALIGNMENT, FlatBuffer, Span
 from sley_core.engine.gradients import GradientStore
+from sley_core.engine.registry import Param
 from sley_core.errors import RunError
 from sley_core.model.tensors import is_kept, parameter_format
 
 
 class WeightBuffer(FlatBuffer):
-    """Holds the working weights of `entries`, side by side; the buffer divides into `num_parts` equal parts.
+    """Holds the working weights of `params`, side by side; the buffer divides into `num_parts` equal parts.
 
-    Each entry has the same offset as its gradient in a gradient buffer of the same entries that is cut into as many parts. It
-    has no memory until `build`, which the store calls for the first value that moves in: so one buffer at a time is there
-    beside the values as they were made. A read or write before that ends the process (`comm.copies.free`).
+    Each parameter has the same offset as its gradient in a gradient buffer of the same parameters that is cut into as many
+    parts. It has no memory until `build`, which the store calls for the first value that moves in: so one buffer at a time is
+    there beside the values as they were made. A read or write before that ends the process (`comm.copies.free`).
     """
 
-    def __init__(self, entries: Sequence[Entry], dtype: torch.dtype, num_parts: int) -> None:
-        shapes = [entry.parameter.shape for entry in entries]
-        device = entries[0].parameter.device
+    def __init__(self, params: Sequence[Param], dtype: torch.dtype, num_parts: int) -> None:
+        shapes = [param.parameter.shape for param in params]
+        device = params[0].parameter.device
         super().__init__(shapes, dtype, device, alignment=ALIGNMENT, multiple=num_parts)
-        self.entries = list(entries)
+        self.params = list(params)
         self._num_freed = free(self.data)  # 0 once it has memory
 
     def build(self) -> None:
@@ -85,44 +85,45 @@ class WeightStore:
         self.keep = keep
         self.buffers: list[WeightBuffer] = []
         self.is_eager = False
-        self._places: dict[Entry, tuple[WeightBuffer, Tensor]] = {}
+        self._places: dict[Param, tuple[WeightBuffer, Tensor]] = {}
         self._held: list[tuple[nn.Parameter, Tensor]] = []
         self._completions: list[Completion] = []
         self._is_laid_out = False
 
-    def lay_out(self, lists: Iterable[tuple[Sequence[Entry], int]]) -> list[WeightBuffer]:
-        """Makes a buffer for each list of entries, which divides into the given number of parts; called before masters are
-        made, as by a gradient handler that is attached. The buffers have no memory until then. An entry has one place at most.
+    def lay_out(self, lists: Iterable[tuple[Sequence[Param], int]]) -> list[WeightBuffer]:
+        """Makes a buffer for each list of parameters, which divides into the given number of parts; called before masters are
+        made, as by a gradient handler that is attached. The buffers have no memory until then. A parameter has one place at
+        most.
         """
         assert not self._is_laid_out, "weights are laid out before masters are made"
-        made = [WeightBuffer(entries, self.dtype, num_parts) for entries, num_parts in lists]
+        made = [WeightBuffer(params, self.dtype, num_parts) for params, num_parts in lists]
         for buffer in made:
-            assert not any(is_kept(entry.name, self.keep) for entry in buffer.entries), "buffers have one dtype"
-            twice = [entry.name for entry in buffer.entries if entry in self._places]
+            assert not any(is_kept(param.name, self.keep) for param in buffer.params), "buffers have one dtype"
+            twice = [param.name for param in buffer.params if param in self._places]
             assert not twice, f"{twice} have a place already"
-            self._places |= {entry: (buffer, view) for entry, view in zip(buffer.entries, buffer.views, strict=True)}
+            self._places |= {param: (buffer, view) for param, view in zip(buffer.params, buffer.views, strict=True)}
         self.buffers += made
         return made
 
-    def __contains__(self, entry: Entry) -> bool:
-        """Whether the entry's working weight lies in one of the buffers."""
-        return entry in self._places
+    def __contains__(self, param: Param) -> bool:
+        """Whether the parameter's working weight lies in one of the buffers."""
+        return param in self._places
 
-    def dtype_of(self, entry: Entry) -> torch.dtype:
-        return parameter_format(entry.name, self.dtype, self.keep)
+    def dtype_of(self, param: Param) -> torch.dtype:
+        return parameter_format(param.name, self.dtype, self.keep)
 
-    def adopt(self, entry: Entry) -> None:
-        """Moves the entry's value, rounded to its dtype, to its place; without a place it is rounded where it is. It is
+    def adopt(self, param: Param) -> None:
+        """Moves the parameter's value, rounded to its dtype, to its place; without a place it is rounded where it is. It is
         contiguous then: fused optimizers read weight, gradient and states in the order of memory, whatever their strides.
         """
         self._is_laid_out = True
-        parameter = entry.parameter
-        if entry not in self._places:
-            dtype = self.dtype_of(entry)
+        parameter = param.parameter
+        if param not in self._places:
+            dtype = self.dtype_of(param)
             if parameter.dtype != dtype or not parameter.is_contiguous():
                 parameter.data = parameter.detach().to(dtype).contiguous()
             return
-        buffer, place = self._places[entry]
+        buffer, place = self._places[param]
         buffer.build()
         place.copy_(parameter.detach())
         parameter.data = place
@@ -192,20 +193,20 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Stepped:
-    """Holds the parameter that the optimizer steps for one entry; its gradient is the store's `part`.
+    """Holds the parameter that the optimizer steps for one parameter; its gradient is the store's `part`.
 
-    original: the working weight that the entry's modules hold; the same object if there is no master and no span. span: the
+    original: the working weight that the parameter's modules hold; the same object if there is no master and no span. span: the
     elements of it that are stepped here, if other ranks step the others; `parameter` has the span's shape then.
     """
 
-    entry: Entry
+    param: Param
     parameter: nn.Parameter
     original: nn.Parameter
     span: Span | None = None
 
     @property
     def name(self) -> str:
-        return self.entry.name
+        return self.param.name
 
     @property
     def working(self) -> Tensor:
@@ -214,7 +215,7 @@ class Stepped:
 
     @property
     def decays(self) -> bool:
-        return self.entry.decays
+        return self.param.decays
 
 
 @dataclass(eq=False)
@@ -241,7 +242,7 @@ class _Master:
 
 @dataclass(eq=False)
 class Masters:
-    """Holds what the optimizer steps for each entry, in the order in which entries were added.
+    """Holds what the optimizer steps for each parameter, in the order in which parameters were added.
 
     weights: the store of the working weights, with their dtype. store: says which elements this rank steps. wide: dtype of what
     is stepped. If it is that of the weights, the parameters themselves, or views of them, are stepped. Else parameters are
@@ -259,27 +260,27 @@ class Masters:
     stepped: list[Stepped] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self._originals: list[tuple[Entry, nn.Parameter]] = []
+        self._originals: list[tuple[Param, nn.Parameter]] = []
         self._flats: list[FlatBuffer] = []
         self._masters: dict[int, _Master] = {}  # by the id of their parameters
 
-    def add(self, entries: Sequence[Entry]) -> list[Stepped]:
-        """Takes charge of `entries`, narrowing their parameters if needed; returns what the optimizer steps on this rank."""
-        narrow = [entry for entry in entries if self.weights.dtype_of(entry) != self.wide or self.home is not None]
+    def add(self, params: Sequence[Param]) -> list[Stepped]:
+        """Takes charge of `params`, narrowing their parameters if needed; returns what the optimizer steps on this rank."""
+        narrow = [param for param in params if self.weights.dtype_of(param) != self.wide or self.home is not None]
         masters = self._wide_copies(narrow)
         added = []
-        for entry in entries:
-            self.weights.adopt(entry)
-            parameter, span = entry.parameter, self.store.span(entry)
-            self._originals.append((entry, parameter))
+        for param in params:
+            self.weights.adopt(param)
+            parameter, span = param.parameter, self.store.span(param)
+            self._originals.append((param, parameter))
             if span is not None and not span.numel:
                 continue
-            if entry in masters:
-                self._masters[id(parameter)] = _Master(masters[entry], parameter, span)
-                stepped = nn.Parameter(masters[entry])
+            if param in masters:
+                self._masters[id(parameter)] = _Master(masters[param], parameter, span)
+                stepped = nn.Parameter(masters[param])
             else:
                 stepped = parameter if span is None else nn.Parameter(_elements(parameter.detach(), span))
-            added.append(Stepped(entry, stepped, parameter, span))
+            added.append(Stepped(param, stepped, parameter, span))
         self.stepped += added
         return added
 
@@ -300,12 +301,12 @@ class Masters:
 
     def take_gradients(self) -> None:
         """Calls `follow`, and sets `grad` of each stepped parameter to its gradient in the store: a view, or a copy if the
-        store has another type; None while the entry is frozen. With a `home`, whoever steps sets it.
+        store has another type; None while the parameter is frozen. With a `home`, whoever steps sets it.
         """
         self.follow()
         if self.home is not None:
             return
-        gradients = self.store.parts([stepped.entry for stepped in self.stepped])
+        gradients = self.store.parts([stepped.param for stepped in self.stepped])
         for stepped, gradient in zip(self.stepped, gradients, strict=True):
             stepped.parameter.grad = None if gradient is None else gradient.to(stepped.parameter.dtype)
 
@@ -343,10 +344,10 @@ class Masters:
                 stepped.parameter.data = place
 
     @torch.no_grad()
-    def set(self, entry: Entry, value: Tensor) -> None:
-        """Sets the entry's weight and its master to `value`, of its parameter's shape, at the master's full precision."""
+    def set(self, param: Param, value: Tensor) -> None:
+        """Sets the parameter's weight and its master to `value`, of its parameter's shape, at the master's full precision."""
         self.weights.hold()
-        parameter = entry.parameter
+        parameter = param.parameter
         value = value.to(self.wide)  # first to `wide` on every rank, with a master or not: the same bits everywhere
         parameter.copy_(value)
         known = self._masters.get(id(parameter))
@@ -363,12 +364,12 @@ class Masters:
         """Copies values that a program wrote to working weights into their masters; detected by version and storage, without a
         device sync. Weights and masters must be on the device. Raises RunError `weight-replaced`.
         """
-        for entry, original in self._originals:
-            now = entry.parameter
-            if now is not original or now.dtype != self.weights.dtype_of(entry):
+        for param, original in self._originals:
+            now = param.parameter
+            if now is not original or now.dtype != self.weights.dtype_of(param):
                 raise RunError(
                     "weight-replaced",
-                    f"the parameter {entry.name!r} is another object, or of another type, than what the optimizer steps",
+                    f"the parameter {param.name!r} is another object, or of another type, than what the optimizer steps",
                     hint="write into it under torch.no_grad() (`parameter.copy_(value)`), or use `run.load_weights`",
                 )
         self.weights.hold()
@@ -379,25 +380,25 @@ class Masters:
                 # only elements whose rounded value differs: the others keep the digits that the working weight cannot hold
                 master.copy_(torch.where(working != master.to(working.dtype), working.to(master.dtype), master))
 
-    def _wide_copies(self, entries: Sequence[Entry]) -> dict[Entry, Tensor]:
-        """Returns copies of `entries` in the wide dtype, in the shape in which they are stepped: whole ones in one new flat
+    def _wide_copies(self, params: Sequence[Param]) -> dict[Param, Tensor]:
+        """Returns copies of `params` in the wide dtype, in the shape in which they are stepped: whole ones in one new flat
         buffer, and one as long as this rank's part of each cut gradient buffer.
         """
-        if not entries:
+        if not params:
             return {}
-        device = self.home or entries[0].parameter.device
-        whole = [entry for entry in entries if self.store.span(entry) is None]
-        flat = FlatBuffer([entry.parameter.shape for entry in whole], self.wide, device)
+        device = self.home or params[0].parameter.device
+        whole = [param for param in params if self.store.span(param) is None]
+        flat = FlatBuffer([param.parameter.shape for param in whole], self.wide, device)
         copies = dict(zip(whole, flat.views, strict=True))
         self._flats.append(flat)
-        added = set(entries)
+        added = set(params)
         for buffer in self.store.buffers:
-            if buffer.cut and added.issuperset(buffer.entries):
+            if buffer.cut and added.issuperset(buffer.params):
                 part = FlatBuffer([buffer.own.shape], self.wide, device)
                 copies |= buffer.views_in(part.data)
                 self._flats.append(part)
-        for entry, copy in copies.items():
-            copy.copy_(_elements(entry.parameter.detach(), self.store.span(entry)))
+        for param, copy in copies.items():
+            copy.copy_(_elements(param.parameter.detach(), self.store.span(param)))
         return copies
 
 

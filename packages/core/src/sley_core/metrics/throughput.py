@@ -56,7 +56,7 @@ class Meter:
             flops_per_token=model_flops_per_token(
                 (layer.module for layer in layers),
                 info.sequence or 0,
-                {id(entry.parameter): prod(entry.shape) for entry in parts.book if entry.shard},
+                {id(param.parameter): prod(param.shape) for param in parts.registry if param.shard},
             ),
             peak_flops=None if peak is None else peak * parts.world.size,
         )

@@ -121,7 +121,7 @@ _NO_OPTIONS = GroupConfig(match="*")
 
 
 class Grouped(Protocol):
-    """What a parameter must provide to be put into a group; an entry of the parameter book does.
+    """What a parameter must provide to be put into a group; a parameter of the parameter registry does.
 
     decays: whether the optimizer's own decay applies, i.e. it is a matrix and belongs to no norm.
     """
@@ -162,23 +162,23 @@ EVERYWHERE_ALIKE = {"foreach": True}
 
 
 def parameter_groups(
-    entries: Iterable[Grouped], config: OptimizerConfig, more: Mapping[str, Any] | None = None
+    params: Iterable[Grouped], config: OptimizerConfig, more: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Returns torch.optim's parameter groups, one for each (learning rate, weight decay), in the order of the entries.
+    """Returns torch.optim's parameter groups, one for each (learning rate, weight decay), in the order of the parameters.
 
     A group's own `weight_decay` is taken as written; else a parameter that does not decay has 0. `initial_lr` keeps the
-    full rate that `scale_learning_rate` scales. Without entries there is one empty group, which torch.optim accepts.
-    Leave frozen entries out (see `frozen`); one that a program unfreezes later has the optimizer's options. more: options of
+    full rate that `scale_learning_rate` scales. Without parameters there is one empty group, which torch.optim accepts.
+    Leave frozen parameters out (see `frozen`); one that a program unfreezes later has the optimizer's options. more: options of
     every group.
     """
     groups: dict[tuple[float, float], list[torch.Tensor]] = {}
-    for entry in entries:
-        index = _first_match(entry.name, config.groups)
+    for param in params:
+        index = _first_match(param.name, config.groups)
         group = _NO_OPTIONS if index is None else config.groups[index]
         lr = config.lr if group.lr is None else group.lr
-        decay = config.weight_decay if entry.decays else 0.0
+        decay = config.weight_decay if param.decays else 0.0
         decay = decay if group.weight_decay is None else group.weight_decay
-        groups.setdefault((lr, decay), []).append(entry.parameter)
+        groups.setdefault((lr, decay), []).append(param.parameter)
     if not groups:
         groups[config.lr, config.weight_decay] = []
     return [

@@ -122,8 +122,8 @@ class SequenceCommunicator(Protocol):
     """
 
     def attach(self, layers: Sequence[Layer]) -> None:
-        """Changes every attention in `layers`, the model's layers; called before the parameter book is made, when this rank's
-        layers have their first values and the others are on meta.
+        """Changes every attention in `layers`, the model's layers; called before the parameter registry is made, when this
+        rank's layers have their first values and the others are on meta.
 
         Parameter names must not change. Raises PlanError, and changes nothing, if it finds no attention that it knows.
         """

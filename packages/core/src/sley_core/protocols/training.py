@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.actions.action import Action
-    from sley_core.engine.book import Entry
     from sley_core.engine.parts import Parts
+    from sley_core.engine.registry import Param
     from sley_core.engine.step_state import MicroStep, Phase, StepState
 
 
@@ -24,7 +24,7 @@ class GradientHandler(Protocol):
                        ^                                                                                │
                        └────────────────────────────────────────────────────────────────────────────────┘
 
-    The store calls `gradient_ready` once per entry and step, in one order that is the same on all ranks of the entry's
+    The store calls `gradient_ready` once per parameter and step, in one order that is the same on all ranks of the parameter's
     reduce group, so a collective may be started there. A failed step is followed directly by the next `begin_step`,
     which must discard everything that was in flight.
 
@@ -35,21 +35,21 @@ class GradientHandler(Protocol):
     """
 
     def attach(self, parts: Parts) -> None:
-        """Called once, when the parameter book and the groups are complete. A reducer lays out the store's buffers here."""
+        """Called once, when the parameter registry and the groups are complete. A reducer lays out the store's buffers here."""
 
     def begin_step(self, step: StepState) -> None:
         """Called before the first forward of an optimizer step."""
 
-    def gradient_ready(self, entry: Entry, step: StepState) -> None:
-        """Called when the accumulated gradient of `entry` on this rank is complete; its reduction may start."""
+    def gradient_ready(self, param: Param, step: StepState) -> None:
+        """Called when the accumulated gradient of `param` on this rank is complete; its reduction may start."""
 
     def chunk_done(self, chunk: int, step: StepState) -> None:
-        """Called after the last gradient action of `chunk`. Its entries have been reported ready, except those that come in the
-        order after an incomplete entry of another chunk.
+        """Called after the last gradient action of `chunk`. Its parameters have been reported ready, except those that come in
+        the order after an incomplete parameter of another chunk.
         """
 
     def finish_step(self, step: StepState) -> None:
-        """Called after the last action: when it returns, `store.gradient(entry)` must hold this handler's result."""
+        """Called after the last action: when it returns, `store.gradient(param)` must hold this handler's result."""
 
     def weights_updated(self, step: StepState) -> None:
         """Called after the optimizer step."""

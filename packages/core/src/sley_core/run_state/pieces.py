@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sley_core.engine.book import Entry
     from sley_core.engine.buffers import Span
+    from sley_core.engine.registry import Param
     from sley_core.engine.shards import Shard
 
 
@@ -158,6 +158,6 @@ class Region(NamedTuple):
             start += rectangle.numel
 
 
-def region_of(entry: Entry, span: Span | None = None) -> Region:
-    """Returns the region of the parameter of `entry`, or of the elements `span` of it, in the whole parameter."""
-    return Region(entry.shape, entry.shard, span)
+def region_of(param: Param, span: Span | None = None) -> Region:
+    """Returns the region of the parameter of `param`, or of the elements `span` of it, in the whole parameter."""
+    return Region(param.shape, param.shard, span)

@@ -43,7 +43,7 @@ class Restoring:
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Returns the names and shapes that this rank needs: weights and buffers."""
-        named = {WEIGHTS + entry.name: tuple(entry.shape) for entry in self.tensors.parts.book}
+        named = {WEIGHTS + param.name: tuple(param.shape) for param in self.tensors.parts.registry}
         return named | {BUFFERS + name: tuple(buffer.shape) for name, buffer, _ in self.tensors.buffers()}
 
     def mismatches(self) -> Iterator[str]:
@@ -66,10 +66,10 @@ class Restoring:
         """Sets weights and masters from the checkpoint; notes if it has other dtypes."""
         masters = self.tensors.update.masters
         types = set()
-        for entry in self.tensors.parts.book:
-            value = self._own(WEIGHTS + entry.name, region_of(entry))
+        for param in self.tensors.parts.registry:
+            value = self._own(WEIGHTS + param.name, region_of(param))
             types.add(value.dtype)
-            masters.set(entry, value)
+            masters.set(param, value)
         others = sorted(str(one).removeprefix("torch.") for one in types if one != masters.wide)
         if others:
             wide = str(masters.wide).removeprefix("torch.")
@@ -123,10 +123,10 @@ class Restoring:
         if name in self.saved.description.values:
             return from_json(self.saved.description.values[name])
         shape = self.saved.kind(name).shape
-        is_part = shape == tuple(stepped.entry.shape)
+        is_part = shape == tuple(stepped.param.shape)
         if not is_part:
             return self._own(name, Region(shape))
-        return self._own(name, region_of(stepped.entry, stepped.span), stepped.parameter)
+        return self._own(name, region_of(stepped.param, stepped.span), stepped.parameter)
 
     def _options(self, names: Sequence[str]) -> dict[str, Any]:
         """Returns the counters that the optimizer keeps in the groups of these parameters."""
@@ -192,8 +192,8 @@ def _by_parameter(saved: Saved) -> dict[str, list[tuple[str, tuple[tuple[str, st
 
 
 class SavedWeights:
-    """Gives the weights of the checkpoint `saved` by names of the book, and its buffers: masters, where there were any. If the
-    optimizer of its `plan` has modes, the weights are those after `eval()`.
+    """Gives the weights of the checkpoint `saved` by names of the registry, and its buffers: masters, where there were any. If
+    the optimizer of its `plan` has modes, the weights are those after `eval()`.
     """
 
     def __init__(self, saved: Saved, plan: Plan) -> None:

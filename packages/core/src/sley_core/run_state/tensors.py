@@ -109,13 +109,13 @@ class RunTensors:
         """Yields the pieces of weights that this rank saves: masters of what it steps, and whole weights that no rank has
         cut, or that have no elements to cut.
         """
-        stepped = {one.entry: one for one in self.update.masters.stepped}
-        for entry in self.parts.book:
-            if entry in stepped:
-                one = stepped[entry]
-                yield from self._cut(WEIGHTS + entry.name, region_of(entry, one.span), one.parameter)
-            elif self.parts.store.span(entry) is None or 0 in entry.shape:
-                yield from self._cut(WEIGHTS + entry.name, region_of(entry), entry.parameter)
+        stepped = {one.param: one for one in self.update.masters.stepped}
+        for param in self.parts.registry:
+            if param in stepped:
+                one = stepped[param]
+                yield from self._cut(WEIGHTS + param.name, region_of(param, one.span), one.parameter)
+            elif self.parts.store.span(param) is None or 0 in param.shape:
+                yield from self._cut(WEIGHTS + param.name, region_of(param), param.parameter)
 
     def _states(self) -> Iterator[TensorPiece]:
         """Yields the pieces of optimizer states that this rank saves."""
@@ -155,7 +155,7 @@ def state_name(parameter: str, state: str) -> str:
 
 def state_region(stepped: Stepped, shape: tuple[int, ...]) -> Region:
     """Returns this rank's region of a state: that of the parameter, if the state has the parameter's shape; else all of it."""
-    return region_of(stepped.entry, stepped.span) if shape == tuple(stepped.parameter.shape) else Region(shape)
+    return region_of(stepped.param, stepped.span) if shape == tuple(stepped.parameter.shape) else Region(shape)
 
 
 def generators(device: Device) -> dict[str, Any]:

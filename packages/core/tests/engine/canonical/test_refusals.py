@@ -125,11 +125,11 @@ def test_a_gradient_in_pieces_with_others_between_is_refused(texts):
     with World.join("cpu") as world, assemble(plan_from_dict(PLAN, texts), world) as run:
         run.step()
         run.store.begin_step()
-        entry = run.book["blocks.0.attention.query.weight"]
-        piece = torch.ones(entry.shape)
-        run.store.add_of_micros(entry, {0: piece, 1: piece}, entry.layers[0])
+        param = run.registry["blocks.0.attention.query.weight"]
+        piece = torch.ones(param.shape)
+        run.store.add_of_micros(param, {0: piece, 1: piece}, param.layers[0])
         with pytest.raises(RunError) as caught:
-            run.store.add_of_micros(entry, {0: piece}, entry.layers[0])
+            run.store.add_of_micros(param, {0: piece}, param.layers[0])
     assert caught.value.diagnostics[0].code == "canonical-again"
 
 
@@ -137,9 +137,9 @@ def test_a_backward_by_hand_between_two_steps_is_summed(texts):
     with World.join("cpu") as world, assemble(plan_from_dict(PLAN, texts), world) as run:
         run.step()
         run.store.begin_step()
-        entry = next(entry for entry in run.book if len(entry.shape) == 1)
+        param = next(param for param in run.registry if len(param.shape) == 1)
         for _ in range(2):
-            (3 * entry.parameter.sum()).backward()
+            (3 * param.parameter.sum()).backward()
         run.store.chunk_done(0)
         run.step()
         assert run.store.canonical is not None
@@ -151,7 +151,7 @@ def test_a_run_says_what_its_sums_take(texts):
         (note,) = [note for note in run.notes if "canonical" in note]
         run.step()
         assert run.store.canonical is not None
-        largest = max(entry.numel for entry in run.book) * 4
+        largest = max(param.numel for param in run.registry) * 4
         most = run.store.canonical.spares.max_bytes
     assert note.startswith("canonical sums of 4 micro-batches: up to 1 sums of a gradient besides it during a step")
     said = float(note.partition("step, ")[2].partition(" MiB")[0]) * 2**20

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from sley_core.actions.action import Kind, actions_of, loop, sequential
 from sley_core.actions.lower import lower
-from sley_core.engine.book import Entry, ParameterBook
 from sley_core.engine.buffers import Planner, by_reduce_group, loose
 from sley_core.engine.gradients import GradientStore
+from sley_core.engine.registry import Param, ParameterRegistry
 from sley_core.engine.step_state import StepState
 from sley_core.model.layers import Layer
 
@@ -24,14 +24,14 @@ class Harness:
         self.planner = planner
         self.layers = [Layer(f"l{at}", module) for at, module in enumerate(modules)]
         self.state = StepState()
-        self.book = ParameterBook([self.layers])
-        self.store = GradientStore(self.book, dtype, torch.device("cpu"), self.state, planner)
+        self.registry = ParameterRegistry([self.layers])
+        self.store = GradientStore(self.registry, dtype, torch.device("cpu"), self.state, planner)
         self.ready: list[str] = []
         self.during: list[bool] = []
         self.store.on_ready.append(self._note)
 
-    def _note(self, entry: Entry) -> None:
-        self.ready.append(entry.name)
+    def _note(self, param: Param) -> None:
+        self.ready.append(param.name)
         self.during.append(self.state.action is not None)
 
     def step(self, losses: Sequence[Callable[[], Tensor]], fail_at: int | None = None) -> dict[str, Tensor]:
@@ -50,7 +50,7 @@ class Harness:
                 if fail_at == action.micro:
                     raise ValueError("as asked")
                 self.state.leave(action)
-        return {entry.name: self.store.gradient(entry).clone() for entry in self.store.entries}
+        return {param.name: self.store.gradient(param).clone() for param in self.store.params}
 
 
 @pytest.fixture(params=[by_reduce_group, loose], ids=["buffers", "loose"])

@@ -29,7 +29,7 @@ def test_contributions_from_code_and_from_autograd_add_up(store_of, num_micros):
     (x,) = inputs(1)
 
     def loss():
-        harness.store.add(harness.book["l0.weight"], extra)
+        harness.store.add(harness.registry["l0.weight"], extra)
         return a(x).square().sum()
 
     wanted = num_micros * (reference([a], [lambda: a(x).square().sum()])[0] + extra)
@@ -46,7 +46,7 @@ def test_a_contribution_after_ready_is_our_fault_and_says_whose(store_of):
     harness.step([lambda: a(x).square().sum()])
     harness.state.enter(Action(Kind.BACKWARD, 0, 0))
     with pytest.raises(AssertionError, match=r"l0\.weight: a contribution after"):
-        harness.store.add(harness.book["l0.weight"], torch.ones(2, 4))
+        harness.store.add(harness.registry["l0.weight"], torch.ones(2, 4))
 
 
 def test_accumulation_is_in_the_stores_dtype_not_the_parameters(store_of):
@@ -84,25 +84,25 @@ def test_a_backward_between_two_steps_is_told_what_to_do(store_of):
     """By hooks, where gradients lie in buffers, and by products; what the hint says gives the gradient of that backward."""
     a = nn.Linear(4, 2, bias=False)
     harness = store_of(a)
-    entry = harness.book["l0.weight"]
+    param = harness.registry["l0.weight"]
     (x,) = inputs(1)
     wanted = harness.step([lambda: a(x).square().sum()])["l0.weight"]
     by_hook = [lambda: a(x).square().sum().backward()] if harness.planner is by_reduce_group else []
-    by_code = [lambda: harness.store.add(entry, wanted), lambda: harness.store.add_product(entry, x.new_ones(3, 2), x)]
+    by_code = [lambda: harness.store.add(param, wanted), lambda: harness.store.add_product(param, x.new_ones(3, 2), x)]
     for contribute in by_hook + by_code:
         with pytest.raises(RunError, match=r"'l0\.weight'.*\n.*run\.store\.begin_step\(\)"):
             contribute()
     harness.store.begin_step()
-    harness.store.add(entry, wanted)
-    assert torch.equal(harness.store.gradient(entry), wanted)
+    harness.store.add(param, wanted)
+    assert torch.equal(harness.store.gradient(param), wanted)
 
 
 def test_rows_are_added_at_their_indices_in_every_step(store_of):
     """Contributions that code adds itself, of equal indices too; the next step begins with zeros."""
     table = nn.Embedding(5, 3)
     harness = store_of(table)
-    entry = harness.book["l0.weight"]
-    harness.store.expect_products(entry)
+    param = harness.registry["l0.weight"]
+    harness.store.expect_products(param)
     rows = torch.arange(1.0, 13.0, dtype=torch.float64).view(4, 3)
     indices = [torch.tensor([4, 0, 4, 2]), torch.tensor([0, 0, 1, 1], dtype=torch.int32)]
 
@@ -114,7 +114,7 @@ def test_rows_are_added_at_their_indices_in_every_step(store_of):
 
         @staticmethod
         def backward(ctx, gradient):
-            harness.store.add_rows(entry, ctx.at, rows * gradient)
+            harness.store.add_rows(param, ctx.at, rows * gradient)
             return None, None
 
     wanted = torch.zeros(5, 3)
@@ -138,7 +138,7 @@ def test_a_layout_of_a_store_without_memory_has_none(store_of):
     harness.store.lay_out(harness.planner)
     assert not [view for _, view in harness.store.held() if view.untyped_storage().nbytes()]
     with pytest.raises(RunError, match=r"run\.store\.begin_step\(\)"):
-        harness.store.add(harness.book["l0.weight"], wanted["l0.weight"])
+        harness.store.add(harness.registry["l0.weight"], wanted["l0.weight"])
     harness.store.build()
     found = harness.step(losses)
     assert all(torch.equal(found[name], value) for name, value in wanted.items())

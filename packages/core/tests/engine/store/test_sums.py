@@ -31,8 +31,8 @@ def test_gradients_are_the_sum_over_micro_batches_in_every_step(store_of, num_mi
     wanted = reference([a, b], losses)
     for step in range(3):
         found = harness.step(losses)
-        for entry, gradient in zip(harness.book, wanted, strict=True):
-            torch.testing.assert_close(found[entry.name], gradient, rtol=1e-6, atol=1e-6)
+        for param, gradient in zip(harness.registry, wanted, strict=True):
+            torch.testing.assert_close(found[param.name], gradient, rtol=1e-6, atol=1e-6)
         assert harness.ready == ["l1.bias", "l1.weight", "l0.bias", "l0.weight"]
         expected = step > 0 and harness.planner is by_reduce_group
         assert any(harness.during) == expected, "after the first step, where somebody waits: within the backward"
@@ -45,7 +45,7 @@ def test_optimizer_reads_the_views_and_zero_grad_in_any_form_changes_nothing(sto
     optimizer = torch.optim.SGD(a.parameters(), lr=0.0)
     first = harness.step(losses)
     if harness.planner is by_reduce_group:
-        assert a.weight.grad.data_ptr() == harness.store.gradient(harness.book["l0.weight"]).data_ptr()
+        assert a.weight.grad.data_ptr() == harness.store.gradient(harness.registry["l0.weight"]).data_ptr()
     for set_to_none in (True, False):
         optimizer.zero_grad(set_to_none=set_to_none)
         again = harness.step(losses)
@@ -71,10 +71,10 @@ def test_an_unused_parameter_is_completed_as_zeros_once(store_of):
     harness = store_of(a, unused)
     losses = [lambda x=x: a(x).square().sum() for x in inputs(1)]
     for _ in range(2):
-        harness.store.gradient(harness.book["l1.weight"]).fill_(7.0)
+        harness.store.gradient(harness.registry["l1.weight"]).fill_(7.0)
         found = harness.step(losses)
         assert found["l1.weight"].eq(0).all()
-        assert sorted(harness.ready) == sorted(entry.name for entry in harness.book)
+        assert sorted(harness.ready) == sorted(param.name for param in harness.registry)
 
 
 def test_a_parameter_used_in_some_steps_only_follows_the_steps(store_of):
@@ -86,9 +86,9 @@ def test_a_parameter_used_in_some_steps_only_follows_the_steps(store_of):
     for losses, used in [(without, False), (with_it, True), (with_it, True), (without, False), (with_it, True)]:
         found = harness.step(losses)
         wanted = reference([a, sometimes], losses)
-        for entry, gradient in zip(harness.book, wanted, strict=True):
-            gradient = torch.zeros_like(found[entry.name]) if gradient is None else gradient
-            torch.testing.assert_close(found[entry.name], gradient)
+        for param, gradient in zip(harness.registry, wanted, strict=True):
+            gradient = torch.zeros_like(found[param.name]) if gradient is None else gradient
+            torch.testing.assert_close(found[param.name], gradient)
         assert bool(found["l1.weight"].any()) == used
 
 
@@ -124,8 +124,8 @@ def test_what_comes_again_after_its_reduction_began_is_refused_once_and_then_wai
     wanted = reference([a, b], [lambda x=x: b(b(a(x).relu())).square().sum() for x in xs])
     for losses in (again, once, again):
         found = harness.step(losses)
-    for entry, gradient in zip(harness.book, wanted, strict=True):
-        torch.testing.assert_close(found[entry.name], gradient, rtol=1e-6, atol=1e-6)
+    for param, gradient in zip(harness.registry, wanted, strict=True):
+        torch.testing.assert_close(found[param.name], gradient, rtol=1e-6, atol=1e-6)
 
 
 def test_a_tie_has_one_slot_and_the_sum_of_both_uses(store_of):
@@ -133,8 +133,8 @@ def test_a_tie_has_one_slot_and_the_sum_of_both_uses(store_of):
     b.weight = a.weight
     harness = store_of(a, b)
     losses = [lambda x=x: b(a(x).relu()).square().sum() for x in inputs(2)]
-    assert [entry.name for entry in harness.book] == ["l0.weight"]
-    assert harness.book["l1.weight"] is harness.book["l0.weight"]
+    assert [param.name for param in harness.registry] == ["l0.weight"]
+    assert harness.registry["l1.weight"] is harness.registry["l0.weight"]
     found = harness.step(losses)
     torch.testing.assert_close(found["l0.weight"], reference([a], losses)[0])
 
@@ -146,7 +146,7 @@ def test_freezing_and_unfreezing_between_steps_is_followed(store_of):
     a.weight.requires_grad_(False)
     assert "l0.weight" not in harness.step(losses)
     with pytest.raises(RunError, match=r"gradient-frozen.*'l0\.weight'"):
-        harness.store.gradient(harness.store.book["l0.weight"])
+        harness.store.gradient(harness.store.registry["l0.weight"])
     a.weight.requires_grad_(True)
     found = harness.step(losses)
     wanted = dict(zip(["l0.weight", "l0.bias", "l1.weight", "l1.bias"], reference([a, b], losses), strict=True))
@@ -161,7 +161,7 @@ def test_memory_is_taken_over_by_the_next_layout_unless_somebody_may_still_write
     harness.store.lay_out(by_reduce_group)
     (buffer,) = harness.store.buffers
     buffer.data.fill_(1)
-    harness.store.lay_out(lambda entries: by_reduce_group(entries[::-1]))
+    harness.store.lay_out(lambda params: by_reduce_group(params[::-1]))
     assert harness.store.buffers[0].data.data_ptr() == buffer.data.data_ptr()
     assert not buffer.data.any()
     first.requires_grad_(False)
@@ -179,4 +179,4 @@ def test_all_frozen_is_an_empty_store(store_of):
     a.requires_grad_(False)
     harness = store_of(a)
     assert harness.store.buffers == []
-    assert harness.store.entries == []
+    assert harness.store.params == []

@@ -107,7 +107,7 @@ class Window:
     """Holds the measurements of steps `first` to `last`, from 1. time: when it was written, in seconds since the epoch.
     seconds: of a step.
 
-    work: own seconds of a step by place, waits excluded: `F0` the forward of chunk 0, over all micro-batches, B0, D0, W0, C0
+    work: own seconds of a step by place, waits excluded: `F0` the forward of chunk 0, over all micro-batches, B0, I0, W0, C0
     likewise, and the places above. layers: for `F0` and the like, by layer, from every few steps. waits: seconds of a step by
     queue. sent, taken: messages of some steps by queue. private_mb, device_mb: MiB that the process holds now, on the host
     (private memory), and on its device.

@@ -268,7 +268,7 @@ def _start(parts: Parts) -> Start:
         os.getpid(),
         parts.world.device.type,
         time.time(),
-        sum(entry.numel for entry in parts.book.trainable),
+        sum(entry.numel for entry in parts.registry.trainable),
         {layer.name: _likeness(layer) for layer in parts.layers},
     )
 

@@ -110,7 +110,7 @@ def _no_run(folder: Path, why: str) -> UsageError:
     return UsageError("no-run", f"`{folder}` is not the folder of a run: {why}", hint="give the folder: `runs/NAME`")
 
 
-KINDS: Mapping[str, str] = {DATA: "data", "F": "forward", "BD": "backward", "W": "backward for weights", UPDATE: "update"}
+KINDS: Mapping[str, str] = {DATA: "data", "F": "forward", "BI": "backward", "W": "backward for weights", UPDATE: "update"}
 """Places that a column adds up, by name or by the first letter of actions; what is left is the column `else`."""
 
 MOST_RANKS = 32

@@ -165,7 +165,7 @@ MOST_FAR_RATIO = 3.0
 _EVERYONES = frozenset({DATA, BETWEEN, EVALUATION})
 """Places where all ranks do the like."""
 
-_OF_CHUNKS = "FBDW"
+_OF_CHUNKS = "FBIW"
 """How places begin where layers work."""
 
 

@@ -26,7 +26,7 @@ SHOWN_S = 5e-5
 _ACTIONS = {
     "F": "forward",
     "B": "backward",
-    "D": "backward for inputs",
+    "I": "backward for inputs",
     "W": "backward for weights",
     "C": "start of the gradients' reduction",
 }
@@ -66,7 +66,7 @@ _REMEDIES = {
 
 def place_in_words(place: str) -> str:
     """Returns a place of work as a person reads it: `F0` is the forward of chunk 0."""
-    found = re.fullmatch(r"([FBDWC])(\d+)", place)
+    found = re.fullmatch(r"([FBIWC])(\d+)", place)
     if found is None:
         return _PLACES.get(place, place)
     return f"{_ACTIONS[found[1]]} of chunk {found[2]} ({place})"

@@ -72,8 +72,8 @@ def _drop(parameter: Tensor) -> None:
 
 @contextmanager
 def queued_products(module: nn.Module, queue: WeightQueue, dtype: torch.dtype) -> Iterator[None]:
-    """Returns a context manager in which a D queues the weight gradients of `module`'s plain linears in `queue`, outside a run:
-    to time or to count the halves of a backward.
+    """Returns a context manager in which an I queues the weight gradients of `module`'s plain linears in `queue`, outside a
+    run: to time or to count the halves of a backward.
 
     dtype: of the memory, allocated here, to which W adds.
     """

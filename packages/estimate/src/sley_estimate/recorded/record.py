@@ -135,7 +135,7 @@ class Recording:
         run, self._tensors.listener = self._run, None
         layers = [[layer.name for layer in chunk] for chunk in run.stepper.executor.chunks]
         groups = {axis: group.ranks for axis, group in run.groups.items()}
-        trained = len(run.parts.book.trainable)
+        trained = len(run.parts.registry.trainable)
         self.found = RankRecord(self._recorder.step(), run.topology, groups, _messages(run), layers, trained)
         del self._run
 

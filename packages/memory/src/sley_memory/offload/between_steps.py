@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.api.memory import Holdings, Stepped
-    from sley_core.api.parts import Entry, Parts
+    from sley_core.api.parts import Param, Parts
     from sley_memory.offload.arena import Arena
 
 
@@ -86,7 +86,7 @@ class BetweenSteps:
         self._leave()
         self._is_first = True
 
-    def _gradient_ready(self, _entry: Entry) -> None:
+    def _gradient_ready(self, _entry: Param) -> None:
         """Starts to bring the first bucket at the step's first gradient, while the rest of the backward runs."""
         if self._is_first:
             self._is_first = False

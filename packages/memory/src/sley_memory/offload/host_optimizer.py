@@ -133,7 +133,7 @@ class HostOptimizer(OffloadManager):
     def _give(self, bucket: SteppedBucket) -> None:
         """Gives a bucket's gradients, which are on the host, to its masters, in their type."""
         for one, landed in zip(bucket.stepped, bucket.landed, strict=True):
-            one.parameter.grad = landed.to(one.parameter.dtype) if one.entry in self._store else None
+            one.parameter.grad = landed.to(one.parameter.dtype) if one.param in self._store else None
 
     def _drop_copies(self, bucket: SteppedBucket) -> None:
         """Drops gradients that are copies in another type: the host has those of one bucket at a time."""
@@ -145,9 +145,9 @@ class HostOptimizer(OffloadManager):
         """Starts to copy a bucket's gradients to the host."""
         began, num_bytes = time.perf_counter(), 0
         for one, landed in zip(self._buckets[at].stepped, self._buckets[at].landed, strict=True):
-            if one.entry not in self._store:
+            if one.param not in self._store:
                 continue
-            gradient = self._store.part(one.entry)
+            gradient = self._store.part(one.param)
             self._streams.out.copy(landed, gradient)
             num_bytes += gradient.nbytes
         self._moved["optimizer_states"].copied_out += num_bytes

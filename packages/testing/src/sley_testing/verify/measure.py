@@ -108,7 +108,7 @@ class Beside:
         self.found.compared += self._tensors("weight", step, own_weights(run), "weights")
 
     def _tensors(self, kind: Kind, step: int, own: Mapping[str, Tensor], what: str) -> list[Compared]:
-        """Compares each of this rank's tensors, in the order of the book."""
+        """Compares each of this rank's tensors, in the order of the registry."""
         with _opened(file_of(self._folder, step, what)) as tensors:
             return [self._tensor(kind, step, name, tensors.get_tensor(name), tensor) for name, tensor in own.items()]
 
@@ -214,9 +214,9 @@ def _times(expected: Tensor, found: Tensor, error: float) -> float | None:
 
 
 def own_weights(run: Run) -> dict[str, Tensor]:
-    """Returns the whole parameters of the model that this rank holds, in the order of the book; buffers are left out."""
+    """Returns the whole parameters of the model that this rank holds, in the order of the registry; buffers are left out."""
     every = weights(run)
-    return _contiguous({name: every[name] for name in run.book.names})
+    return _contiguous({name: every[name] for name in run.registry.names})
 
 
 def _unclipped(run: Run, row: Mapping[str, float]) -> dict[str, Tensor]:

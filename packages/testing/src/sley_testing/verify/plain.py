@@ -93,7 +93,7 @@ def _loop_of(run: Run, habits: list[SeenHabit]) -> HabitLoop:
     config: Any = plan.optimizer.config
 
     def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        grouped = [_Grouped(name, one, run.book[name].decays) for name, one in named if one.requires_grad]
+        grouped = [_Grouped(name, one, run.registry[name].decays) for name, one in named if one.requires_grad]
         built: torch.optim.Optimizer = plan.optimizer.build(
             update.parameter_groups(grouped),  # type: ignore[arg-type]  # what has a name, a parameter and `decays`
             run.world.device.torch_device,
@@ -118,7 +118,7 @@ def _loop_of(run: Run, habits: list[SeenHabit]) -> HabitLoop:
         clip_kind=math.inf if config.clip_kind == "inf" else config.clip_kind,
     )
     loop.prepare(seeded, update.seeded, evaluated, habits)
-    masters = {one.entry.name: one.parameter.detach() for one in update.masters.stepped}
+    masters = {one.param.name: one.parameter.detach() for one in update.masters.stepped}
     loop.load(weights(run) | masters)
     return loop
 
@@ -128,9 +128,9 @@ def _take_values(run: Run, model: Model) -> None:
     found = weights(run)
     for layer in model.layers:
         for path, parameter in layer.module.named_parameters(layer.name):
-            entry = next(entry for entry in run.book if path == entry.name or path in entry.aliases)
-            parameter.data = parameter.data.to(entry.parameter.dtype)
-            parameter.requires_grad_(entry.trainable)
+            param = next(param for param in run.registry if path == param.name or path in param.aliases)
+            parameter.data = parameter.data.to(param.parameter.dtype)
+            parameter.requires_grad_(param.trainable)
         for path, buffer in layer.module.named_buffers(layer.name):
             buffer.copy_(found[path])
 

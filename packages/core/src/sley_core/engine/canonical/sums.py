@@ -86,14 +86,14 @@ class _TreeSum:
         self._lane = lane
         self._order: CanonicalOrder = store.canonical
         self._nodes = [self._order.nodes(buffer.reduce_group, coord) for coord in range(group.size)]
-        self._num_uses = buffer.entries[0].num_sums
+        self._num_uses = buffer.params[0].num_sums
         self._out = _packed(store, buffer, self._num_uses, max(map(len, self._nodes)), group.size)
         self._in = self._out.new_empty(self._out.shape)
         self._whole: Tensor | None = None
         self._is_joined = False
         # The buffer's reduce group; its ranks start their buckets in one order.
         self.work: Work = group.transport(lane).all_to_all(
-            self._in, self._out, what=f"the sums of {buffer.entries[0].name}", contents=buffer.contents
+            self._in, self._out, what=f"the sums of {buffer.params[0].name}", contents=buffer.contents
         )
         sent.add(self._out, group, passes=1)
 
@@ -112,7 +112,7 @@ class _TreeSum:
         self._whole = self._out.view(-1)[: self.group.size * own.numel()]
         # Over the same group; all its ranks get here between the same two starts, or after the last start.
         self.work = self.group.transport(self._lane).all_gather(
-            [self._whole], [own], what=f"the sum of {self.buffer.entries[0].name}"
+            [self._whole], [own], what=f"the sum of {self.buffer.params[0].name}"
         )
         self._sent.add(self._whole, self.group, passes=1)
 
@@ -149,7 +149,7 @@ def _packed(store: GradientStore, buffer: GradientBuffer, num_uses: int, num_row
     num_columns = -(-numel // size)
     packed = buffer.data.new_zeros(size, num_uses * num_rows, num_columns)
     flat = buffer.data.new_zeros(size * num_columns)
-    partial = [store.partial(entry) for entry in buffer.entries]
+    partial = [store.partial(param) for param in buffer.params]
     each = len(partial[0]) // num_uses
     for at in range(len(partial[0])):
         if at == 0:
@@ -171,12 +171,12 @@ def cost_note(parts: Parts, num_micros: int) -> str:
     num_leaves = topology.dp * num_micros
     copies = 0
     num_bytes = 0
-    for entry in parts.book.trainable:
+    for param in parts.registry.trainable:
         # To a shard come the gradients of all ranks that share the weight, micro-batch by micro-batch.
-        ranks = topology.wp if entry.shard is not None else 1
+        ranks = topology.wp if param.shard is not None else 1
         arrivals = [rank * num_micros + at for at in range(num_micros) for rank in range(ranks)]
-        most = entry.num_sums * most_sums(arrivals, num_leaves) - 1
-        num_bytes += most * entry.numel * parts.store.dtype.itemsize
+        most = param.num_sums * most_sums(arrivals, num_leaves) - 1
+        num_bytes += most * param.numel * parts.store.dtype.itemsize
         copies = max(copies, most)
     nodes = max(
         len(_joined([leaf(at) for at in range(rank * num_micros, (rank + 1) * num_micros)], num_leaves)[0])

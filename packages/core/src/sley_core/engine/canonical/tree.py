@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sley_core.engine.book import Entry
+from sley_core.engine.registry import Param
 from sley_core.engine.slot import Autograd, Habit, Slot, State, add_at
 from sley_core.errors import RunError
 
@@ -208,10 +208,10 @@ class CanonicalOrder:
         action = self.state.action
         return self.state.first_micro + (0 if action is None else action.micro)
 
-    def arrival(self, entry: Entry, layer: str = "") -> Arrival:
-        """Returns the arrival of the present contribution of `entry`, used in `layer`; without a layer, in the only one."""
-        assert layer or len(entry.layers) == 1, f"{entry.name} is used by {entry.layers}: which of them?"
-        return Arrival(entry.layers.index(layer) if layer else 0, self.micro)
+    def arrival(self, param: Param, layer: str = "") -> Arrival:
+        """Returns the arrival of the present contribution of `param`, used in `layer`; without a layer, in the only one."""
+        assert layer or len(param.layers) == 1, f"{param.name} is used by {param.layers}: which of them?"
+        return Arrival(param.layers.index(layer) if layer else 0, self.micro)
 
     def micros_beside(self, group: Members) -> range:
         """Returns the micro-batch that each rank of `group`, neighbours along `dp` that take the same actions, runs now."""
@@ -224,8 +224,8 @@ class CanonicalOrder:
         group = self.groups[reduce_group]
         return run_of(group.coord, group.size, self.num_leaves)[0]
 
-    def is_alone(self, entry: Entry) -> bool:
-        return self.groups[entry.reduce_group].size == 1
+    def is_alone(self, param: Param) -> bool:
+        return self.groups[param.reduce_group].size == 1
 
     def nodes(self, reduce_group: str, coord: int | None = None) -> list[Node]:
         """Returns the nodes whose sums rank `coord` of the group (default: this one) contributes for each gradient."""
@@ -245,9 +245,9 @@ class CanonicalSlot(Slot):
 
     __slots__ = ("_closed", "_fresh", "_leaf", "_sum", "_sums", "order", "rows")
 
-    def __init__(self, entry: Entry, view: Tensor, habit: Habit, autograd: Autograd, order: CanonicalOrder) -> None:
+    def __init__(self, param: Param, view: Tensor, habit: Habit, autograd: Autograd, order: CanonicalOrder) -> None:
         self.order = order
-        super().__init__(entry, view, habit, autograd)
+        super().__init__(param, view, habit, autograd)
 
     def reset(self) -> None:
         """Begins a step: discards all partial sums."""
@@ -267,7 +267,7 @@ class CanonicalSlot(Slot):
         if leaf in self._closed:
             raise RunError(
                 "canonical-again",
-                f"the gradient of {self.entry.name!r} comes in pieces from micro-batch {leaf.micro}, others between them: "
+                f"the gradient of {self.param.name!r} comes in pieces from micro-batch {leaf.micro}, others between them: "
                 "their sum has no fixed order",
                 hint='use [parallel] reduction = "fast"; or torch.utils.checkpoint with `use_reentrant=False`, and of a weight '
                 'communicator `unit = "layer"` and `fused = true`',
@@ -302,11 +302,11 @@ class CanonicalSlot(Slot):
         self.leave()
         sums = self._new() if self._sums is None else self._sums
         order = self.order
-        is_alone = order.is_alone(self.entry)
-        nodes = [Node(0, order.num_leaves)] if is_alone else order.nodes(self.entry.reduce_group)
-        uses = range(self.entry.num_sums)
+        is_alone = order.is_alone(self.param)
+        nodes = [Node(0, order.num_leaves)] if is_alone else order.nodes(self.param.reduce_group)
+        uses = range(self.param.num_sums)
         rows = [sums.take(use, node, self.view) for use in uses for node in nodes]
-        assert not len(sums), f"{self.entry.name}: micro-batches of other ranks, {sums.nodes}"
+        assert not len(sums), f"{self.param.name}: micro-batches of other ranks, {sums.nodes}"
         if rows[0] is not self.view:
             self.view.copy_(rows[0])
             rows[0] = self.view
@@ -320,7 +320,7 @@ class CanonicalSlot(Slot):
         """Returns the memory of a new leaf, with arbitrary contents."""
         self._fresh = False
         # The view holds the sum of this rank's first leaf.
-        is_first = self._leaf is None or self._leaf == (0, self.order.first(self.entry.reduce_group))
+        is_first = self._leaf is None or self._leaf == (0, self.order.first(self.param.reduce_group))
         self._sum = self.view if is_first else self.order.spares.lend(self.view)
         return self._sum
 

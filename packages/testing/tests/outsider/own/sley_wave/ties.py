@@ -18,12 +18,12 @@ class Ties(GradientHandler):
 
     def attach(self, parts: Parts) -> None:
         self._parts = parts
-        self._ties = sorted(entry.name for entry in parts.book if entry.tie_group is not None)
+        self._ties = sorted(param.name for param in parts.registry if param.tie_group is not None)
 
     def finish_step(self, step: StepState) -> None:
         for name in self._ties:
-            entry = self._parts.book[name]
-            if entry in self._parts.store and entry.tie_group is not None:
+            param = self._parts.registry[name]
+            if param in self._parts.store and param.tie_group is not None:
                 # The tie's own group; its ranks walk the ties by name.
-                group = self._parts.groups[entry.tie_group]
-                all_reduce(self._parts.store.gradient(entry), group, what=f"the tied gradient of {name}").wait()
+                group = self._parts.groups[param.tie_group]
+                all_reduce(self._parts.store.gradient(param), group, what=f"the tied gradient of {name}").wait()

@@ -1,7 +1,7 @@
-"""The parameter book: every parameter once, with its name, its shape, the modules that hold it and its reduce group.
+"""The parameter registry: every parameter once, with its name, its shape, the modules that hold it and its reduce group.
 
-Norm, clip, counts, checkpoints, offload and reports iterate over the book, never over `module.parameters()`: so a tied weight
-counts once, names do not depend on the layout, and tensors carry no extra attributes.
+Norm, clip, counts, checkpoints, offload and reports iterate over the registry, never over `module.parameters()`: so a tied
+weight counts once, names do not depend on the layout, and tensors carry no extra attributes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Holder:
 
 
 @dataclass(eq=False)
-class Entry:
+class Param:
     """Describes one logical parameter.
 
     name: its name in the model's first layer that holds it, e.g. `blocks.0.attention.q.weight`, even if that layer belongs to
@@ -85,7 +85,7 @@ class Entry:
 
     @property
     def family(self) -> tuple[str, tuple[int, ...], int]:
-        """Key of the buffer that the entry may share: same reduce group, same stages if tied, same number of sums."""
+        """Key of the buffer that the parameter may share: same reduce group, same stages if tied, same number of sums."""
         return self.reduce_group, self.stages if len(self.stages) > 1 else (), self.num_sums
 
     @property
@@ -109,18 +109,18 @@ class Entry:
         return self.parameter.requires_grad
 
     def __repr__(self) -> str:
-        return f"Entry({self.name}, {list(self.shape)}, {self.reduce_group})"
+        return f"Param({self.name}, {list(self.shape)}, {self.reduce_group})"
 
 
-class ParameterBook:
-    """Lists the entries of this rank's layers, in the order in which the model names them. chunks: these layers, per model
+class ParameterRegistry:
+    """Lists the parameters of this rank's layers, in the order in which the model names them. chunks: these layers, per model
     chunk. stages: all layers of the model, others on meta; if left out, this rank has all. shards: which parameters are
     sharded, and how.
     """
 
     def __init__(self, chunks: Sequence[Sequence[Layer]], stages: Stages | None = None, shards: Shards | None = None) -> None:
-        self.entries: list[Entry] = []
-        known: dict[int, Entry] = {}
+        self.params: list[Param] = []
+        known: dict[int, Param] = {}
         stages = stages or [(0, layers) for layers in chunks]
         firsts, holders, uses = _across(stages)
         own = {layer.name for layers in chunks for layer in layers}
@@ -128,28 +128,28 @@ class ParameterBook:
             for layer in layers:
                 for name, holder in _held(layer, chunk):
                     parameter = getattr(holder.module, holder.attribute)
-                    entry = known.get(id(parameter))
-                    if entry is None:
+                    param = known.get(id(parameter))
+                    if param is None:
                         first, decays = firsts[id(parameter)]
                         shard = (shards or {}).get(id(parameter))
                         shape = tuple(parameter.shape) if shard is None else shard.shape
-                        entry = known[id(parameter)] = Entry(first, shape, [], index=len(self.entries))
-                        entry.stages = tuple(sorted(holders[id(parameter)]))
-                        entry.aliases = [name] if name != first else []
-                        entry.decays = decays
-                        entry.shard = shard
-                        entry.reduce_group = "stage" if entry.shard is None else REDUCE_GROUP
-                        entry.layers = tuple(name for name in uses[id(parameter)] if name in own)
-                        self.entries.append(entry)
+                        param = known[id(parameter)] = Param(first, shape, [], index=len(self.params))
+                        param.stages = tuple(sorted(holders[id(parameter)]))
+                        param.aliases = [name] if name != first else []
+                        param.decays = decays
+                        param.shard = shard
+                        param.reduce_group = "stage" if param.shard is None else REDUCE_GROUP
+                        param.layers = tuple(name for name in uses[id(parameter)] if name in own)
+                        self.params.append(param)
                     else:
-                        entry.aliases.append(name)
-                    entry.holders.append(holder)
-        self._by_name = {name: entry for entry in self.entries for name in (entry.name, *entry.aliases)}
+                        param.aliases.append(name)
+                    param.holders.append(holder)
+        self._by_name = {name: param for param in self.params for name in (param.name, *param.aliases)}
 
     def check_complete(self, layers: Iterable[Layer]) -> None:
-        """Raises RunError "weight-unknown" if `layers` hold a parameter without an entry: nothing would train it."""
-        known = {id(entry.parameter) for entry in self}  # raises "weight-replaced" if one is no parameter any more
-        known |= {id(getattr(holder.module, holder.attribute)) for entry in self for holder in entry.holders}
+        """Raises RunError "weight-unknown" if `layers` hold a parameter that is not listed: nothing would train it."""
+        known = {id(param.parameter) for param in self}  # raises "weight-replaced" if one is no parameter any more
+        known |= {id(getattr(holder.module, holder.attribute)) for param in self for holder in param.holders}
         for layer in layers:
             for name, parameter in layer.module.named_parameters(layer.name):
                 if id(parameter) not in known:
@@ -159,35 +159,35 @@ class ParameterBook:
                         hint="what adds or wraps modules, as adapters do, belongs into the model factory",
                     )
 
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self.entries)
+    def __iter__(self) -> Iterator[Param]:
+        return iter(self.params)
 
     def __len__(self) -> int:
-        return len(self.entries)
+        return len(self.params)
 
-    def __getitem__(self, name: str) -> Entry:
-        """Returns the entry with this name; a tied parameter has several."""
+    def __getitem__(self, name: str) -> Param:
+        """Returns the parameter with this name; a tied parameter has several."""
         return self._by_name[name]
 
     @property
     def names(self) -> list[str]:
-        return [entry.name for entry in self.entries]
+        return [param.name for param in self.params]
 
     @property
-    def trainable(self) -> list[Entry]:
-        return [entry for entry in self.entries if entry.trainable]
+    def trainable(self) -> list[Param]:
+        return [param for param in self.params if param.trainable]
 
     @property
     def num_parameters(self) -> int:
         """Number of elements on this rank, without padding; a tied weight counts once."""
-        return sum(entry.numel - (entry.shard.padding if entry.shard else 0) for entry in self.entries)
+        return sum(param.numel - (param.shard.padding if param.shard else 0) for param in self.params)
 
 
 class TrainedSet:
-    """Remembers which parameters of `book` were trained when this was made."""
+    """Remembers which parameters of `registry` were trained when this was made."""
 
-    def __init__(self, book: ParameterBook) -> None:
-        self._parameters = [(entry.name, entry.parameter, entry.trainable) for entry in book]
+    def __init__(self, registry: ParameterRegistry) -> None:
+        self._parameters = [(param.name, param.parameter, param.trainable) for param in registry]
 
     def first_change(self) -> str:
         """Returns the name of the first parameter that was frozen or unfrozen since then; "" if none was."""
