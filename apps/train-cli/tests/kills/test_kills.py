@@ -13,8 +13,9 @@ from lives import End, end, kill_anywhere, kill_in_a_save, live, start, undistur
 
 from sley_testing.plans import Tables, changed, small_plan, write_texts
 
+STEPS = 12
 PLAN = small_plan(
-    run={"name": "killed", "steps": 12, "device": "cpu", "seed": 7, "log_every": 100},
+    run={"name": "killed", "steps": STEPS, "device": "cpu", "seed": 7, "log_every": 100},
     model__num_layers=2,
     model__heads=2,
     model__kv_heads=None,
@@ -70,7 +71,7 @@ def lives(folder: Path, draw: random.Random, layouts: list[str], num_kills: int,
     while not ended:
         layout = draw.choice(layouts)
         mode = draw.choice(["async", "sync"])
-        is_time: Any = kill_in_a_save(folder, draw) if draw.random() < 0.5 else kill_anywhere(draw, LONGEST_S)
+        is_time: Any = kill_in_a_save(folder, draw) if draw.random() < 0.5 else kill_anywhere(folder, draw, LONGEST_S, STEPS - 3)
         if killed == num_kills:
             is_time = lambda _: False  # noqa: E731 - one of three rules
         world, plan = laid_out(changed(tables, checkpoint__mode=mode), layout)
