@@ -89,8 +89,8 @@ def kill_in_a_save(folder: Path, draw: random.Random) -> Callable[[float], bool]
 
 
 def kill_anywhere(folder: Path, draw: random.Random, longest_s: float, last: int) -> Callable[[float], bool]:
-    """Returns whether a drawn time has passed since the life began, or the run has written `last` rows: on a fast machine a life
-    ends before the time has passed.
+    """Returns whether a drawn time has passed since the life began, or the run has written `last` rows: on a fast machine a
+    life ends before the time has passed.
     """
     moment = draw.uniform(0.0, longest_s)
     rows = folder / "runs" / NAME / "metrics.jsonl"

@@ -71,7 +71,9 @@ def lives(folder: Path, draw: random.Random, layouts: list[str], num_kills: int,
     while not ended:
         layout = draw.choice(layouts)
         mode = draw.choice(["async", "sync"])
-        is_time: Any = kill_in_a_save(folder, draw) if draw.random() < 0.5 else kill_anywhere(folder, draw, LONGEST_S, STEPS - 3)
+        is_time: Any = kill_anywhere(folder, draw, LONGEST_S, STEPS - 3)
+        if draw.random() < 0.5:
+            is_time = kill_in_a_save(folder, draw)
         if killed == num_kills:
             is_time = lambda _: False  # noqa: E731 - one of three rules
         world, plan = laid_out(changed(tables, checkpoint__mode=mode), layout)
