@@ -16,11 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sley_core.assemble import assemble
+from sley_core.assemble import assemble, draft_model
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext, DataInfo, Field
 from sley_core.data.factory import open_dataset
-from sley_core.draft import draft_model
 from sley_core.engine.direct import WeightQueue
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import pytest
 
+from sley_core.assemble import draft_of
 from sley_core.comm.world import World
-from sley_core.draft import draft_of
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes import each_rank

@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import pytest
 
+from sley_core.assemble import draft_model
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.draft import draft_model
 from sley_core.errors import PlanError
 from sley_core.model.layers import Model
 from sley_core.plan.load import plan_from_dict

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from sley_core.assemble import assemble
+from sley_core.assemble import assemble, plugin_groups
 from sley_core.comm.collectives import all_reduce
 from sley_core.comm.world import World
-from sley_core.draft import plugin_groups
 from sley_core.errors import PluginError, RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan

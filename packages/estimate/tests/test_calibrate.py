@@ -11,11 +11,11 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
+from sley_core.assemble import draft_model
 from sley_core.comm.device import Device
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.draft import draft_model
 from sley_core.errors import RunError
 from sley_core.hookspecs import hookimpl
 from sley_core.plan.load import plan_from_dict

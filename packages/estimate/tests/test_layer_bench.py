@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sley_core.assemble import draft_model
 from sley_core.comm.device import Device
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.draft import draft_model
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.bench import layer_bench, layer_calls, lead
 from sley_estimate.bench.layer_bench import HOST_CALLS, LayerBench, LayerTimes

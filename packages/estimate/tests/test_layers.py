@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from sley_core.assemble import draft_model
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.draft import draft_model
 from sley_core.engine.call import Keep, Recompute
-from sley_core.engine.in_flight import describe
+from sley_core.engine.execute import describe
 from sley_core.errors import PlanError
 from sley_core.model.attention import once_per_field
 from sley_core.model.layers import Layer

@@ -6,9 +6,8 @@ import os
 
 import torch
 
-from sley_core.assemble import assemble
+from sley_core.assemble import DTYPES, assemble, draft_model
 from sley_core.comm.world import World
-from sley_core.draft import DTYPES, draft_model
 from sley_core.engine.canonical.sums import cost_note
 from sley_core.errors import RunError, SleyError
 from sley_core.model.layers import Model

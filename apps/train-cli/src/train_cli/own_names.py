@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from sley_core.assemble import draft_model
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.draft import draft_model
 from sley_core.engine.registry import ParameterRegistry
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from train_cli.summary import NAME as SUMMARY
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
     from sley_core.protocols import CheckpointFiles
-    from sley_core.run_state.saved import SavedRun
+    from sley_core.run_state.pieces import SavedRun
 
 _SHOWN = 4
 
@@ -46,7 +46,7 @@ def files_of(plan: Plan | None) -> CheckpointFiles:
 
 
 def _files_or_none(plan: Plan | None) -> CheckpointFiles | None:
-    from sley_core.run_state.checkpointer import checkpoint_files
+    from sley_core.run_state.state import checkpoint_files
 
     return checkpoint_files(Loader() if plan is None else plan.loader, plan)
 

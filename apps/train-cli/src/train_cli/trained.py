@@ -47,7 +47,7 @@ def trained_run(folder: Path, plan: Plan, *, evaluates: bool = False, batches: i
     """
     from sley_core.assemble import assemble
     from sley_core.comm.world import World
-    from sley_core.run_state.restore import plan_and_weights
+    from sley_core.run_state.tensors import plan_and_weights
     from sley_core.weight_files.read import WeightFiles
 
     path, step = newest_weights(folder, plan)

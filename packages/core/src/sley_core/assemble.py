@@ -6,45 +6,60 @@ checks ──> layers on meta, ties ──> groups, agree ──> shards ──>
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sley_core.attach import stepper_of
+import torch
+
+from sley_core.attach import AssemblyFacts, memory_of, move_numbers, outputs_of, samples_of, state_of, stepper_of
+from sley_core.comm.agree import agree
 from sley_core.comm.groups import Groups
-from sley_core.draft import DTYPES, Draft, draft_of, dtypes, formats_of, join
+from sley_core.data.batches import POSITIONS, sliced_info
+from sley_core.data.dataset import DataContext
+from sley_core.data.factory import open_dataset, samples_per_epoch
 from sley_core.engine.buffers import by_reduce_group, loose
 from sley_core.engine.canonical.sums import cost_note
 from sley_core.engine.canonical.tree import CanonicalOrder
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.load import WeightLoader, names_of
-from sley_core.engine.parts import Parts, Pools, StepNumbers, Waits
+from sley_core.engine.parts import Parts, Pools, StepNumbers, StepState, Waits
 from sley_core.engine.refusals import check_canonical, check_hooks, refuse_left_over
 from sley_core.engine.registry import ParameterRegistry
 from sley_core.engine.save import check_extra_states
 from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
-from sley_core.engine.stage import Stage
-from sley_core.engine.step_state import StepState
+from sley_core.engine.stage import Stage, by_parameters, costs_are_timed, stage_of, tie_groups, timed_costs
 from sley_core.engine.weights import WeightStore
-from sley_core.equip import AssemblyFacts, outputs_of, samples_of, state_of
-from sley_core.errors import PlanError
+from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
+from sley_core.model.buffers import notes_of, train
+from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Model
+from sley_core.model.tensors import is_kept
 from sley_core.model.values import HostModel
-from sley_core.offload import memory_of, move_numbers
-from sley_core.optim.build import leave_compiler_out
+from sley_core.optim.build import frozen, leave_compiler_out
 from sley_core.plan.check import check_plan
+from sley_core.plan.write import digested
 from sley_core.process import keep_freed_memory
+from sley_core.records import ProcessGroupRecord, steps_on_host
 from sley_core.run import Run
-from sley_core.run_state.checkpointer import checkpointer_of
+from sley_core.run_state.state import checkpointer_of
+from sley_core.topology import AXES, GroupEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from sley_core.comm.groups import Group
     from sley_core.comm.world import World
+    from sley_core.data.dataset import AnyDataset, DataInfo
     from sley_core.engine.boundary import Description
     from sley_core.engine.shards import Shards
     from sley_core.model.layers import Layer
+    from sley_core.plan.loader import Plugin
     from sley_core.plan.plan import Plan
     from sley_core.protocols import SequenceCommunicator, WeightCommunicator
     from sley_core.topology import Topology
@@ -186,3 +201,188 @@ def make_parts(
         pool=Pools(plan.pools, lambda name: plan.build_named("memory_pools", name)),
         foretold=announced,
     )
+
+
+def join(plan: Plan, world: World, topology: Topology, model: Model, stage: Stage, dataset: AnyDataset) -> Groups:
+    """Makes and returns this rank's groups; a collective over the world.
+
+    model: on meta. Raises PluginError "plugin-failed" if a plugin lists invalid groups, and RunError "ranks-disagree", on every
+    rank, if ranks have different plans, versions, groups, samples or models.
+
+    lines of the topology ──> ties of stages ──> groups of plugins, in the plan's order ──> groups ──> agree
+    """
+    extra = [*tie_groups(stage, topology), *plugin_groups(plan, topology)]
+    attaches = plan.parallel.cross_memory_attach
+    groups = world.groups(topology, plan.limits.collective_timeout_s, extra, attaches=attaches)
+    if world.simulation is None:
+        _agree(plan, [*topology.groups(), *extra], groups["control"], model, dataset)
+    return groups
+
+
+def plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:
+    """Yields the lines of the groups that the plan's plugins list, in the plan's order, the same on all ranks."""
+    taken: dict[str, Plugin] = {}
+    for plugin, records in plan.call("sley_process_groups", plan=plan, topology=topology):
+        for record in records:
+            if fault := _fault(record, topology, taken):
+                message = f"{plugin.label} failed in sley_process_groups: {fault}"
+                raise PluginError("plugin-failed", message, hint="report this to the plugin's authors")
+            taken[record.axis] = plugin
+            for ranks in record.ranks:
+                for lane in record.lanes:
+                    yield GroupEntry(record.axis, lane, tuple(ranks), attaches=record.attaches)
+
+
+def _fault(record: object, topology: Topology, taken: dict[str, Plugin]) -> str:
+    """Returns what is wrong with a plugin's group; "" if nothing is."""
+    if not isinstance(record, ProcessGroupRecord):
+        return f"{record!r} is no ProcessGroupRecord"
+    named = f"the group {record.axis!r}"
+    if record.axis in AXES or record.axis.startswith("tie[") or not record.axis:
+        return f"{named} has the name of one of core's own"
+    if record.axis in taken:
+        return f"{named} is there twice, once from `{taken[record.axis].name}`"
+    members = [rank for ranks in record.ranks for rank in ranks]
+    if not record.lanes or any(list(ranks) != sorted(set(ranks)) for ranks in record.ranks):
+        return f"{named} has no lane, or ranks that do not ascend"
+    if len(members) != len(set(members)) or not set(members) <= set(range(topology.world)):
+        return f"{named} has a rank twice, or one that is not among the {topology.world} of the world"
+    return ""
+
+
+def _agree(plan: Plan, table: Sequence[GroupEntry], control: Group, model: Model, dataset: AnyDataset) -> None:
+    """Compares plan, versions, group table, samples and model over all ranks; a blocking collective on `control`."""
+    try:
+        num_samples = samples_per_epoch(dataset, plan.data.config)
+    except SleyError as error:
+        raise plan.located(error) from error.__cause__
+    facts = {
+        "the plan": plan.digest,
+        "torch": torch.__version__,
+        "the group table": sha256("\n".join(param.label for param in table).encode()).hexdigest(),
+        "samples per epoch:": str(num_samples),
+        "the model": _digest(model),
+    }
+    if control.size > 1 and hasattr(dataset, "data_digest"):
+        facts["data with the digest"] = str(dataset.data_digest)
+    facts |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
+    agree(facts, control, {"the plan": partial(digested, plan)})
+
+
+def _digest(model: Model) -> str:
+    """Returns a hash of the names, shapes and dtypes of all parameters and buffers: a factory may build a different model per
+    rank.
+    """
+    held = sha256()
+    for layer in model.layers:
+        for kind in (layer.module.named_parameters, layer.module.named_buffers):
+            for name, value in kind(layer.name, remove_duplicate=False):
+                held.update(f"{name} {list(value.shape)} {value.dtype}\n".encode())
+    return held.hexdigest()
+
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Holds what a plan's run is made of before anything has memory. The model, on meta, and the dataset are for one run only.
+
+    stage: of any rank. notes: for the user. found: values of the resolved plan that only a run could determine, by their path.
+    """
+
+    dataset: AnyDataset
+    model: Model
+    stage: Stage
+    notes: list[str]
+    found: dict[KeyPath, Any]
+
+
+def draft_of(plan: Plan, world: World) -> Draft:
+    """Returns the draft of a run on `world`. If the plan wants layers timed, it times them, and is a collective.
+
+    Raises what `open_dataset`, `draft_model` and `stage_of` raise.
+    """
+    with world.all_or_none(plan.limits.collective_timeout_s):  # one host may lack a file, or what a factory needs
+        dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
+        model = draft_model(plan, dataset.info)
+    costs, found = by_parameters(model), dict[KeyPath, Any]()
+    notes = [*notes_of(model.layers)]
+    if costs_are_timed(plan) and world.simulation is None:
+        costs = timed_costs(plan, world, partial(draft_model, plan), dtypes(plan)[0])
+        found["partition", "layer_costs"] = costs
+    elif costs_are_timed(plan):
+        name = plan.partition.name if plan.partition else ""
+        notes.insert(0, f"`{name}` times layers in a run; here they are cut by parameters")
+    return Draft(dataset, model, stage_of(plan, plan.topology(world.size), world.rank, model, costs), notes, found)
+
+
+def draft_model(plan: Plan, info: DataInfo) -> Model:
+    """Builds the model on meta, in training mode, with the parameters frozen that the plan freezes.
+
+    Raises PlanError as `sliced_info`, `build_on_meta` and `frozen` do, and "sequence-positions" for a model that would count
+    the positions of every slice from 0.
+    """
+    plan.model.load()  # imported before the build, so that parameters made by an import are no part of it
+    model = build_on_meta(plan.model, sliced_info(info, plan.parallel.sp), plan.run.seed)
+    _check_positions(plan, model)
+    registry = ParameterRegistry([model.layers])
+    optimizer: Any = plan.optimizer.config
+    aliases = {alias: param.name for param in registry for alias in param.aliases}
+    for name in frozen(registry.names, optimizer, aliases):
+        registry[name].parameter.requires_grad_(False)
+    train(model)
+    return model
+
+
+def _check_positions(plan: Plan, model: Model) -> None:
+    """Raises PlanError "sequence-positions" if sequences are sliced and no layer takes the positions of its slice."""
+    if plan.sequence is None or plan.parallel.sp == 1 or not plan.sequence.config.positions:
+        return
+    if not any(POSITIONS in layer.fields for layer in model.layers):
+        message = f"no layer takes the field `{POSITIONS}`, so each of `sp = {plan.parallel.sp}` slices would count from 0"
+        hint = f"name `{POSITIONS}` in the forward that needs them; or `[sequence] positions = false` if none does"
+        raise PlanError.many([plan.diagnostic("sequence-positions", message, ("parallel", "sp"), hint)])
+
+
+def dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
+    """Returns the dtype of the working weights, and that of the weights that the optimizer steps: at least fp32."""
+    working = DTYPES[plan.precision.compute]
+    return working, torch.promote_types(working, torch.float32)
+
+
+def formats_of(plan: Plan, model: Model, shards: Shards) -> list[str]:
+    """Returns a note on the formats of parameters and buffers, if the plan computes in a narrow one.
+
+    Raises PlanError "precision-keep" for a pattern of `[precision] keep` that matches no parameter, and for what needs all
+    weights in one format: sharded weights, parts of weights, masters on the host.
+    """
+    working, stepped = dtypes(plan)
+    keep = plan.precision.keep
+    named = {name: parameter for layer in model.layers for name, parameter in layer.module.named_parameters(layer.name)}
+    kept = [name for name in named if is_kept(name, keep)]
+    wrong = [f"`{one}` matches no parameter" for one in keep if not any(is_kept(name, [one]) for name in named)]
+    if kept and working != stepped:
+        if sharded := [name for name in kept if id(named[name]) in shards]:
+            wrong.append(f"`{sharded[0]}` is sharded by `{plan.weights.name if plan.weights else ''}`, in one format")
+        of_parts = [one.name for one in plan.gradient_handlers if getattr(one.record, "result", "") == "shard"]
+        of_host = [one.name for one in plan.offload if steps_on_host(one.record)]
+        wrong += [f"`{name}` lays all weights side by side in one format" for name in (*of_parts, *of_host)]
+    if wrong:
+        hint = "name parameters as `train-cli show` does, or take a layout that leaves them whole"
+        raise PlanError.many([plan.diagnostic("precision-keep", one, ("precision", "keep"), hint) for one in wrong])
+    if working == stepped:
+        return []
+    buffers = {name: buffer for layer in model.layers for name, buffer in layer.module.named_buffers(layer.name)}
+    others = [
+        f"`{name}` ({_short(one.dtype)})" for name, one in buffers.items() if one.is_floating_point() and one.dtype != working
+    ]
+    note = f"{len(named) - len(kept)} parameters compute in {_short(working)} and are stepped in {_short(stepped)}"
+    note += f", {len(kept)} stay in {_short(stepped)}" if kept else ""
+    if others:
+        note += f"; buffers keep their format: {', '.join(others[:5])}{', ...' if len(others) > 5 else ''}"
+    return [note]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -17,13 +17,13 @@ from sley_core.engine.totals import Votes, refusal
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
+    from sley_core.attach import Outputs, Samples
     from sley_core.attempt import RunAttempt
     from sley_core.comm.device import Moment
     from sley_core.engine.parts import Parts
     from sley_core.engine.step_batch import GivenBatch, StepBatch
     from sley_core.engine.stepper import Stepper
     from sley_core.engine.totals import PendingTotals, StepResult
-    from sley_core.equip import Outputs, Samples
     from sley_core.plan.plan import Plan
     from sley_core.protocols import Checkpointer
 

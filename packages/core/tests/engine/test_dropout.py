@@ -9,7 +9,7 @@ import torch
 
 from sley_core.comm.world import World
 from sley_core.engine.call import Keep, LayerCaller
-from sley_core.engine.step_state import MicroStep, Phase
+from sley_core.engine.parts import MicroStep, Phase
 from sley_core.model.layers import Layer
 from sley_testing.runs import assert_parity, record, same_on_all
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sley_core.attach import counts_of
 from sley_core.engine.parts import Pools
-from sley_core.equip import counts_of
 from sley_core.errors import PlanError
 from sley_core.hookspecs import hookimpl
 from sley_core.plan.load import plan_from_dict

@@ -21,7 +21,7 @@ from sley_estimate.seconds.update import waits_before_updates
 from train_cli.on_meta import meta_micro_batch
 
 if TYPE_CHECKING:
-    from sley_core.draft import Draft
+    from sley_core.assemble import Draft
     from sley_core.plan.plan import Plan
     from sley_estimate.bytes.rank import RankBytes
     from sley_estimate.machine.tables import MachineFile

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from sley_core.assemble import draft_model
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.draft import draft_model
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_estimate.layers.of_plan import PricedLayer, priced_layers

@@ -19,7 +19,7 @@ from sley_core.actions.lower import lower
 from sley_core.assemble import make_parts
 from sley_core.comm.world import World
 from sley_core.engine.boundary import Description, Leaf, gradients_of, with_overlaps
-from sley_core.engine.in_flight import Crossing
+from sley_core.engine.execute import Crossing
 from sley_core.engine.registry import ParameterRegistry
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.loader import Loader

@@ -32,8 +32,8 @@ from sley_core.optim.config import scope_of
 from sley_core.optim.shared import in_training
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_core.run_state.checkpointer import checkpoint_files
-from sley_core.run_state.restore import plan_and_weights
+from sley_core.run_state.state import checkpoint_files
+from sley_core.run_state.tensors import plan_and_weights
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.contract_model import SQUARES, Samples, contract_plan
 from sley_testing.parity import assert_close_gradients

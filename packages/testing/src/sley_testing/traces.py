@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from sley_core import draft as drafts
-from sley_core.draft import draft_model
+from sley_core import assemble as drafts
+from sley_core.assemble import draft_model
 from sley_core.engine.refusals import LeftParameter
 from sley_core.engine.shards import StandIn
 from sley_core.model.layers import Layer, Model

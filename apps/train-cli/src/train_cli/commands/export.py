@@ -83,7 +83,7 @@ def _exporter(plan: Plan, form: ExportFormat) -> Callable[[Plan, Tensors, Path, 
 
 def _source(run: str) -> tuple[Plan, Tensors]:
     """Returns the plan and the weights of a checkpoint, or the newest ones of a run; says which."""
-    from sley_core.run_state.restore import plan_and_weights
+    from sley_core.run_state.tensors import plan_and_weights
     from sley_core.weight_files.read import WeightFiles
 
     path: Path | str = run

@@ -28,7 +28,7 @@ from sley_core.comm.collectives import all_gather, all_reduce
 from sley_core.comm.progress import BETWEEN, EVALUATION
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.engine.canonical.totals import spread, tree_sum
-from sley_core.engine.step_state import StepState
+from sley_core.engine.parts import StepState
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:

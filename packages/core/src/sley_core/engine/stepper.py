@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
     from sley_core.engine.execute import Executor
     from sley_core.engine.gradients import GradientStore
+    from sley_core.engine.parts import StepState
     from sley_core.engine.registry import Param
     from sley_core.engine.stage import Lists
     from sley_core.engine.step_batch import StepBatch
-    from sley_core.engine.step_state import StepState
     from sley_core.engine.timeline import ActionClock
     from sley_core.engine.update import Update
     from sley_core.protocols import GradientHandler

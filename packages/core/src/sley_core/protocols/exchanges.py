@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
     from sley_core.actions.action import Action, Transfer
     from sley_core.engine.boundary import Description
-    from sley_core.engine.parts import Parts
-    from sley_core.engine.step_state import Phase
+    from sley_core.engine.parts import Parts, Phase
     from sley_core.model.layers import Layer
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.attempt import Lineage
-    from sley_core.run_state.saved import Saved, SavedRun
+    from sley_core.run_state.pieces import Saved, SavedRun
 
 
 @runtime_checkable

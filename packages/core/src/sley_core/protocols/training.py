@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.actions.action import Action
-    from sley_core.engine.parts import Parts
+    from sley_core.engine.parts import MicroStep, Parts, Phase, StepState
     from sley_core.engine.registry import Param
-    from sley_core.engine.step_state import MicroStep, Phase, StepState
 
 
 class GradientHandler(Protocol):

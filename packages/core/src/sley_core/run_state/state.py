@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -11,20 +12,23 @@ import torch
 
 from sley_core.comm.collectives import gather_objects
 from sley_core.engine.agreement import Agreement
-from sley_core.errors import KeyPath, PlanError, RunError, SleyError
+from sley_core.errors import KeyPath, PlanError, PluginError, RunError, SleyError
 from sley_core.factory import cause
 from sley_core.json_values import from_json, to_json
 from sley_core.plan.changes import changes, refuse_changes
+from sley_core.plan.kinds import CHECKPOINTER
 from sley_core.plan.load import plan_from_text, with_values
-from sley_core.run_state.pieces import BUFFERS, WEIGHTS
-from sley_core.run_state.restore import Restoring
-from sley_core.run_state.saved import Saved, SavedRun
-from sley_core.run_state.tensors import RunTensors, generators, restore_generators
+from sley_core.protocols.records import Checkpointer
+from sley_core.records import CheckpointerRecord
+from sley_core.run_state.pieces import BUFFERS, WEIGHTS, Saved, SavedRun
+from sley_core.run_state.tensors import Restoring, RunTensors, generators, restore_generators
 
 if TYPE_CHECKING:
     from sley_core.attempt import RunAttempt
     from sley_core.data.feed import Feed
+    from sley_core.plan.loader import Loader
     from sley_core.plan.plan import Plan
+    from sley_core.protocols import CheckpointFiles, Restored
     from sley_core.run_state.pieces import TensorPiece
 
 T = TypeVar("T")
@@ -227,3 +231,70 @@ class TrainingState:
             return
         hint = "put them back, or begin a run of another name; `run.load_weights` takes weights alone"
         raise PlanError("data-changed", changed, path=("data",), hint=hint)
+
+
+AUTO = "auto"
+
+
+def checkpointer_of(state: TrainingState) -> Checkpointer:
+    """Returns the checkpointer of the run with `state`."""
+    component = state.plan.checkpoint
+    checkpointer: Checkpointer = NoCheckpointer(state) if component is None else component.build(state)
+    return checkpointer
+
+
+class NoCheckpointer(Checkpointer):
+    """Never saves by itself: for a run whose plan has no `[checkpoint]`. When a program asks for a save or a load, it imports
+    the default checkpointer, which does it.
+    """
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self._default: Checkpointer | None = None
+
+    def save(self, path: str | Path | None, step: int) -> str:
+        """Saves as the default checkpointer. Raises PluginError "plugin-missing", which says what to install."""
+        return self._imported().save(path, step)
+
+    def load(self, path: str | Path, *, anew: bool) -> Restored | None:
+        """Loads as the default checkpointer. Without it, "auto" finds nothing, and the run begins if it has saved nothing."""
+        try:
+            default = self._imported()
+        except PluginError:
+            known = self._state.attempt.known
+            if str(path) != AUTO or (known is not None and (known.saved >= 0 or known.origin)):
+                raise
+            if not anew and self._state.attempt.folder is not None:
+                self._state.attempt.refuse_to_begin_anew(f"`{self._state.folder}`")
+            return None
+        return default.load(path, anew=anew)
+
+    def close(self) -> None:
+        """Closes the default checkpointer, if it was imported."""
+        if self._default is not None:
+            self._default.close()
+
+    def _imported(self) -> Checkpointer:
+        if self._default is None:
+            loader = self._state.plan.loader
+            record = loader.record("checkpointers", CHECKPOINTER)
+            build: Any = loader.load(CHECKPOINTER.partition(".")[0]).build_of(record)
+            self._default = build(None, self._state)
+        return self._default
+
+
+def checkpoint_files(loader: Loader, plan: Plan | None = None) -> CheckpointFiles | None:
+    """Returns the reader of the checkpoints of a run of `plan`; None if its checkpointer has none.
+
+    Without a plan, or `[checkpoint]` in it, the default checkpointer's: raises PluginError "plugin-missing" without it.
+    """
+    if plan is not None and plan.checkpoint is not None:
+        record = plan.checkpoint.record
+    else:
+        record = loader.record("checkpointers", CHECKPOINTER)
+    assert isinstance(record, CheckpointerRecord), record
+    if record.files is None:
+        return None
+    module, _, attribute = record.files.partition(":")
+    files: CheckpointFiles = getattr(import_module(module), attribute)()
+    return files

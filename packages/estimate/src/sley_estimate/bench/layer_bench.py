@@ -22,7 +22,7 @@ from sley_core.data.batches import Slices, cut
 from sley_core.data.feed import Feed
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.direct import WeightQueue, accumulates_directly
-from sley_core.engine.in_flight import describe
+from sley_core.engine.execute import describe
 from sley_core.model.values import HostModel
 from sley_estimate.bench.layer_calls import Half, Halves, Handed, LayerCalls
 from sley_estimate.bench.layer_gradients import LayerGradients, queued_products

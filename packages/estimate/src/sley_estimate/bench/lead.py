@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sley_core.comm.copies import HostMemory
-from sley_core.engine.in_flight import InFlight, describe, edges_of
+from sley_core.engine.execute import InFlight, describe, edges_of
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from sley_core.assemble import draft_of
 from sley_core.comm.world import World
-from sley_core.draft import draft_of
 from sley_core.errors import PlanError
 from sley_core.plan.check import check_plan
 from sley_estimate.bytes.fake_tensors import FakeTensors
@@ -20,7 +20,7 @@ from sley_estimate.bytes.ledger import Ledger, StepPlace
 from sley_estimate.bytes.recipes import Recipes
 
 if TYPE_CHECKING:
-    from sley_core.draft import Draft
+    from sley_core.assemble import Draft
     from sley_core.plan.plan import Plan
 
 T = TypeVar("T")

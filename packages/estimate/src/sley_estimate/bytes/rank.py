@@ -42,7 +42,7 @@ from train_cli.on_meta import micro_batch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sley_core.draft import Draft
+    from sley_core.assemble import Draft
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
 

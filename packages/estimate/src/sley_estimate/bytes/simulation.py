@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sley_core.comm.simulation import Simulation, nothing
 from sley_core.comm.transport.choose import installed_transports
 from sley_core.engine.boundary import Description, unflatten
-from sley_core.engine.in_flight import describe
+from sley_core.engine.execute import describe
 from sley_core.errors import RunError
 from sley_core.model.held import held_tensors
 from sley_core.model.layers import like

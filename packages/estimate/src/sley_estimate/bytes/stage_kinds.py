@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from sley_core.actions.action import Action, Kind, Step
-from sley_core.draft import dtypes
+from sley_core.assemble import dtypes
 from sley_core.plan.write import leaves
 from sley_estimate.bytes.micros import fewest_micros, least_micros
 from sley_estimate.bytes.simulation import foretold
@@ -20,7 +20,7 @@ from train_cli.on_meta import meta_micro_batch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sley_core.draft import Draft
+    from sley_core.assemble import Draft
     from sley_core.engine.stage import Lists
     from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan

@@ -16,7 +16,7 @@ from sley_estimate.bytes.rank import Moment, RankBytes, rank_bytes
 from sley_estimate.bytes.stage_kinds import stage_kinds
 
 if TYPE_CHECKING:
-    from sley_core.draft import Draft
+    from sley_core.assemble import Draft
     from sley_core.engine.stage import Stage
     from sley_core.plan.plan import Plan
     from sley_core.topology import Topology

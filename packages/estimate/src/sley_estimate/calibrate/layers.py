@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sley_core.assemble import DTYPES, draft_model, dtypes
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.draft import DTYPES, draft_model, dtypes
 from sley_core.errors import PlanError, SleyError
 from sley_core.plan.check import check_plan
 from sley_core.records import ActivationPolicyRecord

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sley_core.draft import DTYPES, dtypes
+from sley_core.assemble import DTYPES, dtypes
 from sley_estimate.layers.operators import LayerWork
 from sley_estimate.layers.trace import Value, trace
 

@@ -27,7 +27,7 @@ from sley_estimate.seconds.layer_seconds import LayerSeconds, device_seconds_of,
 from sley_estimate.seconds.result import StepSeconds, simulate_programs
 
 if TYPE_CHECKING:
-    from sley_core.draft import Draft
+    from sley_core.assemble import Draft
     from sley_core.engine.stage import Lists
     from sley_core.errors import SleyError
     from sley_core.plan.plan import Plan

@@ -25,7 +25,7 @@ from sley_estimate.recorded.words import HOST, Awaited, Began, RecordedStep, Wor
 from train_cli.on_meta import micro_batch
 
 if TYPE_CHECKING:
-    from sley_core.draft import Draft
+    from sley_core.assemble import Draft
     from sley_core.plan.plan import Plan
     from sley_core.protocols import Collective
     from sley_core.run import Run

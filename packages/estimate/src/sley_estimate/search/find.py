@@ -36,7 +36,7 @@ from sley_estimate.search.roofline import Roofline, Rough
 from sley_estimate.seconds_of_plan import seconds_from
 
 if TYPE_CHECKING:
-    from sley_core.draft import Draft
+    from sley_core.assemble import Draft
     from sley_core.plan.plan import Plan
     from sley_estimate.layers.nearest import Source
     from sley_estimate.machine.tables import MachineFile

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from sley_core.actions.costs import Costs
 from sley_core.actions.simulate import simulate
+from sley_core.assemble import DTYPES, draft_model, dtypes
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.draft import DTYPES, draft_model, dtypes
 from sley_core.engine.stage import by_parameters, stage_of
 from sley_core.errors import PlanError, SleyError
 from sley_core.plan.check import MOST_FORWARDS

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sley_core.draft import DTYPES, dtypes
+from sley_core.assemble import DTYPES, dtypes
 from sley_core.errors import PlanError
 from sley_core.optim.shared import in_training, skips_on_device
 from sley_core.records import steps_on_host

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from sley_core.assemble import draft_model
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.draft import draft_model
 from sley_estimate.layers.of_plan import priced_layers
 from sley_estimate.machine.read import machine_from_dict
 from sley_testing.plans import Tables, changed

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from sley_core.engine.call import LayerCaller
-from sley_core.engine.step_state import MicroStep, Phase
+from sley_core.engine.parts import MicroStep, Phase
 from sley_core.engine.update import CLIP_EPSILON
 from sley_core.errors import RunError, UsageError
 from sley_core.generators import IN_USE
