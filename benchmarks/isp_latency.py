@@ -18,7 +18,7 @@ import torch.distributed as dist
 from contestants import Sley, plan
 from latency import FORMS, Seconds, hidden, time_forms
 from protocol import parser, report, slowest
-from sley_core.comm.transport.protocol import Published, Transport, Work
+from sley_core.comm.transport import Published, Transport, Work
 from sley_testing.ranks import Ranks
 
 SHAPE = {"layers": 8, "hidden": 384, "heads": 6, "sequence": 512}

@@ -21,9 +21,8 @@ from peaks import peak_live_mb, peak_resident_mb
 from protocol import compare, interleave, noise_of, parser, report
 from schedules import SCHEDULES
 from sley_core.actions.action import Schedule
-from sley_core.actions.costs import Costs, TimedAction, Timeline
 from sley_core.actions.lower import lower
-from sley_core.actions.simulate import simulate
+from sley_core.actions.simulate import Costs, TimedAction, Timeline, simulate
 from sley_core.engine.timeline import ActionClock
 from sley_core.plan.load import plan_from_dict
 from sley_testing.ranks import Ranks

@@ -28,9 +28,8 @@ from torch.distributed.pipelining import (
 from contestants import Sley
 from protocol import compare, interleave, noise_of, parser, report
 from sley_core.actions.action import Schedule
-from sley_core.actions.costs import Costs
 from sley_core.actions.lower import lower
-from sley_core.actions.simulate import simulate
+from sley_core.actions.simulate import Costs, simulate
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.plan.load import plan_from_dict
 from sley_testing.ranks import Ranks

@@ -72,7 +72,7 @@ def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_attempt_has_a_store_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sley_core.comm.occasions import STORE
+    from sley_core.comm.startup import STORE
     from train_cli.local_launch import FileRendezvous
 
     monkeypatch.setenv(STORE, "")
@@ -90,7 +90,7 @@ def test_the_agent_waits_for_no_file_of_a_folder_that_was_tidied_away(tmp_path: 
     """When its ranks have ended, which may be days after the folder was made."""
     from torch.distributed.elastic.utils.store import barrier
 
-    from sley_core.comm.occasions import STORE
+    from sley_core.comm.startup import STORE
     from train_cli.local_launch import FileRendezvous
 
     monkeypatch.setenv(STORE, "")

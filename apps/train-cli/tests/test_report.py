@@ -15,8 +15,8 @@ import pytest
 from started_program import Result
 
 from sley_core.actions.action import Action, Kind, Placement
-from sley_core.actions.costs import TimedAction, Timeline
 from sley_core.actions.draw import chrome_trace
+from sley_core.actions.simulate import TimedAction, Timeline
 from sley_core.errors import UsageError
 from sley_core.metrics.jsonl import rows
 from sley_doctor.reports.fault_report import LaunchReport, write_launch

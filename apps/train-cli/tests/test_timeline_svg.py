@@ -7,9 +7,8 @@ from xml.etree import ElementTree
 import pytest
 
 from sley_core.actions.action import Action, Kind, loop, sequential
-from sley_core.actions.costs import Costs, Timeline
 from sley_core.actions.lower import lower
-from sley_core.actions.simulate import simulate
+from sley_core.actions.simulate import Costs, Timeline, simulate
 from train_cli.timeline_svg import draw_svg
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from sley_cma import offers
 from sley_core.comm.groups import Group, make_groups
-from sley_core.comm.transport.protocol import Work
+from sley_core.comm.transport import Work
 from sley_core.errors import RunError
 from sley_core.topology import Topology
 from sley_testing.peers import can_read_peers

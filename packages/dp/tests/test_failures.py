@@ -108,7 +108,7 @@ def test_steps_after_failed_ones_are_as_if_there_had_been_none(ranks, small, own
 
 @pytest.mark.parametrize(
     ("handler", "owner"),
-    [({"bucket_mb": 0.0005}, "sley_core.comm.transport.backend:Direct"), ({"use": "core.each"}, "sley_core.engine.handlers")],
+    [({"bucket_mb": 0.0005}, "sley_core.comm.backends:Direct"), ({"use": "core.each"}, "sley_core.engine.handlers")],
 )
 def test_a_reduction_that_a_failed_step_began_never_lands_in_the_next(ranks, small, own, handler, owner):
     """Its result would arrive while the next step accumulates in the same memory."""

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import sley_core.engine.buffers
 from sley_core.assemble import assemble
-from sley_core.comm.transport.backend import Direct
+from sley_core.comm.backends import Direct
 from sley_core.comm.world import World
 from sley_core.engine.buffers import ALIGNMENT_BYTES, GradientBuffer
 from sley_core.plan.load import plan_from_dict

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from sley_core.comm.transport.backend import Direct
+from sley_core.comm.backends import Direct
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.peers import can_read_peers
 from sley_testing.plans import small_plan

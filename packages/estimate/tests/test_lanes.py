@@ -7,9 +7,8 @@ import random
 import pytest
 
 from sley_core.actions.action import Action, Kind, loop
-from sley_core.actions.costs import Costs
 from sley_core.actions.lower import lower
-from sley_core.actions.simulate import simulate
+from sley_core.actions.simulate import Costs, simulate
 from sley_core.errors import PlanError
 from sley_estimate.seconds.lanes import Lanes
 from sley_estimate.seconds.layer_seconds import LayerSeconds

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sley_core.comm.members import Members
-from sley_core.comm.simulation import nothing
+from sley_core.comm.groups import nothing
+from sley_core.comm.progress import Members
 from sley_estimate.bytes.transports import ImitatedTransport
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sley_core.assemble import assemble
-from sley_core.comm.transport.backend import Backend
+from sley_core.comm.backends import Backend
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict

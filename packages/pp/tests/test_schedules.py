@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sley_core.actions.action import Action, Kind, Schedule, loop, v
-from sley_core.actions.costs import Costs
 from sley_core.actions.draw import draw_text
 from sley_core.actions.lower import lower
-from sley_core.actions.simulate import Machine, SimulatedStep, simulate
+from sley_core.actions.simulate import Costs, Machine, SimulatedStep, simulate
 from sley_core.errors import PlanError
 from sley_pp.schedules import gpipe, interleaved, one_f_one_b, round_sizes, with_weight_gradients, zero_bubble_h1, zero_bubble_v
 

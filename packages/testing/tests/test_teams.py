@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sley_core.actions import costs
+from sley_core.actions import simulate
 from sley_core.discovery import core_version
 from sley_testing import plain, rank_teams
 from sley_testing.processes import descendants
@@ -86,7 +86,7 @@ def leave_a_patched_function():
 
 
 def leave_a_patched_method():
-    costs.Costs.even = None
+    simulate.Costs.even = None
 
 
 def leave_a_patch_in_torch():

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from sley_core.data.dataset import DataContext, Sample
-from sley_core.plan.resolve import resolve
+from sley_core.plan.load import resolve
 from sley_core.records import GradientHandlerRecord
 
 if TYPE_CHECKING:

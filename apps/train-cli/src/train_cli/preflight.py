@@ -63,7 +63,7 @@ def is_met() -> bool:
     size = os.environ.get("WORLD_SIZE", "1")
     if "RANK" not in os.environ or not size.isdecimal() or int(size) == 1 or lifeline.is_held():
         return False
-    from sley_core.comm.occasions import STORE
+    from sley_core.comm.startup import STORE
 
     return STORE not in os.environ
 

@@ -71,7 +71,7 @@ def is_finished(run: Run, folder: Path) -> bool:
     # All ranks: what rank 0 sees counts, whose folder it is.
     before: str = gather_objects(said, run.groups["control"], what="whether the run has finished")[0]
     if before:
-        from sley_core.plan.changes import changes, refuse_changes
+        from sley_core.plan.write import changes, refuse_changes
 
         refuse_changes(changes(before, run.resolved_plan.to_toml()))
     return bool(before)

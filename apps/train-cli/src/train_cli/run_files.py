@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from sley_core.attempt import KEPT, PLAN, WEIGHTS, with_kept
 from sley_core.errors import UsageError
+from sley_core.plan.load import resolve
 from sley_core.plan.loader import Loader
 from sley_core.plan.read import read_file
-from sley_core.plan.resolve import resolve
 from train_cli.saved import about_or_none, checkpoints_of, files_of, is_remote, paths_in
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 
 from sley_core.actions.action import Kind
-from sley_core.actions.costs import TimedAction, Timeline
 from sley_core.actions.draw import NAMES, label
+from sley_core.actions.simulate import TimedAction, Timeline
 
 PICTURE = "timeline.svg"
 """The file in a run's folder."""

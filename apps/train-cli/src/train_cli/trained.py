@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sley_core.plan.load import resolve
 from sley_core.plan.loader import Loader
-from sley_core.plan.resolve import resolve
 from train_cli.one_process import of_trained, without_data
 from train_cli.run_files import document_of_run, newest_weights
 from train_cli.saved import files_of

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from sley_cma.transport import Cma
+from sley_core.comm.backends import Backend, Direct, Done
 from sley_core.comm.collectives import Pending
 from sley_core.comm.groups import Groups
-from sley_core.comm.transport.backend import Backend, Direct, Done
 
 VARIABLE, HIT = "SLEY_TEST_FAULT", Path("hit.json")
 HIDDEN = 16

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.comm.groups import Group
-from sley_core.comm.transport.protocol import Works
+from sley_core.comm.transport import Works
 from sley_core.data.dataset import DataContext, DataInfo, Field
 
 VARIABLE = "SLEY_TEST_SLOW"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sley_core.comm import occasions
+from sley_core.comm import startup
 from train_cli.start import meeting, reach
 
 sys.path.append(str(Path(__file__).parent / "own"))  # modules of tests import from there while they are collected
@@ -26,5 +26,5 @@ def port() -> int:
     with closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         found: int = free.getsockname()[1]
-    occasions.forget()  # the system may give a port twice
+    startup.forget()  # the system may give a port twice
     return found

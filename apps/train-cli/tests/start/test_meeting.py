@@ -11,7 +11,7 @@ import pytest
 from meeting_ranks import FACTS, PARTS, SECOND, comes, environ, held, told
 from torch.distributed import TCPStore
 
-from sley_core.comm import occasions
+from sley_core.comm import startup
 from sley_core.errors import RunError
 from train_cli.start.meeting import Meeting
 
@@ -31,7 +31,7 @@ def test_a_store_with_the_roll_call_of_an_earlier_start_is_refused(port: int) ->
     torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "2"}
     assert set(told({str(rank): comes(port, rank, 2, **torchrun) for rank in range(2)}).values()) == {""}
     for rank in (1, 0):
-        occasions.forget()  # as new processes
+        startup.forget()  # as new processes
         found = told({"again": comes(port, rank, 2, **torchrun)})["again"]
         assert "the ranks of this run have met before, and their launcher has kept what they said" in found
         assert "`--max-restarts=0`" in found

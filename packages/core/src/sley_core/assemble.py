@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sley_core.attach import AssemblyFacts, memory_of, move_numbers, outputs_of, samples_of, state_of, stepper_of
-from sley_core.comm.agree import agree
+from sley_core.comm.collectives import agree
 from sley_core.comm.groups import Groups
 from sley_core.data.batches import POSITIONS, sliced_info
 from sley_core.data.dataset import DataContext

@@ -34,9 +34,8 @@ from sley_core.engine.update import Update, named_tensors, optimizer_states
 from sley_core.engine.weights import Masters
 from sley_core.errors import KeyPath, PlanError, dotted
 from sley_core.memory.holdings import Held, Holdings
-from sley_core.memory.protocols import Holds, HoldsMessages, Trims
 from sley_core.memory.run_memory import CountsOf, MoveNumbers, RunMemory
-from sley_core.memory.state import Part
+from sley_core.memory.state import Holds, HoldsMessages, Part, Trims
 from sley_core.metrics.throughput import Meter
 from sley_core.model.buffers import BufferWatch
 from sley_core.optim.build import EVERYWHERE_ALIKE, parameter_groups
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
     from sley_core.engine.stage import Stage
     from sley_core.engine.timeline import StepProfiler, StepTimeline
     from sley_core.engine.weights import Stepped
-    from sley_core.memory.protocols import OffloadManager
+    from sley_core.memory.state import OffloadManager
     from sley_core.model.layers import Model
     from sley_core.plan.plan import Component, Plan
     from sley_core.protocols import ActivationPolicy, GradientHandler, SchedulerHook, StageLink, WeightCommunicator

@@ -7,10 +7,9 @@ import json
 import pytest
 
 from sley_core.actions.action import Action, Kind, loop, sequential, v
-from sley_core.actions.costs import Costs, TimedAction, Timeline
 from sley_core.actions.draw import chrome_trace, draw_text
 from sley_core.actions.lower import lower
-from sley_core.actions.simulate import simulate
+from sley_core.actions.simulate import Costs, TimedAction, Timeline, simulate
 
 
 def timeline_of(lists, placement, micros) -> Timeline:

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.actions.action import DIRECTIONS, Kind, Placement, Transfer, direction_of, forward_only, loop, v
-from sley_core.actions.costs import Costs
 from sley_core.actions.lower import lower
-from sley_core.actions.simulate import Delivery, simulate, taken
+from sley_core.actions.simulate import Costs, Delivery, simulate, taken
 
 ANY = st.tuples(st.integers(2, 5), st.integers(1, 3)).flatmap(lambda size: st.permutations([*range(size[0])] * size[1]))
 PLACEMENTS = st.one_of(

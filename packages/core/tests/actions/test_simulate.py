@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.actions.action import Action, Kind, Placement, Transfer, forward_only, loop, sequential, v
-from sley_core.actions.costs import Costs, TimedAction, Timeline
 from sley_core.actions.lower import lower
-from sley_core.actions.simulate import Peaks, simulate
+from sley_core.actions.simulate import Costs, Peaks, TimedAction, Timeline, simulate
 from sley_core.errors import PlanError
 
 F, B, D, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT

@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 
-from sley_core.comm import occasions
+from sley_core.comm import startup
 
 
 @pytest.fixture
@@ -13,5 +13,5 @@ def port() -> int:
     with closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         found: int = free.getsockname()[1]
-    occasions.forget()  # the system may give a port twice
+    startup.forget()  # the system may give a port twice
     return found

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import distributed_c10d
 
 from sley_core.assemble import assemble
-from sley_core.comm.agree import agree
+from sley_core.comm.collectives import agree
 from sley_core.comm.groups import Group
 from sley_core.comm.world import World
 from sley_core.errors import RunError
@@ -122,7 +122,7 @@ def test_a_rank_with_another_version_of_a_plugin_is_named_everywhere(ranks):
 
 def test_of_several_odd_ranks_the_first_is_named_and_the_rest_counted(monkeypatch):
     everyone = [{"torch": version} for version in ("2.12", "2.13", "2.11", "2.13", "2.13")]
-    monkeypatch.setattr("sley_core.comm.agree.gather_objects", lambda *_, **__: everyone)
+    monkeypatch.setattr("sley_core.comm.collectives.gather_objects", lambda *_, **__: everyone)
     control = Group("control", (4, 5, 6, 7, 8), 5, {})
     with pytest.raises(RunError, match=r"rank 4 \(and 1 more\) has torch 2\.12, rank 5 has 2\.13"):
         agree({"torch": "2.13"}, control)

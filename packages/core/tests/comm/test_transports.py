@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 import torch
 
+from sley_core.comm.backends import Backend, can_coalesce
 from sley_core.comm.groups import make_groups
-from sley_core.comm.transport.backend import Backend, can_coalesce
 from sley_core.comm.world import World
 from sley_core.topology import GATHER, REDUCE, Topology
 from sley_testing.peers import can_read_peers

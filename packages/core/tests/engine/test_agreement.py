@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sley_core.assemble import assemble
-from sley_core.comm.agree import difference
+from sley_core.comm.collectives import difference
 from sley_core.comm.groups import Group
 from sley_core.comm.world import World
 from sley_core.errors import RunError

@@ -16,8 +16,8 @@ from torch.nn.utils import prune
 
 from sley_core.data.dataset import DataInfo
 from sley_core.errors import PlanError
-from sley_core.model.held import overlap
 from sley_core.model.layers import Model
+from sley_core.model.tensors import overlap
 
 Real = Callable[..., Model]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from sley_core.model.patch import ForwardPatch
+from sley_core.model.layers import ForwardPatch
 
 
 class Scale(nn.Module):

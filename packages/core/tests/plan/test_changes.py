@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sley_core.errors import PlanError
-from sley_core.plan.changes import changes, refuse_changes
 from sley_core.plan.load import plan_from_dict
+from sley_core.plan.write import changes, refuse_changes
 from sley_testing.plans import small_plan
 
 

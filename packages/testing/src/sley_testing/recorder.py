@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sley_core.comm.guard import guarded
-from sley_core.comm.members import Members
+from sley_core.comm.progress import Members
 from sley_core.topology import DEFAULT_LANE, GroupEntry
 from sley_testing.sequence import Collective
 

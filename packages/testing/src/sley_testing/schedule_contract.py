@@ -25,9 +25,8 @@ from typing import Any, ClassVar
 import pytest
 
 from sley_core.actions.action import Action, Kind, Schedule, forward_only
-from sley_core.actions.costs import Costs
 from sley_core.actions.lower import lower
-from sley_core.actions.simulate import simulate
+from sley_core.actions.simulate import Costs, simulate
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Component
 from sley_testing.plans import small_plan

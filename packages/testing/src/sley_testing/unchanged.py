@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sley_core.comm import occasions
+from sley_core.comm import startup
 from sley_core.factory import is_installed
 
 OURS = ("sley_", "train_cli")
@@ -128,7 +128,7 @@ class Before:
         self._forget_modules()
         for cache in self._caches:
             cache.cache_clear()
-        occasions.forget()  # the next test's ranks meet elsewhere, or at the same port with another past
+        startup.forget()  # the next test's ranks meet elsewhere, or at the same port with another past
         torch.set_rng_state(self._random[0])
         np.random.set_state(self._random[1])
         random.seed()  # as Python does where it forks

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from sley_core.actions.action import Placement, Schedule
-from sley_core.actions.costs import Costs
 from sley_core.actions.draw import draw_text
 from sley_core.actions.lower import lower
-from sley_core.actions.simulate import Machine, SimulatedStep, simulate
+from sley_core.actions.simulate import Costs, Machine, SimulatedStep, simulate
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError

@@ -16,9 +16,9 @@ from sley_core.errors import Diagnostic, KeyPath, PluginError, SleyError
 from sley_core.plan.check import timer_package
 from sley_core.plan.document import Document
 from sley_core.plan.kinds import COMPONENTS
+from sley_core.plan.load import resolve
 from sley_core.plan.loader import FIRST_PARTY, Loader
 from sley_core.plan.read import read_file
-from sley_core.plan.resolve import resolve
 from train_cli.console import say
 from train_cli.options import PlanArgument, SetOption
 

@@ -11,10 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from sley_core.actions.costs import Costs
 from sley_core.actions.draw import draw_text
 from sley_core.actions.lower import lower
-from sley_core.actions.simulate import simulate
+from sley_core.actions.simulate import Costs, simulate
 from sley_core.errors import KeyPath, PlanError, UsageError, dotted
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan

@@ -19,8 +19,8 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it
 
-from sley_core.comm import occasions
-from sley_core.comm.agree import differing
+from sley_core.comm import startup
+from sley_core.comm.collectives import differing
 from sley_core.comm.guard import first_line
 from sley_core.errors import RunError, SleyError
 from train_cli.start import reach as reaching
@@ -70,9 +70,9 @@ class Meeting:
         """
         rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
         found = reach(environ, timeout_s)
-        store = occasions.fresh(found.store, environ, "meeting")
+        store = startup.fresh(found.store, environ, "meeting")
         # One of several torchrun agents ends, with its store, when one of its ranks has ended.
-        ends_store = rank == 0 and (found.is_held or not occasions.is_one_host(environ))
+        ends_store = rank == 0 and (found.is_held or not startup.is_one_host(environ))
         job = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID", "")
         return cls(rank, size, store, found.timeout_s, found.address, found.is_local, ends_store, job)
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sley_core.actions.action import Action, Kind
-from sley_core.actions.costs import Timeline
+from sley_core.actions.simulate import Timeline
 
 FILL = {Kind.FORWARD: "-", Kind.BACKWARD: "=", Kind.INPUT_GRADIENT: "=", Kind.WEIGHT_GRADIENT: "~", Kind.CHUNK_DONE: " "}
 NAMES = {

@@ -46,8 +46,7 @@ from sley_core.actions.action import (
     Transfer,
     direction_of,
 )
-from sley_core.actions.costs import Costs
-from sley_core.actions.simulate import Delivery, Machine, given, taken
+from sley_core.actions.simulate import Costs, Delivery, Machine, given, taken
 from sley_core.errors import PlanError
 
 NEEDS = {

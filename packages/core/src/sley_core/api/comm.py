@@ -16,10 +16,9 @@ from sley_core.comm.folder_probe import one_line, probe
 from sley_core.comm.groups import Group, Groups
 from sley_core.comm.guard import HINT, Turn, failed
 from sley_core.comm.marks import Mark, checksum, differs, mark_of
-from sley_core.comm.members import Members
-from sley_core.comm.progress import SentBytes
-from sley_core.comm.texts import gather_values
-from sley_core.comm.transport.protocol import Published, Transport, Work, put
+from sley_core.comm.progress import Members, SentBytes
+from sley_core.comm.startup import gather_values
+from sley_core.comm.transport import Published, Transport, Work, put
 from sley_core.topology import GATHER, REDUCE
 
 __all__ = [

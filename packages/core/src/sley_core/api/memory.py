@@ -3,8 +3,7 @@
 from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, free, grow, is_host_memory, make_room
 from sley_core.engine.weights import Stepped
 from sley_core.memory.holdings import Holding, Holdings, storage_id
-from sley_core.memory.protocols import OffloadManager
-from sley_core.memory.state import PARTS, Moved, Part, Where, is_away
+from sley_core.memory.state import PARTS, Moved, OffloadManager, Part, Where, is_away
 from sley_core.model.tensors import is_plain, sum_of_bits, version_of
 
 __all__ = [

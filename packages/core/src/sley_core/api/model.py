@@ -5,8 +5,7 @@ from sley_core.engine.positions import as_it_was, attended
 from sley_core.generators import derive
 from sley_core.losses.cross_entropy import chunks, wide
 from sley_core.model.attention import Attention, once_per_field
-from sley_core.model.layers import Layer, Model
-from sley_core.model.patch import ForwardPatch
+from sley_core.model.layers import ForwardPatch, Layer, Model
 
 __all__ = [
     "Attention",

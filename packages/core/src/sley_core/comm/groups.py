@@ -1,32 +1,53 @@
 """Makes communicators from the topology's table: all ranks walk it in one order and join the lines that name them.
 
-Nothing runs on the default group after start-up, and `new_group` is called only here.
+Nothing runs on the default group after start-up, and `new_group` is called only here. A fake world (`Simulation`) has the same
+groups, with torch's backend "fake", and transports that exchange nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it
 
+from sley_core.comm.backends import Alone, Done, common_transports, connected, is_from_host, message_transports
 from sley_core.comm.guard import HINT, first_line
 from sley_core.comm.marks import ExchangeLog
-from sley_core.comm.members import Members
-from sley_core.comm.progress import Progress
-from sley_core.comm.transport.backend import Alone
-from sley_core.comm.transport.choose import common_transports, connected, is_from_host, message_transports
-from sley_core.comm.transport.protocol import Transport
-from sley_core.comm.verbs import Imitate
+from sley_core.comm.progress import Members, Progress
+from sley_core.comm.transport import Transport, Work
 from sley_core.errors import RunError
 from sley_core.records import TransportRecord
 from sley_core.topology import AXES, DEFAULT_LANE, TIE, GroupEntry, Topology
 
+if TYPE_CHECKING:
+    from sley_core.topology import GroupEntry, Topology
+
 _HOST = torch.device("cpu")
+
+
+Op = Literal["sum", "max", "min"]
+"""The operation of an all-reduce."""
+
+Exchange = Op | Literal["broadcast", "gather", "swap", "send", "receive"]
+"""An exchange of a group; an all-reduce by its operation."""
+
+
+class Imitate(Protocol):
+    """Takes the place of a group's exchanges where its other members do not exist."""
+
+    def __call__(self, kind: Exchange, result: Tensor, given: Tensor, lane: str, what: str, /) -> Callable[[], None]:
+        """Imitates an exchange on `lane` that gives `given` and fills `result`, which may be the same tensor.
+
+        Returns a function to call where the rank waits for it. what: describes the exchange, for errors.
+        """
 
 
 @dataclass(frozen=True)
@@ -205,3 +226,69 @@ def _unbound() -> Iterator[None]:
         yield
     finally:
         default.bound_device_id = bound
+
+
+class Silent(Transport):
+    """Exchanges nothing: every exchange is over when it begins, and results keep what they held."""
+
+    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
+        return Done()
+
+    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
+        return Done()
+
+    def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
+        return Done()
+
+    def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
+        return Done()
+
+
+class Simulation:
+    """Is what a fake world carries, and a real one does not."""
+
+    def groups(
+        self, topology: Topology, rank: int, timeout: timedelta, extra: Sequence[GroupEntry] = (), *, attaches: bool
+    ) -> Groups:
+        """Makes this rank's groups alone, as `make_groups` makes them with peers: no rank counts how many there are."""
+        lines = [entry for entry in (*topology.groups(), *extra) if rank in entry.ranks]
+        lanes: dict[str, dict[str, dist.ProcessGroup]] = {}
+        for entry in lines:
+            if len(entry.ranks) > 1:
+                joined = make_communicator(entry, rank, "fake", timeout)
+                assert joined is not None, entry.label
+                lanes.setdefault(entry.axis, {})[entry.lane] = joined
+        axes = attaching(topology, extra) if attaches else ()
+        progress = Progress(timeout_s=timeout.total_seconds())
+        groups = {}
+        for axis, ranks in members_of(lines, extra, rank).items():
+            members, own = Members(axis, ranks, rank, progress=progress), lanes.get(axis, {})
+            transports = self.transports(members, own, attaches=axis in axes)
+            imitate = partial(self.imitate, members)
+            groups[axis] = Group(axis, ranks, rank, own, transports, progress=progress, imitate=imitate)
+        return Groups(groups, progress)
+
+    def transports(self, members: Members, lanes: Mapping[str, dist.ProcessGroup], *, attaches: bool) -> dict[str, Transport]:
+        """Returns a transport for each of `lanes`. attaches: whether ranks of one host would read each other's memory."""
+        return dict.fromkeys(lanes, Silent())
+
+    def imitate(
+        self, members: Members, kind: Exchange, result: Tensor, given: Tensor, lane: str, what: str
+    ) -> Callable[[], None]:
+        """Imitates an exchange of `members` (`Imitate`): nothing comes, and the result keeps what it held."""
+        return nothing
+
+    def announced(self, plan: Any, stage: Any, dataset: Any, dtype: torch.dtype) -> Callable[[int, int], Any] | None:
+        """Returns what describes the output of a chunk of another stage (stage, chunk), which that would announce; None if no
+        steps are taken, or there is one stage only.
+
+        stage: has all layers of the model, on meta and as they were built. dtype: of the parameters.
+        """
+        return None
+
+    def fill(self, layers: Sequence[Any], dtype: torch.dtype) -> None:
+        """Gives this rank's layers, which are on meta and cut, tensors of `dtype` for a step; here it leaves them there."""
+
+
+def nothing() -> None:
+    """Is called where a rank would wait for an exchange that is over."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it
 
 from sley_core.comm.marks import HINT as ONE_ORDER
-from sley_core.comm.members import Members
+from sley_core.comm.progress import Members
 from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_LANE
 

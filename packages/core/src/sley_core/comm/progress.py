@@ -1,10 +1,11 @@
-"""Records what this rank has exchanged and in what it waits, for reports of a failure; counts the bytes that it sends."""
+"""The ranks of one axis, and this rank's progress: its exchanges, its waits, and its place in a step, for failure reports."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it
 
     from sley_core.comm.guard import Turn
-    from sley_core.comm.members import Members
-
 
 SHARE_OF_LIMIT, MOST_S = 1 / 8, 5.0
 """How long a rank waits for the others' writes after a timeout: at most this share of the timeout, and this many seconds."""
@@ -192,3 +191,35 @@ class SentBytes:
     def counts(self) -> dict[str, float]:
         """Returns the bytes of the last step that ended, as `sent_bytes_per_step`, for `protocols.Counts`."""
         return {"sent_bytes_per_step": self._last}
+
+
+@dataclass(frozen=True)
+class Members:
+    """Names the ranks of one axis with which this rank communicates.
+
+    ranks: global, ascending. rank: this one's, among them. progress: what this rank has exchanged in all of its groups.
+    """
+
+    axis: str
+    ranks: tuple[int, ...]
+    rank: int
+    progress: Progress = field(default_factory=Progress, compare=False, repr=False, kw_only=True)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @cached_property
+    def coord(self) -> int:
+        """This rank's index in `ranks`."""
+        return self.ranks.index(self.rank)
+
+    @property
+    def peers(self) -> list[int]:
+        """The coordinates of the other members."""
+        coord = self.coord
+        return [*range(coord), *range(coord + 1, self.size)]
+
+    def __str__(self) -> str:
+        return f"{self.axis}{list(self.ranks)}"

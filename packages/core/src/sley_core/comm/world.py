@@ -21,12 +21,11 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it
 
-from sley_core.comm import occasions
+from sley_core.comm import startup
 from sley_core.comm.device import Device
-from sley_core.comm.groups import Groups, make_groups
+from sley_core.comm.groups import Groups, Simulation, make_groups
 from sley_core.comm.guard import first_line
-from sley_core.comm.simulation import Simulation
-from sley_core.comm.texts import gather_values, value_of_first
+from sley_core.comm.startup import gather_values, value_of_first
 from sley_core.errors import RunError
 from sley_core.topology import GroupEntry, Topology
 
@@ -91,11 +90,11 @@ class World(AbstractContextManager["World"]):
         picked = _picked(device, local_rank, local_size)
         timeout = timedelta(seconds=timeout_s)
         try:
-            store = occasions.store_at(environ, rank, size, timeout) if meeting is None else meeting.store
+            store = startup.store_at(environ, rank, size, timeout) if meeting is None else meeting.store
             store.set_timeout(timeout)
             dist.init_process_group(
                 picked.backend,
-                store=occasions.fresh(store, environ, "world"),
+                store=startup.fresh(store, environ, "world"),
                 rank=rank,
                 world_size=size,
                 timeout=timeout,

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sley_core.comm.agree import difference
-from sley_core.comm.collectives import Pending, all_reduce, gather_objects
+from sley_core.comm.collectives import Pending, all_reduce, difference, gather_objects
 from sley_core.comm.marks import checksum
 from sley_core.engine.canonical.totals import weight_digits, weight_of
 from sley_core.errors import RunError

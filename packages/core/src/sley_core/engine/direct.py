@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from sley_core.errors import RunError
-from sley_core.model.patch import ForwardPatch
+from sley_core.model.layers import ForwardPatch
 from sley_core.model.tensors import is_plain, sum_of_bits, version_of
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from sley_core.actions.action import actions_of
-from sley_core.comm.agree import exchanges_differ, exchanges_error, exchanges_of
-from sley_core.comm.collectives import all_gather, all_reduce
+from sley_core.comm.collectives import all_gather, all_reduce, exchanges_differ, exchanges_error, exchanges_of
 from sley_core.comm.progress import BETWEEN, EVALUATION
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.engine.canonical.totals import spread, tree_sum

@@ -24,9 +24,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from sley_core.actions.action import Action, Kind
-from sley_core.actions.costs import Costs, TimedAction, Timeline
 from sley_core.actions.draw import chrome_trace
-from sley_core.actions.simulate import simulate
+from sley_core.actions.simulate import Costs, TimedAction, Timeline, simulate
 from sley_core.comm.collectives import gather_objects
 from sley_core.comm.device import Device
 from sley_core.json_text import write_whole

@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sley_core.comm.agree import Exchanges, exchanges_error
-from sley_core.comm.collectives import gather_objects
+from sley_core.comm.collectives import Exchanges, exchanges_error, gather_objects
 from sley_core.comm.device import Device
 from sley_core.errors import RunError
 

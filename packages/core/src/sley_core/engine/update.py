@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 
-from sley_core.comm.agree import exchanges_differ, exchanges_of
-from sley_core.comm.collectives import all_reduce
+from sley_core.comm.collectives import all_reduce, exchanges_differ, exchanges_of
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups
 from sley_core.engine.buffers import Piece

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from sley_core.engine.parts import StepNumbers
     from sley_core.engine.weights import Masters
     from sley_core.memory.holdings import Holdings
-    from sley_core.memory.protocols import OffloadManager
-    from sley_core.memory.state import Part
+    from sley_core.memory.state import OffloadManager, Part
 
 
 TO_STEP = PARTS

@@ -11,7 +11,7 @@ from pathlib import Path
 from sley_core.config import JsonlConfig
 from sley_core.errors import RunError
 from sley_core.json_text import to_json
-from sley_core.protocols.records import MetricsWriter
+from sley_core.protocols import MetricsWriter
 
 NAME = "metrics.jsonl"
 

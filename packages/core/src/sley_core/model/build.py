@@ -26,8 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from sley_core.errors import PlanError, PluginError, SleyError
 from sley_core.factory import cause
 from sley_core.generators import generators_of_function, seeded_as_plain
-from sley_core.model.held import check_held
 from sley_core.model.layers import MODEL, Layer, Model, as_model, like, with_fields
+from sley_core.model.tensors import check_held
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import DataInfo

@@ -1,16 +1,28 @@
-"""A model's tensors: their number formats in a run, their memory as bytes, and what those without values stand for."""
+"""A model's tensors: their dtypes in a run, their memory as bytes, and the tensors that a layer refers to.
+
+A run replaces the parameters that modules register by others in new memory. One `nn.Parameter` in several modules stays one. A
+view of it, or a list or function that refers to it, would keep the old values, without an error. No module lists such places:
+attributes, lists, functions, classes and hooks are searched, and named by the attribute that led to them.
+"""
 
 from __future__ import annotations
 
+import gc
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from sley_core.errors import PlanError
 
 CHUNK_WORDS = 1 << 20
 """How many words of 8 bytes are hashed at a time: the working memory is a few times that."""
@@ -135,3 +147,217 @@ def counted(in_use: Callable[[], int]) -> Iterator[None]:
         yield
     finally:
         _counters.pop()
+
+
+MOST = 100_000
+"""How many objects are searched behind one attribute; the limit is for attributes such as a tokenizer or a dataset."""
+
+_META_BITS = 64
+"""By how many bits imagined addresses on meta are above real ones, and apart from each other."""
+
+_REGISTERED = {"_parameters", "_buffers", "_modules"}
+_ENDS: tuple[type, ...] = (str, bytes, int, float, complex, type, ModuleType, BuiltinFunctionType, CodeType, FrameType)
+_ENDS += (torch.dtype, torch.device, torch.Generator, type(None))
+_EMPTY = (dict, OrderedDict)
+
+
+class HeldTensor(NamedTuple):
+    """A tensor to which a layer refers. where: the attribute that led to it. in_module: whether it is a parameter of a module
+    that belongs to no layer.
+    """
+
+    where: str
+    tensor: Tensor
+    in_module: bool
+
+
+def held_tensors(name: str, layer: nn.Module, registered: set[int]) -> Iterator[HeldTensor]:
+    """Yields the tensors to which the layer `name` refers, each under the first place that leads to it.
+
+    registered: ids of the modules of all layers, into which the search does not go.
+    """
+    seen: set[int] = set()
+    for where, root in _roots(name, layer):
+        if issubclass(type(root), _ENDS) or (type(root) in _EMPTY and not root):
+            continue  # fast path for most attributes: flags, names, and empty dicts of hooks
+        yield from _behind(where, root, seen, registered)
+
+
+def check_held(
+    modules: Mapping[str, nn.Module], twin: Callable[[Tensor], Tensor | None] = lambda _: None
+) -> dict[str, list[HeldTensor]]:
+    """Returns, by name of the layer, the tensors to which the layers `modules` refer and that must not be read: those with an
+    autograd graph, which leads to other tensors than the run's, and parameters of layers in modules of no layer.
+
+    Raises PlanError "model-init" with the attribute, for a parameter to which something else than a module refers, and for two
+    tensors that share memory, one of them a registered parameter that is trained. twin: returns the parameter on meta that was
+    registered in place of a real one.
+    """
+    registered = {id(one) for module in modules.values() for one in module.modules()}
+    known = {id(tensor): (name, tensor) for name, tensor in reversed(list(_registered(modules)))}
+    named = {key: _Span(*_span(tensor), name, tensor, True) for key, (name, tensor) in reversed(known.items())}
+    unreadable: dict[str, list[HeldTensor]] = {}
+    for layer, module in modules.items():
+        for held in held_tensors(layer, module, registered):
+            other = twin(held.tensor)
+            name, tensor = known.get(id(held.tensor if other is None else other), ("", held.tensor))
+            is_parameter = bool(name) and isinstance(tensor, nn.Parameter)
+            if is_parameter and (other is not None or not held.in_module):
+                raise _kept(held.where, name)
+            if is_parameter or tensor.grad_fn is not None:
+                unreadable.setdefault(layer, []).append(held)
+            if not is_traceable_wrapper_subclass(tensor) and tensor.layout is torch.strided:
+                named.setdefault(id(tensor), _Span(*_span(tensor), held.where, tensor, False))
+    _check_memory(span for span in named.values() if span.end)
+    return unreadable
+
+
+def _registered(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters and buffers of layers, by name."""
+    for layer, module in modules.items():
+        for kind in (module.named_parameters, module.named_buffers):
+            for name, tensor in kind(layer):
+                if not is_lazy(tensor) and not is_traceable_wrapper_subclass(tensor) and tensor.layout is torch.strided:
+                    yield name, tensor
+
+
+class _Span(NamedTuple):
+    """The addresses of a tensor's first byte and of the byte after its last, and whether a module registers it."""
+
+    start: int
+    end: int
+    name: str
+    tensor: Tensor
+    is_registered: bool
+
+    @property
+    def is_trained(self) -> bool:
+        return self.is_registered and isinstance(self.tensor, nn.Parameter) and self.tensor.requires_grad
+
+
+def _check_memory(spans: Iterable[_Span]) -> None:
+    """Raises PlanError "model-init" for two tensors that share memory, one of them a parameter that is trained."""
+    before: list[_Span] = []
+    for one in sorted(spans, key=lambda span: span.start):
+        before = [other for other in before if other.end > one.start]
+        for other in before:
+            if (one.is_trained or other.is_trained) and overlap(one.tensor, other.tensor):
+                raise _shared(other, one) if one.is_registered and other.is_registered else _alias(other, one)
+        before.append(one)
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors have a byte in common; interleaved columns of one matrix do not."""
+    (start, end), (other_start, other_end) = _span(one), _span(other)
+    if max(start, other_start) >= min(end, other_end):
+        return False
+    first = min(start, other_start)
+    marks = torch.zeros(max(end, other_end) - first, dtype=torch.bool, device="cpu")
+    _bytes(marks, one, start - first).fill_(True)
+    return bool(_bytes(marks, other, other_start - first).any())
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Returns the addresses of the first byte and of the byte after the last, on meta imagined ones; zeros for no elements."""
+    if not tensor.numel():
+        return 0, 0
+    item = tensor.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    if tensor.is_meta:
+        start = (tensor.untyped_storage()._cdata << _META_BITS) + tensor.storage_offset() * item
+    return start, start + (last + 1) * item
+
+
+def _bytes(marks: Tensor, tensor: Tensor, at: int) -> Tensor:
+    item = tensor.element_size()
+    return marks.as_strided((*tensor.shape, item), (*(stride * item for stride in tensor.stride()), 1), at)
+
+
+def _shared(one: _Span, other: _Span) -> PlanError:
+    """Returns the error for two registered tensors that share memory."""
+    kinds = ["parameter" if isinstance(each.tensor, nn.Parameter) else "buffer" for each in (one, other)]
+    if kinds == ["parameter", "parameter"]:
+        message = f"the parameters {one.name!r} and {other.name!r} share their memory, but are two parameters"
+        hint = "tie them by giving both modules one and the same nn.Parameter, or `.clone()` one of them"
+    else:
+        message = f"the {kinds[0]} {one.name!r} and the {kinds[1]} {other.name!r} share their memory"
+        hint = "`.clone()` the buffer, or compute it in the forward"
+    return _refused(message, hint)
+
+
+def _alias(one: _Span, other: _Span) -> PlanError:
+    held, parameter = (other, one) if one.is_registered else (one, other)
+    message = f"`{held.name}` shares its memory with the parameter {parameter.name!r}, and would not follow its training"
+    return _refused(message, "`.clone()` it, or compute it in the forward")
+
+
+def _kept(where: str, name: str) -> PlanError:
+    """Returns the error for a parameter to which something other than a module refers."""
+    message = f"`{where}` holds the parameter {name!r}, but not as a module's parameter: a run would train another tensor"
+    hint = "let the forward ask the module that holds it (`self.linear.weight`), or give it to this module as well: a tie"
+    return _refused(message, hint)
+
+
+def _refused(message: str, hint: str) -> PlanError:
+    return PlanError("model-init", message, path=("model",), hint=hint)
+
+
+def _roots(name: str, layer: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the places to search, with their names: module and parameter attributes, hooks, and class attributes."""
+    kinds: dict[type, None] = {}
+    for prefix, module in layer.named_modules(prefix=name):
+        for name, value in vars(module).items():
+            if name not in _REGISTERED and not _is_kept_up(module, name):
+                yield f"{prefix}.{name}", value
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}.{name}.register_hook", parameter._backward_hooks
+                yield f"{prefix}.{name}", parameter.__dict__
+        kinds.update(dict.fromkeys(type(module).__mro__))
+    for kind in kinds:
+        if not _is_torchs(kind):
+            for name, value in list(vars(kind).items()):
+                if name == "__init__":
+                    continue  # its globals, such as a registry of instances, are not needed by any forward
+                yield f"{kind.__name__}.{name}", value
+
+
+def _is_kept_up(module: nn.Module, name: str) -> bool:
+    """Returns whether torch itself updates the attribute when a parameter is replaced, or before each forward."""
+    return (isinstance(module, nn.RNNBase) and name == "_flat_weights") or f"{name}_orig" in module._parameters
+
+
+def _is_torchs(one: Any) -> bool:
+    return str(getattr(one, "__module__", "")).partition(".")[0] in ("torch", "builtins")
+
+
+def _behind(where: str, root: Any, seen: set[int], registered: set[int]) -> Iterator[HeldTensor]:
+    """Yields the tensors reachable from `root` through at most `MOST` objects."""
+    ahead = [root]
+    looked_at = 0
+    while ahead and looked_at < MOST:
+        one = ahead.pop()
+        kind = type(one)
+        if issubclass(kind, _ENDS) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        looked_at += 1
+        if issubclass(kind, Tensor):
+            yield HeldTensor(where, one, False)
+        elif issubclass(kind, nn.Module):
+            if id(one) not in registered:
+                yield from (HeldTensor(where, each, True) for each in one._parameters.values() if each is not None)
+                ahead += [value for name, value in vars(one).items() if name != "_parameters"]
+        elif issubclass(kind, FunctionType):
+            if not _is_torchs(one):
+                ahead += _of_function(one)
+        else:
+            ahead += gc.get_referents(one)
+
+
+def _of_function(function: FunctionType) -> list[Any]:
+    """Returns what a function closes over, its defaults, and the tensors, containers and functions it uses as globals."""
+    found = [*(function.__closure__ or ()), function.__defaults__, function.__kwdefaults__, function.__dict__]
+    known = (function.__globals__.get(name) for name in function.__code__.co_names)
+    return found + [one for one in known if isinstance(one, Tensor | list | tuple | dict | set | FunctionType)]

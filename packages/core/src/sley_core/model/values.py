@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from sley_core.errors import PlanError
 from sley_core.generators import seeded_as_plain
 from sley_core.model.build import NoDrawsOnMeta, Recipe, check_parameters
-from sley_core.model.held import check_held
 from sley_core.model.layers import MODEL, Layer, Model, like
-from sley_core.model.tensors import buffer_format, parameter_format
+from sley_core.model.tensors import buffer_format, check_held, parameter_format
 
 Places = list[tuple[str, nn.Module, str, nn.Parameter]]
 """Name, module, attribute and parameter of every place that holds one; a tied parameter has several."""

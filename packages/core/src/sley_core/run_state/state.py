@@ -15,10 +15,10 @@ from sley_core.engine.agreement import Agreement
 from sley_core.errors import KeyPath, PlanError, PluginError, RunError, SleyError
 from sley_core.factory import cause
 from sley_core.json_values import from_json, to_json
-from sley_core.plan.changes import changes, refuse_changes
 from sley_core.plan.kinds import CHECKPOINTER
 from sley_core.plan.load import plan_from_text, with_values
-from sley_core.protocols.records import Checkpointer
+from sley_core.plan.write import changes, refuse_changes
+from sley_core.protocols import Checkpointer
 from sley_core.records import CheckpointerRecord
 from sley_core.run_state.pieces import BUFFERS, WEIGHTS, Saved, SavedRun
 from sley_core.run_state.tensors import Restoring, RunTensors, generators, restore_generators

@@ -23,9 +23,9 @@ from sley_core.errors import RunError
 from sley_core.generators import host_state, set_host_state
 from sley_core.json_values import from_json, to_json
 from sley_core.optim.shared import attributes_of, copied, in_training, load, options_to_save, shared_to_save, shared_values
+from sley_core.plan.load import resolve
 from sley_core.plan.loader import Loader
 from sley_core.plan.read import read_text
-from sley_core.plan.resolve import resolve
 from sley_core.run_state.pieces import BUFFERS, OPTIMIZER, WEIGHTS, Region, TensorPiece, region_of
 from sley_core.weight_files.write import BY_NAME, DTYPES
 

@@ -20,9 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from sley_core.actions.action import Action, Kind, Placement
-from sley_core.actions.costs import TimedAction, Timeline
 from sley_core.actions.draw import MICROSECONDS
-from sley_core.actions.simulate import given, taken
+from sley_core.actions.simulate import TimedAction, Timeline, given, taken
 
 INCHES = (6.0, 3.0)
 

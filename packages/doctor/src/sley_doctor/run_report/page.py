@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jinja2
 import tomli
 
-from sley_core.actions.costs import Timeline
+from sley_core.actions.simulate import Timeline
 from sley_core.attempt import PLAN
 from sley_core.errors import UsageError, dotted
 from sley_core.metrics.jsonl import rows

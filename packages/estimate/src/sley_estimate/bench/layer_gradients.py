@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from sley_core.engine.direct import DirectLinear, Handover, WeightQueue, is_plain_linear
-from sley_core.model.patch import ForwardPatch
+from sley_core.model.layers import ForwardPatch
 
 
 class LayerGradients:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sley_core.actions.costs import Costs
-from sley_core.actions.simulate import Peaks, peaks_of
+from sley_core.actions.simulate import Costs, Peaks, peaks_of
 from sley_core.errors import SleyError
 
 if TYPE_CHECKING:

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.simulation import Simulation, nothing
-from sley_core.comm.transport.choose import installed_transports
+from sley_core.comm.backends import installed_transports
+from sley_core.comm.groups import Simulation, nothing
 from sley_core.engine.boundary import Description, unflatten
 from sley_core.engine.execute import describe
 from sley_core.errors import RunError
-from sley_core.model.held import held_tensors
 from sley_core.model.layers import like
-from sley_core.model.tensors import buffer_format
+from sley_core.model.tensors import buffer_format, held_tensors
 from sley_estimate.bytes.transports import Tell, imitated_transports
 from sley_estimate.layers.distinct import kind_of
 from train_cli.on_meta import meta_micro_batch, meta_output, meta_state
@@ -29,13 +28,14 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from sley_core.actions.action import Placement
-    from sley_core.comm.members import Members
-    from sley_core.comm.transport.protocol import Transport
-    from sley_core.comm.verbs import Collective, Exchange
+    from sley_core.comm.groups import Exchange
+    from sley_core.comm.progress import Members
+    from sley_core.comm.transport import Transport
     from sley_core.data.dataset import AnyDataset
     from sley_core.engine.stage import Stage
     from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
+    from sley_core.protocols import Collective
     from sley_estimate.bytes.fake_tensors import FakeTensors
 
 

@@ -13,11 +13,10 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from sley_core.comm.members import Members
-from sley_core.comm.progress import Standing
-from sley_core.comm.transport.backend import Direct, Done
-from sley_core.comm.transport.protocol import Transport, Work
-from sley_core.comm.verbs import Collective
+from sley_core.comm.backends import Direct, Done
+from sley_core.comm.progress import Members, Standing
+from sley_core.comm.transport import Transport, Work
+from sley_core.protocols import Collective
 from sley_core.records import TransportRecord
 
 

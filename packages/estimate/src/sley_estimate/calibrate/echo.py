@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
+from sley_core.comm.backends import Done
 from sley_core.comm.groups import Group
-from sley_core.comm.transport.backend import Done
-from sley_core.comm.transport.protocol import Transport, Work, put
+from sley_core.comm.transport import Transport, Work, put
 from sley_core.topology import DEFAULT_LANE, LANES
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device, Span
-    from sley_core.comm.verbs import Exchange
+    from sley_core.comm.groups import Exchange
 
 
 class NotImaginedError(Exception):

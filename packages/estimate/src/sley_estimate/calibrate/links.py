@@ -17,7 +17,7 @@ from sley_core.topology import GATHER, REDUCE, Topology
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Group, Groups
-    from sley_core.comm.transport.protocol import Work
+    from sley_core.comm.transport import Work
     from sley_core.comm.world import World
 
 FEW, MANY = 1 << 12, 1 << 23

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from sley_core.actions.costs import Costs
-from sley_core.actions.simulate import simulate
+from sley_core.actions.simulate import Costs, simulate
 from sley_core.assemble import DTYPES, draft_model, dtypes
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset

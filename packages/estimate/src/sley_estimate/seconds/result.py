@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sley_core.actions.action import Action
-from sley_core.actions.costs import TimedAction, Timeline
+from sley_core.actions.simulate import TimedAction, Timeline
 from sley_estimate.seconds.lanes import Exposed, Lanes, LaneSpan
 from sley_estimate.seconds.program import Compute, Program
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from sley_core.comm.groups import Group
     from sley_core.comm.progress import SentBytes
-    from sley_core.comm.transport.protocol import Work
+    from sley_core.comm.transport import Work
     from sley_core.engine.buffers import GradientBuffer
     from sley_core.engine.canonical.tree import CanonicalOrder
     from sley_core.engine.gradients import GradientStore

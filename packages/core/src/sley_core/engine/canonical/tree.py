@@ -36,7 +36,7 @@ from sley_core.engine.slot import Autograd, Habit, Slot, State, add_at
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
-    from sley_core.comm.members import Members
+    from sley_core.comm.progress import Members
     from sley_core.engine.parts import StepState
 
 
