@@ -173,10 +173,8 @@ def test_both_ends_of_a_queue_keep_messages_of_the_same_steps(in_a_step: int, of
 def test_an_evaluation_is_told_apart_from_what_comes_between_steps(texts: Path, tmp_path: Path) -> None:
     plan = small_plan(run__steps=4, data__held_out=0.5, evaluation={"every": 1})
     with one_step_windows(), assemble(plan_from_dict(plan, texts), World.alone("cpu"), folder=tmp_path) as run:
-        assert run.evaluation is not None
-        run.evaluation.forward.modules[0].register_forward_pre_hook(
-            lambda module, _: None if module.training else time.sleep(SLOW_S)
-        )
+        assert run.held_out is not None
+        run.layers[0].module.register_forward_pre_hook(lambda module, _: None if module.training else time.sleep(SLOW_S))
         with recorded_work(run.parts, run.feed, tmp_path, run.notes):
             run.train()
             assert run.parts.groups.progress.standing.step == 4, "an evaluation's batches are no steps"

@@ -48,7 +48,7 @@ def watched(tables: dict[str, Any]) -> bool:
             run.step()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            launched = run.loop.launch(None)
+            launched = run.launch(None)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         return launched.totals.read().is_finite

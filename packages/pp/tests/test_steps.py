@@ -147,8 +147,8 @@ def forward_only(tables, folder):
             loss = run.evaluate()
         gradients = [param.parameter.grad for param in run.registry if param.parameter.grad is not None]
         taken = run.memory.bytes["gradients"]
-        run.evaluation.feed.restore({"samples": 0})
-        return saved, gradients, taken, loss, run.step(run.evaluation.feed.next())["loss"]
+        run.held_out.restore({"samples": 0})
+        return saved, gradients, taken, loss, run.step(run.held_out.next())["loss"]
 
 
 @pytest.mark.parametrize("schedule", ["pp.interleaved", "pp.zero_bubble_v"])

@@ -133,7 +133,7 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, resume: str | None, li
         if note := refusal(os.environ):
             run.notes.append(note)
         tell = status_server(os.environ, run.plan.run.steps)
-    if run.evaluation is not None and (note := repeats(run.evaluation.feed.num_samples, run.plan)):
+    if run.held_out is not None and (note := repeats(run.held_out.num_samples, run.plan)):
         run.notes.append(note)
     totals = done(run, folder, resume)
     run.readers.append(totals.add)

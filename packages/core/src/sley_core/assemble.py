@@ -28,12 +28,13 @@ from sley_core.engine.canonical.tree import CanonicalOrder
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.load import WeightLoader, names_of
-from sley_core.engine.parts import Parts, Pools, StepNumbers, StepState, Waits
+from sley_core.engine.parts import Parts, Pools, StepNumbers, Waits
 from sley_core.engine.refusals import check_canonical, check_hooks, refuse_left_over
 from sley_core.engine.registry import ParameterRegistry
 from sley_core.engine.save import check_extra_states
 from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
 from sley_core.engine.stage import Stage, by_parameters, costs_are_timed, stage_of, tie_groups, timed_costs
+from sley_core.engine.step_state import StepState
 from sley_core.engine.weights import WeightStore
 from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
 from sley_core.model.buffers import notes_of, train
@@ -47,7 +48,6 @@ from sley_core.plan.write import digested
 from sley_core.process import keep_freed_memory
 from sley_core.records import ProcessGroupRecord, steps_on_host
 from sley_core.run import Run
-from sley_core.run_state.state import checkpointer_of
 from sley_core.topology import AXES, GroupEntry
 
 if TYPE_CHECKING:
@@ -135,7 +135,6 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
         outputs_of(plan, world, stepper, topology, folder),
         memory,
         WeightLoader(names, parts, stepper.update.masters),
-        checkpointer_of(state),
         state,
         facts,
     )

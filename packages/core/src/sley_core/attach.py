@@ -22,7 +22,6 @@ from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
 from sley_core.engine.call import LayerCaller, compile_layers
 from sley_core.engine.direct import accumulate_directly, accumulates_directly, add_rows_directly
-from sley_core.engine.evaluate import Evaluation, ForwardOnly
 from sley_core.engine.execute import Crossing, Executor
 from sley_core.engine.positions import OverPositions, PositionProbe, WholeSequences, is_of_whole_sequences
 from sley_core.engine.replicas import CopyComparison, WriteWatch
@@ -297,21 +296,20 @@ def keepers_of(plan: Plan, stepper: Stepper) -> dict[str, Keeps]:
 
 @dataclass(frozen=True)
 class Samples:
-    """Holds what a run is trained on and measured with.
+    """The data of a run.
 
-    splitter: makes micro-batches of samples. forward: runs the model forward only. reads: names of the fields that layers read.
-    feed: gives the next samples, None in a fake world. watch: the buffers that the first step must not write. evaluation: on
-    held-out samples, if the plan has one.
+    splitter: makes micro-batches of samples. reads: names of the fields that layers read. feed: gives the next samples, None in
+    a fake world. watch: the buffers that the first step must not write. held_out: gives the samples of `[evaluation]`, if the
+    plan has one.
     """
 
     dataset: AnyDataset
     splitter: BatchSplitter
     meter: Meter
-    forward: ForwardOnly
     reads: frozenset[str]
     feed: Feed | None = None
     watch: BufferWatch | None = None
-    evaluation: Evaluation | None = None
+    held_out: Feed | None = None
 
 
 @dataclass(frozen=True)
@@ -354,10 +352,9 @@ def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, step
     """Returns the training samples, their meter and the evaluation. has_feed: whether samples are read; else steps are given
     theirs.
     """
-    executor, topology, groups = stepper.executor, parts.topology, parts.groups
-    whole = executor.whole
+    executor, topology, whole = stepper.executor, parts.topology, stepper.executor.whole
     loss = executor.loss if executor.has_loss and whole is None else None
-    slices = Slices(dataset.info.fields, topology.sp, groups["sp"].coord, loss)
+    slices = Slices(dataset.info.fields, topology.sp, parts.groups["sp"].coord, loss)
     splitter = BatchSplitter(
         dataset.info,
         plan.batch.micro_size,
@@ -367,39 +364,33 @@ def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, step
         weighs_whole=whole is not None,
         weighs_micros=parts.store.canonical is not None,
     )
-    modules = [layer.module for layer in parts.layers]
-    forward = ForwardOnly(executor, stepper.lists, modules, groups, parts.world.device, stepper.agreement)
     reads = frozenset(name for layer in model.layers for name in layer.fields)
-    samples = Samples(dataset, splitter, Meter.of(parts, model.layers, dataset.info), forward, reads)
+    samples = Samples(dataset, splitter, Meter.of(parts, model.layers, dataset.info), reads)
     if not has_feed:
         return samples
-    rows = rows_of(plan.batch.global_size, parts)
     config: Any = plan.data.config
-    feed = _feed(plan, dataset, rows, shuffle=config.shuffle, will_save=plan.checkpoint is not None)
-    watch = BufferWatch(parts.layers, model.per_rank_buffers)
-    return replace(samples, feed=feed, watch=watch, evaluation=_evaluation(plan, forward, splitter, rows))
 
+    def feed(of: AnyDataset, **options: bool) -> Feed:
+        """Returns the feed of this rank's rows, which checks token ids as it reads."""
+        return Feed(
+            of,
+            seed=plan.run.seed,
+            batch_size=plan.batch.global_size,
+            rows=rows_of(plan.batch.global_size, parts),
+            timeout_s=plan.limits.data_timeout_s,
+            check=lambda batch, numbers: check_tokens(batch, of.info, numbers),
+            **options,
+        )
 
-def _feed(plan: Plan, dataset: AnyDataset, rows: range, *, shuffle: bool = True, will_save: bool = False) -> Feed:
-    """Returns the feed of this rank's `rows`, which checks token ids as it reads."""
-    return Feed(
-        dataset,
-        seed=plan.run.seed,
-        batch_size=plan.batch.global_size,
-        rows=rows,
-        shuffle=shuffle,
-        timeout_s=plan.limits.data_timeout_s,
-        check=lambda batch, samples: check_tokens(batch, dataset.info, samples),
-        will_save=will_save,
+    held_out = None
+    if plan.evaluation is not None:
+        held_out = feed(open_dataset(plan.data, DataContext(plan.run.seed, "held_out")), shuffle=True)
+    return replace(
+        samples,
+        feed=feed(dataset, shuffle=config.shuffle, will_save=plan.checkpoint is not None),
+        watch=BufferWatch(parts.layers, model.per_rank_buffers),
+        held_out=held_out,
     )
-
-
-def _evaluation(plan: Plan, forward: ForwardOnly, splitter: BatchSplitter, rows: range) -> Evaluation | None:
-    """Returns the evaluation on held-out data; None if the plan has none."""
-    if plan.evaluation is None:
-        return None
-    held_out = open_dataset(plan.data, DataContext(plan.run.seed, "held_out"))
-    return Evaluation(forward, _feed(plan, held_out, rows), splitter, plan.evaluation.steps)
 
 
 def outputs_of(plan: Plan, world: World, stepper: Stepper, topology: Topology, folder: Path | None) -> Outputs:

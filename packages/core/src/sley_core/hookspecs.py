@@ -10,22 +10,42 @@ names). Before a minor version removes one, an earlier version warns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import pluggy
 
 if TYPE_CHECKING:
     from sley_core import records
-    from sley_core.notify import Notified
+    from sley_core.comm.groups import Groups
+    from sley_core.comm.world import World
+    from sley_core.engine.registry import ParameterRegistry
+    from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
     from sley_core.topology import Topology
 
 PROJECT = "sley"
 
+NOTIFICATIONS = ("sley_run_started", "sley_step_finished", "sley_run_finished")
+
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 """Marks a plugin's function as the implementation of the hook of its name."""
+
+
+class Notified(Protocol):
+    """The run of a notification: what a listener may read, and `stop`."""
+
+    plan: Plan
+    world: World
+    topology: Topology
+    groups: Groups
+    layers: Sequence[Layer]
+    registry: ParameterRegistry
+    num_steps_done: int
+
+    def stop(self) -> None:
+        """Asks all ranks to stop after the step in progress."""
 
 
 @hookspec

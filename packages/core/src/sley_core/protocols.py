@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from sley_core.actions.action import Action, Transfer
     from sley_core.attempt import Lineage
     from sley_core.engine.boundary import Description
-    from sley_core.engine.parts import MicroStep, Parts, Phase, StepState
+    from sley_core.engine.parts import Parts
     from sley_core.engine.registry import Param
+    from sley_core.engine.step_state import MicroStep, Phase, StepState
     from sley_core.model.layers import Layer
     from sley_core.run_state.pieces import Saved, SavedRun
 

@@ -1,4 +1,4 @@
-"""A run: `assemble` returns it, and the command line or your own program drives it.
+"""A run: `assemble` returns it; the command line, or a program of your own, drives it.
 
 with assemble(plan, world) as run:
     run.train()                      # all steps of the plan
@@ -7,6 +7,10 @@ with assemble(plan, world) as run:
     outputs = run.predict(batch)     # the model's outputs for your own samples
     run.load_weights(state)          # other weights, between two steps
     run.save_weights("weights")      # safetensors files
+
+On CUDA the totals of a step are read while the next one runs:
+
+launch step 1 ──> launch step 2 ──> emit row 1: writers, listeners ──> launch step 3 ──> emit row 2 ...
 """
 
 from __future__ import annotations
@@ -22,10 +26,10 @@ from sley_core.attach import counts_of, rows_of
 from sley_core.comm.collectives import gather_objects
 from sley_core.comm.device import on_stream
 from sley_core.engine.save import WeightSaver
-from sley_core.errors import StateError, UsageError, closed
+from sley_core.engine.step_batch import ModelOutputs
+from sley_core.errors import RunError, StateError, UsageError, closed
 from sley_core.loop import Loop, Row
 from sley_core.memory.run_memory import TO_EVALUATE, TO_LOAD, TO_RESTORE, TO_SAVE, TO_STEP
-from sley_core.notify import Notifier
 from sley_core.run_state.state import AUTO
 from sley_core.weight_files.write import FILE_BYTES
 
@@ -41,20 +45,18 @@ if TYPE_CHECKING:
     from sley_core.memory.run_memory import RunMemory
     from sley_core.memory.state import Part
     from sley_core.plan.plan import Plan
-    from sley_core.protocols import Checkpointer, Restored
+    from sley_core.protocols import Restored
     from sley_core.run_state.state import TrainingState
 
 Outcome = Literal["finished", "interrupted", "failed"]
 
 
-class Run(AbstractContextManager["Run"]):
-    """Runs one rank's part of a training run. All ranks must call the same methods in the same order.
+class Run(Loop, AbstractContextManager["Run"]):
+    """One rank's part of a training run. All ranks call the same methods in the same order.
 
     parts: what plugins are attached to; `world`, `topology`, `groups`, `layers`, `registry` and `store` are its attributes too.
-    stepper: takes one step; loop: takes many, and makes rows. samples: the training data. outputs: the writers of metrics,
-    timelines and profiles. memory: reports what the run holds, and moves it off the device and back. facts: what assembling
-    found out; its `notes` are for the user. listeners: called with each row, on every rank. readers: called with each row too,
-    but must not read anything else, since weights may still be in flight from other ranks.
+    memory: reports what the run holds, and moves it off the device and back. facts: what the assembly found out; its `notes`
+    are for the user.
     """
 
     def __init__(
@@ -66,43 +68,23 @@ class Run(AbstractContextManager["Run"]):
         outputs: Outputs,
         memory: RunMemory,
         load_weights: WeightLoader,
-        checkpointer: Checkpointer,
         state: TrainingState,
         facts: AssemblyFacts,
     ) -> None:
-        self.plan = plan
-        self.parts = parts
-        self.device = parts.world.device
+        super().__init__(plan, parts, stepper, samples, outputs, memory, state)
         self.world, self.topology, self.groups = parts.world, parts.topology, parts.groups
         self.layers, self.registry, self.store = parts.layers, parts.registry, parts.store
-        self.stepper = stepper
         self.caller = stepper.executor.caller
-        self.samples = samples
-        self.dataset, self.feed, self.evaluation = samples.dataset, samples.feed, samples.evaluation
-        self.outputs = outputs
+        self.dataset = samples.dataset
         self.facts = facts
         self.notes = facts.notes
         if self.feed is not None:
             self.feed.notes = self.notes
-        self.listeners: list[Callable[[Row], None]] = []
-        self.readers: list[Callable[[Row], None]] = []
-        self._looks = False
-        require = partial(memory.require, "a step", TO_STEP)
-        self.loop = Loop(plan, parts, stepper, samples, outputs, self._tell, require, checkpointer, state.attempt)
-        self.memory = memory
         memory.settle, memory.check_free = self._settle, self._check_free
         self._load_weights = load_weights
-        self._checkpointer = checkpointer
-        self._state = state
-        self._notify = Notifier(plan)
         self._outcome: Outcome = "finished"
-        self._has_begun = False
-        self._is_closed = False
-
-    @property
-    def num_steps_done(self) -> int:
-        """Number of optimizer steps, refused ones included: each keeps its number."""
-        return self.loop.num_steps_done
+        self._has_begun = self._is_closed = False
+        self._is_training = self._is_accumulating = False
 
     @property
     def rows(self) -> slice:
@@ -115,21 +97,39 @@ class Run(AbstractContextManager["Run"]):
         """The plan completed by what only the run could determine: the ranks of the world, the samples of an epoch, ..."""
         return self._state.resolved_plan
 
-    @on_stream
     def train(self) -> Outcome:
         """Takes steps until the plan's last one, or until any rank asks to stop; returns the outcome. All ranks call it.
 
-        Calls the plugins' notifications. On CUDA a row is read while the next step runs. Raises RunError, on all ranks alike
-        and with no weight changed by that step: `not-finite` if the loss or the gradient norm is not finite, `nothing-counts`
-        for a batch of weight 0; and before the first step, `checkpoint-folder` if its checkpoints could not be saved.
+        Calls the plugins' notifications. Raises RunError, on all ranks alike and with no weight changed by that step:
+        `not-finite` if the loss or the gradient norm is not finite, `nothing-counts` for a batch of weight 0; and before the
+        first step, `checkpoint-folder` if its checkpoints could not be saved.
         """
-        self._settle()
-        self._check_ended("training")
-        self.memory.require("a step", TO_STEP)
-        self._checkpointer.probe()
-        with self._stepping():
-            self._looks = self._any_listens()
-            self.loop.train()
+        with self.device.on_stream():
+            self._settle()
+            self._check_ended("training")
+            self.memory.require("a step", TO_STEP)
+            self._checkpointer.probe()
+            with self._stepping(), self._set("_is_training", True):
+                # All ranks must wait for late weights alike, so they ask whether anyone listens.
+                mine = bool(self.listeners)
+                control = self.groups["control"]
+                self._any_listens = self.parts.weights.come_late and any(
+                    gather_objects(mine, control, what="who listens to steps")
+                )
+                self._restart()
+                with self.parts.weights.settled_on_error():
+                    while self.num_steps_done < self.plan.run.steps and not self.was_stopped:
+                        # Launched before the previous step is emitted: on CUDA the device is not idle while the host reads.
+                        before, self._late = self._late, self.launch(None)
+                        if before is not None:
+                            self._emit(before)
+                        is_due = self._evaluates_after(self._late.number) or self._checkpointer.is_due(self.num_steps_done)
+                        if is_due or not self.device.is_async:
+                            self._emit_late()
+                        self._save_if_due()
+                    self._emit_late()
+                    self.parts.weights.settle()
+                self._checkpointer.train_done(self.num_steps_done, was_stopped=self.was_stopped)
         return self._outcome
 
     @overload
@@ -146,19 +146,29 @@ class Run(AbstractContextManager["Run"]):
     def step(self, batch: GivenBatch | None = None, *, return_outputs: bool = False, join: bool = False) -> Any:
         """Takes one optimizer step and returns its row, the same on every rank. All ranks call it.
 
-        batch: this rank's samples, rows `run.rows` of the global batch, on the host: {field: tensor}; if left out, the next
-        ones of the plan's data. It may have more or fewer micro-batches than the plan says, but the same number on all ranks.
-        It may be a list of micro-batches, whose sequence lengths may differ, but must be the same on all stages.
+        batch: this rank's samples, rows `run.rows` of the global batch, on the host: {field: tensor}; by default the next ones
+        of the plan's data. It may have more or fewer micro-batches than the plan says, but the same number on all ranks. It may
+        be a list of micro-batches, whose sequence lengths may differ, but must be the same on all stages.
 
         return_outputs: returns the row and the model's outputs in this step's forward, copied and without a graph, in the form
         that `predict` gives them, with `join` as there; all ranks ask for the same.
 
         Raises RunError as `train` does, and, with nothing changed, for a batch that does not match the data's declaration.
         """
+        outputs = ModelOutputs() if return_outputs else None
         with self.device.on_stream():
             self._settle()
             with self._stepping():
-                return self.loop.step_with_outputs(batch, join=join) if return_outputs else self.loop.step(batch)
+                self._restart()
+                if self._is_accumulating:
+                    row = self._add(batch, outputs)
+                else:
+                    with self.parts.weights.settled_on_error():
+                        pending = self.launch(batch, outputs)
+                    self.parts.weights.settle()
+                    row = self._emit(pending)
+                    self._save_if_due()
+                return row if outputs is None else (row, self._in_form(outputs, batch, join=join))
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Returns a context manager within which `step` adds gradients up and updates nothing; the next call of `step` outside
@@ -185,22 +195,22 @@ class Run(AbstractContextManager["Run"]):
                 'with [parallel] reduction = "canonical" gradients are summed in one order of all micro-batches of a step',
                 hint="give `run.step` a list of all micro-batches",
             )
-        return self.loop.accumulating()
+        return self._set("_is_accumulating", True)
 
     @on_stream
     def evaluate(self, batch: GivenBatch | None = None) -> float:
         """Returns the mean loss over `batch`, the same on every rank; changes nothing. All ranks call it.
 
-        batch: this rank's samples, in the form that `step` takes; left out, the plan's held-out samples. Raises RunError
+        batch: this rank's samples, in the form that `step` takes; by default the plan's held-out samples. Raises RunError
         `not-finite` and `nothing-counts` on all ranks alike, and UsageError `no-evaluation` where both the batch and the table
         `[evaluation]` are missing.
         """
         self._settle()
-        if batch is None and self.evaluation is None:
+        if batch is None and self.held_out is None:
             hint = "add one with `every = 100`, or evaluate a batch of your own"
             raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint=hint)
         self._require("an evaluation", TO_EVALUATE)
-        return self.loop.evaluate(batch)
+        return self._mean_loss(batch)
 
     @on_stream
     def predict(self, batch: GivenBatch, *, join: bool = False) -> Any:
@@ -208,23 +218,26 @@ class Run(AbstractContextManager["Run"]):
         call it. Changes nothing: modules are in evaluation mode, and nothing is kept for a backward.
 
         batch: this rank's samples, in the form that `step` takes; fields that no layer reads, such as labels, may be left out.
-        The result has the form of the batch: of {field: tensor} one output, whose tensors are joined along the dim of samples;
-        of a list of micro-batches a list. Tensors are on the run's device, without a graph. Ranks that split sequences (`sp`)
-        get the output of their slice, or all of them that of whole sequences, with `join`; classes that ranks share are joined.
+        The result has the form of the batch: for {field: tensor} one output, whose tensors are joined along the dim of samples;
+        for a list of micro-batches a list. Tensors are on the run's device, without a graph. Ranks that split sequences (`sp`)
+        get the output of their slice, or with `join` that of whole sequences; classes that ranks share are joined.
 
         Raises RunError `boundary-type` for an output that is not made of tensors, `outputs-apart` for a tensor without the dim
         along which it would be joined, and StateError `memory-away`.
         """
         self._settle()
         self._require("a prediction", TO_EVALUATE)
-        return self.loop.predict(batch, join=join)
+        with self._set("_doing", "an evaluation"), self._evaluated():
+            step_batch = self.samples.splitter.to_predict(batch, self.samples.reads)
+            outputs = ModelOutputs(step_batch.micros, self.stepper.outputs(step_batch))
+            return self._in_form(outputs, batch, join=join)
 
     @on_stream
     def load_weights(self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True) -> LoadedWeights:
         """Sets the model's weights to those of `state` exactly: {name: full tensor}, with the same names in every layout.
 
         All ranks call it, between two steps, with the same state; each copies the part that it holds, including shards and fp32
-        masters. A tied weight may be under any of its names. Buffers in `state` are loaded too. Optimizer states (moments)
+        masters. A tied weight may be under any of its names. Buffers in `state` are loaded too; optimizer states (moments)
         stay. A mapping is checked before anything is written; pairs are written as they come, so that only one tensor need be
         in memory. strict: missing or unknown names are an error; otherwise they are returned.
 
@@ -234,9 +247,10 @@ class Run(AbstractContextManager["Run"]):
         self._check_ended("loading weights")
         self.memory.require("loading weights", TO_LOAD)
         self._checkpointer.stage()
-        found = self._load_weights(state, strict=strict)
-        self.loop.weights_loaded()
-        return found
+        loaded = self._load_weights(state, strict=strict)
+        if self._watch is not None:
+            self._watch.look()
+        return loaded
 
     @on_stream
     def save_weights(self, folder: str | Path, *, precision: Precision = "working", max_file_bytes: int = FILE_BYTES) -> None:
@@ -258,7 +272,7 @@ class Run(AbstractContextManager["Run"]):
         attempt = self._state.attempt.current
         facts = {"step": str(self.num_steps_done), "attempt": "" if attempt is None else attempt.id}
         self._require("saving weights", ())
-        with self.loop.evaluated():
+        with self._evaluated():
             save(Path(folder).absolute(), precision, max_file_bytes, partial(self._look_at_weights, precision), facts)
 
     def check_weights_folder(self, folder: str | Path) -> None:
@@ -269,7 +283,7 @@ class Run(AbstractContextManager["Run"]):
         WeightSaver(self.parts, self.stepper.update.masters).check(Path(folder).absolute())
 
     def _look_at_weights(self, precision: Precision) -> None:
-        """Makes what a save of `precision` reads usable. Raises StateError `memory-away`."""
+        """Prepares the memory that a save of `precision` reads. Raises StateError `memory-away`."""
         self.memory.require("saving weights", TO_SAVE[precision])
         if precision == "full":
             self.memory.follow("saving weights")
@@ -279,9 +293,9 @@ class Run(AbstractContextManager["Run"]):
         """Writes a checkpoint and returns its folder; the checkpoint is complete when this returns. All ranks call it, between
         two steps.
 
-        path: the folder to create; if left out, the next one in the run's folder of checkpoints. Offloaded memory is read on
-        the host. Raises RunError `checkpoint-failed` on all ranks alike if it cannot be written: there is no checkpoint then,
-        and the run can continue.
+        path: the folder to create; by default the next one in the run's folder of checkpoints. Offloaded memory is read on the
+        host. Raises RunError `checkpoint-failed` on all ranks alike if it cannot be written: there is no checkpoint then, and
+        the run can continue.
         """
         self._settle()
         self._check_ended("saving a checkpoint")
@@ -305,14 +319,18 @@ class Run(AbstractContextManager["Run"]):
         self._settle()
         self._check_ended("loading a checkpoint")
         self.memory.require("loading a checkpoint", TO_RESTORE)
-        found, num_rows = self._checkpointer.load(path, anew=anew), 0
-        if found is not None:
-            given = "" if str(path) == AUTO else str(path)
-            num_rows, note = self._state.attempt.resume(found.lineage, found.step, given, found.path)
-            found.notes.extend([note] if note else [])
-            self.loop.go_on(found.step)
+        restored, num_rows = self._checkpointer.load(path, anew=anew), 0
+        if restored is not None:
+            named = "" if str(path) == AUTO else str(path)
+            num_rows, note = self._state.attempt.resume(restored.lineage, restored.step, named, restored.path)
+            restored.notes.extend([note] if note else [])
+            self.num_steps_done = restored.step
+            if self.outputs.timeline is not None:
+                self.outputs.timeline.go_on(restored.step, self.plan.run.steps)
+            if self._watch is not None:
+                self._watch.look()
         self.outputs.rewind(num_rows)
-        return found
+        return restored
 
     def before_layer(self, name: str, wait: Callable[[], None], is_due: Callable[[], bool] | None = None) -> None:
         """Registers `wait`, which is called before every use of the weights of layer `name`, recomputation included, if
@@ -323,7 +341,7 @@ class Run(AbstractContextManager["Run"]):
 
     def stop(self) -> None:
         """Asks all ranks to stop after the step in progress. Safe in a signal handler; does nothing once the run is closed."""
-        self.loop.stop()
+        self._stop_asked = True
 
     @property
     def counts(self) -> dict[str, dict[str, float]]:
@@ -341,8 +359,7 @@ class Run(AbstractContextManager["Run"]):
         if self._is_closed:
             return
         self._is_closed = True
-        feeds = (self.feed, self.evaluation.feed if self.evaluation else None)
-        parts = [*self.outputs.writers, self.stepper, self.outputs.profiler, *feeds, self._checkpointer]
+        parts = [*self.outputs.writers, self.stepper, self.outputs.profiler, self.feed, self.held_out, self._checkpointer]
         with ExitStack() as stack:  # the last first
             for part in parts:
                 if part is not None:
@@ -363,7 +380,7 @@ class Run(AbstractContextManager["Run"]):
             self._has_begun = True
             self._notify("sley_run_started", run=self)
         yield
-        self._outcome = "interrupted" if self.loop.was_stopped else "finished"
+        self._outcome = "interrupted" if self.was_stopped else "finished"
 
     def _require(self, what: str, parts: Sequence[Part]) -> None:
         """Lets the device's work wait for `parts` of the run's memory, and for all that is stepped if the optimizer has modes.
@@ -376,16 +393,22 @@ class Run(AbstractContextManager["Run"]):
             raise closed("run")
 
     def _settle(self) -> None:
+        """Emits a step that was in flight when the previous one was refused, and waits for weights: before any call but a step
+        of `train`. Raises RunError `step-running` within a step or an evaluation (from a module's hook), and from a listener on
+        CUDA, where the weights are already those of the next step.
+        """
         self._check_open()
-        self.loop.settle()
+        if self._doing or (self._is_training and self._late is not None):
+            raise RunError("step-running", f"{self._doing or 'a step'} is under way", hint="do it between two steps")
+        self._emit_late()
         self.parts.weights.settle()
 
     def _check_free(self) -> None:
         """Raises StateError `within-step` between the calls of one step, and `step-failed` if exchanges of a failed step or
         evaluation may still use this run's memory.
         """
-        stepper = self.stepper
         self._check_ended("an offload")
+        stepper = self.stepper
         if self.world.size > 1 and (stepper.left_in_flight or stepper.executor.left_in_flight):
             what = "step" if stepper.left_in_flight else "evaluation"
             raise StateError(
@@ -396,27 +419,10 @@ class Run(AbstractContextManager["Run"]):
         self._checkpointer.stage()
 
     def _check_ended(self, what: str) -> None:
-        """Raises StateError `within-step` if calls within `accumulate` have been added up that no step has ended yet."""
-        if self.loop.is_within_step:
+        """Raises StateError `within-step` if calls within `accumulate` wait for the rest of their step."""
+        if self._is_accumulating or self.stepper.sums is not None:
             raise StateError(
                 "within-step",
                 f"{what} comes between two steps, but calls within `run.accumulate()` wait for the rest of their step",
                 hint="call `run.step` outside `run.accumulate()` first, which ends the step",
             )
-
-    def _any_listens(self) -> bool:
-        """Returns whether any rank has listeners, if that matters: all ranks must wait alike. All ranks call it."""
-        if not self.parts.weights.come_late:
-            return False
-        control = self.groups["control"]
-        return any(gather_objects(bool(self.listeners), control, what="who listens to steps"))
-
-    def _tell(self, row: Row) -> None:
-        """Passes a row to all readers and listeners, with settled weights if any of them may read those."""
-        for reader in self.readers:
-            reader(row)
-        if self._looks or self.listeners or self._notify.is_heard("sley_step_finished"):
-            self.parts.weights.settle()
-        for listener in self.listeners:
-            listener(row)
-        self._notify("sley_step_finished", run=self, row=row)

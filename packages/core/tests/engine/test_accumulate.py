@@ -86,7 +86,7 @@ def test_a_number_that_is_none_refuses_the_step(alone, small):
             run.step(second)
         assert_same_bits(before, weights(run))
         assert run.num_steps_done == 1
-        other.loop.num_steps_done = 1
+        other.num_steps_done = 1
         assert run.step(first)["loss"] == other.step(first)["loss"], "nothing of the refused step is left"
 
 

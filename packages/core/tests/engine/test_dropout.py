@@ -9,7 +9,7 @@ import torch
 
 from sley_core.comm.world import World
 from sley_core.engine.call import Keep, LayerCaller
-from sley_core.engine.parts import MicroStep, Phase
+from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.model.layers import Layer
 from sley_testing.runs import assert_parity, record, same_on_all
 
@@ -52,7 +52,7 @@ def test_a_run_that_goes_on_draws_what_it_would_have_drawn(alone, tables):
         values = {param.name: param.parameter.detach().clone() for param in whole.registry}
         rows += [whole.step(), whole.step()]
     with alone(tables(run__steps=4)) as later:
-        later.loop.num_steps_done = 2
+        later.num_steps_done = 2
         later.feed.restore(place)
         for param in later.registry:
             param.parameter.detach().copy_(values[param.name])

@@ -21,13 +21,13 @@ def test_it_is_the_mean_over_the_first_held_out_samples(alone, small):
     for micro_size in (1, 4):
         with alone(small(evaluation=EVERY_2, batch__micro_size=micro_size)) as run:
             found += [run.evaluate(), run.evaluate()]
-            assert run.evaluation.feed.state() == {"samples": 12}
+            assert run.held_out.state() == {"samples": 12}
     assert found == pytest.approx([found[0]] * 4, rel=1e-12)
     with alone(small(evaluation=EVERY_2)) as run:
         loss = weight = 0.0
-        run.evaluation.feed.restore({"samples": 0})
+        run.held_out.restore({"samples": 0})
         for _ in range(3):
-            batch = run.evaluation.feed.next()
+            batch = run.held_out.next()
             hidden = batch["tokens"]
             for layer in run.layers:
                 hidden = layer.module(hidden)

@@ -56,7 +56,7 @@ def test_a_step_never_waits_for_the_device():
             run.step()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            launched = run.loop.launch(None)
+            launched = run.launch(None)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert launched.totals.read().is_finite

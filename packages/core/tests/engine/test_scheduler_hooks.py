@@ -9,7 +9,7 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.parts import MicroStep, Phase
+from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import is_foreign
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import loader_of

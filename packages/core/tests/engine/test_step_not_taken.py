@@ -94,7 +94,7 @@ def test_a_listener_may_not_evaluate_weights_of_the_step_after(alone, small, mon
         run.listeners.append(lambda row: run.evaluate())
         assert run.train() == "finished"
     with alone(tables) as run:
-        monkeypatch.setattr(run.world, "device", Late(run.world.device))
+        monkeypatch.setattr(run, "device", Late(run.device))
         run.listeners.append(lambda row: run.evaluate())
         with pytest.raises(RunError, match="step-running"):
             run.train()
@@ -125,7 +125,7 @@ def test_a_batch_of_which_nothing_counts_is_no_loss_of_zero(alone, small):
             run.step(batch)
         assert_same_bits(before, weights(run))
         assert run.step(own_data.batch(0, 4))["step"] == 2
-        run.evaluation.forward.executor.loss.weight = lambda batch: 0.0
+        run.stepper.executor.loss.weight = lambda batch: 0.0
         with pytest.raises(RunError, match=r"nothing-counts\]: the evaluated samples have a loss weight of 0"):
             run.evaluate()
 
@@ -139,7 +139,7 @@ def test_a_held_out_loss_that_is_no_number_is_noticed(own, small):
     )
     rows = []
     with World.join("cpu") as world, assemble(plan_from_dict(tables, own), world) as run:
-        run.loop.outputs = replace(run.outputs, writers=[SimpleNamespace(write=rows.append, close=lambda: None)])
+        run.outputs = replace(run.outputs, writers=[SimpleNamespace(write=rows.append, close=lambda: None)])
         with pytest.raises(RunError, match=r"not-finite\]: the loss of the evaluated samples is nan"):
             run.step()
     assert [row["step"] for row in rows] == [1], "the step was taken, and is told"

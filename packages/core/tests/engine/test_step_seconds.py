@@ -64,13 +64,13 @@ def test_what_comes_between_steps_is_no_part_of_one(texts: Path, device: Device)
     """An evaluation in the middle, and a pause between two steps by hand."""
     tables = small_plan(run={"name": "late", "steps": 4, "device": "cpu"}, evaluation={"every": 2, "steps": 1})
     with World.alone(device) as world, assemble(plan_from_dict(tables, texts), world) as run:
-        evaluate = run.loop.evaluate
+        evaluate = run._mean_loss
 
-        def slow() -> float:
+        def slow(batch: object) -> float:
             time.sleep(1.0)
-            return evaluate()
+            return evaluate(None)
 
-        run.loop.evaluate = slow  # type: ignore[method-assign]
+        run._mean_loss = slow  # type: ignore[method-assign]
         rows = slowed(run)
         run.step()
         time.sleep(1.0)

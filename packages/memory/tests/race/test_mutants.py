@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 import sley_memory
-from sley_core.engine.parts import MicroStep
+from sley_core.engine.step_state import MicroStep
 from sley_core.errors import RunError
 from sley_core.run import Run
 from sley_testing.plans import Tables, changed, small_plan

@@ -44,7 +44,7 @@ def trained(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = 
             row = run.step()
             for key in ("loss", "grad_norm"):
                 found[f"step {row['step']}: {key}"] = float(row[key]).hex().encode()
-        if run.evaluation is not None:
+        if run.held_out is not None:
             found["held out"] = run.evaluate().hex().encode()
         found |= {name: _bytes(value) for name, value in _wholes(run)}
         return found

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.parts import MicroStep, Phase
+from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.plan.load import plan_from_dict
 from sley_core.protocols import Counts
 from sley_testing.failing import fail_once

@@ -84,7 +84,7 @@ def record(
             recorded.rows.append(run.step(own))
             recorded.gradients.append(gradients(run))
         recorded.weights = weights(run)
-        if run.evaluation is not None:
+        if run.held_out is not None:
             recorded.held_out = run.evaluate()
     return recorded
 

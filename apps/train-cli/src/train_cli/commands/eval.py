@@ -49,8 +49,8 @@ def eval(
         loss = model.evaluate()
         evaluation = model.plan.evaluation
         assert evaluation is not None
-        assert model.evaluation is not None
-        if note := repeats(model.evaluation.feed.num_samples, model.plan):
+        assert model.held_out is not None
+        if note := repeats(model.held_out.num_samples, model.plan):
             say(note)
     typer.echo(f"held-out loss  {loss:.4f}  ({evaluation.steps} batches of {plan.batch.global_size} samples)")
     if _is_nats_per_byte(plan):

@@ -5,9 +5,10 @@ from sley_core.engine.buffers import ALIGNMENT_BYTES, Cut, FlatBuffer, GradientB
 from sley_core.engine.canonical.sums import TreeSums
 from sley_core.engine.direct import Handover, WeightQueue
 from sley_core.engine.gradients import GradientStore
-from sley_core.engine.parts import MicroStep, Parts, Phase, StepState
+from sley_core.engine.parts import Parts
 from sley_core.engine.registry import Param, ParameterRegistry
 from sley_core.engine.slot import add_at
+from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.engine.weights import WeightBuffer
 
 __all__ = [

@@ -30,7 +30,8 @@ from torch.utils.checkpoint import checkpoint
 
 from sley_core.comm.progress import Standing
 from sley_core.engine.boundary import copied, parts_of
-from sley_core.engine.parts import MicroStep, Phase, Waits
+from sley_core.engine.parts import Waits
+from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import PlanError, RunError, note_origin
 from sley_core.generators import IN_USE, derive, own_generators, seed_own
 from sley_core.model.attention import varlen

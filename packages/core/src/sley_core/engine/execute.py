@@ -20,8 +20,8 @@ from sley_core.actions.action import Action, Flow, Kind, Lowered, Transfer, acti
 from sley_core.engine.boundary import Description, Leaf, flatten, gradients_of, unflatten
 from sley_core.engine.call import LayerCaller, tell_hooks
 from sley_core.engine.direct import WeightQueue
-from sley_core.engine.parts import MicroStep, Phase, StepState
 from sley_core.engine.replicas import check_fields
+from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.errors import RunError, note_origin
 from sley_core.generators import IN_USE
 from sley_core.model.tensors import version_of

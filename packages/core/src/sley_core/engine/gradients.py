@@ -27,9 +27,9 @@ from torch import Tensor
 from sley_core.actions.action import Action
 from sley_core.engine.buffers import GradientBuffer, GradientMemory, Piece, Planner, Span, by_reduce_group
 from sley_core.engine.canonical.tree import Arrival, CanonicalOrder, CanonicalSlot
-from sley_core.engine.parts import StepState
 from sley_core.engine.registry import Param, ParameterRegistry, TrainedSet
 from sley_core.engine.slot import Autograd, Habit, LooseSlot, Slot, State, check_not_sharded, mark_irregular
+from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError, closed
 from sley_core.memory.state import is_away
 

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from sley_core.comm.groups import Group
-    from sley_core.engine.parts import MicroStep, Parts
+    from sley_core.engine.parts import Parts
     from sley_core.engine.registry import Param
+    from sley_core.engine.step_state import MicroStep
     from sley_core.model.layers import Layer
 
 SHOWN = 3

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.engine.parts import StepState
 from sley_core.engine.registry import Param
 from sley_core.engine.shards import sharded_read
+from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:

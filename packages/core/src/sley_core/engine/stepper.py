@@ -7,29 +7,33 @@ begin ──> forward and backward actions ──> handlers finish ──> norm,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from sley_core.actions.action import actions_of
-from sley_core.comm.collectives import all_reduce
-from sley_core.comm.progress import BETWEEN, REDUCTION, UPDATE
+from sley_core.comm.collectives import all_reduce, exchanges_differ, exchanges_error, exchanges_of
+from sley_core.comm.progress import BETWEEN, EVALUATION, REDUCTION, UPDATE
 from sley_core.engine import replicas
 from sley_core.engine.agreement import Agreement
+from sley_core.engine.canonical.totals import spread, tree_sum
 from sley_core.engine.parts import StepEvents
 from sley_core.engine.step_batch import BatchWeight
+from sley_core.engine.step_state import StepState
 from sley_core.engine.totals import PendingTotals, Votes
 from sley_core.errors import RunError, closed
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from sley_core.actions.action import Lowered
     from sley_core.comm.device import Device
     from sley_core.comm.groups import Groups
     from sley_core.engine.execute import Executor
     from sley_core.engine.gradients import GradientStore
-    from sley_core.engine.parts import StepState
     from sley_core.engine.registry import Param
     from sley_core.engine.stage import Lists
     from sley_core.engine.step_batch import StepBatch
@@ -65,13 +69,14 @@ first step showed.
 
 @dataclass(eq=False)
 class Stepper:
-    """Takes steps. `handlers` are called in the plan's order, so that their collectives have the same order on all ranks.
+    """Takes steps, and runs the model forward only. `handlers` are called in the plan's order, so that their collectives have
+    the same order on all ranks.
 
     undo: closed with the stepper; detaches handlers and everything else from the model, in reverse order. compare: compares
-    copies of weights and buffers, before the first step and then every `LOOK_EVERY`. events: what else is called in a step.
+    copies of weights and buffers, before the first step and then every `LOOK_EVERY`. events: other calls in a step.
 
     left_in_flight: whether a step failed before handlers were done, so that their exchanges may still be in flight until the
-    next one. sums: what calls of `add` have added up for the next call of `step`; None between two steps.
+    next one. sums: the sums of the calls of `add` for the next call of `step`; None between two steps.
     """
 
     executor: Executor
@@ -242,6 +247,83 @@ class Stepper:
         """Waits for the sum of all ranks' weights, which is part of the agreement's exchange, and returns it."""
         self.agreement.check()
         return self.agreement.weight
+
+    def mean_loss(self, batches: Iterable[StepBatch]) -> float:
+        """Returns the mean loss over the samples of all `batches`. All ranks call it, with as many of them; it communicates.
+
+        Raises RunError, on all ranks alike: "not-finite" if it is not finite, "nothing-counts" if no label counts.
+        """
+        with self._evaluating() as state:
+            totals = torch.zeros(2, dtype=torch.float64)
+            terms: list[Tensor] = []
+            for group in self.groups.values():
+                group.log.clear()
+            for number, batch in enumerate(batches):
+                steps = self._begin_forward("an evaluation", number, batch, state)
+                loss = self.executor.evaluate(steps, batch.micros, state)
+                if loss.ndim:
+                    terms.append(spread(loss, state.first_micro, self.groups["dp"].size * batch.num_micros))
+                    # All ranks know the weight of the global batch already, so one rank adds it.
+                    totals[1] += self.agreement.weight if self.groups["all"].coord == 0 else 0.0
+                else:
+                    totals += torch.tensor([float(loss), batch.weight], dtype=torch.float64)
+            differs = torch.tensor([exchanges_differ(self.groups.values())], dtype=torch.float64)
+            totals = torch.cat([self.device.move(torch.cat([totals, differs])), *terms])
+            # All ranks evaluate after the same steps, and as many batches; stages without the loss add nothing.
+            all_reduce(totals, self.groups["all"], what="the mean loss").wait()
+            loss_sum, weight_sum, ranks_differ = totals[:3].tolist()
+            state.standing.comes(BETWEEN)
+        for losses in torch.chunk(totals[3:], len(terms)) if terms else ():
+            loss_sum += float(tree_sum(losses))
+        if ranks_differ:
+            raise exchanges_error("an evaluation", exchanges_of(self.groups.values()), self.groups["control"])
+        if not weight_sum:
+            message = "the evaluated samples have a loss weight of 0, so there is no mean"
+            raise RunError("nothing-counts", message, hint="look at the data: all of its labels are ignored")
+        mean: float = loss_sum / weight_sum
+        if not math.isfinite(mean):
+            hint = "the weights may have grown too large for this data, or the data itself holds NaN or infinite values"
+            raise RunError("not-finite", f"the loss of the evaluated samples is {mean}", hint=hint)
+        return mean
+
+    def outputs(self, batch: StepBatch) -> dict[int, Any]:
+        """Returns the model's output for each micro-batch, of this rank's slices; nothing on ranks without the model's last
+        layer. The loss is not computed. All ranks call it, and it communicates.
+        """
+        with self._evaluating() as state:
+            steps = self._begin_forward("a prediction", 0, batch, state)
+            outputs: dict[int, Any] = {}
+            self.executor.predict(steps, batch.micros, state, outputs)
+            state.standing.comes(BETWEEN)
+        return outputs
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[StepState]:
+        """Yields the state of an evaluation; all modules are in evaluation mode within the block."""
+        modules = [layer.module for layers in self.executor.chunks for layer in layers]
+        every = [part for module in modules for part in module.modules()]
+        training = [part.training for part in every]
+        for module in modules:
+            module.eval()
+        try:
+            with self.device.in_use(), self.device.random_state_kept():
+                standing = self.groups.progress.standing
+                state = StepState(within=standing)
+                standing.comes(EVALUATION)
+                yield state
+        finally:
+            # Each module gets its own former mode: a program may keep some in evaluation mode.
+            for part, was in zip(every, training, strict=True):
+                part.training = was
+
+    def _begin_forward(self, what: str, number: int, batch: StepBatch, state: StepState) -> Lowered:
+        """Begins batch `number`, and returns its list of actions."""
+        # All ranks evaluate, on models that are alike, and stages and slices have the same samples.
+        self.agreement.begin(what, batch).check()
+        steps = self.lists.evaluation(batch.num_micros)
+        first_micro = self.groups["dp"].coord * batch.num_micros
+        state.begin(number, actions_of(steps), batch.num_micros, first_micro)
+        return steps
 
     def close(self) -> None:
         """Detaches everything from the model, once; continues if one part fails to detach. No step may follow."""

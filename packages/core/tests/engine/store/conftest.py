@@ -12,8 +12,8 @@ from sley_core.actions.action import Kind, actions_of, loop, sequential
 from sley_core.actions.lower import lower
 from sley_core.engine.buffers import Planner, by_reduce_group, loose
 from sley_core.engine.gradients import GradientStore
-from sley_core.engine.parts import StepState
 from sley_core.engine.registry import Param, ParameterRegistry
+from sley_core.engine.step_state import StepState
 from sley_core.model.layers import Layer
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sley_core.engine.boundary import Description
 from sley_core.engine.execute import InFlight, describe, edges_of
-from sley_core.engine.parts import MicroStep, Phase
+from sley_core.engine.step_state import MicroStep, Phase
 from sley_estimate.bench.lead import Lead, seconds_of_an_empty_backward
 
 if TYPE_CHECKING:

@@ -156,14 +156,14 @@ def seconds_of_steps(run: Run, num_steps: int) -> float:
     seconds of one.
     """
     device = run.world.device
-    late = run.loop.launch(None)
+    late = run.launch(None)
     device.wait_until(device.moment())
     began_s = time.perf_counter()
     for _ in range(num_steps):
-        before, late = late, run.loop.launch(None)
+        before, late = late, run.launch(None)
         assert before.totals.read().is_finite, f"step {before.number}"
     device.wait_until(device.moment())
     taken_s = time.perf_counter() - began_s
     assert late.totals.read().is_finite, f"step {late.number}"
-    run.loop.parts.weights.settle()
+    run.parts.weights.settle()
     return taken_s / num_steps

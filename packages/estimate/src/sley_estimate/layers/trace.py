@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from sley_core.engine.boundary import Description
 from sley_core.engine.direct import WeightQueue, is_plain_linear
 from sley_core.engine.execute import InFlight, describe, edges_of
-from sley_core.engine.parts import MicroStep, Phase
+from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.attention import computed_from
 from sley_estimate.bench.layer_gradients import queued_products

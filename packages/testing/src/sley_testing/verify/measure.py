@@ -188,7 +188,7 @@ def _steps(run: Run, num_steps: int) -> Iterator[tuple[int, dict[str, float | in
     """Yields number and row of each step; fewer if all ranks have agreed to stop."""
     for number in range(1, num_steps + 1):
         yield number, run.step()
-        if run.loop.was_stopped:
+        if run.was_stopped:
             return
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from sley_core.engine.call import LayerCaller
-from sley_core.engine.parts import MicroStep, Phase
+from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.engine.update import CLIP_EPSILON
 from sley_core.errors import RunError, UsageError
 from sley_core.generators import IN_USE
@@ -84,7 +84,7 @@ def _loop_of(run: Run, habits: list[SeenHabit]) -> HabitLoop:
     """Returns the loop over new layers of the plan's factory, with the values, precision and optimizer of `run`."""
     plan, update = run.plan, run.stepper.update
     with run.world.device.random_state_kept():
-        model = as_model(plan.model.build(run.loop.samples.dataset.info)).build(plan.run.seed)
+        model = as_model(plan.model.build(run.samples.dataset.info)).build(plan.run.seed)
     for layer in model.layers:
         layer.module.to(run.world.device.torch_device)
     _take_values(run, model)
@@ -141,7 +141,7 @@ def _named(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
 
 def _micros(run: Run) -> list[dict[str, Tensor]]:
     """Returns the micro-batches of the run's next samples, on its device."""
-    samples = run.loop.samples
+    samples = run.samples
     assert samples.feed is not None, "a run of one process reads its samples"
     batch = samples.splitter.fed(samples.feed.next())
     return [{name: run.world.device.move(value) for name, value in micro.items()} for micro in batch.micros]

@@ -37,7 +37,7 @@ from sley_core.errors import RunError
 
 if TYPE_CHECKING:
     from sley_core.comm.progress import Members
-    from sley_core.engine.parts import StepState
+    from sley_core.engine.step_state import StepState
 
 
 class Node(NamedTuple):

@@ -1,0 +1,122 @@
+"""The one place that knows the running step and micro-batch, and which gradient action is a chunk's last.
+
+Store, handlers, communicators and offload read it instead of counting themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from sley_core.actions.action import GRADIENT_KINDS, Action
+from sley_core.comm.progress import Standing
+
+
+class Phase(StrEnum):
+    """Says why something runs: in training, recomputed in a backward, for deferred weight gradients, or in an evaluation."""
+
+    TRAIN = "train"
+    RECOMPUTE = "recompute"
+    WEIGHTS = "weights"
+    EVALUATE = "evaluate"
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """Names what is running: `chunk` and `micro` count per rank, `global_micro` over the whole batch in every layout.
+
+    layer: the layer's name if `LayerCaller` reports its recomputation, else empty.
+    """
+
+    chunk: int
+    micro: int
+    phase: Phase
+    step: int
+    global_micro: int
+    layer: str = ""
+
+
+class StepState:
+    """Tracks where this rank is in its list of actions.
+
+             begin ──> enter(action) ──> leave(action) ──> enter ... ──> begin of the next step
+
+    step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step, or in this call if several calls add
+    up to a step. first_micro: the global number of its first one. is_last: whether the step ends with this list of actions.
+    after_first: called once, after the first action. done: chunks whose last gradient action is over. standing: the same, for
+    failure reports.
+    """
+
+    def __init__(self, within: Standing | None = None) -> None:
+        """within: the standing of the training during which an evaluation runs, which begins no step of it."""
+        self._is_within = within is not None
+        self.standing = within or Standing()
+        self.step = -1
+        self.num_micros = 0
+        self.first_micro = 0
+        self.is_last = True
+        self._was_taken = True
+        self._ask_taken: Callable[[], bool] | None = None
+        self.action: Action | None = None
+        self.after_first: Callable[[], None] | None = None
+        self._last: dict[int, Action] = {}
+        self.done: frozenset[int] = frozenset()
+        self._settled: frozenset[int] | None = None
+
+    def begin(self, step: int, actions: Sequence[Action], num_micros: int, first_micro: int, *, is_last: bool = True) -> None:
+        """Starts a new optimizer step, or the next call of one, even if the previous one failed."""
+        self.step = step
+        if not self._is_within:
+            self.standing.begin(step + 1)
+        self.num_micros = num_micros
+        self.first_micro = first_micro
+        self.is_last = is_last
+        self.action = None
+        self.after_first = None
+        self._last = {action.chunk: action for action in actions if action.kind in GRADIENT_KINDS}
+        self.done = frozenset()
+        self._settled = None
+
+    @property
+    def was_taken(self) -> bool:
+        """Whether the last step changed weights. After one that did not, what a handler kept of its gradients is useless."""
+        if self._ask_taken is not None:
+            self.was_taken = self._ask_taken()
+        return self._was_taken
+
+    @was_taken.setter
+    def was_taken(self, taken: bool) -> None:
+        self._was_taken, self._ask_taken = taken, None
+
+    def taken_if(self, ask: Callable[[], bool]) -> None:
+        """Makes `was_taken` the result of `ask`, called once and only when it is read, since that may wait for the device."""
+        self._ask_taken = ask
+
+    def micro_step(self, action: Action, phase: Phase) -> MicroStep:
+        """Returns the chunk, micro-batch and step that `action` works on."""
+        return MicroStep(action.chunk, action.micro, phase, self.step, self.first_micro + action.micro)
+
+    def enter(self, action: Action) -> None:
+        """Marks `action` as running; decides whether it is its chunk's last gradient action."""
+        self.action = action
+        is_last = self._last.get(action.chunk) == action
+        self._settled = self.done | {action.chunk} if is_last else None
+
+    def leave(self, action: Action) -> None:
+        """Marks `action` as over, and calls `after_first` after the first one."""
+        if self._last.get(action.chunk) == action:
+            self.done |= {action.chunk}
+        self.action = None
+        self._settled = None
+        if self.after_first is not None:
+            after, self.after_first = self.after_first, None
+            after()
+
+    def gradients_final(self, chunks: frozenset[int]) -> bool:
+        """Returns whether the running action is the last of this step that can add to a gradient of all `chunks`."""
+        return self.is_last and self.last_of_list(chunks)
+
+    def last_of_list(self, chunks: frozenset[int]) -> bool:
+        """Returns whether the running action is the last of its list that can add to a gradient of all `chunks`."""
+        return self._settled is not None and chunks <= self._settled
