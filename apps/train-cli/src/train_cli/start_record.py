@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sley_core.errors import dotted
 from sley_core.json_text import write_json
+from sley_core.plan.write import leaves
 from train_cli.machine_facts import machine_facts
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ NAME = "start.json"
 class StartRecord:
     """Holds the record of one start.
 
-    time: UTC, in ISO 8601. origins: of each key of the plan (`run.steps`), file and line, `--set #1`, default, ... machine:
+    time: UTC, in ISO 8601. origins: of each key of the plan (`run.steps`), file and line, `--set #1` or default. machine:
     what `train-cli env` prints, by name.
     """
 
@@ -38,7 +39,7 @@ class StartRecord:
 def write_start(folder: Path, plan: Plan, *, names_gpus: bool) -> None:
     """Writes the record of a start that happens now. plan: resolved by the run. names_gpus: as of `machine_facts`."""
     time = datetime.now(UTC).isoformat(timespec="seconds")
-    origins = {dotted(path): str(origin) for path, origin in plan.origins.items()}
+    origins = {dotted(path): plan.origin(path) for path, _ in leaves(plan.tables)}
     record = StartRecord(time, origins, machine_facts(names_gpus=names_gpus))
     write_json(folder / NAME, vars(record))
 

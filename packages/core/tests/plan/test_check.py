@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from sley_core.errors import Diagnostic, PlanError, PluginError
+from sley_core.errors import PluginError
 from sley_core.hookspecs import hookimpl
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict, plan_from_text
-from sley_core.plan.loader import Loader
 from sley_core.plan.plan import Plan
 from sley_core.records import MetricsWriterRecord
 from sley_core.table import Table
@@ -56,13 +55,6 @@ def test_shards_beyond_the_ranks_of_a_stage_lead_to_a_dp_that_fits(make: Make, p
     assert "layout" not in codes(make(parallel={**parallel, "dp": dp}, batch=batch))
 
 
-def test_a_batch_is_checked_in_a_world_that_does_not_fit(make: Make) -> None:
-    """Where the plan says how many ranks share the samples, another number of ranks does not hide a batch that fails."""
-    batch = {"global_size": 9, "micro_size": 2}
-    assert set(codes(make(batch=batch), 3)) == {"batch-does-not-divide", "layout"}
-    assert set(codes(make(batch=batch, parallel={"sp": 2}), 3)) == {"layout", "sequence-missing"}
-
-
 @pytest.mark.parametrize(
     ("lines", "world", "line"),
     [("pp = 2\nsp = 3", 4, 27), ("sp = 3\npp = 1", 4, 27), ("dp = 2\nwp = 4", 2, 28), ("pp = 2\ndp = 1", 4, 28)],
@@ -72,18 +64,6 @@ def test_a_layout_is_placed_at_the_axis_that_does_not_fit(text: str, lines: str,
     (found,) = [one for one in check_plan(plan, world) if one.code == "layout"]
     assert found.place
     assert found.place.line == line
-
-
-def test_problems_are_placed_and_sorted(text: str, loader: Loader) -> None:
-    text = text.replace("dp = 2", "dp = 3").replace("[batch]", '[precision]\ngradients = "bf16"\n\n[batch]')
-    plan = plan_from_text(text, loader=loader)
-    assert [(one.code, str(one.place), one.source_line) for one in check_plan(plan, 3)] == [
-        ("precision-unsupported", "plan.toml:19:13", 'gradients = "bf16"'),
-        ("batch-does-not-divide", "plan.toml:22:15", "global_size = 8"),
-    ]
-    with pytest.raises(PlanError) as caught:
-        plan.topology(4)
-    assert str(caught.value.diagnostics[0].place) == "plan.toml:30:6"
 
 
 @pytest.mark.parametrize(
@@ -101,29 +81,6 @@ def test_a_batch_that_does_not_divide(make: Make, size: int, micro: int, dp: int
     unit = dp * micro
     message = f"global_size = dp x micro_size x accumulation fails: {size} is no multiple of {dp} x {micro} = {unit}"
     assert problems(plan) == [("batch-does-not-divide", message, hint)]
-
-
-@pytest.mark.parametrize("size", [4, 6, 30, 97, 1024])
-@pytest.mark.parametrize("micro", [3, 5, 7])
-def test_what_a_batch_hint_proposes_does_divide(make: Make, size: int, micro: int) -> None:
-    found = problems(make(batch={"global_size": size, "micro_size": micro}, parallel={"dp": 2}))
-    for _, _, hint in found:
-        assert hint
-        for sizes in hint.removeprefix("use global_size = ").split(", or micro_size = ")[0].split(" or "):
-            assert int(sizes) % (2 * micro) == 0
-        if "micro_size" in hint:
-            assert size % (2 * int(hint.rpartition(" ")[2])) == 0
-
-
-def test_a_huge_batch_is_checked_at_once(make: Make) -> None:
-    assert codes(make(batch={"global_size": 2**62 + 1, "micro_size": 2**40})) == ["batch-does-not-divide"]
-
-
-def test_split_sequences_need_an_attention_that_joins_them(make: Make) -> None:
-    (found,) = problems(make(parallel={"sp": 2}))
-    assert found[0] == "sequence-missing"
-    assert "[sequence]" in found[1]
-    assert "isp.all_to_all" in found[2]
 
 
 def test_a_sequence_that_does_not_divide(make: Make) -> None:
@@ -181,42 +138,31 @@ def handlers(*names: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("names", "code", "words"),
+    ("names", "code"),
     [
-        ([], "handler-missing", "2 ranks hold the same weights, but no gradient handler sums their gradients"),
-        (["noise"], "handler-missing", "no gradient handler sums"),
-        (["core.each"], None, ""),
-        (["buckets"], None, ""),
-        (["core.each", "core.each"], "handler-twice", "`core.each` is listed twice"),
-        (["noise", "core.each", "noise"], "handler-twice", "`handlers.noise` is listed twice"),
-        (["core.each", "buckets"], "handler-conflict", "`core.each` and `handlers.buckets` both sum gradients"),
-        (["core.each", "ties", "more_ties"], "handler-conflict", "both sum gradients of shared weights"),
-        (["core.each", "ties", "noise"], None, ""),
-        (["noise", "core.each"], "handler-order", "`handlers.noise` must come after `core.each`"),
-        (["squeeze", "core.each", "noise"], None, ""),
-        (["core.each", "squeeze"], "handler-order", "`handlers.squeeze` must come before `core.each`"),
-        (["squeeze", "shards", "core.gradient_norms"], None, ""),
-        (["shards", "noise"], "handler-shards", "of which `handlers.shards` leaves a part to each rank"),
-        (["shards", "ties"], "handler-shards", "`handlers.ties` works on whole gradients"),
+        ([], "handler-missing"),
+        (["noise"], "handler-missing"),
+        (["core.each"], None),
+        (["buckets"], None),
+        (["core.each", "core.each"], "handler-twice"),
+        (["noise", "core.each", "noise"], "handler-twice"),
+        (["core.each", "buckets"], "handler-conflict"),
+        (["core.each", "ties", "more_ties"], "handler-conflict"),
+        (["core.each", "ties", "noise"], None),
+        (["noise", "core.each"], "handler-order"),
+        (["squeeze", "core.each", "noise"], None),
+        (["core.each", "squeeze"], "handler-order"),
+        (["squeeze", "shards", "core.gradient_norms"], None),
+        (["shards", "noise"], "handler-shards"),
+        (["shards", "ties"], "handler-shards"),
     ],
 )
-def test_gradient_handlers(make: Make, names: list[str], code: str | None, words: str) -> None:
+def test_gradient_handlers(make: Make, names: list[str], code: str | None) -> None:
     found = problems(make(**handlers(*names)))
     if code is None:
         assert found == []
     else:
         assert code in [one for one, _, _ in found]
-        assert any(words in message for _, message, _ in found)
-
-
-def test_a_world_of_one_needs_no_reducer(make: Make) -> None:
-    assert problems(make(parallel={}, gradient_handlers=[]), 1) == []
-
-
-def test_the_second_of_two_handlers_is_underlined(text: str, loader: Loader) -> None:
-    text += '[[gradient_handlers]]\nuse = "core.each"\n[[gradient_handlers]]\nuse = "handlers.buckets"\n'
-    (found,) = check_plan(plan_from_text(text, loader=loader), 2)
-    assert (str(found.place), found.source_line) == ("plan.toml:31:7", 'use = "handlers.buckets"')
 
 
 def test_an_optimizer_that_needs_whole_matrices(make: Make) -> None:
@@ -265,19 +211,6 @@ def test_an_optimizer_by_factory_is_refused_where_a_rank_lacks_what_it_may_look_
     hints = [hint for code, _, hint in problems(make(optimizer=optimizer, **WP)) if code == "optimizer-layout"]
     is_unknown = scope is None and factory in ("mine:Adam", "torch.optim:NextYears")
     assert all(('`scope = "elementwise"`' in hint) == is_unknown for hint in hints)
-
-
-def test_plugins_are_asked_about_the_whole_plan(make: Make) -> None:
-    batch = {"global_size": 8, "micro_size": 4}
-    assert codes(make(batch=batch)) == []
-    plan = make(batch=batch, metrics=[{"use": "pools.csv"}])
-    assert problems(plan) == [("unlucky", "four is unlucky here", "try 2")]
-
-
-def test_core_checks_the_data(make: Make) -> None:
-    found = check_plan(make(data={"use": "data.text", "files": ["no/such/file.txt"], "sequence": 8}), 2)
-    assert [one.path[0] for one in found] == ["data"]
-    assert isinstance(found[0], Diagnostic)
 
 
 def test_a_check_that_fails_names_its_plugin(tables: dict[str, Any]) -> None:

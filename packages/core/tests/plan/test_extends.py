@@ -62,7 +62,7 @@ def write(tmp_path: Path):
 
 
 def origin(plan: Plan, *path: str | int) -> tuple[str, int]:
-    place = plan.origins[path].place
+    place = plan.document.origin(path)
     assert place is not None, path
     return Path(place.file).name, place.line
 
@@ -106,7 +106,7 @@ def test_set_stands_above_both(write) -> None:
     path = write(plan='extends = "base.toml"\n[run]\nname = "a"\n', base=BASE)
     plan = load_plan(path, ["optimizer.lr=5e-4", "run.name=b", "data.files.0=x.txt"])
     assert (plan.optimizer.config.lr, plan.run.name) == (5e-4, "b")
-    assert str(plan.origins["optimizer", "lr"]).startswith("--set #1")
+    assert plan.origin(("optimizer", "lr")) == "--set #1"
     assert plan.data.config.files == (path.parent / "x.txt", path.parent / "more.txt")
     with pytest.raises(PlanError, match=r"unknown-key.*extends"):
         load_plan(path, ["extends=other.toml"])
@@ -139,14 +139,6 @@ def test_a_run_s_resolved_plan_can_be_extended(write, tmp_path: Path) -> None:
     plan = load_plan(write(next='extends = "runs/first/plan.toml"\n[run]\nname = "second"\n'))
     assert plan.folder == tmp_path
     assert [Path(file) for file in plan.data.config.files] == [tmp_path / "data/texts/*.txt", tmp_path / "data/more.txt"]
-
-
-def test_bases_have_bases(write) -> None:
-    middle = 'extends = "base.toml"\n[run]\nsteps = 7\n[batch]\nmicro_size = 1\n'
-    plan = load_plan(write(plan='extends = "middle.toml"\n[run]\nsteps = 8\n', middle=middle, base=BASE))
-    assert (plan.run.steps, plan.batch.micro_size, plan.batch.global_size) == (8, 1, 8)
-    files = [origin(plan, *path)[0] for path in (("run", "steps"), ("batch", "micro_size"), ("run", "name"))]
-    assert files == ["plan.toml", "middle.toml", "base.toml"]
 
 
 def test_a_mistake_is_told_where_it_stands(write) -> None:

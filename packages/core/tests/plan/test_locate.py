@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from datetime import date, datetime, time
 from typing import Any
 
-import pytest
 import tomli
 import tomli_w
 from hypothesis import HealthCheck, given, settings
@@ -98,15 +97,6 @@ def test_a_nasty_document() -> None:
     assert spots["list", 1, "again", 1, "3", "14"].key == (28, 3, 2)
 
 
-@pytest.mark.parametrize("text", ["", "\n", "# only a comment", "a=1", "[a]", "[[a]]", "a=[]", "a={}", '""=1', "a.b.c=0\n"])
-def test_small_documents(text: str) -> None:
-    check(text)
-
-
-def test_columns_count_characters() -> None:
-    assert index('"\N{GRINNING FACE}é" = 1')["\N{GRINNING FACE}é",].value == (1, 8, 1)
-
-
 KEYS = st.one_of(
     st.sampled_from(["a", "b", "use", "a.b", "", "x y", "[t]", "1", "=", '"', "'", "#", "é"]),
     st.text(st.characters(exclude_categories=["Cs"]), max_size=6),
@@ -193,11 +183,4 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 @settings(max_examples=50, deadline=None, suppress_health_check=SLOW)
 @given(documents())
 def test_any_document(text: str) -> None:
-    check(text)
-
-
-@pytest.mark.campaign
-@settings(max_examples=20_000, deadline=None, suppress_health_check=SLOW)
-@given(documents())
-def test_any_document_campaign(text: str) -> None:
     check(text)

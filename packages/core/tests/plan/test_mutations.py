@@ -24,7 +24,7 @@ CODES = """
     batch-does-not-divide beyond-the-run data-changed data-empty data-encoding data-invalid data-missing data-short
     data-size factory-import factory-options group-unmatched
     handler-conflict handler-missing handler-order handler-twice held-out layout
-    learning-rate-steps loss-scale-range loss-scale-unused metrics-twice missing-key missing-table more-problems
+    learning-rate-steps loss-scale-range loss-scale-unused metrics-twice missing-key missing-table
     no-factory optimizer-factory optimizer-layout
     out-of-range plan-format plan-not-utf8 plugin-missing plugin-unknown precision-unsupported sequence-does-not-divide
     sequence-missing set-invalid syntax tokenizer-invalid tokenizer-missing tokenizers-missing
@@ -198,13 +198,6 @@ SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 @settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
 @given(text=broken_plans(), overrides=OVERRIDES)
 def test_any_plan(folder: Path, text: str, overrides: list[str]) -> None:
-    try_plan(lambda: plan_from_text(text, "plan.toml", folder, overrides, loader=LOADER))
-
-
-@pytest.mark.campaign
-@settings(max_examples=20_000, deadline=None, suppress_health_check=SLOW)
-@given(text=broken_plans(), overrides=OVERRIDES)
-def test_any_plan_campaign(folder: Path, text: str, overrides: list[str]) -> None:
     try_plan(lambda: plan_from_text(text, "plan.toml", folder, overrides, loader=LOADER))
 
 

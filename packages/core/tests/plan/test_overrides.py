@@ -9,7 +9,6 @@ import pytest
 
 from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_text
-from sley_core.plan.loader import Loader
 from sley_core.plan.read import apply
 
 BEFORE: dict[str, Any] = {"run": {"name": "x"}, "gradient_handlers": [{"use": "core.each"}], "odd key": {"1": 2}}
@@ -72,31 +71,7 @@ def test_what_cannot_be_set(text: str) -> None:
     assert [found.code for found in caught.value.diagnostics] == ["set-invalid"]
 
 
-def test_a_key_of_before_names_the_one_of_today(text: str) -> None:
-    with pytest.raises(PlanError, match="did you mean `cross_memory_attach`"):
-        plan_from_text(text, overrides=["parallel.host_memory=false"])
-
-
-def test_the_error_is_that_of_the_file_but_placed_at_the_override(text: str) -> None:
-    with pytest.raises(PlanError) as caught:
-        plan_from_text(text, overrides=["run.steps=5", "run.stepz=5", "parallel.pp=two"])
-    unknown, wrong = caught.value.diagnostics
-    assert str(unknown) == ("--set #2: error[unknown-key]: `stepz` is not a key of [run]\nhint: did you mean `steps`?")
-    assert unknown.source_line == "run.stepz=5"
-    assert wrong.code == "wrong-type"
-    assert str(wrong.place) == "--set #3"
-
-
 def test_all_bad_overrides_are_reported(text: str) -> None:
     with pytest.raises(PlanError) as caught:
         plan_from_text(text, overrides=["run", "run.steps=5", "=="])
     assert [str(found.place) for found in caught.value.diagnostics] == ["--set #1", "--set #3"]
-
-
-def test_origins_name_the_override(text: str, loader: Loader) -> None:
-    plan = plan_from_text(text, overrides=["run.steps=5", "loss={ignore_index=-1}", "run.steps=6"], loader=loader)
-    assert plan.run.steps == 6
-    assert str(plan.origins["run", "steps"]) == "--set #3"
-    assert plan.origins["loss", "ignore_index"].kind == "set"
-    assert plan.origins["loss", "use"].kind == "core"
-    assert plan.origins["run", "name"].kind == "file"

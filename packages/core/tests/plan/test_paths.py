@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from random import Random
 
 import pytest
 
 from sley_core.errors import PlanError
 from sley_core.plan.load import load_plan
-from sley_core.table import expanded, written
+from sley_core.table import written
 from sley_data.files import find_files
 
 PLAN = """\
@@ -133,11 +132,3 @@ def test_paths_to_plans_too(tmp_path: Path, key: str, monkeypatch: pytest.Monkey
     (tmp_path / "plan.toml").write_text(f"{key} = '$NOWHERE/x'\n{PLAN}")
     with pytest.raises(PlanError, match="the environment has no `NOWHERE`"):
         load_plan(tmp_path / "plan.toml")
-
-
-def test_what_is_written_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("A", "x")
-    random = Random(0)
-    for _ in range(300):
-        text = "".join(random.choices("~$A{}/[a.", k=random.randint(1, 7)))
-        assert Path(expanded(written(text))) == Path(text)

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from sley_core.errors import EXIT_PLAN_INVALID, Diagnostic, PlanError
-from sley_core.plan.load import plan_from_text
-from sley_core.plan.loader import Loader
-from sley_core.plan.read import read_file, read_text
+from sley_core.plan.read import read_file
 
 
 def problem_of(path: Path) -> Diagnostic:
@@ -41,15 +39,6 @@ def test_a_folder(tmp_path: Path) -> None:
     assert found.code == "plan-is-folder"
     assert found.hint
     assert "plan.toml" in found.hint
-
-
-def test_a_folder_of_plans_with_other_names(tmp_path: Path) -> None:
-    (tmp_path / "small.toml").write_bytes(b"")
-    assert problem_of(tmp_path).hint == "the plans there are `small.toml`"
-
-
-def test_a_path_that_no_file_can_have() -> None:
-    assert problem_of(Path("a\0b")).code == "plan-unreadable"
 
 
 def test_not_utf8(tmp_path: Path) -> None:
@@ -89,59 +78,12 @@ def test_what_python_refuses_is_a_syntax_error_too(tmp_path: Path, content: str)
     assert problem_of(write(tmp_path, content.encode())).code == "syntax"
 
 
-def test_nesting_has_a_limit(tmp_path: Path) -> None:
-    found = problem_of(write(tmp_path, b"y = [1]\nx = " + b"[" * 40 + b"]" * 40))
-    assert (found.code, found.message) == ("too-deep", "`x` has tables and arrays more than 32 deep")
-    assert found.place
-    assert (found.place.line, found.place.column) == (2, 1)
-    assert problem_of(write(tmp_path, b".".join([b"a"] * 500) + b" = 1")).code == "too-deep"
-
-
-def test_integers_have_64_bits(tmp_path: Path) -> None:
-    found = problem_of(write(tmp_path, b"[run]\nsteps = 0x" + b"f" * 9000))
-    assert found.code == "out-of-range"
-    assert found.place
-    assert (found.place.line, found.place.column) == (2, 9)
-    assert len(found.message) < 200
-    assert read_text(f"x = {2**63 - 1}", "plan.toml").tables == {"x": 2**63 - 1}
-
-
-def test_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
-    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
-    folder.mkdir()
-    assert "is not UTF-8" in problem_of(write(folder, b"a = 1")).message
-
-
-def test_what_a_terminal_would_obey_is_not_shown(text: str, loader: Loader) -> None:
-    text = text.replace("plan = 1", '"\\u001b[2J" = 1\t# \x7f'.replace("\x7f", "\N{RIGHT-TO-LEFT OVERRIDE}"))
-    with pytest.raises(PlanError) as caught:
-        plan_from_text(text, loader=loader)
-    (found,) = caught.value.diagnostics
-    assert found.message == "`?[2J` is not a key of a plan"
-    assert found.source_line == '"\\u001b[2J" = 1 # ?'
-
-
 def test_a_mark_at_the_start_and_windows_line_ends_do_no_harm(tmp_path: Path) -> None:
     document = read_file(write(tmp_path, b"\xef\xbb\xbf[run]\r\nname = 'x'\r\n"))
     assert document.tables == {"run": {"name": "x"}}
     place, line = document.place(("run", "name"))
     assert (place.line, place.column, place.length) == (2, 8, 3)
     assert line == "name = 'x'"
-
-
-def test_the_folder_of_a_plan_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, b"a = 1")
-    monkeypatch.chdir(tmp_path)
-    assert read_file("plan.toml").folder == tmp_path
-
-
-def test_what_never_ends_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sley_core.plan.read.PATIENCE_S", 0.1)
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    found = problem_of(pipe)
-    assert found.message == f"cannot read `{pipe}`: nothing came within 0.1 s"
-    assert "more than 16 MB" in problem_of(Path("/dev/zero")).message
 
 
 def test_a_pipe_that_somebody_writes_is_a_plan(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A valid plan resolves to values with origins: what is left out is written in, and every plugin that it names is there."""
+"""A valid plan resolves: defaults are filled in, plugins and named tables are found, and factories build their parts."""
 
 from __future__ import annotations
 
@@ -6,106 +6,59 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sley_core.errors import PlanError
-from sley_core.plan.document import Origin
-from sley_core.plan.load import load_plan, plan_from_dict, plan_from_text
-from sley_core.plan.loader import Loader
+from sley_core.errors import PlanError, SleyError
+from sley_core.hookspecs import hookimpl
+from sley_core.plan.load import load_plan, plan_from_dict, plan_from_text, with_values
 from sley_core.plan.plan import Plan
+from sley_core.records import GradientHandlerRecord, PartitionerRecord, Record, ScheduleRecord, StageLinkRecord
+from sley_core.table import Table
+from sley_testing.plans import loader_of
 
 Make = Callable[..., Plan]
 
 
-def test_what_is_left_out_is_written_in(make: Make) -> None:
-    plan = make()
-    assert (plan.run.seed, plan.run.device, plan.precision.gradients, plan.limits.start_timeout_s) == (
-        (0, "auto", "fp32", 120.0)
-    )
-    assert (plan.evaluation, plan.profile) == (None, None)
+def test_defaults_are_filled_in(make: Make) -> None:
+    plan = make(loss={"label_smoothing": 0.1})
+    assert (plan.run.seed, plan.run.device, plan.precision.gradients, plan.evaluation) == (0, "auto", "fp32", None)
     single = (plan.model, plan.data, plan.loss, plan.optimizer, plan.learning_rate, plan.activations)
     assert [one.name for one in (*single, *plan.gradient_handlers, *plan.scheduler_hooks, *plan.metrics)] == [
-        "models.llama",
-        "data.text",
-        "core.cross_entropy",
-        "core.adamw",
-        "core.constant",
-        "core.keep",
-        "core.each",
-        "core.jsonl",
+        *("models.llama", "data.text", "core.cross_entropy", "core.adamw", "core.constant", "core.keep"),
+        *("core.each", "core.jsonl"),
     ]
     assert list(plan.plugins) == ["core", "models", "data"]
-
-
-def test_gradients_follow_fp64(make: Make) -> None:
     assert make(precision={"compute": "fp64"}).precision.gradients == "fp64"
-    assert make(precision={"compute": "fp64", "gradients": "fp32"}).precision.gradients == "fp32"
 
 
 @pytest.mark.parametrize(
     ("parallel", "handlers"),
     [({"dp": 2}, ["core.each"]), ({"dp": 1}, []), ({}, ["core.each"]), ({"dp": 1, "sp": 2}, ["core.each"])],
 )
-def test_a_reducer_is_written_in_where_ranks_may_share_weights(make: Make, parallel: Any, handlers: list[str]) -> None:
+def test_a_reducer_is_the_default_where_ranks_may_share_weights(make: Make, parallel: Any, handlers: list[str]) -> None:
     assert [one.name for one in make(parallel=parallel).gradient_handlers] == handlers
     assert make(parallel=parallel, gradient_handlers=[]).gradient_handlers == ()
 
 
-def test_every_value_has_an_origin(tmp_path: Path, text: str) -> None:
+def test_a_value_has_the_place_where_it_was_written(tmp_path: Path, text: str) -> None:
     path = tmp_path / "plan.toml"
     path.write_text(text)
-    plan = load_plan(path, ["optimizer.eps=1e-6"])
-    assert plan.folder == tmp_path
-    assert str(plan.origins["run", "steps"]) == f"{path}:5:1"
-    assert str(plan.origins["optimizer", "eps"]) == "--set #1"
-    assert plan.origins["optimizer", "weight_decay"] == Origin("default")
-    assert plan.origins["loss", "use"] == Origin("core")
-    assert plan.origins["gradient_handlers", 0, "use"] == Origin("core")
-    assert plan.origins["plan",].kind == "file"
-    assert plan.origins["source_folder",].kind == "default"
+    plan = load_plan(path, ["optimizer.eps=1e-6", "run.seed=1", "run.seed=2"])
+    assert (plan.run.seed, plan.folder) == (2, tmp_path)
+    assert plan.origin(("run", "steps")) == f"{path}:5:1"
+    assert plan.origin(("optimizer", "eps")) == "--set #1"
+    assert plan.origin(("run", "seed")) == "--set #3"
+    assert plan.origin(("optimizer", "weight_decay")) == plan.origin(("loss", "use")) == "default"
 
 
-def test_a_partial_table_keeps_its_default_record(make: Make) -> None:
-    plan = make(loss={"label_smoothing": 0.1})
-    assert (plan.loss.name, plan.loss.config.label_smoothing) == ("core.cross_entropy", 0.1)
-
-
-def test_a_factory_has_a_path_and_options(make: Make) -> None:
-    plan = make(model={"factory": "my.models:small", "options": {"depth": 2}, "compile": True})
-    assert (plan.model.name, plan.model.record) == ("my.models:small", None)
-    assert plan.model.config.options == {"depth": 2}
-    with pytest.raises(PlanError, match="must be a path to code"):
-        make(model={"factory": "my.models"})
-    with pytest.raises(PlanError, match="takes no `factory`"):
-        make(activations={"factory": "my.models:policy"})
-
-
-def test_plugins_are_those_of_every_record_reference_in_order(make: Make, loader: Loader) -> None:
-    plan = make(
-        metrics=[{"use": "core.jsonl"}, {"use": "pools.csv"}],
-        scheduler_hooks=[{"use": "handlers.borrower", "pool": "pools.arena", "more": ["pools.arena"]}],
-    )
-    assert list(plan.plugins) == ["core", "models", "data", "handlers", "pools"]
-    assert plan.loader.record("memory_pools", "pools.arena").name == "arena"
-
-
-def test_numbers_are_no_references(make: Make) -> None:
-    plan = make(scheduler_hooks=[{"use": "handlers.borrower", "sizes": [1.0, 2.0]}])
-    assert plan.scheduler_hooks[0].config.sizes == (1.0, 2.0)
-    assert list(plan.plugins) == ["core", "models", "data", "handlers"]
-
-
-def test_a_dict_needs_no_text(tables: dict[str, Any], text: str, tmp_path: Path) -> None:
+def test_a_program_needs_no_text(tables: dict[str, Any], text: str, tmp_path: Path) -> None:
     assert plan_from_dict(tables) == plan_from_text(text)
     with pytest.raises(PlanError) as caught:
         plan_from_dict({**tables, "batch": {"global_size": 1.5, "micro_size": None}})
-    assert [str(found) for found in caught.value.diagnostics] == [
-        "<tables>: error[wrong-type]: `batch.global_size` must be an integer of at least 1, not 1.5",
-        "<tables>: error[missing-key]: [batch] needs `micro_size`, an integer of at least 1\n"
-        "hint: Samples per forward on one rank.",
-    ]
+    assert [found.code for found in caught.value.diagnostics] == ["wrong-type", "missing-key"]
     plan = plan_from_dict({**tables, "data": {"use": "data.text", "files": [Path("a.txt")], "sequence": 8}}, tmp_path)
     assert plan.data.config.files == (tmp_path / "a.txt",)
 
@@ -125,3 +78,194 @@ def test_loading_and_checking_a_plan_needs_no_torch(tmp_path: Path, text: str) -
     command = [sys.executable, "-c", program, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.stderr) == ("False", "")
+
+
+def test_values_that_a_run_has_found(text: str, tmp_path: Path) -> None:
+    plan = plan_from_text(text.replace("plan = 1", 'plan = 1\nsource_folder = "sub"'), folder=tmp_path)
+    changed = with_values(plan, {("data", "samples_per_epoch"): 100, ("evaluation", "every"): 5})
+    assert (changed.data.config.samples_per_epoch, changed.evaluation and changed.evaluation.every) == (100, 5)
+    assert changed.folder == plan.folder == tmp_path / "sub"
+    assert plan.data.config.samples_per_epoch is None
+    assert changed.digest != plan.digest
+    with pytest.raises(PlanError, match="out-of-range"):
+        with_values(plan, {("data", "samples_per_epoch"): 0})
+
+
+@pytest.mark.parametrize(
+    ("parallel", "available", "world"),
+    [
+        ({"dp": 4}, None, 4),
+        ({"dp": 4}, 8, 4),
+        ({"dp": 2, "pp": 2, "sp": 3}, 1, 12),
+        ({}, None, 1),
+        ({}, 6, 6),
+        ({"pp": 2, "sp": 2, "wp": 4}, None, 8),
+        ({"wp": 3, "sp": 2}, None, 6),
+    ],
+)
+def test_the_world_of_a_plan(make: Make, parallel: Any, available: int | None, world: int) -> None:
+    plan = make(parallel=parallel)
+    assert plan.world(available) == world
+    if available is None:
+        assert plan.topology(world).world == world
+
+
+CODE = """\
+import sys
+
+def loss(scale=1): return ("loss", scale)
+def data(context, size): return (context, size)
+def fails(): raise KeyError("inside")
+def ends(): sys.exit(3)
+def lacks(): import nowhere_at_all
+
+class Outer:
+    @staticmethod
+    def inner(): return 7
+
+number = 3
+"""
+
+
+@pytest.fixture
+def build(tables: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Builds a part of a plan by a factory of the module `my_own_parts`."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_own_parts", raising=False)
+    (tmp_path / "my_own_parts.py").write_text(CODE)
+    (tmp_path / "my_broken_parts.py").write_text("raise SystemExit(2)")
+
+    def build(factory: str, key: str = "loss", *args: Any, **options: Any) -> Any:
+        table = {"factory": factory, "options": options}
+        return getattr(plan_from_dict({**tables, key: table}, tmp_path), key).build(*args)
+
+    return build
+
+
+def test_a_factory_gets_its_options_and_what_its_signature_names(build: Callable[..., Any]) -> None:
+    assert build("my_own_parts:loss") == ("loss", 1)
+    assert build("my_own_parts:loss", scale=3) == ("loss", 3)
+    assert build("my_own_parts:Outer.inner") == 7
+    assert build("my_own_parts:data", "data", "context", size=4) == ("context", 4)
+
+
+@pytest.mark.parametrize(
+    ("factory", "options", "code"),
+    [
+        ("my_own_parts:los", {}, "factory-import"),
+        ("my_own_part:loss", {}, "factory-import"),
+        ("my_broken_parts:loss", {}, "factory-import"),
+        ("my_own_parts:number", {}, "factory-import"),
+        ("my_own_parts:loss", {"skale": 1}, "factory-options"),
+        ("my_own_parts:fails", {}, r"my_own_parts.py:5"),
+        ("my_own_parts:ends", {}, "SystemExit: 3"),
+        ("my_own_parts:lacks", {}, "install what has `nowhere_at_all`"),
+    ],
+)
+def test_a_factory_that_fails_is_the_users(build: Callable[..., Any], factory: str, options: Any, code: str) -> None:
+    with pytest.raises(PlanError, match=code):
+        build(factory, **options)
+
+
+def test_a_failing_factory_is_placed_at_its_key(text: str) -> None:
+    plan = plan_from_text(text + "[loss]\nfactory = 'no_such_module_here:loss'\n")
+    with pytest.raises(PlanError) as caught:
+        plan.loss.build()
+    assert str(caught.value).startswith("plan.toml:29:11: error[factory-import]: ")
+
+
+def borrower(name: str) -> dict[str, Any]:
+    return {"scheduler_hooks": [{"use": "handlers.borrower", "pool": name, "sizes": [1.0, 2.0]}]}
+
+
+def test_a_named_pool_resolves_and_is_written_and_read_again(make: Make) -> None:
+    plan = make(**borrower("shared"), pools={"shared": {"use": "pools.arena"}})
+    assert {name: one.name for name, one in plan.pools.items()} == {"shared": "pools.arena"}
+    assert list(plan.plugins) == ["core", "models", "data", "handlers", "pools"]
+    again = plan_from_text(plan.to_toml(), loader=plan.loader)
+    assert again == plan
+    assert again.digest == plan.digest != make(**borrower("pools.arena")).digest
+
+
+@pytest.mark.parametrize(
+    ("name", "pools", "code"),
+    [
+        ("shraed", {"shared": {"use": "pools.arena"}}, "unknown-name"),
+        ("shared", {}, "unknown-name"),
+        ("pools.arena", {"spare": {"use": "pools.arena"}}, "table-without-effect"),
+        ("pools.arena", {"a.b": {"use": "pools.arena"}}, "wrong-name"),
+        ("pools.arena", [{"use": "pools.arena"}], "wrong-type"),
+        ("shared", {"shared": "pools.arena"}, "wrong-type"),
+        ("shared", {"shared": {"use": "pools.arena", "size": 3}}, "unknown-key"),
+        ("shared", {"shared": {}}, "missing-key"),
+        ("shared", {"shared": {"use": "pools.arean"}}, "unknown-record"),
+        ("shared", {"shared": {"use": "nobody.arena"}}, "plugin-unknown"),
+    ],
+)
+def test_a_named_pool_that_is_wrong(make: Make, name: str, pools: Any, code: str) -> None:
+    with pytest.raises(SleyError) as caught:
+        make(**borrower(name), pools=pools)
+    assert [found.code for found in caught.value.diagnostics] == [code]
+
+
+def plugin(links: int = 0, partitions: int = 0, **schedule: str | None) -> Any:
+    """A plugin with a schedule `s`, stage links `l0`, `l1`, ..., partitioners `p0`, ... and a handler of ties `t`."""
+
+    @hookimpl
+    def sley_records() -> list[Record]:
+        return [
+            ScheduleRecord(name="s", config=Table, build="nowhere:s", **schedule),
+            *(StageLinkRecord(name=f"l{at}", config=Table, build="nowhere:l") for at in range(links)),
+            *(PartitionerRecord(name=f"p{at}", config=Table, build="nowhere:p") for at in range(partitions)),
+        ]
+
+    @hookimpl
+    def sley_gradient_handlers() -> list[GradientHandlerRecord]:
+        return [GradientHandlerRecord(name="t", config=Table, build="nowhere:t", role="tie")]
+
+    return SimpleNamespace(sley_records=sley_records, sley_gradient_handlers=sley_gradient_handlers)
+
+
+@pytest.fixture
+def staged(text: str) -> Callable[..., list[str | None]]:
+    """`staged(more, mine=plugin(), ...)`: link, partitioner and handlers of the small plan in two stages."""
+
+    def staged(more: str = "", stages: int = 2, **plugins: Any) -> list[str | None]:
+        tables = f'dp = 2\npp = {stages}\n\n[pipeline]\nuse = "mine.s"\n{more}'
+        plan = plan_from_text(text.replace("dp = 2\n", tables), loader=loader_of(plugins))
+        assert plan_from_text(plan.to_toml(), loader=plan.loader) == plan
+        single = [None if one is None else one.name for one in (plan.link, plan.partition)]
+        return [*single, *(handler.name for handler in plan.gradient_handlers)]
+
+    return staged
+
+
+def test_a_pipeline_takes_the_parts_that_its_schedule_names(staged: Callable[..., Any]) -> None:
+    mine = plugin(2, 2, link="mine.l1", partition="other.p0", ties="mine.t")
+    assert staged(mine=mine, other=plugin(1, 1)) == ["mine.l1", "other.p0", "core.each", "mine.t"]
+    named = '[link]\nuse = "mine.l0"\n[partition]\nuse = "mine.p0"\n'
+    assert staged(named, mine=mine)[:2] == ["mine.l0", "mine.p0"]
+
+
+def test_or_the_only_part_of_a_plugin_that_the_plan_names(staged: Callable[..., Any]) -> None:
+    assert staged(mine=plugin(1, 1)) == ["mine.l0", "mine.p0", "core.each"]
+    assert staged('[partition]\nuse = "other.p1"\n', mine=plugin(), other=plugin(1, 2))[0] == "other.l0"
+    assert staged('[link]\nuse = "other.l1"\n', mine=plugin(), other=plugin(2, 1))[1] == "other.p0"
+    assert staged(stages=1, mine=plugin(0, 1))[0] is None
+
+
+@pytest.mark.parametrize(
+    ("plugins", "codes"),
+    [
+        ({"mine": plugin(), "other": plugin(1, 1)}, ["missing-table", "missing-table"]),
+        ({"mine": plugin(2, 1)}, ["missing-table"]),
+        ({"mine": plugin(1, 1, link="pp.it")}, ["plugin-missing"]),
+        ({"mine": plugin(1, 1, partition="pp.it"), "pp": plugin()}, ["unknown-record"]),
+        ({"mine": plugin(1, 1, ties="it")}, ["wrong-value"]),
+        ({"mine": SimpleNamespace()}, ["unknown-record"]),
+    ],
+)
+def test_a_part_that_nobody_has(staged: Callable[..., Any], plugins: Any, codes: list[str]) -> None:
+    with pytest.raises(SleyError) as caught:
+        staged(**plugins)
+    assert [found.code for found in caught.value.diagnostics] == codes

@@ -12,10 +12,11 @@ import tomli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sley_core.errors import PlanError, dotted
 from sley_core.plan.load import load_plan, plan_from_dict, plan_from_text
 from sley_core.plan.plan import Plan
-from sley_core.plan.write import inline
-from sley_testing.plans import loader_of
+from sley_core.plan.write import changes, refuse_changes
+from sley_testing.plans import loader_of, small_plan
 
 LOADER = loader_of({})
 
@@ -80,13 +81,6 @@ def test_round_trip(tables: dict[str, Any], folder: Path | None) -> None:
     check_round_trip(tables, folder)
 
 
-@pytest.mark.campaign
-@settings(max_examples=2_000, deadline=None)
-@given(plans(), FOLDERS)
-def test_round_trip_campaign(tables: dict[str, Any], folder: Path | None) -> None:
-    check_round_trip(tables, folder)
-
-
 def check_round_trip(tables: dict[str, Any], folder: Path | None) -> None:
     plan = plan_from_dict(tables, folder, loader=LOADER)
     text = plan.to_toml()
@@ -117,27 +111,31 @@ def test_the_digest_is_of_what_runs(make: Callable[..., Plan], tables: dict[str,
     assert make(run={**tables["run"], "seed": 1}).digest != digest
 
 
-def test_the_text_reads_well(make: Callable[..., Plan]) -> None:
-    text = make(gradient_handlers=[{"use": "core.each"}], loss={}, evaluation={"every": 5}).to_toml()
-    lines = text.split("\n")
-    assert lines[:5] == ["plan = 1", "scheduler_hooks = []", "offload = []", "", "[run]"]
-    assert "betas = [0.9, 0.95]" in lines
-    assert "[[gradient_handlers]]" in lines
-    assert max(map(len, lines)) < 60
+def resolved(folder: Path, **changed: Any) -> str:
+    return plan_from_dict(small_plan(**changed), folder).to_toml()
+
+
+def test_layout_and_rates_may_change_when_a_run_resumes(texts: Path) -> None:
+    assert changes(resolved(texts), resolved(texts, run__name="another")) == []
+    found = changes(
+        resolved(texts), resolved(texts, parallel={"dp": 2}, optimizer__lr=0.5, evaluation={"every": 5, "steps": 1})
+    )
+    refuse_changes(found)
+    assert [one.path for one in found[:2]] == [("parallel", "dp"), ("optimizer", "lr")]
+    assert {one.before for one in found[2:]} == {"nothing"}
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("changed", "keys"),
     [
-        (True, "true"),
-        (1e-5, "1e-05"),
-        ('a "b"\n', r'"a \"b\"\n"'),
-        ([], "[]"),
-        ({}, "{}"),
-        ([{"a": [1, "x"], "b c": {}}], '[{a = [1, "x"], "b c" = {}}]'),
-        (date(1979, 5, 27), "1979-05-27"),
+        ({"model__num_layers": 3}, ["model.num_layers"]),
+        ({"data__sequence": 8}, ["data.sequence"]),
+        ({"run__seed": 99}, ["run.seed"]),
+        ({"optimizer": {"use": "core.sgd", "lr": 0.1}}, ["optimizer.use"]),
+        ({"model": {"factory": "mine:layers", "options": {"width": 8}}}, ["model.use", "model.factory"]),
     ],
 )
-def test_values(value: Any, text: str) -> None:
-    assert inline(value) == text
-    assert tomli.loads(f"x = {text}") == {"x": value}
+def test_a_change_that_makes_other_numbers_is_refused(texts: Path, changed: Any, keys: list[str]) -> None:
+    with pytest.raises(PlanError, match="resume-differs") as caught:
+        refuse_changes(changes(resolved(texts), resolved(texts, **changed)))
+    assert [dotted(found.path) for found in caught.value.diagnostics] == keys

@@ -131,13 +131,6 @@ class LlamaConfig(ModelConfig, json_schema_extra=_sizes_or_weights):
         found = read_config(folder).keys
         return {**{key: value for key, value in found.items() if value is not None}, **given}
 
-    def decided_by(self, key: str) -> str | None:
-        """Returns the path of the `config.json` of `weights` if it decides `key`, else None."""
-        file = None if self.weights is None else self.weights / CONFIG
-        if file is None or not file.exists() or key not in read_config(file.parent).keys:
-            return None
-        return str(file)
-
     @field_validator("*")
     @classmethod
     def _agrees_with_weights(cls, value: Any, info: ValidationInfo) -> Any:

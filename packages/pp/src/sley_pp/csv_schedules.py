@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sley_core.api.actions import Action, Kind, Placement
-from sley_core.api.plan import read_bounded
 from sley_core.errors import Place, PlanError
 
 LETTERS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": Kind.WEIGHT_GRADIENT}
@@ -52,7 +51,7 @@ def read_csv(text: str, name: str) -> tuple[Placement, list[list[Action]]]:
 def read_file(path: Path) -> tuple[Placement, list[list[Action]]]:
     """Returns `read_csv` of a file. Raises PlanError "schedule-file" also if it cannot be read."""
     try:
-        text = read_bounded(path).decode()
+        text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise _wrong(f"cannot be read: {error}", Place(str(path))) from error
     return read_csv(text, str(path))

@@ -202,17 +202,10 @@ def _handlers(plan: Plan) -> Iterator[dict[str, Any]]:
         yield {"name": each.name, "role": each.record.role, "tolerance": tolerance}
 
 
-def _origin_data(plan: Plan, path: KeyPath) -> dict[str, Any]:
-    """Returns kind and place of the origin of one value."""
-    origin = plan.origins[path]
-    place = origin.place
-    return {
-        "kind": origin.kind,
-        "file": place.file if place else None,
-        "line": place.line or None if place else None,
-        "column": place.column or None if place else None,
-        "named_by": origin.named_by,
-    }
+def _origin_data(plan: Plan, path: KeyPath) -> dict[str, Any] | None:
+    """Returns the place of one value in a file or a `--set`; None for a default."""
+    place = plan.document.origin(path)
+    return None if place is None else {"file": place.file, "line": place.line or None, "column": place.column or None}
 
 
 def _ranks(topology: Topology, rank: int | None) -> Iterable[int]:
@@ -253,7 +246,7 @@ def _values(plan: Plan) -> Iterator[str]:
             table = path[:-1]
             yield ""
             yield _header(table)
-        yield f"{f'{path[-1]} = {_toml(value)}':{_COLUMN}}  # {plan.origins[path]}"
+        yield f"{f'{path[-1]} = {_toml(value)}':{_COLUMN}}  # {plan.origin(path)}"
 
 
 def _toml(value: Any) -> str:

@@ -3,7 +3,6 @@
 from sley_core.data.dataset import DataConfig
 from sley_core.optim.config import OptimizerConfig
 from sley_core.plan.plan import Plan
-from sley_core.plan.read import read_bounded
 from sley_core.plan.tables import CheckpointConfig, ModelConfig, SequenceConfig
 from sley_core.table import (
     Array,
@@ -36,6 +35,5 @@ __all__ = [
     "SequenceConfig",
     "Table",
     "Topology",
-    "read_bounded",
     "suggestion",
 ]

@@ -7,36 +7,16 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import tomli
 
 from sley_core.errors import Diagnostic, KeyPath, Place, SleyError
 from sley_core.table import Table
 from sley_core.words import printable
-
-Found = TypeVar("Found")
-OriginKind = Literal["file", "set", "default", "record", "core"]
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Says where a value of the resolved plan comes from.
-
-    kind: "file" (the plan's, or one that it names), "set" (a `--set`), "default" (the table's model), "record" (named by the
-    record of another component), or "core" (written in because the layout needs it). place: for "file" and "set". named_by: for
-    "record", that component's name: `pp.interleaved`.
-    """
-
-    kind: OriginKind
-    place: Place | None = None
-    named_by: str | None = None
-
-    def __str__(self) -> str:
-        return str(self.place) if self.place else self.named_by or self.kind
 
 
 @dataclass(frozen=True)
@@ -78,16 +58,15 @@ class Document:
         """
         return self.folder if self._override(path) else self.owner(path).folder
 
-    def origin(self, path: KeyPath) -> Origin | None:
+    def origin(self, path: KeyPath) -> Place | None:
         """Returns where the user wrote the value at `path`; None if it is not in the document."""
         if not _has(self.tables, path):
             return None
-        override = self._override(path)
-        if override:
-            return Origin("set", override.place)
+        if override := self._override(path):
+            return override.place
         owner = self.owner(path)
         spot = owner.spots.get(path)
-        return Origin("file", owner._in_file(spot.key) if spot else Place(owner.file))
+        return Place(owner.file, *spot.key) if spot else None if owner.spots else Place(owner.file)
 
     def diagnostic(
         self, code: str, message: str, path: KeyPath, hint: str | None = None, at: Literal["key", "value"] = "value"
@@ -107,7 +86,7 @@ class Document:
             owner = self.owner(near)
             if near in owner.spots:
                 spot = owner.spots[near]
-                place = owner._in_file(spot.key if at == "key" and length == len(path) else spot.value)
+                place = Place(owner.file, *(spot.key if at == "key" and length == len(path) else spot.value))
                 return place, owner.line(place.line)
         return Place(self.file), None
 
@@ -121,9 +100,6 @@ class Document:
     def line(self, number: int) -> str | None:
         """Returns the text of a line, counted from 1, for display: each character is one column wide."""
         return printable(self.lines[number - 1].replace("\t", " ")) if 0 < number <= len(self.lines) else None
-
-    def _in_file(self, span: TextSpan) -> Place:
-        return Place(self.file, *span)
 
     def _override(self, path: KeyPath) -> Override | None:
         """Returns the last override that set `path`, something around it, or (if the file has no such table) inside it."""
@@ -148,21 +124,6 @@ def by_place(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
         return (bool(override), int(override[1]) if override else 0, place.file, place.line, place.column)
 
     return sorted(dict.fromkeys(diagnostics), key=order)
-
-
-MOST_PROBLEMS = 100
-"""The most problems of one table or list that are reported: each shows its line, which may be long."""
-
-
-def first_of(wrong: Sequence[Found], told: Callable[[Found], Diagnostic], owner: str) -> list[Diagnostic]:
-    """Returns the diagnostics of the first `MOST_PROBLEMS` of `wrong`, and one with the number of the others of `owner`. told:
-    makes the diagnostic of one.
-    """
-    found = [told(each) for each in wrong[:MOST_PROBLEMS]]
-    if len(wrong) > MOST_PROBLEMS:
-        message = f"and {len(wrong) - MOST_PROBLEMS:,} more problems of {owner}"
-        found.append(replace(by_place(found)[-1], code="more-problems", message=message, hint=None))
-    return found
 
 
 def locate(error: SleyError, document: Document) -> SleyError:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sley_core.errors import Diagnostic, KeyPath, dotted
-from sley_core.plan.document import Document, first_of
+from sley_core.plan.document import Document
 from sley_core.table import Table
 from sley_core.words import field_at, shown, suggestion, takes
 
@@ -44,7 +44,7 @@ def faults(
     for fault in error.errors(include_url=False, include_input=False):
         if fault["type"] != NOT_A_FAULT:
             by_key.setdefault(_key_path(fault["loc"], fault["type"], given), []).append(fault)
-    return first_of(list(by_key.items()), lambda one: _diagnostic(one[1], one[0], model, given, path, document, owner), owner)
+    return [_diagnostic(errors, inner, model, given, path, document, owner) for inner, errors in by_key.items()]
 
 
 def unknown_key(

@@ -9,26 +9,24 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
 from sley_core.discovery import CORE, to_install
-from sley_core.errors import Diagnostic, KeyPath, Place, PlanError, PluginError, SleyError, dotted
+from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError, dotted
 from sley_core.plan.check import check_data, check_tables
-from sley_core.plan.document import MOST_PROBLEMS, Document, Origin, by_place, first_of, plain
+from sley_core.plan.document import Document, by_place, plain
 from sley_core.plan.faults import faults, unknown_key
 from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word, words
 from sley_core.plan.loader import Loader, Plugin
 from sley_core.plan.plan import Component, Plan
 from sley_core.plan.read import read_file, read_tables, read_text
-from sley_core.plan.tables import DRAWN_STEP, FORMAT, OPTIONAL, TABLES, ModelConfig, RunTable, TimelineTable
-from sley_core.plan.write import leaves
+from sley_core.plan.tables import DRAWN_STEP, FORMAT, OPTIONAL, TABLES, RunTable, TimelineTable
 from sley_core.records import ScheduleRecord
 from sley_core.table import NAMED_TABLES, BasePath, RecordKind, RecordReference, Table, expanded, written
 from sley_core.words import shown, suggestion
@@ -64,18 +62,15 @@ def plan_from_dict(
 def with_values(plan: Plan, values: Mapping[KeyPath, Any]) -> Plan:
     """Returns a plan with some values changed to what a run found out, such as the number of its samples.
 
-    Checked like any other, with the plugins that are loaded already. The changed values get the origin "core"; all others, also
-    those of `values` that are the same as before, keep their place and origin.
+    Checked like any other, with the plugins that are loaded already.
     """
     tables = deepcopy(plan.document.tables)
-    known = dict(leaves(plan.tables))
-    values = {path: value for path, value in values.items() if path not in known or known[path] != plain(value)}
     for path, value in values.items():
         here: Any = tables
         for part in path[:-1]:
             here = here.setdefault(part, {}) if isinstance(here, dict) else here[part]
         here[path[-1]] = plain(value)
-    return resolve(replace(plan.document, tables=tables), plan.loader, values)
+    return resolve(replace(plan.document, tables=tables), plan.loader)
 
 
 def with_tables(plan: Plan, tables: Mapping[str, Any]) -> Plan:
@@ -257,31 +252,11 @@ def _offered(spec: ComponentTable, plugins: Iterable[Plugin]) -> list[str]:
     return [f"{plugin.name}.{name}" for plugin in plugins for name in plugin.records[spec.kind]]
 
 
-def origins(plan: Plan, written_in: Set[KeyPath]) -> Mapping[KeyPath, Origin]:
-    """Returns the origin of every value of the resolved plan. written_in: the paths of those that core wrote in."""
-
-    def origin(path: KeyPath, value: Any) -> Origin:
-        if path not in written_in:
-            return plan.document.origin(path) or _beside(plan, path) or Origin("default")
-        if plan.pipeline and path[-1] == "use" and is_named_by(plan.pipeline, value):
-            return Origin("record", named_by=plan.pipeline.name)
-        return Origin("core")
-
-    return {path: origin(path, value) for path, value in leaves(plan.tables)}
-
-
-def _beside(plan: Plan, path: KeyPath) -> Origin | None:
-    """Returns the file, beside the plan, that decides the model's key `path`; None if there is none."""
-    config = plan.model.config
-    file = config.decided_by(str(path[1])) if path[0] == "model" and isinstance(config, ModelConfig) else None
-    return None if file is None else Origin("file", Place(file))
-
-
 AnyTable = TypeVar("AnyTable", bound=Table)
 
 
-def resolve(document: Document, loader: Loader, found_by_core: Iterable[KeyPath] = ()) -> Plan:
-    """Returns the plan that `document` describes. found_by_core: the paths of values that a run, not the user, wrote.
+def resolve(document: Document, loader: Loader) -> Plan:
+    """Returns the plan that `document` describes.
 
     Raises PlanError with all problems, sorted by place; PluginError if a plugin is among them.
     """
@@ -298,8 +273,7 @@ def resolve(document: Document, loader: Loader, found_by_core: Iterable[KeyPath]
             parts[spec.key] = resolver.components(spec, tables) if spec.many else resolver.component(spec)
     resolver.problems += top_level_faults(resolver.document)
     resolver.raise_problems(parts)
-    plan = Plan(**parts, document=resolver.document, loader=loader, plugins=resolver.plugins, origins={})
-    return replace(plan, origins=origins(plan, {*resolver.written_in, *found_by_core}))
+    return Plan(**parts, document=resolver.document, loader=loader, plugins=resolver.plugins)
 
 
 @dataclass
@@ -311,7 +285,6 @@ class _Resolver:
     problems: list[Diagnostic] = field(default_factory=list)
     plugins: dict[str, Plugin] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
-    written_in: set[KeyPath] = field(default_factory=set)
     schedule: Component | None = None
 
     def __post_init__(self) -> None:
@@ -337,7 +310,6 @@ class _Resolver:
         """Returns a default `timeline` table for a pipeline whose plan has none."""
         if not isinstance(run, RunTable) or "pipeline" not in self.tables or "timeline" in self.tables:
             return None
-        self.written_in.add(("timeline", "step"))
         return TimelineTable(step=min(DRAWN_STEP, run.steps))
 
     def component(self, spec: ComponentTable) -> Component | None:
@@ -365,8 +337,6 @@ class _Resolver:
         """Returns the components of a list of tables; if it is left out, those that the layout needs."""
         if spec.key not in self.tables:
             default = default_list(spec.key, tables, self.schedule)
-            self.written_in.update((spec.key, number, "use") for number in range(len(default)))
-            self.written_in.add((spec.key,))
             given: Any = [{"use": name} for name in default]
         else:
             given = self.tables[spec.key]
@@ -374,13 +344,7 @@ class _Resolver:
             message = f"`{spec.key}` must be an array of tables, not {shown(given)}"
             self._problem("wrong-type", message, (spec.key,), f"write [[{spec.key}]] above each of them")
             return ()
-        found, before = list[Component | None](), len(self.problems)
-        for number, item in enumerate(given):
-            if len(self.problems) - before >= MOST_PROBLEMS:
-                message = f"{len(given) - number:,} more of `{spec.key}` were not looked at"
-                self._problem("more-problems", message, (spec.key, number))
-                break
-            found.append(self._component(spec, item, (spec.key, number)))
+        found = (self._component(spec, item, (spec.key, number)) for number, item in enumerate(given))
         return tuple(component for component in found if component)
 
     def named(self, spec: ComponentTable) -> dict[str, Component]:
@@ -429,7 +393,6 @@ class _Resolver:
                 self._problem("missing-key", what, (*path, "use"), of_core(spec, self.plugins.get(CORE)))
                 return None
             given = {"use": default, **given}
-            self.written_in.add((*path, "use"))
         return self._record_component(spec, given, path)
 
     def _record_component(self, spec: ComponentTable, given: dict[str, Any], path: KeyPath) -> Component | None:
@@ -483,7 +446,7 @@ class _Resolver:
         """Returns the path that caused the record `name` at `path`, and a text that names the schedule if that is the cause,
         else "".
         """
-        if self.schedule is None or path not in self.written_in or not is_named_by(self.schedule, name):
+        if self.schedule is None or self.document.origin(path) or not is_named_by(self.schedule, name):
             return path, ""
         return (*self.schedule.path, "use"), f"`{self.schedule.name}` names `{name}`: "
 
@@ -555,7 +518,7 @@ def top_level_faults(document: Document) -> list[Diagnostic]:
         message = f"`plan` is the format of the plan, {FORMAT}, not {shown(version)}"
         found.append(document.diagnostic("plan-format", message, ("plan",)))
     unknown = [key for key in document.tables if key not in TOP_LEVEL]
-    return found + first_of(unknown, partial(_unknown, document), "the plan")
+    return found + [_unknown(document, key) for key in unknown]
 
 
 def _unknown(document: Document, key: str) -> Diagnostic:

@@ -7,12 +7,10 @@ the order in which plugins are called is the plan's, never pluggy's.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pluggy
 
@@ -30,23 +28,12 @@ from sley_core.discovery import (
 )
 from sley_core.errors import PlanError, PluginError
 from sley_core.plan.kinds import BASES, RECORDS, words
-from sley_core.records import GradientHandlerRecord, Record, ScheduleRecord, SchedulerHookRecord
+from sley_core.records import GradientHandlerRecord, Record, SchedulerHookRecord
 from sley_core.table import RecordKind, Table
 from sley_core.words import suggestion
 
 FIRST_PARTY = ("checkpoint", "data", "dp", "isp", "memory", "metrics", "models", "pp")
 """Plugins of Sley's own distributions `sley-<name>`."""
-
-
-MOVED = {
-    "core.llama": "models.llama",
-    "core.text": "data.text",
-    "core.tokens": "data.tokens",
-    "core.tensorboard": "metrics.tensorboard",
-    "core.wandb": "metrics.wandb",
-    "dp.powersgd": "powersgd.reducer",
-}
-"""Former names of records, and the present ones."""
 
 BUILT_IN = EntryPoint(CORE, "sley_core.plugin", GROUP)
 """Core's own plugin, if core runs from a folder that was never installed."""
@@ -91,8 +78,6 @@ class Plugin:
         try:
             return record.load()
         except Exception as error:
-            if is_of_surroundings(error):
-                raise
             message = f"{self.label}: cannot import `{record.build}` of `{self.name}.{record.name}`: {said(error)}"
             raise PluginError("plugin-import", message, hint=f"reinstall {self.dist}, or report it") from error
 
@@ -144,9 +129,6 @@ class Loader:
         known = plugin.records.get(kind, {})
         if record_name in known:
             return known[record_name]
-        if name in MOVED:
-            hint = f"it is `{MOVED[name]}` now; {to_install(MOVED[name].partition('.')[0])}"
-            raise PlanError("unknown-record", f"{plugin.label} has no {words(kind)} `{record_name}`", hint=hint)
         has = f"it has {', '.join(f'`{plugin_name}.{one}`' for one in known)}" if known else None
         raise PlanError(
             "unknown-record",
@@ -202,11 +184,6 @@ RECORD_HOOKS: dict[str, type[Record]] = {
 RESERVED = ("use", "factory")
 """Keys of every component table; a config must not have them."""
 
-DEFAULTS_OF_SCHEDULES = ("link", "partition", "ties")
-"""Fields of a schedule's record that name other records."""
-
-RECORD_NAME = re.compile(r"[^.:\s]+\.[^\W\d]\w*")
-
 
 def imported(found: Found) -> Any:
     """Imports and returns the plugin's module.
@@ -218,8 +195,6 @@ def imported(found: Found) -> Any:
     try:
         return found.entry_point.load()
     except (Exception, SystemExit) as error:
-        if is_of_surroundings(error):
-            raise
         hint = f"reinstall {found.dist}, or report it to its authors"
         if isinstance(error, ModuleNotFoundError) and error.name:
             hint = f"install what provides `{error.name}`, or reinstall {found.dist}"
@@ -227,40 +202,10 @@ def imported(found: Found) -> Any:
         raise PluginError("plugin-import", message, hint=hint) from error
 
 
-class _Sound(NamedTuple):
-    """Holds a module that was checked, with the names that it had then."""
-
-    module: ModuleType
-    names: dict[str, Any]
-    hooks: Any
-
-
-_sound: dict[str, _Sound] = {}
-"""Checked modules of plugins by name: checking takes much of the time of loading a plan, so it is cached."""
-
-
 def hooks_of(module: Any, found: Found) -> Any:
     """Returns callers for the hooks of one plugin, after checking that every implementation fits a hook of this core.
 
-    A module is checked again only if one of its names has changed. Raises PluginError "plugin-hook" or "plugin-argument".
-    """
-    if not isinstance(module, ModuleType):
-        return _looked_at(module, found)
-    known = _sound.get(module.__name__)
-    names = vars(module)
-    if (
-        known is None
-        or known.module is not module
-        or len(known.names) != len(names)
-        or any(names.get(name, known) is not value for name, value in known.names.items())
-    ):
-        known = _sound[module.__name__] = _Sound(module, dict(vars(module)), _looked_at(module, found))
-    return known.hooks
-
-
-def _looked_at(module: Any, found: Found) -> Any:
-    """Checks every hook implementation of `module`, registers it with pluggy, and returns the callers of its hooks. Raises
-    PluginError.
+    Raises PluginError "plugin-hook" or "plugin-argument".
     """
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
@@ -318,25 +263,6 @@ def records_of(hooks: Any, found: Found) -> Mapping[RecordKind, Mapping[str, Rec
     return records
 
 
-def is_of_surroundings(error: BaseException) -> bool:
-    """Returns whether an import failed for lack of memory or disk, or because torch is broken: then it is not the plugin's
-    fault.
-    """
-    causes = [error]
-    while (before := causes[-1].__cause__ or causes[-1].__context__) is not None and before not in causes:
-        causes.append(before)
-    if any(isinstance(each, MemoryError) or "Cannot allocate memory" in str(each) for each in causes):
-        return True
-    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-        return True
-    trace, modules = error.__traceback__, set()
-    while trace is not None:
-        modules.add(trace.tb_frame.f_globals.get("__name__"))
-        trace = trace.tb_next
-    missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
-    return isinstance(error, ImportError) and (missing or "torch" in modules)
-
-
 def said(error: BaseException) -> str:
     """Returns type and first line of an error."""
     lines = str(error).strip().splitlines()
@@ -352,12 +278,6 @@ def _wrong(record: Record, kind: RecordKind, named: Iterable[str]) -> str | None
     base = BASES.get(kind, Table)
     if not (isinstance(record.config, type) and issubclass(record.config, base)):
         return f"gives `{record.name}` a config that is no subclass of {base.__name__}"
-    if getattr(record, "timer", None) is not None and "layer_costs" not in record.config.model_fields:
-        return f"gives `{record.name}`, which times layers, a config without the key `layer_costs`"
-    for key in DEFAULTS_OF_SCHEDULES:
-        default = getattr(record, key) if isinstance(record, ScheduleRecord) else None
-        if default is not None and not (isinstance(default, str) and RECORD_NAME.fullmatch(default)):
-            return f"gives `{record.name}` the {key} `{default}`, which is no record's name (`plugin.record`)"
     reserved = [key for key in RESERVED if key in record.config.model_fields]
     return f"gives `{record.name}` a config with the key `{reserved[0]}`, which every table has" if reserved else None
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from sley_core.errors import Diagnostic, KeyPath, PlanError, SleyError
 from sley_core.factory import call_factory, import_factory
-from sley_core.plan.document import Document, Origin, locate
+from sley_core.plan.document import Document, locate
 from sley_core.plan.kinds import ComponentTable, Factory
 from sley_core.plan.loader import Loader, Plugin
 from sley_core.plan.tables import (
@@ -84,7 +84,7 @@ class Component:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """A valid plan with every default written in. Equal plans run alike; the origin of values does not count.
+    """A valid plan with every default written in. Equal plans run alike; the place of values does not count.
 
     plugins: those that the plan names, by name, core first, then in order of appearance.
     """
@@ -117,7 +117,6 @@ class Plan:
     document: Document = field(compare=False, repr=False)
     loader: Loader = field(compare=False, repr=False)
     plugins: Mapping[str, Plugin] = field(compare=False, repr=False)
-    origins: Mapping[KeyPath, Origin] = field(compare=False, repr=False)
 
     def __repr__(self) -> str:
         """Returns one line for a person; `to_toml` has all of it."""
@@ -135,6 +134,10 @@ class Plan:
         plugin = self.loader.load(name.partition(".")[0])
         record = self.loader.record(kind, name)
         return plugin.build_of(record)(record.config(), *args)
+
+    def origin(self, path: KeyPath) -> str:
+        """Returns where the value at `path` comes from: file, line and column, a `--set`, or "default"."""
+        return str(self.document.origin(path) or "default")
 
     @property
     def folder(self) -> Path | None:

@@ -5,11 +5,8 @@ Every failure has its own code.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import stat
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +15,7 @@ from typing import Any
 import tomli  # unlike tomllib before Python 3.14, its errors have a line and a column
 
 from sley_core.errors import Diagnostic, KeyPath, Place, PlanError, dotted
-from sley_core.plan.document import Document, Override, first_of, index, plain
+from sley_core.plan.document import Document, Override, index, plain
 from sley_core.table import expanded
 from sley_core.words import is_utf8, printable, shown
 
@@ -26,7 +23,7 @@ DEEPEST = 32
 """The deepest nesting of tables and arrays; a plan needs four levels."""
 
 MOST_BYTES = 16 << 20
-PATIENCE_S = 10.0
+"""The largest plan; endless input is not read for ever."""
 
 LARGEST = 2**63
 """TOML's integers have 64 bits."""
@@ -46,7 +43,8 @@ def _read(path: str | Path) -> Document:
     name = str(path)
     place = Place(name)
     try:
-        content = read_bounded(path)
+        with Path(path).open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
         raise PlanError("plan-missing", f"there is no file `{name}`", place=place, hint=_near(Path(path))) from None
     except IsADirectoryError:
@@ -56,47 +54,13 @@ def _read(path: str | Path) -> Document:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise PlanError("plan-unreadable", f"cannot read `{name}`: {reason}", place=place) from None
+    if len(content) > MOST_BYTES:
+        raise PlanError("plan-unreadable", f"cannot read `{name}`: it has more than {MOST_BYTES >> 20} MB", place=place)
     folder = Path(path).absolute().parent
     if not is_utf8(str(folder)):
         message = f"the name of the folder `{printable(str(folder))}` is not UTF-8"
         raise PlanError("plan-unreadable", message, place=place)
     return _parsed(_decoded(content, name), name, folder)
-
-
-def read_bounded(path: str | Path) -> bytes:
-    """Returns the content of a file; blocks for at most `PATIENCE_S` on an empty pipe.
-
-    Raises OSError, also for more than `MOST_BYTES`, so that endless input is not read for ever.
-    """
-    # Non-blocking: opening a pipe that nobody writes would otherwise wait for ever.
-    file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    try:
-        return _read_open(file, str(path))
-    finally:
-        os.close(file)
-
-
-def _read_open(file: int, name: str) -> bytes:
-    """Reads an open file, which may be a non-blocking pipe, to its end. Raises OSError."""
-    mode = os.fstat(file).st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, "it is a folder", name)
-    found = bytearray()
-    began = time.monotonic()
-    while len(found) <= MOST_BYTES:
-        try:
-            part = os.read(file, 1 << 20)
-        except BlockingIOError:
-            part = None
-        if part:
-            found += part
-        elif part is not None and (found or not stat.S_ISFIFO(mode)):
-            return bytes(found)
-        elif time.monotonic() - began > PATIENCE_S:
-            raise OSError(errno.ETIMEDOUT, f"nothing came within {PATIENCE_S:g} s", name)
-        else:
-            time.sleep(0.01)
-    raise OSError(errno.EFBIG, f"it has more than {MOST_BYTES >> 20} MB", name)
 
 
 def read_text(text: str, file: str, folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:
@@ -124,15 +88,16 @@ def _parsed(text: str, file: str, folder: Path | None) -> Document:
     except (RecursionError, ValueError) as error:
         # Python itself refuses numbers of thousands of digits, and invalid dates.
         raise PlanError("syntax", f"this is not TOML: {_lowered(str(error))}", place=Place(file)) from None
-    _refuse_deep(tables, file, lines)
-    return Document(file, folder and folder.absolute(), tables, lines, index(text))
+    try:
+        spots = index(text)
+    except RecursionError:
+        spots = {}  # `_check_values` refuses it
+    return Document(file, folder and folder.absolute(), tables, lines, spots)
 
 
 def read_tables(tables: Mapping[str, Any], folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:
     """Returns the document of tables that a program made; they are copied."""
-    copied = plain(tables)
-    _refuse_deep(copied, "<tables>")
-    return _overridden(Document("<tables>", folder and folder.absolute(), copied), overrides)
+    return _overridden(Document("<tables>", folder and folder.absolute(), plain(tables)), overrides)
 
 
 def _overridden(document: Document, texts: Sequence[str]) -> Document:
@@ -153,50 +118,28 @@ def _overridden(document: Document, texts: Sequence[str]) -> Document:
     if problems:
         raise PlanError.many(problems)
     document = replace(document, overrides=tuple(overrides))
-    _refuse_deep(document.tables, document.file)
-    _refuse_large(document)
+    _check_values(document)
     return document
 
 
-def _refuse_deep(tables: Any, file: str, lines: Sequence[str] = ()) -> None:
-    """Raises PlanError "too-deep". Iterates instead of recursing, so that later code may recurse."""
-    # Pairs of the top-level key and a table or array below it.
-    level = [(str(key), value) for key, value in tables.items() if isinstance(value, dict | list)]
-    for _ in range(DEEPEST):
-        inner = [(key, value.values() if isinstance(value, dict) else value) for key, value in level]
-        level = [(key, item) for key, items in inner for item in items if isinstance(item, dict | list)]
-        if not level:
-            return
-    message = f"`{printable(level[0][0])}` has tables and arrays more than {DEEPEST} deep"
-    # Spots are not known yet, since finding them recurses; so the line is searched for.
-    bare = re.compile(rf"[\s\[]*{re.escape(level[0][0])}\s*[.=\]]")
-    line = next((number for number, text in enumerate(lines, start=1) if bare.match(text)), 0)
-    raise PlanError("too-deep", message, place=Place(file, line, int(line > 0)))
-
-
-def _refuse_large(document: Document) -> None:
-    """Raises PlanError "out-of-range" for every integer beyond 64 bits."""
-    large: list[tuple[KeyPath, int]] = []
+def _check_values(document: Document) -> None:
+    """Raises PlanError "too-deep", so that later code may recurse, or "out-of-range" for every integer beyond 64 bits."""
+    large: list[Diagnostic] = []
 
     def walk(value: Any, path: KeyPath) -> None:
-        """Collects the integers beyond 64 bits in `value`."""
-        if isinstance(value, dict):
-            for key, inner in value.items():
+        if isinstance(value, dict | list):
+            if len(path) > DEEPEST:
+                message = f"`{printable(str(path[0]))}` has tables and arrays more than {DEEPEST} deep"
+                raise PlanError.many([document.diagnostic("too-deep", message, path[:1])])
+            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
                 walk(inner, (*path, key))
-        elif isinstance(value, list):
-            for number, inner in enumerate(value):
-                walk(inner, (*path, number))
         elif isinstance(value, int) and not -LARGEST <= value < LARGEST:
-            large.append((path, value))
-
-    def told(found: tuple[KeyPath, int]) -> Diagnostic:
-        """Returns the diagnostic of one such integer."""
-        message = f"`{dotted(found[0])}` must be an integer of 64 bits, not {shown(found[1])}"
-        return document.diagnostic("out-of-range", message, found[0])
+            message = f"`{dotted(path)}` must be an integer of 64 bits, not {shown(value)}"
+            large.append(document.diagnostic("out-of-range", message, path))
 
     walk(document.tables, ())
     if large:
-        raise PlanError.many(first_of(large, told, "the plan"))
+        raise PlanError.many(large)
 
 
 def _decoded(content: bytes, name: str) -> str:
@@ -381,11 +324,6 @@ def _merged(own: Document, base: Document) -> Document:
     known = {*base.spots, *base.bases}
     bases = {path: base.owner(path) for path in known if any(path[: len(start)] == start for start in taken)}
     return replace(own, tables=tables, bases=bases)
-
-
-def joined(own: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """Returns both tables merged by the rules of `extends`; `own` has precedence."""
-    return _joined(own, base, (), [])
 
 
 def _joined(own: dict[str, Any], base: dict[str, Any], path: KeyPath, taken: list[KeyPath]) -> dict[str, Any]:

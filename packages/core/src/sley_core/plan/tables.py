@@ -216,11 +216,6 @@ class ModelConfig(Table):
     compile: bool = False
     """Compile the layers with torch.compile."""
 
-    def decided_by(self, key: str) -> str | None:
-        """Returns the file, beside the plan, from which `key` is taken if the plan leaves it out; None for a default."""
-        del key
-        return None
-
 
 class SequenceConfig(Table):
     """What the table of every attention over split sequences has; the config of its record is a subclass."""
