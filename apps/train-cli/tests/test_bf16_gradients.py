@@ -12,8 +12,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_testing.bits import differing, trained
-from sley_testing.parity import assert_same_bits
+from sley_testing.parity import assert_same_bits, differing, trained
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import BF16_SUMS, GRADIENTS, alone, assert_parity_of_parts, gradients, record, weights
 

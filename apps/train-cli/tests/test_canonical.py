@@ -15,7 +15,7 @@ from sley_core.engine.canonical import sums, tree
 from sley_core.engine.canonical.tree import Node, PartialSums
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_testing.bits import Bits, differing, digest, trained
+from sley_testing.parity import Bits, differing, digest, trained
 from sley_testing.plans import Tables, changed, small_plan
 
 PLAN = small_plan(

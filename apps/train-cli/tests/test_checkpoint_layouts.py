@@ -12,8 +12,8 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 
 from sley_checkpoint.reader import read
 from sley_core.weight_files.read import WeightFiles
+from sley_testing.checkpointer_contract import Stretch, assert_goes_on, assert_same_stretch, stretch
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.resumed import Stretch, assert_goes_on, assert_same_stretch, stretch
 
 PLAN = small_plan(
     run__steps=4,

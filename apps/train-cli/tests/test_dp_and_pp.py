@@ -18,8 +18,8 @@ from sley_core.errors import PlanError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
+from sley_testing.collectives import collectives
 from sley_testing.parity import assert_close_gradients, assert_same_bits
-from sley_testing.recorder import collectives
 from sley_testing.runs import GRADIENTS, Recorded, record
 
 OWN = Path(__file__).parent / "own"

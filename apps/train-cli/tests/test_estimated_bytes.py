@@ -16,8 +16,8 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes.rank import rank_bytes
 from sley_estimate.bytes.recipes import Recipes
+from sley_testing.live_bytes import RealBytes, real_bytes
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.real_bytes import RealBytes, real_bytes
 
 OWN = Path(__file__).parent / "own"
 EXAMPLES = Path(__file__).parents[3] / "examples" / "plans"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from sley_testing.checkpointer_contract import assert_goes_on, assert_same_stretch, saving_at, stretch
 from sley_testing.plans import changed, small_plan
-from sley_testing.resumed import assert_goes_on, assert_same_stretch, saving_at, stretch
 from sley_testing.runs import assert_parity_of_parts, record
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]

@@ -18,9 +18,7 @@ from parity_page import league, write_league
 
 from sley_core.comm.world import World
 from sley_testing.league.play import play, take
-from sley_testing.league.result import Result, in_lines
-from sley_testing.league.row import LeagueRow
-from sley_testing.league.rows import ROWS
+from sley_testing.league.rows import ROWS, LeagueRow, Result, in_lines
 from sley_testing.plans import changed
 from sley_testing.verify import measure
 

@@ -11,7 +11,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.model.layers import Model
 from sley_core.plan.load import plan_from_dict
-from sley_testing.traces import Traces, assert_untouched, drafts_kept
+from sley_testing.collectives import Traces, assert_untouched, drafts_kept
 
 BASE: dict[str, Any] = {
     "run": {"name": "left", "steps": 2, "device": "cpu", "seed": 7},

@@ -14,8 +14,8 @@ from sley_estimate.bytes import rank as steps
 from sley_estimate.bytes.ledger import Ledger
 from sley_estimate.bytes.rank import rank_bytes
 from sley_models import llama
+from sley_testing.live_bytes import RealBytes, real_bytes
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.real_bytes import RealBytes, real_bytes
 
 OFF = 0.01
 PLAN = small_plan(

@@ -16,8 +16,8 @@ from sley_core.plan.loader import Loader
 from sley_core.plan.tables import OPTIONAL, TABLES
 from sley_core.records import MemoryPoolRecord, MetricsWriterRecord, Record
 from sley_core.table import Positive, Table
-from sley_testing.plan_reference import reference, rows
 from sley_testing.plans import loader_of
+from sley_testing.reference import plan_page, rows
 from train_cli.plan_schema import json_schema
 
 TYPES: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int, "number": (int, float)}
@@ -220,7 +220,7 @@ def test_the_page_in_the_documentation_is_up_to_date() -> None:
     if page is None:
         pytest.skip("the documentation is not beside the package")
     written = (page / "plan.md").read_text("utf-8")
-    assert written == reference(), "run: python -m sley_testing.plan_reference > docs/plan.md"
+    assert written == plan_page(), "run: python -m sley_testing.reference plan > docs/plan.md"
 
 
 def test_every_key_has_a_type_and_a_meaning() -> None:
@@ -234,6 +234,6 @@ def test_every_key_has_a_type_and_a_meaning() -> None:
 
 
 def test_the_page_has_no_broken_cells() -> None:
-    table = [line for line in reference().split("\n") if line.startswith("|")]
+    table = [line for line in plan_page().split("\n") if line.startswith("|")]
     for line in table:
         assert re.sub(r"\\\|", "", line).count("|") == 5, line

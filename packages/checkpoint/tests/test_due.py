@@ -17,8 +17,8 @@ from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
+from sley_testing.checkpointer_contract import assert_same_stretch, saving_at, stretch
 from sley_testing.plans import changed, small_plan
-from sley_testing.resumed import assert_same_stretch, saving_at, stretch
 from sley_testing.runs import weights
 
 

@@ -18,8 +18,8 @@ from sley_core.errors import RunError
 from sley_core.json_values import from_json, to_json
 from sley_core.run_state.pieces import Rectangle, Region, rectangles
 from sley_core.run_state.tensors import joined, leaves
+from sley_testing.checkpointer_contract import stretch
 from sley_testing.plans import changed, small_plan
-from sley_testing.resumed import stretch
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 

@@ -21,9 +21,9 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
+from sley_testing.checkpointer_contract import assert_same_stretch, stretch
 from sley_testing.forked import ForkedProgram
 from sley_testing.plans import changed, small_plan
-from sley_testing.resumed import assert_same_stretch, stretch
 
 PLAN = small_plan(run__steps=6, batch__micro_size=4)
 

@@ -15,7 +15,7 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_testing.attention_model import tables
+from sley_testing.attention_contract import tables
 from sley_testing.plans import Tables, changed, small_plan
 
 TWO = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "core.each"}]}

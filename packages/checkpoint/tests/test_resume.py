@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from sley_core.errors import SleyError
+from sley_testing.checkpointer_contract import assert_goes_on, assert_same_stretch, saving_at, stretch
 from sley_testing.plans import changed, small_plan
-from sley_testing.resumed import assert_goes_on, assert_same_stretch, saving_at, stretch
 
 DP = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "core.each"}]}
 

@@ -17,7 +17,7 @@ from sley_cma.process_vm import MemorySpan, read, write
 from sley_core.comm.groups import make_groups
 from sley_core.errors import RunError
 from sley_core.topology import GATHER, REDUCE, Topology
-from sley_testing.peers import can_read_peers
+from sley_testing.collectives import can_read_peers
 
 pytestmark = pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
 

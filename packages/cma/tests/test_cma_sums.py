@@ -16,7 +16,7 @@ from sley_core.comm.groups import Group, make_groups
 from sley_core.comm.transport import Work
 from sley_core.errors import RunError
 from sley_core.topology import Topology
-from sley_testing.peers import can_read_peers
+from sley_testing.collectives import can_read_peers
 
 pytestmark = pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
 

@@ -9,7 +9,7 @@ import torch
 
 from sley_cma import process_vm
 from sley_cma.process_vm import MemorySpan, read
-from sley_testing.peers import can_read_peers
+from sley_testing.collectives import can_read_peers
 
 pytestmark = pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
 

@@ -21,7 +21,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.run import Run
 from sley_core.topology import Topology
-from sley_testing import hook_reference
+from sley_testing import reference
 from sley_testing.plans import loader_of, small_plan
 
 PAGE = Path(__file__).parents[3] / "docs" / "hooks.md"
@@ -33,7 +33,7 @@ NOTIFICATIONS = {"sley_run_started", "sley_step_finished", "sley_run_finished"}
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_hook_has_the_fixed_lines_and_its_example_implements_it(name: str) -> None:
     function = getattr(hookspecs, name)
-    text = hook_reference.read_hook(name, function)
+    text = reference.read_hook(name, function)
     assert text.lines["Since"].startswith("core ")
     assert text.lines["May communicate"].split(",")[0] in ("yes", "no")
     tree = ast.parse(text.lines["Example"])
@@ -44,7 +44,7 @@ def test_a_hook_has_the_fixed_lines_and_its_example_implements_it(name: str) -> 
 
 
 def test_the_records_of_an_example_exist_with_those_fields() -> None:
-    for hook in hook_reference.hooks():
+    for hook in reference.hooks():
         for call in ast.walk(ast.parse(hook.lines["Example"])):
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id in vars(builtins):
                 continue
@@ -53,7 +53,7 @@ def test_the_records_of_an_example_exist_with_those_fields() -> None:
 
 
 def test_only_notifications_run_after_the_start_and_may_communicate() -> None:
-    for hook in hook_reference.hooks():
+    for hook in reference.hooks():
         if hook.name not in NOTIFICATIONS:
             assert hook.lines["May communicate"] == "no", hook.name
             assert "->" in hook.signature
@@ -164,9 +164,9 @@ def test_a_docstring_out_of_form_is_named(docstring: str | None, complaint: str)
 
     sley_example.__doc__ = docstring
     with pytest.raises(ValueError, match=f"sley_example: .*{complaint}"):
-        hook_reference.read_hook("sley_example", sley_example)
+        reference.read_hook("sley_example", sley_example)
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of the sdist")
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text("utf-8") == hook_reference.page(), "run `python -m sley_testing.hook_reference > docs/hooks.md`"
+    assert PAGE.read_text("utf-8") == reference.hooks_page(), "run `python -m sley_testing.reference hooks > docs/hooks.md`"

@@ -19,8 +19,8 @@ from sley_doctor.reports import work_recorder
 from sley_doctor.reports.work_file import MOST_MESSAGES, WorkSamples, spread
 from sley_doctor.reports.work_record import BETWEEN, DATA, DEVICE, EVALUATION, UPDATE, Spread, Window, WorkRecord, read
 from sley_doctor.reports.work_recorder import DETAILED, recorded_work
-from sley_testing.failing import fail_once
 from sley_testing.plans import small_plan
+from sley_testing.runs import fail_once
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from sley_testing.checkpointer_contract import assert_goes_on, assert_same_stretch, stretch
 from sley_testing.plans import changed
-from sley_testing.resumed import assert_goes_on, assert_same_stretch, stretch
 
 
 def there_and_back(tables, folder, path, steps):

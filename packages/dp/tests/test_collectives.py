@@ -14,10 +14,9 @@ from sley_core.comm.world import World
 from sley_core.engine.buffers import by_reduce_group
 from sley_core.plan.load import plan_from_dict
 from sley_core.topology import GroupEntry
+from sley_testing.collectives import assert_same_sequence, collectives
 from sley_testing.parity import assert_close_gradients
-from sley_testing.recorder import collectives
 from sley_testing.runs import record
-from sley_testing.sequence import assert_same_sequence
 
 PER_STEP = ["all_reduce of 6 float64", "all_reduce of 6 float64"]
 """What the engine itself sums in a step: what ranks agree on, with the batch's weight; loss, norm and votes at the end."""

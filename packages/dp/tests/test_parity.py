@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sley_core.comm.backends import Direct
+from sley_testing.collectives import can_read_peers
 from sley_testing.parity import assert_close_gradients, assert_same_bits
-from sley_testing.peers import can_read_peers
 from sley_testing.plans import small_plan
 from sley_testing.runs import alone, assert_parity, record, same_on_all
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sley_testing import lists
+from sley_testing import runs
 
 
 @pytest.fixture
@@ -18,5 +18,5 @@ def own_layers(texts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def any_lists() -> Callable[..., lists.Lists]:
-    return lists.any_lists
+def any_lists() -> Callable[..., runs.Lists]:
+    return runs.any_lists

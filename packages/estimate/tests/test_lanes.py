@@ -15,7 +15,7 @@ from sley_estimate.seconds.layer_seconds import LayerSeconds
 from sley_estimate.seconds.links import NOTHING, Cost
 from sley_estimate.seconds.program import Await, Begin, Compute, Exchange
 from sley_estimate.testing.plain_steps import plain_step
-from sley_testing.lists import any_lists
+from sley_testing.runs import any_lists
 
 LAYER = LayerSeconds(forward=1.0, backward=2.0, input_gradient=1.0, weight_gradient=1.0)
 

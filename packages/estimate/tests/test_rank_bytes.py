@@ -7,8 +7,8 @@ import pytest
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes.rank import rank_bytes
+from sley_testing.live_bytes import real_bytes
 from sley_testing.plans import changed, small_plan
-from sley_testing.real_bytes import real_bytes
 
 PLAN = small_plan(
     model={"use": "models.llama", "num_layers": 2, "hidden": 128, "heads": 4},

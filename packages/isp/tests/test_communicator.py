@@ -10,10 +10,9 @@ import pytest
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
+from sley_testing.collectives import assert_same_sequence, collectives
 from sley_testing.parity import assert_same_bits
-from sley_testing.recorder import collectives
 from sley_testing.runs import Recorded, record, weights
-from sley_testing.sequence import assert_same_sequence
 
 BLOCKS = 4
 DEEP: dict[str, Any] = {

@@ -18,7 +18,7 @@ from sley_core.comm.world import World
 from sley_core.errors import RunError, SleyError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_testing.traces import assert_untouched, drafts_kept
+from sley_testing.collectives import assert_untouched, drafts_kept
 
 WAYS: dict[str, dict[str, Any]] = {
     "by layers": {},

@@ -9,8 +9,8 @@ import pytest
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
+from sley_testing.collectives import ATTACHES
 from sley_testing.live_bytes import memory_profile, peak_bytes
-from sley_testing.peers import ATTACHES
 
 
 def live(plans: list[dict[str, Any]], folder: Any) -> list[tuple[int, int]]:

@@ -11,9 +11,8 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_dict
-from sley_testing.by_hand import assert_by_hand
 from sley_testing.habits import layers
-from sley_testing.runs import record, same_on_all
+from sley_testing.runs import assert_by_hand, record, same_on_all
 
 NAMES = ["NAdam", "Adagrad", "ASGD"]
 MORE_NAMES = ["Adam", "AdamW", "RMSprop"]

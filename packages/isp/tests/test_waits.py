@@ -13,8 +13,8 @@ from sley_cma.offers import Offers
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
+from sley_testing.collectives import can_read_peers
 from sley_testing.parity import assert_same_bits
-from sley_testing.peers import can_read_peers
 from sley_testing.runs import weights
 
 pytestmark = pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")

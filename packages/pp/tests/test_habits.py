@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from sley_core.errors import SleyError
-from sley_testing.by_hand import assert_by_hand
 from sley_testing.habits import HABITS, OF_WHOLE_GRADIENTS
 from sley_testing.habits import layers as layers_of
-from sley_testing.runs import record
+from sley_testing.runs import assert_by_hand, record
 
 
 def batch(step, sample):

@@ -9,9 +9,9 @@ import pytest
 from sley_core.actions.action import Placement
 from sley_core.comm import collectives
 from sley_pp.csv_schedules import write_csv
-from sley_testing.lists import any_lists
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import changed, small_plan
+from sley_testing.runs import any_lists
 
 PLAN = small_plan(model__num_layers=4, run__steps=4, evaluation={"every": 2, "steps": 1})
 SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]

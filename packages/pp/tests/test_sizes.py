@@ -8,8 +8,8 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
+from sley_testing.collectives import collectives
 from sley_testing.parity import assert_close_gradients, assert_same_bits
-from sley_testing.recorder import collectives
 from sley_testing.runs import record
 
 SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]

@@ -16,7 +16,7 @@ from sley_core.comm.device import Device
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
-from sley_testing.recorder import collectives
+from sley_testing.collectives import collectives
 
 # -- reductions and sends ----------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_testing.recorder import collectives
+from sley_testing.collectives import collectives
 from sley_testing.runs import record
 
 BY_STAGE = {"use": "pp.explicit", "layers": [2, 1, 1, 2]}

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sley_testing.sequence import assert_same_sequence
+from sley_testing.collectives import assert_same_sequence
 
 
 def test_groups_of_64_ranks_in_one_process(fake_world):

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from sley_testing.lr_contract import LRScheduleContract
+from sley_testing.optimizer_contract import LRScheduleContract
 
 pytestmark = pytest.mark.usefixtures("wrong")
 

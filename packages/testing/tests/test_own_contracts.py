@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sley_testing.dataset_contract import DatasetContract
 from sley_testing.loss_contract import LossContract
-from sley_testing.lr_contract import LRScheduleContract
+from sley_testing.optimizer_contract import LRScheduleContract
 from sley_testing.writer_contract import MetricsWriterContract, Point
 
 

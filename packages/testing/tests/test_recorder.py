@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from sley_core.comm.collectives import all_reduce
 from sley_core.comm.groups import make_groups
 from sley_core.topology import Topology
+from sley_testing.collectives import assert_same_sequence, collectives
 from sley_testing.ranks import Ranks
-from sley_testing.recorder import collectives
-from sley_testing.sequence import assert_same_sequence
 
 WORLD = 2
 LISTS = hasattr(dist, "all_gather_single")

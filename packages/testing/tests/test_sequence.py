@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sley_testing.sequence import Collective, assert_same_sequence
+from sley_testing.collectives import Collective, assert_same_sequence
 
 
 def call(op="all_reduce", numel=4, *, group="dp", ranks=(0, 1), dtype="float32", peer=None, line=1):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.comm.copies import free, grow
-from sley_testing.storage_guard import safe_to_print, storage_guard
+from sley_testing.drawn_copies import safe_to_print, storage_guard
 
 
 def freed(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

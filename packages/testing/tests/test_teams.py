@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from sley_core.actions import simulate
 from sley_core.discovery import core_version
-from sley_testing import plain, rank_teams
+from sley_testing import plain
+from sley_testing import ranks as kit
 from sley_testing.processes import descendants
-from sley_testing.rank_teams import KEPT, end_idle, idle_processes
+from sley_testing.ranks import KEPT, end_idle, idle_processes
 
 written = []
 """What calls of this module's functions have left in it."""
@@ -157,13 +158,13 @@ def leave_much_memory():
 )
 def test_processes_that_a_call_has_changed_run_no_other(ranks, monkeypatch, leave, word):
     told = []
-    rest = rank_teams.Team.rest
+    rest = kit.Team.rest
 
     def listen(team):
         told.extend(rest(team))
         return told
 
-    monkeypatch.setattr(rank_teams.Team, "rest", listen)
+    monkeypatch.setattr(kit.Team, "rest", listen)
     ranks(1)(leave)
     assert any(re.search(word, one) for one in told), told
     assert not idle_processes()
@@ -192,7 +193,7 @@ def test_other_numbers_of_ranks_another_environment_and_who_asks_for_it_get_new_
 
 
 def test_processes_are_replaced_after_some_calls(ranks, monkeypatch):
-    monkeypatch.setattr(rank_teams, "CALLS", 4)
+    monkeypatch.setattr(kit, "CALLS", 4)
     seen = [ranks(1)(os.getpid)[0] for _ in range(5)]
     assert len(set(seen[:4])) == 1
     assert seen[4] != seen[0]

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from sley_core.comm.copies import CopyEvent, free, grow
 from sley_core.comm.device import Device
-from sley_testing.drawn_copies import DrawnDevice
-from sley_testing.wait_mutants import Site, wait_sites, without
+from sley_testing.drawn_copies import DrawnDevice, Site, wait_sites, without
 
 NUM_ORDERS = [50, pytest.param(500, marks=pytest.mark.campaign)]
 NUM_TRIES = 20

@@ -18,8 +18,8 @@ import typer
 
 from sley_core.errors import EXIT_HUNG_UP, EXIT_OK, EXIT_RUN_FAILED, UsageError
 from sley_core.plan.load import load_plan
-from sley_testing.league import result as league
-from sley_testing.league.rows import ROWS
+from sley_testing.league.rows import ROWS, in_lines
+from sley_testing.league.rows import as_json as league_json
 from sley_testing.verify.findings import (
     Limits,
     RankFindings,
@@ -42,7 +42,7 @@ from train_cli.stopping import TERMINATED_S, terminated_s
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
-    from sley_testing.league.row import LeagueRow
+    from sley_testing.league.rows import LeagueRow
     from train_cli.stopping import Stopping
 
 
@@ -203,9 +203,9 @@ def play_here(rows: Sequence[LeagueRow], form: OutputFormat, settings: Settings)
         found = {result.row.name: result for result in play(rows, Path(name), partial(_start, settings))}
     results = [found[row.name] for row in rows]
     if form is OutputFormat.json:
-        typer.echo(json.dumps(league.as_json(results), indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(league_json(results), indent=2, ensure_ascii=False))
     else:
-        for line in league.in_lines(results):
+        for line in in_lines(results):
             typer.echo(line)
     return EXIT_OK if all(result.holds for result in results) else EXIT_RUN_FAILED
 

@@ -18,13 +18,12 @@ from sley_core.errors import PlanError, RunError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan, plan_from_dict
 from sley_powersgd import handler as module
+from sley_testing.checkpointer_contract import assert_same_stretch, stretch
+from sley_testing.collectives import assert_same_sequence, collectives
 from sley_testing.contract import GradientHandlerContract
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import changed, small_plan
-from sley_testing.recorder import collectives
-from sley_testing.resumed import assert_same_stretch, stretch
 from sley_testing.runs import record
-from sley_testing.sequence import assert_same_sequence
 
 SMALL_BUCKETS = {"rank": 1, "bucket_mb": 0.0001}
 

@@ -15,9 +15,9 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan, plan_from_dict
+from sley_testing.checkpointer_contract import stretch
 from sley_testing.contract import GradientHandlerContract
 from sley_testing.plans import changed, small_plan
-from sley_testing.resumed import stretch
 from sley_testing.runs import record
 
 HERE = Path(__file__).parent

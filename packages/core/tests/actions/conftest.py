@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from sley_core.actions.action import Action, Kind, Placement
-from sley_testing import lists
+from sley_testing import runs
 
 Lists = list[list[Action]]
 
@@ -28,4 +28,4 @@ def breadth_first() -> Callable[[Placement, int], Lists]:
 
 @pytest.fixture(scope="session")
 def any_lists() -> Callable[[Placement, int, Random], Lists]:
-    return lists.any_lists
+    return runs.any_lists

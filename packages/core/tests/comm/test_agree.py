@@ -26,7 +26,7 @@ PLAN = {
     "run": {"name": "agree", "steps": 1, "device": "cpu"},
     "model": {"factory": "sley_testing.contract:layers"},
     "data": {"factory": "sley_testing.contract:Data"},
-    "loss": {"factory": "sley_testing.contract_model:Squares"},
+    "loss": {"factory": "sley_testing.contract:Squares"},
     "batch": {"global_size": 6, "micro_size": 1},
     "optimizer": {"use": "core.sgd", "lr": 0.1},
     "precision": {"compute": "fp64"},

@@ -18,7 +18,7 @@ from sley_core.comm.groups import Groups, make_groups
 from sley_core.comm.guard import Waiting, circle_in, told
 from sley_core.errors import RunError
 from sley_core.topology import GATHER, REDUCE, Topology
-from sley_testing.peers import can_read_peers
+from sley_testing.collectives import can_read_peers
 
 reads = pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
 by_both = pytest.mark.parametrize("memory", [pytest.param(True, marks=reads), False])

@@ -13,7 +13,7 @@ from sley_core.comm.groups import make_groups
 from sley_core.comm.marks import checksum, mark_of, of_header
 from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_LANE, GATHER, REDUCE, Topology
-from sley_testing.peers import can_read_peers
+from sley_testing.collectives import can_read_peers
 
 reads = pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from sley_core.comm.startup import _AT_ONCE, gather_values
-from sley_testing.recorder import collectives
+from sley_testing.collectives import collectives
 
 
 def gathered(values):

@@ -12,9 +12,7 @@ from sley_core.comm.backends import Backend, can_coalesce
 from sley_core.comm.groups import make_groups
 from sley_core.comm.world import World
 from sley_core.topology import GATHER, REDUCE, Topology
-from sley_testing.peers import can_read_peers
-from sley_testing.recorder import collectives
-from sley_testing.sequence import assert_same_sequence
+from sley_testing.collectives import assert_same_sequence, can_read_peers, collectives
 
 reads = pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
 

@@ -11,8 +11,8 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
+from sley_testing.collectives import collectives
 from sley_testing.parity import assert_close_gradients
-from sley_testing.recorder import collectives
 from sley_testing.runs import Recorded, assert_parity, record, same_on_all, weights
 
 SIZES = (2, 8, 4)

@@ -11,8 +11,8 @@ from sley_core.comm.world import World
 from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
+from sley_testing.checkpointer_contract import assert_same_stretch, stretch
 from sley_testing.plans import changed
-from sley_testing.resumed import assert_same_stretch, stretch
 
 NORMALISED = {"factory": "own_models:batch_norm", "options": {"declared": True}}
 DP = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "core.each"}]}

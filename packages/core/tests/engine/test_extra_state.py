@@ -17,7 +17,7 @@ from sley_core.plan.loader import Loader
 from sley_core.run_state.state import checkpoint_files
 from sley_core.run_state.tensors import plan_and_weights
 from sley_core.weight_files.read import WeightFiles
-from sley_testing.contract_model import SQUARES, contract_plan
+from sley_testing.contract import SQUARES, contract_plan
 from sley_testing.optimizer_contract import WIDTH
 
 

@@ -11,8 +11,7 @@ from sley_core.engine.refusals import check_hooks
 from sley_core.engine.shards import Shard
 from sley_core.errors import PlanError
 from sley_core.model.layers import Model
-from sley_testing.by_hand import assert_by_hand
-from sley_testing.runs import record, same_on_all
+from sley_testing.runs import assert_by_hand, record, same_on_all
 
 
 def tables(small, kind, accumulation="direct", **changes):

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from sley_testing.by_hand import assert_by_hand
 from sley_testing.habits import HABITS
 from sley_testing.habits import layers as layers_of
-from sley_testing.runs import record, same_on_all
+from sley_testing.runs import assert_by_hand, record, same_on_all
 
 
 def tables(small, habit, accumulation="direct", **changes):

@@ -16,7 +16,7 @@ from sley_core.errors import RunError
 from sley_core.model.layers import Layer
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_testing.traces import assert_untouched, drafts_kept
+from sley_testing.collectives import assert_untouched, drafts_kept
 
 KEPT = "_compiled_call_impl"
 DIRECT = {"compute": "fp64", "accumulation": "direct"}

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from sley_core.errors import PlanError, RunError
-from sley_testing.by_hand import assert_by_hand
-from sley_testing.runs import record
+from sley_testing.runs import assert_by_hand, record
 
 
 def by_factory(small, name, **changes):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sley_core.data.dataset import DataInfo
 from sley_core.generators import seeded_as_plain
 from sley_core.model.layers import Model
-from sley_testing import built
+from sley_testing import plans
 
 sys.path.append(str(Path(__file__).parent / "own"))  # modules of tests import from there while they are collected
 EXAMPLES = Path(__file__).parents[4] / "examples" / "models"
@@ -21,19 +21,19 @@ EXAMPLES = Path(__file__).parents[4] / "examples" / "models"
 
 @pytest.fixture
 def info() -> DataInfo:
-    return built.TOKENS
+    return plans.TOKENS
 
 
 @pytest.fixture
 def build() -> Callable[..., Model]:
     """`build(function, seed=0)`: the model of `function(data)`, on meta."""
-    return lambda function, seed=0: built.on_meta(function, seed=seed)
+    return lambda function, seed=0: plans.on_meta(function, seed=seed)
 
 
 @pytest.fixture
 def real() -> Callable[..., Model]:
     """`real(function, dtype=fp32, owned=None, seed=0)`: the same with its first weights."""
-    return built.with_values
+    return plans.with_values
 
 
 @pytest.fixture

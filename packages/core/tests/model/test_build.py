@@ -22,8 +22,7 @@ from sley_core.model.values import HostModel
 from sley_core.plan.load import plan_from_dict
 from sley_models import llama
 from sley_models.config import LlamaConfig
-from sley_testing.built import on_meta
-from sley_testing.plans import small_plan
+from sley_testing.plans import on_meta, small_plan
 from sley_testing.ranks import Ranks
 
 Build = Callable[..., Model]

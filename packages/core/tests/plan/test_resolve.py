@@ -68,7 +68,7 @@ def test_loading_and_checking_a_plan_needs_no_torch(tmp_path: Path, text: str) -
     path.write_text(text)
     program = (
         "import sys\n"
-        "import sley_testing.plan_reference\n"
+        "import sley_testing.reference\n"
         "from sley_core.plan.load import load_plan\n"
         "from sley_core.plan.check import check_plan\n"
         "plan = load_plan(sys.argv[1])\n"

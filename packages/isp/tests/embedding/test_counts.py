@@ -14,12 +14,10 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.shards import wholes
 from sley_core.plan.load import plan_from_dict
+from sley_testing.collectives import ATTACHES, assert_same_sequence, collectives
 from sley_testing.live_bytes import memory_profile, peak_bytes
 from sley_testing.parity import assert_close_gradients
-from sley_testing.peers import ATTACHES
-from sley_testing.recorder import collectives
 from sley_testing.runs import weights
-from sley_testing.sequence import assert_same_sequence
 
 HIDDEN = {"embedding": "hidden"}
 FOREIGN = {"data": {"factory": "isp_parts:Points"}, "loss": {"factory": "isp_parts:Squares"}}

@@ -14,7 +14,7 @@ from sley_core.errors import RunError
 from sley_core.model.attention import Attention
 from sley_core.topology import Topology
 from sley_isp.sequence.attention import SequenceAttention, over_slices
-from sley_testing.recorder import collectives
+from sley_testing.collectives import collectives
 
 HEADS, BATCH, LENGTH, WIDTH = 8, 2, 16, 4
 BOUNDS = torch.tensor([[0, 3, 9, 16], [0, 7, 16, 16]], dtype=torch.int32)

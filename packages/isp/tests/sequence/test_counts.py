@@ -7,8 +7,8 @@ import pytest
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
+from sley_testing.collectives import collectives
 from sley_testing.plans import changed, small_plan
-from sley_testing.recorder import collectives
 
 LAYERS, MICROS, EVALUATED = 2, 2, 3
 PLAN = small_plan(

@@ -12,7 +12,7 @@ from sley_core.comm.world import World
 from sley_core.topology import Topology
 from sley_isp.sequence.exchange import heads_of_all, slice_of_all
 from sley_isp.sequence.pack import pack_heads, pack_positions, repeat_heads, sum_copies, unpack_heads, unpack_positions
-from sley_testing.recorder import collectives
+from sley_testing.collectives import collectives
 
 CASES = 12
 

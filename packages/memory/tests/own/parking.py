@@ -13,7 +13,7 @@ from sley_core.comm import copies
 from sley_core.comm.world import World
 from sley_core.memory.state import COPIED
 from sley_core.plan.load import plan_from_dict
-from sley_testing.storage_guard import storage_guard
+from sley_testing.drawn_copies import storage_guard
 
 EVERYTHING = [{"use": "memory.everything", "bucket_mb": 0.002}]
 BETWEEN = [{"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.002}]

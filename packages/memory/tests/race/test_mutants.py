@@ -16,8 +16,8 @@ import sley_memory
 from sley_core.engine.step_state import MicroStep
 from sley_core.errors import RunError
 from sley_core.run import Run
+from sley_testing.drawn_copies import Site, wait_sites, without
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.wait_mutants import Site, wait_sites, without
 
 SOURCES = str(Path(sley_memory.__file__).parent)
 NUM_TRIES = 8

@@ -13,8 +13,7 @@ from sley_core.memory.state import Moved
 from sley_memory.offload.arena import Arena
 from sley_memory.offload.parked import Streams
 from sley_memory.offload.shared import SharedCopies
-from sley_testing.drawn_copies import DrawnDevice
-from sley_testing.wait_mutants import wait_sites, without
+from sley_testing.drawn_copies import DrawnDevice, wait_sites, without
 
 ALONE: Any = SimpleNamespace(size=1, has_peers=False, coord=0, rank=0, ranks=(0,))
 """A group of one rank: it gathers what it has, on the same streams as any other."""

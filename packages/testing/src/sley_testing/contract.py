@@ -21,24 +21,21 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.data.dataset import DataInfo, Field
+from sley_core.data.dataset import DataContext, DataInfo, Field
 from sley_core.engine.buffers import by_reduce_group
 from sley_core.engine.parts import StepNumbers
 from sley_core.plan.load import plan_from_dict
 from sley_core.records import GradientHandlerRecord
 from sley_core.run import Run
 from sley_core.table import Table
-from sley_testing.bits import differing, trained
-from sley_testing.contract_model import SQUARES, Samples, Uneven, contract_plan
-from sley_testing.failing import fail_once
+from sley_testing.collectives import Collective, assert_same_sequence, collectives
+from sley_testing.parity import differing, trained
 from sley_testing.ranks import Ranks
-from sley_testing.recorder import collectives
-from sley_testing.runs import gradients
-from sley_testing.sequence import Collective, assert_same_sequence
+from sley_testing.runs import fail_once, gradients
 
 Handler = dict[str, Any]
 EACH: Handler = {"use": "core.each"}
@@ -48,6 +45,64 @@ WIDTH = 6
 LR = 1e-6
 ALONE = "first"
 """The layer whose parameters reduce over a group of one."""
+
+
+class Samples:
+    """64 samples, each made from its number alone; those of held-out data have other numbers."""
+
+    def __init__(self, context: DataContext) -> None:
+        self.first = 0 if context.split == "train" else len(self)
+
+    def __len__(self) -> int:
+        return 64
+
+    def generator(self, index: int) -> Generator:
+        """Returns what draws sample `index`."""
+        return torch.Generator().manual_seed(self.first + index)
+
+
+class Squares:
+    """The sum of squared errors; every sample weighs one."""
+
+    def weight(self, batch: dict[str, Tensor]) -> float:
+        return float(len(batch["y"]))
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return (output - batch["y"]).square().sum()
+
+
+class Uneven(nn.Module):
+    """Uses `often` twice, `never` not at all; `frozen` is not trained. All are linears of `width` inputs.
+
+    The store reports parameters from the last one back, and `never` only when the backward is over: so those of `often`
+    are reported while it runs, and what comes before this module after it.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.never = nn.Linear(width, 3)
+        self.often = nn.Linear(width, width)
+        self.frozen = nn.Linear(width, width)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.often(self.frozen(self.often(hidden).tanh()))
+        return output
+
+
+def contract_plan(module: str, **tables: Any) -> dict[str, Any]:
+    """Returns a plan in fp64 on the CPU with the functions `layers` and `Data` of `module`, and these tables."""
+    return {
+        "run": {"name": "contract", "steps": 9, "device": "cpu", "seed": 3},
+        "model": {"factory": f"{module}:layers"},
+        "data": {"factory": f"{module}:Data"},
+        "precision": {"compute": "fp64"},
+        **tables,
+    }
+
+
+SQUARES = {"factory": f"{__name__}:Squares"}
+"""The table `[loss]` of `Squares`."""
 
 
 class Data(Samples):

@@ -19,22 +19,33 @@ the work after it may need them, but only `wait` lets the host touch memory of t
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sley_core.comm.copies import CopyEvent, HostMemory
 from sley_core.comm.device import Device
-from sley_testing.accesses import Access, MemoryWatch
-from sley_testing.happens_before import DEVICE, Clock, Ledger, merge
-from sley_testing.poison import Span, poison, poison_bytes
-from sley_testing.storage_guard import check_present
+from sley_testing.happens_before import (
+    DEVICE,
+    Access,
+    Clock,
+    Ledger,
+    MemoryWatch,
+    described,
+    extent,
+    merge,
+    replaced,
+    storage_of,
+)
 
 RATES = (0.0, 0.02, 0.2, 0.7, 1.0)
 """How probable a further copy is at each call, drawn once per device: with 0 a copy happens when it must, with 1 at once."""
@@ -266,3 +277,150 @@ class _Watch(MemoryWatch):  # type: ignore[no-untyped-call]  # torch's
         old = storage.nbytes()
 
         return partial(poison_bytes, storage, old, num_bytes)
+
+
+class Span:
+    """A tensor whose memory its owners may give back: then there is nothing to copy from or into."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
+        self._dtype = tensor.dtype
+        self._place = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        self._extent = extent(tensor)
+
+    def tensor(self) -> Tensor | None:
+        """Returns the tensor, unseen by autograd; None if its memory is gone."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None or storage.nbytes() < self._extent[1]:
+            return None
+        with _disable_current_modes():
+            return as_tensor(storage, self._dtype, *self._place)
+
+    def overlaps(self, other: Span) -> bool:
+        (first, last), (start, end) = self._extent, other._extent
+        return self._storage.cdata == other._storage.cdata and first < end and start < last
+
+
+def poison(span: Span) -> None:
+    """Fills memory with what nobody can take for a number: NaN; of integers, large ones."""
+    tensor = span.tensor()
+    if tensor is None:
+        return
+    with torch.no_grad(), _disable_current_modes():
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(float("nan"))
+        elif tensor.dtype != torch.bool:
+            tensor.fill_(0xFF if tensor.dtype == torch.uint8 else torch.iinfo(tensor.dtype).max)
+
+
+def poison_bytes(storage: torch.UntypedStorage, first: int, last: int) -> None:
+    """Fills bytes `first` to `last` of `storage`, if there are any: NaN, whatever they are read as."""
+    if last > first:
+        with _disable_current_modes():
+            as_tensor(storage, torch.uint8, first, (last - first,), (1,)).fill_(0xFF)
+
+
+def as_tensor(
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
+) -> Tensor:
+    """Returns a tensor in `storage`, which keeps it."""
+    empty: Any = torch.empty(0, dtype=dtype, device=storage.device)
+    found: Tensor = empty.set_(storage, offset, shape, stride)
+    return found
+
+
+def storage_guard() -> AbstractContextManager[None]:
+    """Returns a context manager in which this thread's operations, those of a backward too, raise AssertionError where
+    a tensor's storage has fewer bytes than its sizes, strides and offset need. It costs some 0.1 ms per operation.
+    """
+    return _Guard().watching()
+
+
+def check_present(name: str, accesses: Sequence[Access]) -> None:
+    """Raises AssertionError if a tensor of the operation `name` lies, in part, in memory that is not there."""
+    for access in accesses:
+        needed, present = _bytes(access.tensor)
+        verb = "writes" if access.writes else "reads"
+        assert present >= needed, (
+            f"{name} {verb} {described(access.tensor)}, which needs {needed} bytes of a storage of {present}: "
+            "its memory was freed"
+        )
+
+
+def safe_to_print() -> AbstractContextManager[None]:
+    """Returns a context manager in which tensors without memory can be printed, as in the traceback of a test."""
+    return replaced(torch.Tensor, "__repr__", _repr_of_present)
+
+
+def _repr_of_present(name: str, method: Callable[..., str]) -> Callable[..., str]:
+    """Returns `method` of a tensor, which for freed memory describes the tensor instead of reading it."""
+
+    def of(tensor: Tensor, *args: object, **kwargs: object) -> str:
+        needed, present = _bytes(tensor)
+        return method(tensor, *args, **kwargs) if present >= needed else f"<{described(tensor)}, freed>"
+
+    return of
+
+
+def _bytes(tensor: Tensor) -> tuple[int, int]:
+    """Returns how many bytes of its storage `tensor` needs, and how many there are."""
+    storage = storage_of(tensor)
+    return (0, 0) if storage is None else (extent(tensor)[1], storage.nbytes())
+
+
+class _Guard(MemoryWatch):  # type: ignore[no-untyped-call]  # torch's
+    def saw(self, name: str, accesses: Sequence[Access]) -> None:
+        check_present(name, accesses)
+
+
+WAITS = ((DrawnStream, "follow"), (DrawnStream, "after"), (DrawnEvent, "hold_device"), (DrawnEvent, "wait"))
+
+
+class Site(NamedTuple):
+    """A line that calls `wait`, within `function`."""
+
+    file: str
+    line: int
+    function: str
+    wait: str
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).stem}.{self.function}:{self.line} {self.wait}"
+
+
+def wait_sites(program: Callable[[], object]) -> list[Site]:
+    """Calls `program`; returns the sites of the waits that it called, in the order of their first calls."""
+    found: dict[Site, None] = {}
+
+    def seen(site: Site) -> bool:
+        found[site] = None
+        return True
+
+    with _asked(seen):
+        program()
+    return list(found)
+
+
+@contextmanager
+def without(site: Site) -> Iterator[None]:
+    """Returns a context manager in which the waits of `site` do nothing."""
+    with _asked(lambda one: one != site):
+        yield
+
+
+@contextmanager
+def _asked(wants: Callable[[Site], bool]) -> Iterator[None]:
+    """Makes every wait ask, with its site, whether to happen."""
+
+    def wrap(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*args: Any) -> Any:
+            caller = sys._getframe(1)
+            site = Site(caller.f_code.co_filename, caller.f_lineno, caller.f_code.co_name, name)
+            return method(*args) if wants(site) else None
+
+        return asked
+
+    with ExitStack() as stack:
+        for owner, name in WAITS:
+            stack.enter_context(replaced(owner, name, wrap))
+        yield

@@ -26,13 +26,10 @@ from sley_core.comm.world import World
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.plan.load import plan_from_dict
 from sley_core.protocols import Counts
-from sley_testing.failing import fail_once
+from sley_testing.collectives import Collective, assert_same_sequence, assert_untouched, collectives, drafts_kept
 from sley_testing.plans import changed, small_plan
 from sley_testing.ranks import Ranks
-from sley_testing.recorder import collectives
-from sley_testing.runs import weights
-from sley_testing.sequence import Collective, assert_same_sequence
-from sley_testing.traces import assert_untouched, drafts_kept
+from sley_testing.runs import fail_once, weights
 
 Table = dict[str, Any]
 

@@ -10,11 +10,19 @@ modes of the thread that began it, and by them what a layer had kept for its sec
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from torch._C import _autograd, _profiler  # torch's: nothing public tells each allocation, or leaves operators out
 from torch.autograd.profiler import profile
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import KeyPath
+from sley_core.plan.load import plan_from_dict
 
 
 class Allocation(NamedTuple):
@@ -72,3 +80,26 @@ def peak_bytes(ended: MemoryProfile) -> int:
             total += event.num_bytes
         peak = max(peak, total)
     return peak
+
+
+@dataclass(frozen=True)
+class RealBytes:
+    """states: what the run's parts hold after the last step. peak: the most at once, above what was there before assembly, and
+    without the samples: the thread that reads them is not heard by torch's profiler (`RankBytes.batch` says what they take).
+    found: values of the plan that only the run could determine, as the seconds of layers by which it cut the model.
+    """
+
+    states: dict[str, int]
+    peak: int
+    found: Mapping[KeyPath, Any]
+
+
+def real_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path | None = None) -> RealBytes:
+    """Takes `num_steps` steps of the plan in `tables` on this rank of the world that the environment describes."""
+    plan = plan_from_dict(tables, folder)
+    with World.join("cpu") as world, memory_profile() as profile, assemble(plan, world) as run:
+        for _ in range(num_steps):
+            run.step()
+        states = dict(run.memory.bytes)
+        found = dict(run.facts.found)
+    return RealBytes(states, peak_bytes(profile), found)

@@ -27,9 +27,8 @@ from sley_core.memory.state import COPIED, Part, Where
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_testing.drawn_copies import DrawnDevice
-from sley_testing.failing import fail_once
 from sley_testing.plans import changed, small_plan
-from sley_testing.runs import weights
+from sley_testing.runs import fail_once, weights
 
 Bits = dict[tuple[str, str], Tensor]
 

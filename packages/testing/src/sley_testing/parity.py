@@ -7,10 +7,25 @@ parameter that is wrong does not drown among large ones that are right.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from sley_core.assemble import assemble
+from sley_core.comm.collectives import all_gather
+from sley_core.comm.world import World
+from sley_core.engine.shards import AXIS
+from sley_core.engine.update import states_of
+from sley_core.plan.load import plan_from_dict
+from sley_core.topology import DEFAULT_LANE
+
+if TYPE_CHECKING:
+    from sley_core.engine.registry import Param
+    from sley_core.run import Run
 
 _SHOWN = 5
 
@@ -83,3 +98,110 @@ def _count_differing(reference: Tensor, other: Tensor) -> str:
         return f"{reference.dtype} against {other.dtype}"
     unequal = reference.detach().cpu() != other.detach().cpu()
     return f"{int(unequal.sum())} of {unequal.numel()} elements, error {_error(reference, other, 0.0):.3g}"
+
+
+Bits = dict[str, bytes]
+"""Of each tensor and number, by a name that no layout changes."""
+
+
+def trained(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> Bits:
+    """Returns, after `num_steps` steps of the plan in `tables` on this rank of the world, what it holds and what its rows say.
+
+    Of what ranks have parts of, the whole. All ranks call it.
+    """
+    plan = plan_from_dict(tables, folder)
+    with World.join(plan.run.device) as world, assemble(plan, world) as run:
+        found: Bits = {}
+        for _ in range(num_steps):
+            row = run.step()
+            for key in ("loss", "grad_norm"):
+                found[f"step {row['step']}: {key}"] = float(row[key]).hex().encode()
+        if run.held_out is not None:
+            found["held out"] = run.evaluate().hex().encode()
+        found |= {name: _bytes(value) for name, value in _wholes(run)}
+        return found
+
+
+def differing(ranks: Sequence[Bits], others: Sequence[Bits]) -> list[str]:
+    """Returns the names of what is not the same, in either; ranks that hold the same thing have the same of it."""
+    one, other = _merged(ranks), _merged(others)
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+
+
+def digest(ranks: Sequence[Bits]) -> str:
+    """Returns the sha256 of everything that the ranks of one run hold."""
+    held = sha256()
+    for name, value in sorted(_merged(ranks).items()):
+        held.update(f"{name} {len(value)} ".encode())
+        held.update(value)
+    return held.hexdigest()
+
+
+def _merged(ranks: Sequence[Bits]) -> Bits:
+    """Returns the bits of all ranks by name; asserts that ranks with the same name have the same bits."""
+    found: Bits = {}
+    for bits in ranks:
+        for name, value in bits.items():
+            assert found.setdefault(name, value) == value, f"ranks that hold {name} differ"
+    return found
+
+
+def _wholes(run: Run) -> Iterator[tuple[str, Tensor]]:
+    """Yields names and values: weights, then masters and states; a collective per tensor, in the order of the registry on
+    all.
+    """
+    run.parts.weights.settle()
+    known = {(one.name, one.state): one for one in states_of(run.stepper.update)}
+    # A rank that steps no element of a weight has no state of it, and yet takes part.
+    kinds = sorted({state for _, state in known})
+    for param in run.registry:
+        yield param.name, _unsharded(run, param, param.parameter.detach())
+        if not param.trainable:
+            continue
+        for kind in kinds:
+            one = known.get((param.name, kind))
+            is_scalar = one is not None and one.tensor.ndim == 0
+            if is_scalar or (one is None and kind == "step"):
+                if one is not None:
+                    yield f"{param.name} {kind}", one.tensor
+                continue
+            dtype = run.stepper.update.masters.wide if one is None else one.tensor.dtype
+            own = torch.zeros(param.parameter.shape, dtype=dtype, device=param.parameter.device)
+            if one is not None and one.span is not None:
+                own.view(-1)[one.span.first : one.span.last] = one.tensor.reshape(-1)
+            elif one is not None:
+                own.copy_(one.tensor)
+            if run.store.span(param) is not None:
+                _join(run, own, _axis_of(run, param))
+            yield f"{param.name} {kind}", _unsharded(run, param, own)
+
+
+def _axis_of(run: Run, param: Param) -> str:
+    buffer = next(buffer for buffer in run.store.buffers if param in buffer.params)
+    assert buffer.cut is not None, param
+    return buffer.cut.axis
+
+
+def _unsharded(run: Run, param: Param, own: Tensor) -> Tensor:
+    """Returns the whole of what `own` is this rank's shard of; `own` itself where nothing is cut."""
+    shard = param.shard
+    if shard is None:
+        return own
+    rows = own.movedim(shard.dim, 0)
+    whole = rows.new_zeros(shard.size * shard.count, *rows.shape[1:])
+    whole[shard.index * shard.size : (shard.index + 1) * shard.size] = rows
+    _join(run, whole, AXIS)
+    return whole[: shard.shape[shard.dim]].movedim(0, shard.dim).contiguous()
+
+
+def _join(run: Run, whole: Tensor, axis: str) -> None:
+    """Adds what ranks of the group have, byte by byte: one has an element's bits, the others zeros."""
+    group, own = run.groups[axis], whole.view(-1).view(torch.uint8)
+    every = own.new_empty(group.size, *own.shape)
+    # All ranks of the group walk the registry in one order.
+    all_gather(every, own[None], group, what="parts of states", lane=next(iter(group.lanes), DEFAULT_LANE)).wait()
+    own.copy_(every.sum(0))
+
+
+def _bytes(value: Tensor) -> bytes:
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -10,12 +10,21 @@ Since core 0.1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from sley_core.data.dataset import DataInfo, Field
+from sley_core.model.build import build_on_meta
+from sley_core.model.layers import Model
+from sley_core.model.values import HostModel
 from sley_core.plan.loader import Loader
 
 Tables = dict[str, Any]
@@ -71,3 +80,57 @@ def write_texts(folder: Path) -> None:
     for name in ("a", "b"):
         documents = [f"{name}{number} " + "the sley beats home " * (number % 7) for number in range(60)]
         (folder / "text" / f"{name}.txt").write_text("\n\n".join(documents), "utf-8")
+
+
+@contextmanager
+def fake_world(rank: int, size: int) -> Iterator[None]:
+    """Makes the default group that of rank `rank` of `size` within the block; afterwards there is none, as before.
+
+        for rank in range(64):
+            with fake_world(rank, 64):
+                group = dist.new_group([rank ^ 1, rank])
+
+    Raises AssertionError if a default group is up already: worlds do not nest.
+    """
+    assert not dist.is_initialized(), "a default group is up already, and worlds do not nest"
+    dist.init_process_group("fake", rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+_ROWS = Field("int64", sequence_dim=1)
+TOKENS = DataInfo(
+    {"tokens": _ROWS, "labels": _ROWS, "positions": _ROWS, "cu_seqlens": Field("int32")}, vocab_size=97, sequence=24
+)
+"""What packed token data of 97 ids and sequences of 24 says of itself."""
+
+
+@dataclass
+class _Given:
+    """Stands for a plan's component: something that builds layers."""
+
+    build: Callable[[DataInfo], Any]
+    name: str = "given"
+
+
+def on_meta(function: Callable[[DataInfo], Any], info: DataInfo = TOKENS, seed: int = 0) -> Model:
+    """Returns the model of `function(info)`, on meta."""
+    return build_on_meta(_Given(function), info, seed)  # type: ignore[arg-type]
+
+
+def with_values(
+    function: Callable[[DataInfo], Any],
+    dtype: torch.dtype = torch.float32,
+    owned: set[str] | None = None,
+    seed: int = 0,
+    info: DataInfo = TOKENS,
+) -> Model:
+    """Returns the same on the CPU with its first values. owned: the names of the layers that get values; None for all."""
+    model = on_meta(function, info, seed)
+    names = {layer.name for layer in model.layers} if owned is None else owned
+    host = HostModel(model)
+    host.drop_others(host.place(names, dtype=dtype, device=torch.device("cpu")), names)
+    return model

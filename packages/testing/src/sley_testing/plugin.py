@@ -16,8 +16,8 @@ import pytest
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from sley_testing.collectives import Collective
     from sley_testing.ranks import Ranks
-    from sley_testing.sequence import Collective
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,7 +51,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Lets the traceback of a failed test name tensors whose memory was freed; printing one would end the process."""
     if call.excinfo is None or "torch" not in sys.modules:
         return (yield)
-    from sley_testing.storage_guard import safe_to_print
+    from sley_testing.drawn_copies import safe_to_print
 
     with safe_to_print():
         return (yield)
@@ -84,9 +84,9 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
 def fake_world() -> Callable[[int, int], AbstractContextManager[None]]:
     """`with fake_world(rank, size):` makes this process one rank of a world that has no others.
 
-    Groups and shapes are real, data does not move. See `sley_testing.fake_world`.
+    Groups and shapes are real, data does not move. See `sley_testing.plans`.
     """
-    from sley_testing.fake_world import fake_world
+    from sley_testing.plans import fake_world
 
     return fake_world
 
@@ -95,9 +95,9 @@ def fake_world() -> Callable[[int, int], AbstractContextManager[None]]:
 def collectives() -> Callable[[], AbstractContextManager[list[Collective]]]:
     """`with collectives() as calls:` records the collectives of the block; `assert_same_sequence` compares ranks.
 
-    In a function that `ranks` runs, import it from `sley_testing.recorder`.
+    In a function that `ranks` runs, import it from `sley_testing.collectives`.
     """
-    from sley_testing.recorder import collectives
+    from sley_testing.collectives import collectives
 
     return collectives
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
-from sley_testing.rank_teams import idle_processes
+from sley_testing.ranks import idle_processes
 
 _PROC = Path("/proc")
 _HELPERS = ("from multiprocessing.forkserver import", "from multiprocessing.resource_tracker import")

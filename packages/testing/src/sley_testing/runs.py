@@ -10,22 +10,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from sley_core.actions.action import Action, Kind, Placement
 from sley_core.assemble import assemble
 from sley_core.comm.collectives import all_gather
 from sley_core.comm.device import Device
 from sley_core.comm.world import World
+from sley_core.config import CrossEntropyConfig
 from sley_core.engine.registry import Param
 from sley_core.engine.shards import wholes
 from sley_core.engine.step_batch import GivenBatch
+from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_testing.parity import assert_close_gradients, assert_same_bits
+from sley_testing.plain import PlainLoop, assert_step
 
 Tensors = dict[str, Tensor]
 
@@ -214,3 +221,78 @@ def same_on_all(recorded: Sequence[Recorded]) -> None:
     """Asserts that weights of replicas are equal bit for bit, step after step."""
     for other in recorded[1:]:
         assert_same_bits(recorded[0].weights, other.weights)
+
+
+def assert_by_hand(
+    recorded: Recorded,
+    named: list[tuple[str, nn.Module]],
+    batches: Sequence[Mapping[str, Tensor]],
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    *,
+    micro_size: int,
+    first: Mapping[str, Tensor] | None = None,
+    tolerance: float = 1e-9,
+) -> None:
+    """Trains by hand on `batches`, one a step, and asserts that loss, norm, gradients and weights that `recorded` saw of them
+    are the same within `tolerance`, relative.
+
+    named: fresh layers, which get the dtype of the run's. first: the weights of the whole model at the start, where
+    `recorded` holds a part of it.
+    """
+    start = recorded.first if first is None else first
+    for _, module in named:
+        module.to(next(iter(start.values())).dtype)
+    loop = PlainLoop(
+        named,
+        CrossEntropy(CrossEntropyConfig()),
+        optimizer=lambda parameters: make_optimizer([parameter for _, parameter in parameters if parameter.requires_grad]),
+    )
+    loop.load(start)
+    for batch, row, gradients in zip(batches, recorded.rows, recorded.gradients, strict=True):
+        size = len(next(iter(batch.values())))
+        micros = [{name: value[at : at + micro_size] for name, value in batch.items()} for at in range(0, size, micro_size)]
+        assert_step(loop.step(micros), row, gradients, {}, tolerance)
+    weights = loop.weights
+    assert_close_gradients({name: weights[name] for name in recorded.weights}, recorded.weights, tolerance)
+
+
+def fail_once(run: Run, backward: int = 0) -> None:
+    """Takes a step that raises at the first layer, in this rank's `backward`-th one (0 is the first); then moves the data back.
+
+    All ranks call it. Of a layer that comes last in a backward handlers hear last: they know of the others' gradients already.
+    """
+    calls = count()
+
+    def fail(_: Tensor) -> None:
+        if next(calls) == backward:
+            raise ValueError("the contract's failing backward")
+
+    assert run.feed is not None
+    before = run.feed.state()
+    hook = run.registry.trainable[0].parameter.register_hook(fail)  # type: ignore[no-untyped-call]  # torch's
+    with pytest.raises(ValueError, match="the contract's failing backward"):
+        run.step()
+    hook.remove()
+    run.feed.restore(before)
+
+
+def any_lists(placement: Placement, micros: int, chance: Random) -> list[list[Action]]:
+    """Returns the lists of a walk that does whatever could be done next, backwards whole or split: they can
+    run, that is all.
+    """
+    made: list[list[Action]] = [[] for _ in range(placement.stages)]
+    last = placement.num_positions - 1
+    ready = [(Kind.FORWARD, 0, micro) for micro in range(micros)]
+    while ready:
+        kind, position, micro = ready.pop(chance.randrange(len(ready)))
+        stage, chunk = placement.holder(position)
+        made[stage].append(Action(kind, chunk, micro))
+        if kind is Kind.FORWARD and position < last:
+            ready.append((Kind.FORWARD, position + 1, micro))
+        elif kind is Kind.FORWARD:
+            ready.append((chance.choice([Kind.BACKWARD, Kind.INPUT_GRADIENT]), last, micro))
+        elif kind is not Kind.WEIGHT_GRADIENT and position > 0:
+            ready.append((chance.choice([Kind.BACKWARD, Kind.INPUT_GRADIENT]), position - 1, micro))
+        if kind is Kind.INPUT_GRADIENT:
+            ready.append((Kind.WEIGHT_GRADIENT, position, micro))
+    return made

@@ -20,9 +20,8 @@ from sley_core.errors import PlanError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
-from sley_testing.by_hand import assert_by_hand
 from sley_testing.ranks import Ranks
-from sley_testing.runs import record
+from sley_testing.runs import assert_by_hand, record
 
 OWN = Path(__file__).parent / "own"
 SIZES = [(2, 1, 8), (4, 1, 3), (4, 1, 8), (3, 2, 7), (2, 3, 4)]

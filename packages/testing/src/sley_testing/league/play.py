@@ -28,8 +28,7 @@ from sley_core.engine.update import CLIP_EPSILON
 from sley_core.errors import RunError, SleyError
 from sley_core.optim.config import AdamWConfig
 from sley_testing.league.parts import DrawnSamples
-from sley_testing.league.result import Result, judged
-from sley_testing.league.row import LeagueRow, by_ranks
+from sley_testing.league.rows import LeagueRow, Result, by_ranks, judged
 from sley_testing.plain import Batch, Named, PlainLoop, decay_groups
 from sley_testing.verify.findings import read
 from sley_testing.verify.measure import Beside, check_complete, file_of, keep

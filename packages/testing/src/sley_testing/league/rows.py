@@ -1,11 +1,106 @@
-"""The rows of the league: plans for the field's silent errors, each in the layout in which others have it. Imports no torch."""
+"""A row of the league: a silent error of the field as a small plan, and what it is compared with. Imports no torch."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from sley_testing.league.row import LeagueRow
+from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import Tables, changed
+from sley_testing.verify.findings import Kind, Limits, RankFindings, as_number, differences, in_words, worst
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
+
+ONE_PROCESS: Tables = {
+    "parallel": {"dp": 1},
+    "gradient_handlers": [],
+    **dict.fromkeys(("pipeline", "weights", "sequence", "activations", "offload")),
+}
+"""The changes that leave a row's plan without its layout."""
+
+LIMIT = 1e-6
+"""The relative error that a row in fp32 may have: of losses, norms, gradients and weights alike, in every step."""
+
+
+@dataclass(frozen=True)
+class LeagueRow:
+    """Describes one silent error. The row holds if no number of its layout is further than `limit` from each of its references.
+
+    elsewhere: what goes wrong in other programs, without an error. seen: public threads about it. tables: of the plan.
+    layouts: what each layout changes in them, as `changed` takes it: from the second on, each resumes from the checkpoint of
+    the one before. alone: what the one-process reference changes beyond having no layout. steps: of each layout. plain: whether
+    a plain loop is a reference too. moves: whether all that a run can move leaves the device between two steps.
+    """
+
+    name: str
+    elsewhere: str
+    seen: tuple[str, ...]
+    tables: Tables
+    layouts: tuple[Tables, ...]
+    alone: Tables = field(default_factory=dict)
+    steps: int = 3
+    limit: float = LIMIT
+    plain: bool = True
+    moves: bool = False
+
+    @property
+    def num_steps(self) -> int:
+        """The steps of all layouts together."""
+        return self.steps * len(self.layouts)
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of every layout; a row whose layouts differ in it is refused."""
+        sizes = {plan.world() for plan in self.plans()}
+        assert len(sizes) == 1, f"{self.name}: layouts of {sizes} ranks"
+        return sizes.pop()
+
+    def plans(self) -> list[Plan]:
+        """Returns the plan of each layout. Raises SleyError for what the plan's checks find, such as a missing plugin."""
+        return [self._plan(layout) for layout in self.layouts]
+
+    def plan_alone(self) -> Plan:
+        """Returns the plan of one process that computes the same."""
+        return self._plan({**self.layouts[0], **ONE_PROCESS, **self.alone})
+
+    @property
+    def layout(self) -> str:
+        """The layouts in words: axes, then the records that make them; an arrow where a run goes on in another one."""
+        words = [_in_words(changed(self.tables, **layout)) for layout in self.layouts]
+        if len(words) > 3 and words == words[:2] * (len(words) // 2):
+            return f"{words[0]} ⇄ {words[1]}, {len(words) - 1} times"
+        return " → ".join(words)
+
+    def _plan(self, changes: Tables) -> Plan:
+        tables = changed(self.tables, **changes)
+        return plan_from_dict(changed(tables, run__steps=self.num_steps, run__name=self.name))
+
+
+def _in_words(tables: Tables) -> str:
+    """Returns `dp 2 x wp 2, pp.one_f_one_b, dp.bucketed`; of one rank, how many micro-batches it has."""
+    parallel = tables.get("parallel", {})
+    sizes = [f"{axis} {parallel[axis]}" for axis in ("dp", "sp", "wp", "pp") if parallel.get(axis, 1) > 1]
+    batch = tables["batch"]
+    axes = " x ".join(sizes) or f"{batch['global_size'] // batch['micro_size']} micro-batches"
+    listed = [*tables.get("gradient_handlers", []), *tables.get("offload", [])]
+    single = [tables[key] for key in ("pipeline", "activations") if key in tables]
+    return ", ".join([axes, *(_name(one) for one in (*single, *listed))])
+
+
+def _name(table: dict[str, Any]) -> str:
+    name: str = table["use"]
+    return name
+
+
+def by_ranks(rows: Sequence[LeagueRow]) -> dict[int, list[LeagueRow]]:
+    """Returns the rows of each number of ranks, fewest ranks first."""
+    found: dict[int, list[LeagueRow]] = {}
+    for row in sorted(rows, key=lambda row: row.num_ranks):
+        found.setdefault(row.num_ranks, []).append(row)
+    return found
+
 
 _SMALL: Tables = {
     "run": {"name": "league", "steps": 3, "device": "cpu", "seed": 5},
@@ -272,3 +367,98 @@ ROWS: tuple[LeagueRow, ...] = (
         plain=False,
     ),
 )
+
+
+SHOWN: tuple[Kind, ...] = ("loss", "gradient norm", "gradient", "weight")
+"""The kinds that the table has a column for. First values must be equal bit for bit, and are told only where they are not; a
+held-out loss counts as a loss."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Holds the largest relative errors of a row, over all ranks, steps and parameters.
+
+    errors: beside one process, by kind. plain: the largest of any kind beside the plain loop; None where the row has none.
+    differs: where it does not hold, the lines that say what differs first. failed: why it could not be compared.
+    """
+
+    row: LeagueRow
+    errors: dict[Kind, float] = field(default_factory=dict)
+    plain: float | None = None
+    differs: tuple[str, ...] = ()
+    failed: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing is beyond the row's limit."""
+        return not self.differs and not self.failed
+
+
+def judged(row: LeagueRow, alone: Sequence[RankFindings], plain: Sequence[RankFindings] | None) -> Result:
+    """Returns the result of a row. alone: findings of its ranks beside one process; plain: beside the plain loop, if it has
+    one.
+    """
+    limits = Limits(row.limit, row.limit)
+    found = {one.kind: one.error for one in worst(alone, limits)}
+    found["loss"] = max(found["loss"], found.get("held-out loss", 0.0))
+    errors = {kind: found[kind] for kind in SHOWN if kind in found}
+    beside_plain = None if plain is None else max(one.error for one in worst(plain, limits))
+    return Result(row, errors, beside_plain, tuple(_differs(row, alone, plain or (), limits)))
+
+
+def _differs(row: LeagueRow, alone: Sequence[RankFindings], plain: Sequence[RankFindings], limits: Limits) -> list[str]:
+    """Returns what differs first from one process, or else from the plain loop; nothing where the row holds."""
+    for what, found in (("one process", alone), ("the plain loop", plain)):
+        if differences(found, limits):
+            lines = list(in_words(found, limits, row.num_steps))
+            return [f"beside {what} it {lines[0]}", *lines[1 : lines.index("")]]
+    return []
+
+
+def in_lines(results: Sequence[Result]) -> Iterator[str]:
+    """Yields a table of the largest relative errors, two lines a row: the numbers, and what goes wrong elsewhere.
+
+    A row that does not hold is followed by what differs first, and named again at the end.
+    """
+    heads = (*(kind.removeprefix("gradient ") for kind in SHOWN), "plain loop", "allowed")
+    yield f"{'largest error':<18}" + "".join(f"{head:>12}" for head in heads)
+    for one in results:
+        numbers = (*(one.errors.get(kind) for kind in SHOWN), one.plain, one.row.limit)
+        cells = "".join(f"{'' if number is None else f'{number:.2g}':>12}" for number in numbers)
+        yield f"{one.row.name:<18}{cells}  {'holds' if one.holds else 'DOES NOT HOLD'}"
+        yield f"  {one.row.layout}"
+        seen = f" ({', '.join(one.row.seen)})" if one.row.seen else ""
+        yield f"  elsewhere: {one.row.elsewhere}{seen}"
+        yield from (f"  {line}" for line in one.differs)
+        if one.failed:
+            yield f"  could not be compared: {one.failed}"
+    yield ""
+    wrong = [one.row.name for one in results if not one.holds]
+    if wrong:
+        yield f"{len(wrong)} of {len(results)} rows do not hold: {', '.join(wrong)}"
+    else:
+        yield f"all {len(results)} rows hold" if len(results) > 1 else f"{results[0].row.name} holds"
+
+
+def as_json(results: Sequence[Result]) -> dict[str, Any]:
+    """Returns the results as JSON; an error of null is no finite number."""
+    return {"holds": all(one.holds for one in results), "rows": [_row(one) for one in results]}
+
+
+def _row(one: Result) -> dict[str, Any]:
+    row = one.row
+    return {
+        "name": row.name,
+        "elsewhere": row.elsewhere,
+        "seen": list(row.seen),
+        "layout": row.layout,
+        "ranks": row.num_ranks,
+        "steps": row.num_steps,
+        "allowed": row.limit,
+        "errors": {kind: as_number(error) for kind, error in one.errors.items()},
+        "has_plain_loop": row.plain,
+        "plain_loop": None if one.plain is None else as_number(one.plain),
+        "holds": one.holds,
+        "differs": list(one.differs),
+        "failed": one.failed or None,
+    }

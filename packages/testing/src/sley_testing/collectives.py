@@ -1,0 +1,399 @@
+"""Proves that ranks issue their collectives in one order, or finds where they part ways.
+
+Ranks of a group that issue the same collectives in another order hang, or sum the wrong tensors without an error.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sley_core import assemble as drafts
+from sley_core.assemble import draft_model
+from sley_core.comm.guard import guarded
+from sley_core.comm.progress import Members
+from sley_core.engine.refusals import LeftParameter
+from sley_core.engine.shards import StandIn
+from sley_core.model.layers import Layer, Model
+from sley_core.topology import DEFAULT_LANE, GroupEntry
+
+_PAIRED = ("send", "recv", "recv_any")
+_UNEVEN = ("all_to_all", "all_to_all_single")
+_ROOTED = {"send": "to", "recv": "from"}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call as one rank issued it.
+
+    op: as `torch.distributed` names it (2.13), with `send`, `recv` and `recv_any` for every way to send and receive.
+    group: the group that the caller asked for, else the description that torch's group was made with, else its name.
+    ranks: its members, global. communicator: torch's group, where groups of the same members share one.
+    numel, dtype: of what this rank puts in (of what it takes out, for a scatter); 0 for a barrier.
+    is_async: False only where torch was asked to wait. Sends and receives do not tell, and count as asynchronous.
+    peer: global rank of the root, the destination or the source, where the call has one.
+    site: the innermost frames outside torch and the kit, as `file:line function`.
+    """
+
+    op: str
+    group: str
+    ranks: tuple[int, ...]
+    numel: int
+    dtype: str
+    is_async: bool = True
+    peer: int | None = None
+    site: tuple[str, ...] = field(default=(), compare=False)
+    communicator: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        size = f" of {self.numel} {self.dtype}" if self.dtype else ""
+        return f"{self.op}{size}" + ("" if self.peer is None else f" {_ROOTED.get(self.op, 'with root')} {self.peer}")
+
+    @property
+    def agreed(self) -> tuple[object, ...]:
+        """Returns what all members of the communicator must do alike; both ends, of a send and its receive."""
+        if self.op in _PAIRED:
+            return self.group, self.numel, self.dtype
+        return self.group, self.op, None if self.op in _UNEVEN else self.numel, self.dtype, self.peer
+
+
+def assert_same_sequence(sequences: Sequence[Sequence[Collective]] | Mapping[int, Sequence[Collective]]) -> None:
+    """Asserts that all members of every group issued the same collectives in the same order, and every send
+    meets its receive.
+
+    sequences: what each rank recorded, by rank. Ranks that are left out of a mapping are not compared.
+    Raises AssertionError for the first call that differs, with what the ranks do there and where in their code.
+    """
+    by_rank = dict(sequences) if isinstance(sequences, Mapping) else dict(enumerate(sequences))
+    for (group, _), members in _by_group(by_rank).items():
+        for calls in members.values():
+            anyone = next((call for call in calls if call.op == "recv_any"), None)
+            assert anyone is None, f"a receive from any source has no order to prove: {group}{_at(anyone)}"
+        together = {rank: [c for c in calls if c.op not in _PAIRED] for rank, calls in members.items()}
+        _assert_alike(f"the order on {group} is not the same on all ranks", together)
+        for pair in _pairs(members):
+            _assert_alike(f"a send and its receive on {group} do not match", pair)
+
+
+def _by_group(by_rank: Mapping[int, Sequence[Collective]]) -> dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]]:
+    """Returns, per communicator, the calls of each of its members, none for one that never used it; in the
+    order of first use.
+    """
+    groups: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(dict)
+    for rank, calls in by_rank.items():
+        for call in calls:
+            members = groups[call.communicator or call.group, call.ranks]
+            if not members:
+                members.update({member: [] for member in call.ranks if member in by_rank})
+            members[rank].append(call)
+    return groups
+
+
+def _pairs(members: Mapping[int, list[Collective]]) -> Iterator[dict[int, list[Collective]]]:
+    """Returns what each source sends to each target beside what that target receives from it, where both were recorded."""
+    between: dict[tuple[int, int], dict[int, list[Collective]]] = {}
+    for rank, calls in members.items():
+        for call in calls:
+            if call.op in _PAIRED and call.peer is not None and call.peer in members:
+                ends = (rank, call.peer) if call.op == "send" else (call.peer, rank)
+                between.setdefault(ends, {ends[0]: [], ends[1]: []})[rank].append(call)
+    yield from between.values()
+
+
+def _assert_alike(what: str, members: Mapping[int, list[Collective]]) -> None:
+    """Asserts that all members of a group issued the same collectives in the same order. what: begins the message."""
+    for place in range(max(map(len, members.values()), default=0)):
+        here = {rank: calls[place] if place < len(calls) else None for rank, calls in members.items()}
+        ranks: dict[object, list[int]] = defaultdict(list)
+        for rank, call in here.items():
+            ranks[call and call.agreed].append(rank)
+        if len(ranks) > 1:
+            lines = [_line(alike, here[alike[0]], place) for alike in ranks.values()]
+            first = next(iter(members.values()))
+            before = [f"  before it, on all: {first[place - 1]}{_at(first[place - 1])}"] if place else []
+            raise AssertionError("\n".join([f"{what}: call {place + 1} differs", *lines, *before]))
+
+
+def _line(ranks: list[int], call: Collective | None, num_before: int) -> str:
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return f"  {who}: {call}{_at(call)}" if call else f"  {who}: nothing after {num_before} calls"
+
+
+def _at(call: Collective) -> str:
+    return "".join(f"\n      {'at' if index == 0 else 'from'} {place}" for index, place in enumerate(call.site))
+
+
+_NAMES = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "allgather": "all_gather",
+    "allgather_base": "all_gather_single",
+    "all_gather_into_tensor": "all_gather_single",
+    "reduce_scatter_base": "reduce_scatter_single",
+    "reduce_scatter_tensor": "reduce_scatter_single",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+    "recv_any_source": "recv_any",
+    "isend": "send",
+    "irecv": "recv",
+}
+"""torch's dispatched names, where they are not those of `torch.distributed`."""
+
+
+def _unseen() -> dict[tuple[type, str], tuple[str, int]]:
+    """Returns the verbs that read the memory of peers, which torch does not dispatch: the name of each, and which argument
+    this rank gives. Empty without sley-cma.
+    """
+    if find_spec("sley_cma") is None:
+        return {}
+    transport, rows = import_module("sley_cma.transport").Cma, import_module("sley_cma.rows").Shared
+    return {
+        (transport, "all_gather"): ("gather", 1),
+        (rows, "all_gather"): ("gather", 1),
+        (transport, "reduce_scatter"): ("reduce", 0),
+        (transport, "all_to_all"): ("swap", 1),
+        (transport, "all_reduce"): ("all_reduce", 0),
+    }
+
+
+_HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_NUM_SITES = 3
+
+
+@contextmanager
+def collectives() -> Iterator[list[Collective]]:
+    """Yields the list to which the collectives of the block are added, in the order in which this rank issues them."""
+    recorder = _Recorder()
+    with recorder, _wrapped(recorder.saw):
+        yield recorder.calls
+
+
+@contextmanager
+def _wrapped(saw: Callable[[str, Members, Sequence[Tensor]], None]) -> Iterator[None]:
+    """Wraps the transport that torch does not see, of all groups: `saw` is told what this rank gives, before each exchange."""
+
+    def members_of(one: Any) -> Members:
+        members: Members = (one.offers.connection if hasattr(one, "offers") else one).members
+        return members
+
+    def wrap(verb: Callable[..., Any], operation: str, given: int) -> Callable[..., Any]:
+        def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+            tensors = args[given]
+            saw(operation, members_of(self), [tensors] if isinstance(tensors, Tensor) else tensors)
+            return verb(self, *args, **kwargs)
+
+        return told
+
+    unseen = _unseen()
+    verbs = [(kind, name, getattr(kind, name)) for kind, name in unseen]
+    for kind, name, verb in verbs:
+        setattr(kind, name, wrap(verb, *unseen[kind, name]))
+    try:
+        yield
+    finally:
+        for kind, name, verb in verbs:
+            setattr(kind, name, verb)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.calls: list[Collective] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace not in ("aten", "prim", "prims"):
+            schema = func._schema
+            given = {argument.name: argument.default_value for argument in schema.arguments}
+            given |= dict(zip(given, args, strict=False)) | (kwargs or {})
+            group = given.get("process_group", given.get("group_name"))
+            if group is not None:
+                self.calls.append(_describe(schema.name, _unboxed(group), given))
+        return func(*args, **(kwargs or {}))
+
+    def saw(self, operation: str, members: Members, tensors: Sequence[Tensor]) -> None:
+        """Notes an exchange by cross-memory attach."""
+        numel, dtype = sum(one.numel() for one in tensors), str(tensors[0].dtype).removeprefix("torch.")
+        label = f"{members} {operation}"
+        self.calls.append(Collective(operation, label, members.ranks, numel, dtype, is_async=True, peer=None, site=_site()))
+
+
+def _describe(name: str, group: dist.ProcessGroup, given: Mapping[str, Any]) -> Collective:
+    """Returns the record of a collective from the arguments of torch's operation."""
+    plain = name.partition("::")[2].strip("_")
+    op = _NAMES.get(plain, plain)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    peers = [given[key] for key in ("root_rank", "src", "dst") if key in given]
+    tensors = [] if "barrier" in op else list(_tensors(_contribution(op, given)))
+    named = group.group_desc not in ("", "undefined")
+    communicator = group.group_desc if named else f"group {group.group_name}"
+    return Collective(
+        op=op,
+        group=_asked_for(communicator),
+        ranks=ranks,
+        numel=sum(tensor.numel() for tensor in tensors),
+        dtype="/".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)),
+        is_async=op != "monitored_barrier" and given.get("async_op", True),
+        peer=ranks[peers[0]] if peers else None,
+        site=_site(),
+        communicator=communicator,
+    )
+
+
+def _asked_for(communicator: str) -> str:
+    """Returns the label of the group for which the call is made; `communicator` itself for a call that names none.
+
+    Groups of the same members share a communicator, which has the label of the first of them. The others' names are
+    known only to `guarded`, in which every exchange of a group begins.
+    """
+    frame = sys._getframe().f_back
+    while frame and frame.f_code is not guarded.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return communicator
+    members: Members = frame.f_locals["turn"].members
+    if communicator.startswith((f"{members.axis}[", f"{members.axis}.")):
+        return communicator
+    return GroupEntry(members.axis, DEFAULT_LANE, members.ranks).label
+
+
+def _contribution(op: str, given: Mapping[str, Any]) -> Any:
+    """Returns the argument whose size is the same on all ranks: the input, the only one, or the output of a scatter."""
+    prefix = "output" if op == "scatter" else "input"
+    return next((value for key, value in given.items() if key.startswith(prefix)), next(iter(given.values())))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in nested lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _unboxed(group: Any) -> dist.ProcessGroup:
+    if isinstance(group, str):
+        # torch has no public way from a name to a group
+        group = c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
+    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
+
+
+def _site() -> tuple[str, ...]:
+    """Returns the innermost places in the code, outside torch and the recorder, that led to the call."""
+    places: list[str] = []
+    frame = sys._getframe().f_back
+    while frame and len(places) < _NUM_SITES:
+        if not frame.f_code.co_filename.startswith(_HIDDEN):
+            places.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return tuple(places)
+
+
+Traces = dict[str, dict[str, Any]]
+
+
+def traces(layers: Iterable[Layer]) -> Traces:
+    """Returns, by name of each module of `layers`, its class and attributes in a form that can be compared and sent.
+
+    Of parameters: class, attributes, hooks, whether they are trained and have a gradient; not values, dtype or device, which
+    a run gives them. A stand-in of a sharded weight, or of one of another rank, is described as what it stands for.
+    """
+    return {
+        name: {"class": type(module).__qualname__} | {key: _described(value) for key, value in vars(module).items()}
+        for layer in layers
+        for name, module in layer.module.named_modules(prefix=layer.name)
+    }
+
+
+@contextmanager
+def drafts_kept() -> Iterator[list[tuple[Model, Traces]]]:
+    """Gives a list to which each `assemble` within the block adds its model, whole, and the traces of it as it was built."""
+    kept: list[tuple[Model, Traces]] = []
+
+    def draft(*args: Any) -> Model:
+        model = draft_model(*args)
+        kept.append((model, traces(model.layers)))
+        return model
+
+    with mock.patch.object(drafts, "draft_model", draft):
+        yield kept
+
+
+def _described(value: Any) -> Any:
+    """Returns plain data that describes a module's attribute, for comparison."""
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else at: _described(held) for at, (key, held) in enumerate(value.items())}
+    if isinstance(value, Tensor):
+        return _tensor(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    name = getattr(value, "__qualname__", None)
+    return f"{type(value).__qualname__} {name}" if name else type(value).__qualname__
+
+
+def _tensor(value: Tensor) -> dict[str, Any]:
+    """Returns plain data that describes a tensor: class, attributes, gradient and hooks."""
+    if isinstance(value, StandIn):
+        value = value.shard
+    kind: type[Tensor] = type(value)
+    attributes = set(vars(value))
+    if kind is LeftParameter:
+        kind, attributes = nn.Parameter, attributes - {"left_over"}
+    with torch._C.DisableTorchFunctionSubclass():  # one that refuses to be read tells all the same what hangs on it
+        return {
+            "class": kind.__qualname__,
+            "attributes": sorted(attributes),
+            "requires_grad": value.requires_grad,
+            "has_gradient": value.is_leaf and value.grad is not None,
+            "hooks": len(value._backward_hooks or ()),
+            "accumulated_hooks": len(value._post_accumulate_grad_hooks or ()),
+        }
+
+
+def assert_untouched(before: Traces, layers: Iterable[Layer]) -> None:
+    """Asserts that `layers` have no other traces than `before`; names each module and attribute that differs."""
+    after = traces(layers)
+    assert after.keys() == before.keys(), sorted(after.keys() ^ before.keys())
+    differing = {
+        f"{name}: {key}": (before[name].get(key, "nothing"), after[name].get(key, "nothing"))
+        for name in before
+        for key in before[name].keys() | after[name].keys()
+        if before[name].get(key, "nothing") != after[name].get(key, "nothing")
+    }
+    assert not differing, "\n".join(f"{place} was {was}, is {now}" for place, (was, now) in sorted(differing.items()))
+
+
+YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+
+def can_read_peers() -> bool:
+    """Returns whether sley-cma is installed and a process may read another of this user: on x86-64 Linux, unless Yama lets
+    parents only; root may in any case.
+    """
+    if find_spec("sley_cma") is None or platform.machine() != "x86_64" or sys.platform != "linux":
+        return False
+    return os.geteuid() == 0 or not YAMA.exists() or YAMA.read_text("ascii").strip() == "0"
+
+
+ATTACHES = (
+    pytest.param(True, marks=pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")),
+    False,
+)
+"""Cases of a test with and without `[parallel] cross_memory_attach`."""
