@@ -29,7 +29,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "isp, sockets": {"cross_memory_attach": False},
     "isp, not fused": {"fused": False},
     "isp, no overlap": {"overlap": False},
-    "isp, no pool": {"pool": "isp.fresh"},
     "isp, everything ahead": {"ahead": 8, "reductions": 64},
 }
 ONCE = {"isp, reduced per step": {"reduce": "step"}, "isp, per step, sockets": {"reduce": "step", "cross_memory_attach": False}}

@@ -103,10 +103,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "not ahead": {"ahead": 0},
     "one reduction": {"reductions": 1},
     "not fused": {"fused": False},
-    "no pool": {"pool": "isp.fresh"},
     "after attention": {"launch": "attention.output"},
 }
-FAR_APART = ("not overlapped", "far ahead", "no pool", "after attention")
+FAR_APART = ("not overlapped", "far ahead", "after attention")
 """Those that change most; parity with one process, and counts, are also looked at of the others."""
 
 

@@ -36,4 +36,4 @@ class TestByModuleAndOncePerStep(WeightCommunicatorContract):
 
 @pytest.mark.campaign
 class TestNotOverlapped(WeightCommunicatorContract):
-    weights: ClassVar[dict[str, Any]] = {"use": "isp.communicator", "overlap": False, "pool": "isp.fresh"}
+    weights: ClassVar[dict[str, Any]] = {"use": "isp.communicator", "overlap": False}

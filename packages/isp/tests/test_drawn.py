@@ -116,7 +116,6 @@ def a_plan(draw: random.Random, sharded: Any, world: int) -> tuple[dict[str, Any
         "reduce": draw.choice(["micro_batch", "step"]),
         "head": draw.choice(["gather", "vocabulary"]),
         "embedding": "gather" if shared["model__tie_embeddings"] else draw.choice(["gather", "hidden"]),
-        "pool": draw.choice(["isp.slots", "isp.fresh"]),
     }
     if weights["unit"] == "layer":
         weights["launch"] = draw.choice(["*", "attention.output", "feed_forward.*"])

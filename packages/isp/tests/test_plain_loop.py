@@ -50,7 +50,6 @@ def drawn_plan(seed: int, world: int) -> dict[str, Any]:
         "reduce": draw.choice(["micro_batch", "step"]),
         "head": draw.choice(["gather", "vocabulary"]),
         "embedding": "gather" if tied else draw.choice(["gather", "hidden"]),
-        "pool": draw.choice(["isp.slots", "isp.fresh"]),
     }
     return {
         "run": {"name": "drawn", "steps": STEPS, "device": "cpu", "seed": seed},

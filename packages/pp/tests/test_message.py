@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from sley_core.api.comm import Device
-from sley_pp.config import MessagesConfig
+from sley_core.api.memory import DevicePool
 from sley_pp.message import Message, num_bytes_of
-from sley_pp.pool import Lending, Messages
+from sley_pp.pool import Lending
 
 LAYOUT = ((torch.float64, (4, 4)), (torch.float32, (3,)))
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ WAYS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_whoever_has_a_message_keeps_its_memory(way: str, apart: bool) -> None:
     """And the memory is free again without it: once more, and after another layout."""
-    pool = Lending(Messages(MessagesConfig()), HOST, apart=apart)
+    pool = Lending(DevicePool(), HOST, apart=apart)
     message = pool.lease(LAYOUT)
     for layout in (LAYOUT, LAYOUT, LAYOUT[:1], LAYOUT):
         message.lay(layout)
@@ -52,7 +52,7 @@ def test_whoever_has_a_message_keeps_its_memory(way: str, apart: bool) -> None:
 
 
 def test_a_pool_leases_nothing_that_a_layer_has_by_its_storage() -> None:
-    pool = Lending(Messages(MessagesConfig()), HOST, apart=False)
+    pool = Lending(DevicePool(), HOST, apart=False)
     message = pool.lease(LAYOUT)
     message.tensors[0].fill_(3.0)
     storage = message.lent()[0].untyped_storage()
@@ -106,7 +106,7 @@ def test_what_others_have_of_the_memory_is_no_user_of_the_message() -> None:
 
 
 def test_a_message_is_laid_out_once_and_does_not_keep_what_the_pool_frees() -> None:
-    pool = Messages(MessagesConfig())
+    pool = DevicePool()
     lending = Lending(pool, HOST, apart=False)
     message = lending.lease(LAYOUT)
     lending.give_back(message)
@@ -115,27 +115,15 @@ def test_a_message_is_laid_out_once_and_does_not_keep_what_the_pool_frees() -> N
     lending.give_back(message)
     gone = weakref.ref(message)
     del message
-    assert pool.trim() == num_bytes_of(LAYOUT, apart=False)
+    assert pool.trim() >= num_bytes_of(LAYOUT, apart=False)
     assert gone() is None
     assert (pool.num_bytes, list(pool.held())) == (0, [])
 
 
 def test_a_buffer_whose_lease_is_lost_is_not_lent_again() -> None:
     """A failed step forgets what it was receiving; gloo may still write there."""
-    pool = Messages(MessagesConfig())
+    pool = DevicePool()
     lending = Lending(pool, HOST, apart=False)
     lost = lending.lease(LAYOUT).tensors[0]
     assert lending.lease(LAYOUT).tensors[0].data_ptr() != lost.data_ptr()
-    assert pool.num_allocations == 2
-
-
-def test_buffers_of_other_dtypes_and_larger_ones_are_lent_at_the_bound() -> None:
-    """With sequences of many lengths the pool stops growing: it lends what is large enough."""
-    pool = Messages(MessagesConfig())
-    with pool.lease((4, 100), torch.float32, CPU) as buffer:
-        assert (buffer.shape, buffer.dtype) == ((4, 100), torch.float32)
-    for size in range(1599, 1000, -1):
-        with pool.lease((size,), torch.uint8, CPU) as buffer:
-            assert buffer.shape == (size,)
-    assert pool.num_bytes <= 3200
     assert pool.num_allocations == 2

@@ -28,7 +28,7 @@ from sley_core.engine.canonical.tree import CanonicalOrder
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.load import WeightLoader, names_of
-from sley_core.engine.parts import Parts, Pools, StepNumbers, Waits
+from sley_core.engine.parts import Parts, StepNumbers, Waits
 from sley_core.engine.refusals import check_canonical, check_hooks, refuse_left_over
 from sley_core.engine.registry import ParameterRegistry
 from sley_core.engine.save import check_extra_states
@@ -37,6 +37,7 @@ from sley_core.engine.stage import Stage, by_parameters, costs_are_timed, stage_
 from sley_core.engine.step_state import StepState
 from sley_core.engine.weights import WeightStore
 from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
+from sley_core.memory.pool import Pools
 from sley_core.model.buffers import notes_of, train
 from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Model

@@ -51,10 +51,11 @@ if TYPE_CHECKING:
 
     from sley_core.comm.world import World
     from sley_core.data.dataset import AnyDataset, DataInfo
-    from sley_core.engine.parts import Parts, Pools
+    from sley_core.engine.parts import Parts
     from sley_core.engine.stage import Stage
     from sley_core.engine.timeline import StepProfiler, StepTimeline
     from sley_core.engine.weights import Stepped
+    from sley_core.memory.pool import Pools
     from sley_core.memory.state import OffloadManager
     from sley_core.model.layers import Model
     from sley_core.plan.plan import Component, Plan
@@ -445,7 +446,7 @@ def memory_of(plan: Plan, parts: Parts, stepper: Stepper, numbers: MoveNumbers |
         "messages": lambda: _messages(stepper),
     }
     trims: dict[Part, Callable[[], Iterable[object]]] = {
-        "pools": parts.pool.made.values,
+        "pools": parts.pool.pools.values,
         "messages": lambda: [stepper.executor.crossing.link, *stepper.handlers],
     }
     holdings = Holdings(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from sley_core.comm.copies import storage_id
 from sley_core.engine.buffers import Span
 from sley_core.engine.update import step_buckets
 from sley_core.errors import RunError
@@ -101,7 +102,7 @@ class Trial:
         gradients = [part for shape in self._shapes for part in self._parts(shape)]
         for parameter, gradient in zip(self.every, gradients, strict=True):
             parameter.grad = gradient
-        self.storages = {gradient.untyped_storage()._cdata for gradient in gradients if gradient.numel()}
+        self.storages = {storage_id(gradient) for gradient in gradients if gradient.numel()}
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         seed_own(self._generators, number)
@@ -243,7 +244,7 @@ def _observe(trial: Trial) -> Traits:
 def _storages(trial: Trial) -> set[int]:
     """Returns the storages of all tensors that the optimizer keeps."""
     kept = [*trial.optimizer.state.values(), *(value for _, _, value in own_attributes(trial.optimizer))]
-    return {one.untyped_storage()._cdata for one in tree_leaves(kept) if isinstance(one, Tensor)}
+    return {storage_id(one) for one in tree_leaves(kept) if isinstance(one, Tensor)}
 
 
 def _out_of_reach(trial: Trial, larger: Trial) -> Iterator[Unfit]:

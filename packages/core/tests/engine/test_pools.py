@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from sley_core.attach import counts_of
-from sley_core.engine.parts import Pools
 from sley_core.errors import PlanError
 from sley_core.hookspecs import hookimpl
+from sley_core.memory.pool import Pools
 from sley_core.plan.load import plan_from_dict
 from sley_core.protocols import MemoryPool
 from sley_core.records import MemoryPoolRecord, SchedulerHookRecord
@@ -79,7 +79,7 @@ def test_one_pool_for_all_who_name_it(pools: Pools) -> None:
 def test_none_is_made_before_it_is_asked_for(pools: Pools) -> None:
     assert list(pools.held()) == []
     pools("large")
-    assert list(pools.made) == ["large"]
+    assert list(pools.pools) == ["large"]
 
 
 def test_a_name_that_is_not_there_is_an_error(pools: Pools) -> None:

@@ -56,8 +56,8 @@ class CommunicatorConfig(Table):
     `wp` ranks, and swap the parts of vectors.
     """
 
-    pool: Annotated[str, RecordReference("memory_pools")] = "isp.slots"
-    """The pool of buffers for full-size weights and gradients."""
+    pool: Annotated[str, RecordReference("memory_pools")] | None = None
+    """The pool of buffers for full-size weights and gradients; left out, the run's own."""
 
     @property
     def bound(self) -> int:
@@ -75,11 +75,3 @@ class AllToAllConfig(SequenceConfig):
     """Convolutions, norms, pooling and recurrent modules, by patterns of their names, that nevertheless see one position at a
     time; and layers that are not asked in the first step whether they mix positions.
     """
-
-
-class SlotsConfig(Table):
-    """Keeps returned buffers, by size, and lends them again."""
-
-
-class FreshConfig(Table):
-    """Allocates every buffer anew."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from sley_core.hookspecs import hookimpl
-from sley_core.records import MemoryPoolRecord, Problem, Record, SequenceAttentionRecord, WeightCommunicatorRecord
+from sley_core.records import Problem, Record, SequenceAttentionRecord, WeightCommunicatorRecord
 from sley_isp.check import check_launch, check_loss, check_order
-from sley_isp.config import AllToAllConfig, CommunicatorConfig, FreshConfig, SlotsConfig
+from sley_isp.config import AllToAllConfig, CommunicatorConfig
 from sley_isp.sequence.check import check_heads
 
 if TYPE_CHECKING:
@@ -31,13 +31,6 @@ def sley_records() -> list[Record]:
             build="sley_isp.sequence.all_to_all:AllToAllAttention",
             summary="Each rank attends with some of the heads over the whole sequence; two exchanges per attention.",
         ),
-        MemoryPoolRecord(
-            name="slots",
-            config=SlotsConfig,
-            build="sley_isp.pools:Slots",
-            summary="Keeps buffers by size and lends them again.",
-        ),
-        MemoryPoolRecord(name="fresh", config=FreshConfig, build="sley_isp.pools:Fresh", summary="No reuse."),
     ]
 
 

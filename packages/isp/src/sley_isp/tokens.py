@@ -1,14 +1,12 @@
 """Gathers tokens, whose number may differ between ranks and micro-batches.
 
-Every rank's tokens are padded to the largest number in the group, then gathered. Buffers for them are leased with spare room.
+Every rank's tokens are padded to the largest number in the group, then gathered.
 Below: shards that are published for peers to read, and one handle for several exchanges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from math import prod
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +16,6 @@ from sley_core.api.comm import GATHER, Work
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Device, Group, Published, SentBytes, Transport
-    from sley_core.protocols import MemoryPool
     from sley_isp.units import Gathered, Unit
 
 
@@ -131,27 +128,6 @@ class AllTokens:
             self.sent.add(whole, self.group, passes=1)
         work.wait()
         work.wait_sent()
-
-
-class Room:
-    """Leases tensors of varying size: buffers are as large as the first was, and at least double once one does not fit.
-
-    So a pool that keeps buffers by size needs only a few, however many sizes occur, and one if all have the same size.
-    """
-
-    def __init__(self, pool: MemoryPool) -> None:
-        self.pool = pool
-        self._numel: dict[torch.dtype, int] = {}
-
-    @contextmanager
-    def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
-        """Yields a contiguous tensor of this shape, with undefined contents, for the length of the block."""
-        numel = prod(shape)
-        room = self._numel.get(dtype, 0)
-        if numel > room:
-            room = self._numel[dtype] = max(numel, 2 * room)
-        with self.pool.lease((room,), dtype, device) as flat:
-            yield flat[:numel].view(tuple(shape))
 
 
 def padded(tensor: Tensor, length: int, fill: int = 0) -> Tensor:

@@ -24,7 +24,7 @@ from sley_core.errors import PlanError, RunError
 from sley_core.protocols import SplitLogits
 from sley_isp import vocabulary_sums as sums
 from sley_isp.sites import Site, as_autocast, is_plain, is_summed, linear_forward
-from sley_isp.tokens import AllTokens, Room, padded
+from sley_isp.tokens import AllTokens, padded
 from sley_isp.units import shard_of
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class VocabularyHead:
         self.site = site
         self.group = tokens.group
         self.store = store
-        self.room = Room(pool)
+        self.pool = pool
         self.is_running = is_running
         self.tokens = tokens
         self.classes = sums.Classes(shard.index * shard.size, shard.own_size, shard.shape[0])
@@ -166,7 +166,7 @@ class _Reducing:
         num_scratch = transport.num_scratch_rows(own_tokens)
         self._stack = ExitStack()
         shape = (len(gradient) + num_scratch, weight.shape[1])
-        buffer = self._stack.enter_context(head.room.lease(shape, gradient.dtype, gradient.device))
+        buffer = self._stack.enter_context(head.pool.lease(shape, gradient.dtype, gradient.device))
         whole, scratch = buffer[: len(gradient)], buffer[len(gradient) :]
         torch.mm(gradient, weight, out=whole)
         first = head.group.coord * own_tokens

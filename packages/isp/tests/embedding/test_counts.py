@@ -134,7 +134,7 @@ def peaks(plans: list[dict[str, Any]], folder: Path) -> list[int]:
 def test_less_memory_than_with_a_gathered_table(ranks, sharded, texts):
     """With a shared vocabulary, so that there is nothing larger at another time: the table is not there, nor its gradient."""
     sizes = {"model__vocab_size": 8192, "model__num_layers": 1, "precision__compute": "fp32", "run__steps": 9}
-    options = {"head": "vocabulary", "pool": "isp.fresh"}
+    options = {"head": "vocabulary"}
     plans = [sharded(2, weights=options | {"embedding": kind}, **sizes) for kind in ("gather", "hidden")]
     gather, hidden = map(max, zip(*ranks(2, fresh=True)(peaks, plans, texts), strict=True))
     table = 8192 * 16 * 4

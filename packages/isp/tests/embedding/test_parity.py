@@ -35,7 +35,7 @@ def test_of_two_micro_batches(parities):
 @pytest.mark.campaign
 def test_modules_without_overlap_and_by_sockets(parities):
     apart = {"parallel": {"cross_memory_attach": False}}
-    parities(2, [(2, 2, {}), (2, 2, apart)], HIDDEN | {"overlap": False, "unit": "module", "pool": "isp.fresh"})
+    parities(2, [(2, 2, {}), (2, 2, apart)], HIDDEN | {"overlap": False, "unit": "module"})
     parities(2, [(2, 2, apart)], HIDDEN)
 
 
@@ -114,7 +114,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "by module": {"unit": "module"},
     "far ahead": {"ahead": 3},
     "not ahead": {"ahead": 0},
-    "no pool": {"pool": "isp.fresh"},
     "by sockets": {},
 }
 

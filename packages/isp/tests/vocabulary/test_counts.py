@@ -83,7 +83,7 @@ def peaks(plans: list[dict[str, Any]], folder: Path) -> list[int]:
 def test_less_memory_than_with_a_gathered_head(ranks, sharded, texts):
     """Beside what both hold: no gathered weight, no full-size gradient of it, and logits once instead of twice."""
     sizes = {"model__vocab_size": 8192, "model__num_layers": 1, "precision__compute": "fp32", "run__steps": 9}
-    plans = [sharded(2, weights={"head": head, "pool": "isp.fresh"}, **sizes) for head in ("gather", "vocabulary")]
+    plans = [sharded(2, weights={"head": head}, **sizes) for head in ("gather", "vocabulary")]
     gather, shared = map(max, zip(*ranks(2, fresh=True)(peaks, plans, texts), strict=True))
     weight = 8192 * 16 * 4
     print(f"{gather} bytes with a gathered head, {shared} with a shared vocabulary, {weight} are the head's weight")

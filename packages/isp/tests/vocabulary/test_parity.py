@@ -41,7 +41,7 @@ def test_ignored_labels_and_smoothing(check):
 def test_recomputation_and_modules(check):
     again = {"activations": {"use": "core.recompute", "fraction": 1.0}, "model__tie_embeddings": True}
     check(2, [(2, 2, again)], weights={"unit": "module"})
-    check(2, [(2, 2, again)], weights={"overlap": False, "pool": "isp.fresh"})
+    check(2, [(2, 2, again)], weights={"overlap": False})
 
 
 @pytest.mark.campaign

@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from sley_core.api.memory import DevicePool
+
 if TYPE_CHECKING:
     from sley_core.api.comm import CopyStream, HostMemory
+    from sley_memory.config import SizeClassesConfig
 
 SPARE = 1.25
 """A free buffer up to this much larger than what is asked for is taken in its place, where lengths differ from step to step."""
+
+
+def size_classes(config: SizeClassesConfig) -> DevicePool:
+    """Returns a pool with as many sizes as `config` says."""
+    return DevicePool(config.per_doubling)
 
 
 class HostBuffers:

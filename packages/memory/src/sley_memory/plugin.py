@@ -52,7 +52,7 @@ def sley_records() -> list[Record]:
         MemoryPoolRecord(
             name="size_classes",
             config=SizeClassesConfig,
-            build="sley_memory.size_classes:SizeClasses",
+            build="sley_memory.host_buffers:size_classes",
             summary="Keeps blocks by rounded size and lends views of them, to users of many sizes.",
         ),
         ActivationPolicyRecord(

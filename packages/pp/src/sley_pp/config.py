@@ -42,12 +42,8 @@ class CsvConfig(Table):
 class LinkConfig(Table):
     """Sends point-to-point messages between stages; each receive is posted before its message is sent."""
 
-    pool: Annotated[str, RecordReference("memory_pools")] = "pp.messages"
-    """The pool of buffers for messages."""
-
-
-class MessagesConfig(Table):
-    """Keeps free messages, up to as much again as was ever in use at one time."""
+    pool: Annotated[str, RecordReference("memory_pools")] | None = None
+    """The pool of buffers for messages; left out, the run's own."""
 
 
 class UniformConfig(Table):

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from sley_core.api.boundary import FLAG_BYTES, Description, Leaf
 from sley_core.api.comm import Device
-from sley_core.api.parts import ALIGNMENT_BYTES
+from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ class Extent:
         starts, end = [], 0
         for dtype, shape in layout:
             starts.append(end)
-            end += _padded(prod(shape) * dtype.itemsize)
-        return cls(HEAD_BYTES + _padded(FLAG_BYTES * len(layout)), end, tuple(starts))
+            end += round_up(prod(shape) * dtype.itemsize, ALIGNMENT_BYTES)
+        return cls(HEAD_BYTES + round_up(FLAG_BYTES * len(layout), ALIGNMENT_BYTES), end, tuple(starts))
 
 
 def num_bytes_of(layout: Layout, *, apart: bool) -> int:
@@ -191,10 +191,6 @@ def from_bytes(data: Tensor) -> Description:
     found = json.loads(data.numpy().tobytes())
     leaves = tuple(Leaf(getattr(torch, name), tuple(shape), gradient) for name, shape, gradient in found["leaves"])
     return Description(leaves, found["structure"])
-
-
-def _padded(size: int) -> int:
-    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _num_users(storage: torch.UntypedStorage) -> tuple[int, int]:

@@ -6,14 +6,7 @@ from typing import Any
 
 from sley_core.api.plan import Table
 from sley_core.hookspecs import hookimpl
-from sley_core.records import (
-    GradientHandlerRecord,
-    MemoryPoolRecord,
-    PartitionerRecord,
-    Record,
-    ScheduleRecord,
-    StageLinkRecord,
-)
+from sley_core.records import GradientHandlerRecord, PartitionerRecord, Record, ScheduleRecord, StageLinkRecord
 from sley_pp import config
 
 
@@ -67,12 +60,6 @@ def sley_records() -> list[Record]:
             config=config.LinkConfig,
             build="sley_pp.link:Link",
             summary="Messages posted before they are sent, a communicator for each direction along the stages.",
-        ),
-        MemoryPoolRecord(
-            name="messages",
-            config=config.MessagesConfig,
-            build="sley_pp.pool:Messages",
-            summary="Keeps free messages, up to as much again as was ever in use at one time.",
         ),
         PartitionerRecord(
             name="uniform",

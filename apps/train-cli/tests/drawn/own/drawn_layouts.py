@@ -102,7 +102,6 @@ def draw_weights(r: random.Random) -> Tables:
         "reduce": r.choice(["micro_batch", "step"]),
         "head": r.choice(["gather", "vocabulary"]),
         "embedding": r.choice(["gather", "hidden"]),
-        "pool": r.choice(["isp.slots", "isp.fresh"]),
     }
     if tables["unit"] == "layer":
         tables["launch"] = r.choice(["*", "body"])

@@ -1,8 +1,9 @@
 """Gives offload managers, pools and activation policies what a run holds, and the means to move it."""
 
-from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, free, grow, is_host_memory, make_room
+from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, free, grow, is_host_memory, make_room, storage_id
 from sley_core.engine.weights import Stepped
-from sley_core.memory.holdings import Holding, Holdings, storage_id
+from sley_core.memory.holdings import Holding, Holdings
+from sley_core.memory.pool import DevicePool
 from sley_core.memory.state import PARTS, Moved, OffloadManager, Part, Where, is_away
 from sley_core.model.tensors import is_plain, sum_of_bits, version_of
 
@@ -10,6 +11,7 @@ __all__ = [
     "PARTS",
     "CopyEvent",
     "CopyStream",
+    "DevicePool",
     "Holding",
     "Holdings",
     "HostMemory",

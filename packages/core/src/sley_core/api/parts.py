@@ -10,6 +10,7 @@ from sley_core.engine.registry import Param, ParameterRegistry
 from sley_core.engine.slot import add_at
 from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.engine.weights import WeightBuffer
+from sley_core.sizes import round_up, split_by_size
 
 __all__ = [
     "ALIGNMENT_BYTES",
@@ -32,5 +33,7 @@ __all__ = [
     "WeightQueue",
     "add_at",
     "offsets",
+    "round_up",
+    "split_by_size",
     "views_of",
 ]

@@ -25,6 +25,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from sley_core.sizes import round_up
+
 
 class CopyEvent(Protocol):
     """A point in a stream of copies: all that were given to it before."""
@@ -138,6 +140,11 @@ class CudaStream:
         return _CudaEvent(self._stream.record_event(), self._main)
 
 
+def storage_id(tensor: Tensor) -> int:
+    """Returns a number that identifies the storage of `tensor` among those that exist, with or without memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def free(tensor: Tensor) -> int:
     """Frees the memory of `tensor` and of all its views, which stay valid objects; returns the bytes that it had.
 
@@ -170,7 +177,7 @@ def make_room(sizes: Iterable[int], device: torch.device) -> None:
     Otherwise each large tensor becomes a piece of its own, and the driver takes its time for each piece: on an H200 19 ms to
     give 336 of 21 MiB and 14 ms to take them back, but 0.5 and 3 ms for 7 GiB at once.
     """
-    large = [-(-size // ROUNDED_BYTES) * ROUNDED_BYTES for size in sizes if size > SHARED_BYTES]
+    large = [round_up(size, ROUNDED_BYTES) for size in sizes if size > SHARED_BYTES]
     if device.type != "cuda" or len(large) < 2:
         return
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -184,8 +191,8 @@ _hosts: weakref.WeakSet[HostMemory] = weakref.WeakSet()
 
 def is_host_memory(tensor: Tensor) -> bool:
     """Returns whether `tensor` lies in a `HostMemory` that is alive: on a CPU, what was moved off the device."""
-    place = tensor.untyped_storage()._cdata
-    return any(memory.data.untyped_storage()._cdata == place for memory in list(_hosts))
+    place = storage_id(tensor)
+    return any(storage_id(memory.data) == place for memory in list(_hosts))
 
 
 class HostMemory:

@@ -29,9 +29,7 @@ from sley_core.comm.copies import free, grow
 from sley_core.comm.marks import checksum
 from sley_core.engine.registry import Param
 from sley_core.errors import RunError
-
-ALIGNMENT_BYTES = 256
-"""Every view starts at a multiple of this: suits vector loads and NCCL's copy paths, and equals the CUDA allocator's."""
+from sley_core.sizes import ALIGNMENT_BYTES, round_up
 
 
 class FlatBuffer:
@@ -72,9 +70,9 @@ def offsets(shapes: Sequence[Sequence[int]], alignment: int, multiple: int = 1) 
     end = 0
     for shape in shapes:
         starts.append(end)
-        end += -(-prod(shape) // alignment) * alignment
+        end += round_up(prod(shape), alignment)
     if multiple > 1:
-        end = max(1, -(-end // (multiple * alignment))) * multiple * alignment
+        end = round_up(max(1, end), multiple * alignment)
     return starts, end
 
 

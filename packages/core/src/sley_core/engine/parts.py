@@ -1,22 +1,21 @@
 """One rank's part of a run as plugins get it, complete and immutable, and what they register with in it.
 
 `Waits`: callbacks before a layer's weights are used. `StepEvents`: moments of a step. `StepNumbers`: numbers of each step's
-row. `Pools`: memory that users of one name share.
+row.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from sley_core.comm.collectives import gather_objects
-from sley_core.errors import PlanError, RunError
-from sley_core.words import suggestion
+from sley_core.errors import RunError
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
@@ -26,10 +25,10 @@ if TYPE_CHECKING:
     from sley_core.engine.gradients import GradientStore
     from sley_core.engine.registry import Param, ParameterRegistry
     from sley_core.engine.weights import Stepped, WeightStore
+    from sley_core.memory.pool import Pools
     from sley_core.memory.state import Part
     from sley_core.model.layers import Layer
     from sley_core.plan.tables import BatchTable, LimitsTable, PrecisionTable, RunTable
-    from sley_core.protocols import MemoryPool
     from sley_core.topology import Topology
 
 
@@ -157,41 +156,6 @@ class StepNumbers:
         return {name: roots[of](number) for (name, of), number in numbers}
 
 
-class Pools:
-    """Makes each pool when it is first asked for: that of a table `[pools.NAME]`, or of a record with its defaults.
-
-    tables: the plan's `[pools]`. build: makes the pool of a record. made: the pools made so far, by name.
-    """
-
-    def __init__(self, tables: Mapping[str, Any], build: Callable[[str], MemoryPool]) -> None:
-        self._tables = tables
-        self._build = build
-        self.made: dict[str, MemoryPool] = {}
-
-    def __call__(self, name: str) -> MemoryPool:
-        """Returns the pool of the table `[pools.name]`, or of the record `name`, as `isp.slots`. Raises PlanError
-        `unknown-name` or `unknown-record`, and PluginError for a plugin that cannot be loaded.
-        """
-        if name not in self.made:
-            if name in self._tables:
-                self.made[name] = self._tables[name].build()
-            elif "." in name:
-                self.made[name] = self._build(name)
-            else:
-                hint = suggestion(name, self._tables, 'add it to the plan, or name a record, "plugin.record"')
-                raise PlanError("unknown-name", f"the plan has no table [pools.{name}]", hint=hint)
-        return self.made[name]
-
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors that the pools report, named `pool.what`."""
-        for name, pool in self.made.items():
-            yield from ((f"{name}.{what}", tensor) for what, tensor in pool.held())
-
-    def labels(self) -> Mapping[str, MemoryPool]:
-        """Returns the pools by what a plan calls them: `pools.NAME`, or the name of a record."""
-        return {name if "." in name else f"pools.{name}": pool for name, pool in self.made.items()}
-
-
 @dataclass(frozen=True)
 class Parts:
     """Holds what gradient handlers, scheduler hooks, stage links and weight communicators are attached to.
@@ -200,8 +164,9 @@ class Parts:
     axis. groups: this rank's, by axis. layers: this rank's. registry: their parameters. store: the accumulated gradients.
     weights: the store of the working weights. waits: what must be complete before a layer's weights are used. queue: weight
     gradients that a split backward defers. numbers: takes what plugins add to each step's row. pool: `pool(name)` is the run's
-    memory pool of that name. events: moments of a step, for plugins that are no gradient handlers. foretold: in a fake world
-    that takes steps, what a chunk of another stage (stage, chunk) would announce to this one; None elsewhere.
+    memory pool of that name, `pool(None)` its own. events: moments of a step, for plugins that are no gradient handlers.
+    foretold: in a fake world that takes steps, what a chunk of another stage (stage, chunk) would announce to this one; None
+    elsewhere.
     """
 
     run: RunTable

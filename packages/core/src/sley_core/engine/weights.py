@@ -27,7 +27,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.copies import free, grow
+from sley_core.comm.copies import free, grow, storage_id
 from sley_core.engine.buffers import ALIGNMENT, FlatBuffer, Span
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.registry import Param
@@ -184,8 +184,7 @@ class WeightStore:
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
     """Returns storage and place in it; `is_set_to` does not take fake tensors."""
-    storage: int = tensor.untyped_storage()._cdata
-    return storage, int(tensor.storage_offset())
+    return storage_id(tensor), int(tensor.storage_offset())
 
 
 HOST = torch.device("cpu")
@@ -236,8 +235,7 @@ class _Master:
     @property
     def state(self) -> tuple[int, int, int]:
         """Version, storage, kept alive by `working`, and place in it: the same while memory is away, and when it is back."""
-        storage: int = self.parameter.untyped_storage()._cdata
-        return self.parameter._version, storage, int(self.parameter.storage_offset())
+        return self.parameter._version, storage_id(self.parameter), int(self.parameter.storage_offset())
 
 
 @dataclass(eq=False)

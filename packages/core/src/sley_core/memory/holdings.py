@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
+from sley_core.comm.copies import storage_id
 from sley_core.memory.state import PARTS, Part
 
 if TYPE_CHECKING:
@@ -106,11 +107,6 @@ def pieces_of(tensors: Iterable[tuple[str, Tensor]]) -> list[Holding]:
     for name, tensor in tensors:
         found.setdefault(storage_id(tensor), {})[name] = tensor
     return [Holding(whole(next(iter(inside.values()))), inside) for inside in found.values()]
-
-
-def storage_id(tensor: Tensor) -> int:
-    """Returns a number that identifies the storage of `tensor` among those that exist, with or without memory."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def whole(tensor: Tensor) -> Tensor:

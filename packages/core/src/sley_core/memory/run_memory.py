@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from sley_core.comm.copies import storage_id
 from sley_core.comm.device import on_stream
 from sley_core.errors import StateError, UsageError
-from sley_core.memory.holdings import same_place, storage_id
+from sley_core.memory.holdings import same_place
 from sley_core.memory.state import COPIED, PARTS, Moved, Part, Where, is_away
 
 if TYPE_CHECKING:

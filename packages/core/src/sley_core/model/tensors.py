@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from sley_core.comm.copies import storage_id
 from sley_core.errors import PlanError
 
 CHUNK_WORDS = 1 << 20
@@ -265,7 +266,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     if tensor.is_meta:
-        start = (tensor.untyped_storage()._cdata << _META_BITS) + tensor.storage_offset() * item
+        start = (storage_id(tensor) << _META_BITS) + tensor.storage_offset() * item
     return start, start + (last + 1) * item
 
 

@@ -26,6 +26,7 @@ from sley_core.plan.tables import (
 )
 from sley_core.plan.write import digest, to_tables, to_toml
 from sley_core.records import Record
+from sley_core.sizes import round_up
 from sley_core.table import RecordKind
 from sley_core.topology import Topology
 
@@ -213,7 +214,7 @@ def _fitting(sizes: ParallelTable, world: int, equation: str) -> str:
     """
     if sizes.dp != "auto" and "wdp" in equation:
         unit = sizes.wp // gcd(sizes.wp, sizes.sp)
-        fits = -(-sizes.dp // unit) * unit
+        fits = round_up(sizes.dp, unit)
         return f"`wp` shares weights among the dp x sp ranks of a stage and adds none: `dp = {fits}` would do"
     if sizes.dp != "auto":
         fixed = sizes.pp * sizes.dp * sizes.sp
