@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sley_core.api.memory import Holding, Moved, Where, storage_id
+from sley_core.api.parts import split_by_size
 from sley_memory.offload.parked import Parked, Streams, packed
 
 if TYPE_CHECKING:
@@ -24,16 +25,7 @@ if TYPE_CHECKING:
 
 def by_bytes(stepped: Iterable[Stepped], num_bytes: int) -> list[list[Stepped]]:
     """Returns `stepped` in runs of at most `num_bytes` of parameters; a larger one is alone."""
-    buckets: list[list[Stepped]] = []
-    size = 0
-    for one in stepped:
-        own = one.parameter.numel() * one.parameter.element_size()
-        if not buckets or size + own > num_bytes:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(one)
-        size += own
-    return buckets
+    return split_by_size(stepped, lambda param: param.parameter.numel() * param.parameter.element_size(), num_bytes)
 
 
 class BetweenSteps:
