@@ -13,8 +13,9 @@ import sley_core.engine.buffers
 from sley_core.assemble import assemble
 from sley_core.comm.backends import Direct
 from sley_core.comm.world import World
-from sley_core.engine.buffers import ALIGNMENT_BYTES, GradientBuffer
+from sley_core.engine.buffers import GradientBuffer
 from sley_core.plan.load import plan_from_dict
+from sley_core.sizes import ALIGNMENT_BYTES
 from sley_dp.reducer import fill
 from sley_testing.parity import assert_close_gradients
 from sley_testing.runs import record, same_on_all

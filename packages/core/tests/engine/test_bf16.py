@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sley_core.engine.buffers import ALIGNMENT_BYTES
 from sley_core.protocols import GradientHandler
+from sley_core.sizes import ALIGNMENT_BYTES
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.runs import record, same_on_all
 

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sley_core.engine.buffers import ALIGNMENT_BYTES, FlatBuffer
+from sley_core.engine.buffers import FlatBuffer
+from sley_core.sizes import ALIGNMENT_BYTES
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
 

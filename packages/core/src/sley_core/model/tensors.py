@@ -266,7 +266,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     if tensor.is_meta:
-        start = (storage_id(tensor) << _META_BITS) + tensor.storage_offset() * item
+        start = (storage_id(tensor) << _META_BITS) + int(tensor.storage_offset()) * item
     return start, start + (last + 1) * item
 
 
