@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from sley_core.assemble import assemble
-from sley_core.comm.copies import free, grow
+from sley_core.comm.copies import free, grow, storage_id
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, StateError, UsageError
-from sley_core.memory.holdings import pieces_of, same_place, storage_id, whole
+from sley_core.memory.holdings import pieces_of, same_place, whole
 from sley_core.memory.run_memory import RunMemory
 from sley_core.memory.state import PARTS, Moved, Where, is_away
 from sley_core.plan.check import check_offload

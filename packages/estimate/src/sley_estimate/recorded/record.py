@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from sley_core.actions.action import Action, Kind, Transfer
-from sley_core.memory.holdings import storage_id
+from sley_core.comm.copies import storage_id
 from sley_estimate.bytes.cuda_kernels import CudaKernels
 from sley_estimate.bytes.fake_device import FakeDevice
 from sley_estimate.bytes.micros import fewest_micros, least_micros
