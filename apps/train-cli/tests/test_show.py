@@ -91,18 +91,6 @@ def test_a_plan_without_stages_has_no_timeline(cli: Cli, plan: Path) -> None:
     assert "no-pipeline" in result.err
 
 
-def test_what_canonical_sums_take_is_shown_as_a_run_says_it(cli: Cli, plan: Path, folder: Path) -> None:
-    changes = ['parallel.reduction="canonical"', "parallel.dp=1"]
-    shown = json.loads(cli("show", plan, "--format", "json", changes=changes).out)["canonical_sums"]
-    assert "canonical sums of 4 micro-batches: up to " in shown
-    assert cli("show", plan, changes=changes).out.endswith(f"\n# {shown}\n")
-    result = cli("run", plan, changes=changes)
-    assert result.code == 0, result.err
-    assert shown in result.err
-    (folder / "corpus.txt").unlink()
-    assert "# what canonical sums take is not known: " in cli("show", plan, changes=changes).out
-
-
 def test_kinds_of_ranks_say_what_each_rank_has() -> None:
     """The formulas are worked out for every rank and compared with its coordinates."""
     topology = Topology.of(2048, pp=4, sp=4, wp=16)

@@ -97,7 +97,7 @@ def reduce_over_two_groups(run):
     limit = timedelta(seconds=30)
     made = make_groups(run.topology, run.world.rank, backend="gloo", timeout=limit, extra=PAIRS)
     run.parts = replace(run.parts, groups=Groups({**run.groups, "pair": made["pair"]}))
-    run.groups = run.stepper.update.groups = run.parts.groups
+    run.groups = run.stepper.update.groups = run.store.reduction.groups = run.parts.groups
     run.stepper.agreement.first = None  # which knows of no pairs
     for param in run.registry:
         param.reduce_group = {"layer0": "sp", "layer1": "pair"}.get(param.name.partition(".")[0], "stage")

@@ -15,15 +15,14 @@ from sley_core.comm.backends import Direct
 from sley_core.comm.world import World
 from sley_core.engine.buffers import GradientBuffer
 from sley_core.plan.load import plan_from_dict
-from sley_core.sizes import ALIGNMENT_BYTES
-from sley_dp.reducer import fill
+from sley_core.sizes import ALIGNMENT_BYTES, split_by_size
 from sley_testing.parity import assert_close_gradients
 from sley_testing.runs import record, same_on_all
 
 
 @given(st.lists(st.integers(0, 50)), st.floats(0.5, 200))
 def test_fill_keeps_order_and_cap_and_wastes_no_bucket(sizes, cap):
-    buckets = fill(list(enumerate(sizes)), lambda item: item[1], cap)
+    buckets = split_by_size(list(enumerate(sizes)), lambda item: item[1], cap)
     assert [item for bucket in buckets for item in bucket] == list(enumerate(sizes))
     totals = [sum(size for _, size in bucket) for bucket in buckets]
     assert all(total <= cap or len(bucket) == 1 for total, bucket in zip(totals, buckets, strict=True))

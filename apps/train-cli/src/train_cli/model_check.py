@@ -8,7 +8,6 @@ import torch
 
 from sley_core.assemble import DTYPES, assemble, draft_model
 from sley_core.comm.world import World
-from sley_core.engine.canonical.sums import cost_note
 from sley_core.errors import RunError, SleyError
 from sley_core.model.layers import Model
 from sley_core.plan.plan import Plan
@@ -51,17 +50,6 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
         except SleyError as error:
             raise plan.located(error) from error.__cause__
     return notes
-
-
-def canonical_cost(plan: Plan, world: int) -> str:
-    """Returns as text what canonical sums cost on rank 0 of `world` ranks, or why that is not known, as where the data are
-    missing.
-    """
-    try:
-        with World.fake(0, world) as fake, assemble(plan, fake) as run:
-            return cost_note(run.parts, plan.num_micros(plan.topology(world)))
-    except SleyError as error:
-        return f"what canonical sums take is not known: {error.diagnostics[0].message}"
 
 
 def host_notes(model: Model, on_host: int) -> list[str]:

@@ -119,11 +119,11 @@ def drops_last_weight_gradients(original: Any, self: Any, place: tuple[int, int]
     original(self, place)
 
 
-@wrong("sley_core.engine.update:Update._local_norm", "clip-pp", "clip-wp-pp")
-def counts_every_copy(original: Any, self: Any, pieces: Any) -> Any:
+@wrong("sley_core.engine.reduction:Totals.__init__", "clip-pp", "clip-wp-pp")
+def counts_every_copy(original: Any, self: Any, groups: Any, gradients: Any, loss: Any, kind: Any) -> None:
     """A gradient that several ranks hold counts once for each."""
-    every = [piece._replace(num_holders=1, num_shards=self.groups[piece.reduce_group].size) for piece in pieces]
-    return original(self, every)
+    every = [one._replace(stages=one.stages[:1], num_shards=groups[one.reduce_group].size) for one in gradients]
+    original(self, groups, every, loss, kind)
 
 
 @wrong("sley_isp.communicator:Communicator._reduce", "adapters-wp")

@@ -23,13 +23,12 @@ from sley_core.data.batches import POSITIONS, sliced_info
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset, samples_per_epoch
 from sley_core.engine.buffers import by_reduce_group, loose
-from sley_core.engine.canonical.sums import cost_note
-from sley_core.engine.canonical.tree import CanonicalOrder
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.load import WeightLoader, names_of
 from sley_core.engine.parts import Parts, StepNumbers, Waits
-from sley_core.engine.refusals import check_canonical, check_hooks, refuse_left_over
+from sley_core.engine.reduction import reduction_class
+from sley_core.engine.refusals import check_hooks, refuse_left_over
 from sley_core.engine.registry import ParameterRegistry
 from sley_core.engine.save import check_extra_states
 from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
@@ -103,8 +102,7 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
     check_hooks(stage.stages, shards, topology.sp)
     notes += left_whole(model.layers, shards)
     notes += formats_of(plan, model, shards)
-    if plan.parallel.reduction == "canonical":
-        check_canonical(stage.stages, model.per_rank_buffers)
+    reduction_class(plan.parallel.reduction).check_model(stage.stages, model.per_rank_buffers)
     announced, has_values = None, True
     if simulation is None:
         shards = _place(plan, world, model, stage, shards)
@@ -121,8 +119,6 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
         stepper = stepper_of(plan, parts, model, stage, dataset.info, communicator, undo, apart, checks=has_values)
         samples = samples_of(plan, parts, model, dataset, stepper, has_feed=has_values)
         memory = memory_of(plan, parts, stepper, numbers, undo)
-    if parts.store.canonical is not None:
-        notes.append(cost_note(parts, plan.num_micros(topology)))
     if has_values:
         check_extra_states(stage.layers)
         refuse_left_over(model, stage.layers)  # last, since the code above still uses other ranks' layers
@@ -181,8 +177,7 @@ def make_parts(
     """
     planner = loose if groups["stage"].size == 1 else by_reduce_group
     device = world.device.torch_device
-    state = StepState()
-    canonical = CanonicalOrder(state, groups) if plan.parallel.reduction == "canonical" else None
+    reduction = reduction_class(plan.parallel.reduction)(groups, StepState())
     return Parts(
         plan.run,
         plan.batch,
@@ -193,7 +188,7 @@ def make_parts(
         groups,
         layers,
         registry,
-        GradientStore(registry, DTYPES[plan.precision.gradients], device, state, planner, canonical),
+        GradientStore(registry, DTYPES[plan.precision.gradients], device, reduction, planner),
         WeightStore(dtypes(plan)[0], plan.precision.keep),
         Waits(),
         WeightQueue(),

@@ -21,7 +21,7 @@ from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
 from sley_core.engine.call import LayerCaller, compile_layers
-from sley_core.engine.direct import accumulate_directly, accumulates_directly, add_rows_directly
+from sley_core.engine.direct import add_directly
 from sley_core.engine.execute import Crossing, Executor
 from sley_core.engine.positions import OverPositions, PositionProbe, WholeSequences, is_of_whole_sequences
 from sley_core.engine.replicas import CopyComparison, WriteWatch
@@ -128,7 +128,6 @@ def stepper_of(
     is_whole = topology.sp > 1 and is_of_whole_sequences(plan)
     asks = checks and topology.sp > 1 and not is_additive and not is_whole
     over_positions = OverPositions(loss, fields) if asks else None
-    is_canonical = parts.store.canonical is not None
     executor = Executor(
         stage.chunks,
         crossing,
@@ -141,16 +140,11 @@ def stepper_of(
         communicator,
         over_positions,
         WholeSequences(fields, parts.groups["sp"]) if is_whole else None,
-        keeps_apart=is_canonical,
+        keeps_apart=parts.store.reduction.fixed_order,
     )
     compare = CopyComparison(parts, model.per_rank_buffers) if checks else None
     stepper = Stepper(executor, stage.lists, parts.store, handlers, update, parts.groups, device, undo, compare, parts.events)
-    splits = stage.lists.splits_backward(plan.num_micros(topology))
-    if splits or is_canonical or accumulates_directly(plan.precision.accumulation, device):
-        all_types = splits or is_canonical  # the same products in every layout
-        undo.callback(accumulate_directly(parts.layers, parts.registry, parts.store, parts.queue, all_types=all_types))
-    if is_canonical:
-        undo.callback(add_rows_directly(parts.layers, parts.registry, parts.store, parts.queue))
+    undo.callback(add_directly(parts, splits=stage.lists.splits_backward(plan.num_micros(topology))))
     parts.store.watch()
     return stepper
 
@@ -180,12 +174,12 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
         if not param.trainable:
             parts.weights.adopt(param)
     place = home or device.torch_device
-    # Canonical sums on a CPU: a shard ends elsewhere than its tensor, so kernels must round all elements alike.
-    is_alike = parts.store.canonical is not None and plan.optimizer.record is not None and place.type == "cpu"
+    # A fixed order on a CPU: a shard ends elsewhere than its tensor, so kernels must round all elements alike.
+    is_alike = parts.store.reduction.fixed_order and plan.optimizer.record is not None and place.type == "cpu"
     groups_of = partial(parameter_groups, config=config, more=EVERYWHERE_ALIKE if is_alike else None)
     factor = plan.learning_rate.build(plan.run.steps)
     is_tried = checks and not plan.optimizer.name.startswith("core.")
-    traits = _traits(plan, model, factor, masters.wide, place) if is_tried else PLAIN
+    traits = _traits(plan, parts, model, factor, masters.wide, place) if is_tried else PLAIN
     return Update(
         parts.store,
         masters,
@@ -205,14 +199,16 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     )
 
 
-def _traits(plan: Plan, model: Model, factor: Callable[[int], float], dtype: torch.dtype, place: torch.device) -> Traits:
+def _traits(
+    plan: Plan, parts: Parts, model: Model, factor: Callable[[int], float], dtype: torch.dtype, place: torch.device
+) -> Traits:
     """Returns the traits of the plan's optimizer. Raises PlanError `optimizer-unfit` if a run cannot step it right."""
     every = {one.ndim for layer in model.layers for one in layer.module.parameters() if one.requires_grad}
     changes = any(factor(step) != 1.0 for step in range(0, plan.run.steps, 1 + plan.run.steps // 100))
     traits, faults = try_optimizer(plan, every, dtype, place, lr_changes=changes)
-    if traits.draws and plan.parallel.reduction == "canonical" and _is_cut(plan):
+    if traits.draws and parts.store.reduction.fixed_order and _is_cut(plan):
         message = "draws random numbers for the parameters that a rank steps, so layouts that cut the model differ"
-        faults.append(Unfit(message, 'leave `reduction = "canonical"` out, or `pp`, `wp` and shards'))
+        faults.append(Unfit(message, 'use `reduction = "fast"`, or leave `pp`, `wp` and shards out'))
     if traits.has_modes and any(_steps_apart(component) for component in plan.offload):
         message = "switches weights between training and evaluation, which needs all of its states on the device at once"
         faults.append(Unfit(message, 'use `when = "idle"`, or `memory.host_optimizer`'))
@@ -363,7 +359,7 @@ def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, step
         executor.loss,
         weighs=executor.has_loss and (whole is None or whole.counts),
         weighs_whole=whole is not None,
-        weighs_micros=parts.store.canonical is not None,
+        weighs_micros=parts.store.reduction.fixed_order,
     )
     reads = frozenset(name for layer in model.layers for name in layer.fields)
     samples = Samples(dataset, splitter, Meter.of(parts, model.layers, dataset.info), reads)

@@ -54,7 +54,7 @@ def sley_records() -> list[Record]:
 def sley_gradient_handlers() -> list[GradientHandlerRecord]:
     home = "sley_core.engine"
     return [
-        GradientHandlerRecord(name="each", config=EachConfig, build=f"{home}.handlers:Each", role="reducer", canonical=True),
+        GradientHandlerRecord(name="each", config=EachConfig, build=f"{home}.handlers:Each", role="reducer", fixed_order=True),
         GradientHandlerRecord(
             name="gradient_norms",
             config=GradientNormsConfig,

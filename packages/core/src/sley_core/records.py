@@ -147,7 +147,8 @@ class GradientHandlerRecord(Record):
     tolerance_of: computes the tolerance from the table, if it depends on that; 0.0 if the result is then the exact sum.
     takes_shards: whether it also works after a reducer whose result is a shard. It then reads `store.part` instead of
         `store.gradient`, and calls `parts.weights.settle` before it reads a weight, part of which may still be in flight.
-    canonical: whether its sums are those of `TreeSums` if `parts.store.canonical` is set, or need no order.
+    fixed_order: whether a plan may ask for a fixed order of sums: a reducer's come from `parts.store.reduction.sums`, others
+        need no order.
     before, after: roles that this handler must precede or follow in the plan's list.
     """
 
@@ -157,7 +158,7 @@ class GradientHandlerRecord(Record):
     exact: bool = True
     tolerance: float = 0.0
     tolerance_of: Callable[[Any], float] | None = None
-    canonical: bool = False
+    fixed_order: bool = False
     before: tuple[Role, ...] = ()
     after: tuple[Role, ...] = ()
 
@@ -176,11 +177,11 @@ class SchedulerHookRecord(Record):
 class WeightCommunicatorRecord(Record):
     """`build(config) -> WeightCommunicator`.
 
-    canonical: whether it keeps the gradients of micro-batches apart if `parts.store.canonical` is set, and passes each to
-        `store.add_of_micros`.
+    fixed_order: whether a plan may ask for a fixed order of sums: it then passes the gradient of each of the micro-batches
+        `parts.store.reduction.micros_beside(group)` to `store.add_of_micros`.
     """
 
-    canonical: bool = False
+    fixed_order: bool = False
 
 
 class SequenceAttentionRecord(Record):

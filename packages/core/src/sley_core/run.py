@@ -189,12 +189,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         Raises UsageError `accumulate-canonical` with `[parallel] reduction = "canonical"`.
         """
         self._settle()
-        if self.store.canonical is not None:
-            raise UsageError(
-                "accumulate-canonical",
-                'with [parallel] reduction = "canonical" gradients are summed in one order of all micro-batches of a step',
-                hint="give `run.step` a list of all micro-batches",
-            )
+        self.store.reduction.check_accumulation()
         return self._set("_is_accumulating", True)
 
     @on_stream

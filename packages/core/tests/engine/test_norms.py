@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from sley_core.engine.update import LONG, joined_norm
+from sley_core.engine.reduction import LONG, joined_norm
 
 GRADIENTS = torch.randn(3_000_017, generator=torch.Generator().manual_seed(1)) * 1e-3
 

@@ -11,7 +11,7 @@ from sley_core.api.plan import PositiveFloat, Table
 from sley_core.records import Problem, ProcessGroupRecord
 
 if TYPE_CHECKING:
-    from sley_core.api.plan import Topology
+    from sley_core.api.plan import Plan, Topology
 
 
 BF16_TOLERANCE = 2**-7
@@ -107,10 +107,12 @@ def check_shards(topology: Topology, shards: int | None, number: int) -> Iterato
             return
 
 
-def check_one_copy(topology: Topology, shards: int | None, number: int) -> Iterator[Problem]:
-    """Yields a problem if there are several copies of the states, whose ranks would sum among themselves first, but sums must
-    be canonical.
+def check_one_copy(plan: Plan, topology: Topology, shards: int | None, number: int) -> Iterator[Problem]:
+    """Yields a problem if there are several copies of the states, whose ranks would sum among themselves first, but sums have a
+    fixed order.
     """
+    if plan.parallel.reduction != "canonical":
+        return
     sizes = [topology.size_of(axis) for axis in reduce_groups(topology)]
     if shards is not None and any(shards < size for size in sizes):
         message = f"`shards = {shards}` adds up {max(sizes) // shards} copies apart, and sums of the plan are canonical"

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from sley_core.api.comm import Pending, all_gather, all_to_all
-from sley_dp.bucketed import Sums, described
+from sley_core.api.parts import Sums
+from sley_dp.bucketed import described
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from sley_core.api.parts import GradientBuffer
 
 WIRE = torch.bfloat16
-NUM_SLOTS = 2
+MAX_UNDER_WAY = 2
 """Sums in flight at a time: while one is gathered, the next is exchanged. This bounds the copies of gradients."""
 
 
@@ -38,12 +39,12 @@ class Narrow(Sums):
     def __init__(self, sent: SentBytes) -> None:
         self.sent = sent
         self._under_way: deque[_NarrowSum] = deque()
-        self._slots = [torch.empty(0, dtype=WIRE)] * NUM_SLOTS
+        self._slots = [torch.empty(0, dtype=WIRE)] * MAX_UNDER_WAY
         self._num_started = 0
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        """Copies `buffer` to bf16 and starts its exchange; waits for the oldest sum if NUM_SLOTS are in flight."""
-        if len(self._under_way) == NUM_SLOTS:
+        """Copies `buffer` to bf16 and starts its exchange; waits for the oldest sum if MAX_UNDER_WAY are in flight."""
+        if len(self._under_way) == MAX_UNDER_WAY:
             self._under_way.popleft().finish()
         for one in self._under_way:
             one.gather()
@@ -66,7 +67,7 @@ class Narrow(Sums):
     def trim(self) -> int:
         """Frees the send and receive buffers; returns their bytes."""
         num_bytes = sum(slot.nbytes for slot in self._slots)
-        self._slots = [torch.empty(0, dtype=WIRE)] * NUM_SLOTS
+        self._slots = [torch.empty(0, dtype=WIRE)] * MAX_UNDER_WAY
         return num_bytes
 
     def messages(self) -> Iterator[tuple[str, Tensor]]:
@@ -78,7 +79,7 @@ class Narrow(Sums):
 
         Reuses slots in turn.
         """
-        slot = self._num_started % NUM_SLOTS
+        slot = self._num_started % MAX_UNDER_WAY
         self._num_started += 1
         num_columns = -(-buffer.data.numel() // group.size) * group.size
         if self._slots[slot].numel() < 2 * num_columns:

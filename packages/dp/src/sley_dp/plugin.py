@@ -21,7 +21,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             config=BucketedConfig,
             build="sley_dp.bucketed:Bucketed",
             role="reducer",
-            canonical=True,
+            fixed_order=True,
             tolerance_of=lambda config: config.tolerance,
             summary="Flat buckets, reduced while the backward runs.",
         ),
@@ -31,7 +31,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             build="sley_dp.sharded:Sharded",
             role="reducer",
             result="shard",
-            canonical=True,
+            fixed_order=True,
             summary="Flat buckets, of which each rank steps a part: optimizer states and masters are shared (ZeRO-1).",
         ),
     ]
@@ -59,5 +59,4 @@ def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[Problem]:
             from sley_dp.config import check_one_copy, check_shards
 
             yield from check_shards(topology, handler.config.shards, number)
-            if plan.parallel.reduction == "canonical":
-                yield from check_one_copy(topology, handler.config.shards, number)
+            yield from check_one_copy(plan, topology, handler.config.shards, number)

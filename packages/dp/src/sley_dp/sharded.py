@@ -9,27 +9,145 @@ layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from sley_core.api.comm import SentBytes
-from sley_core.api.parts import SHARD_ALIGNMENT, Cut, Layout, TreeSums
+from sley_core.api.parts import SHARD_ALIGNMENT, Cut, Layout, Sums, round_up, split_by_size
 from sley_core.errors import RunError
 from sley_core.protocols import GradientHandler
-from sley_dp.config import SUMS, WEIGHTS, shards_axis
-from sley_dp.reducer import Bucket, fill
+from sley_dp.bucketed import Bucket, described
+from sley_dp.config import SUMS, WEIGHTS, copies_axis, shards_axis
 from sley_dp.replicas import broadcast_values
-from sley_dp.scatter import ShardSums
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sley_core.api.comm import Groups, Work
-    from sley_core.api.parts import Cut, Param, Parts, StepState, WeightBuffer
-    from sley_dp.bucketed import Sums
+    from sley_core.api.comm import Group, Groups, Transport, Work
+    from sley_core.api.parts import GradientBuffer, Param, Parts, StepState, WeightBuffer
     from sley_dp.config import ShardedConfig
+
+MAX_SCRATCH = 2
+"""Sums in flight at a time if data from peers needs scratch memory; this bounds that memory."""
+
+
+class ShardSums(Sums):
+    """Sums buffers of which every rank keeps one part, each into this rank's part of it.
+
+        reduce-scatter over the ranks that share a copy ──> all-reduce of the part over the ranks that hold the same one
+
+    The second is only needed if a copy is shared by fewer ranks than reduce together. Each start also advances the earlier
+    sums, as far as that takes no waiting, in their order. is_async: whether the device runs ahead of the host; then second
+    halves start in `finish`, at one place on all ranks.
+    """
+
+    def __init__(self, groups: Groups, *, is_async: bool) -> None:
+        self._groups = groups
+        self._is_async = is_async
+        self._sums: list[_Sum] = []
+        self._scratches: list[tuple[Tensor, _Sum]] = []
+
+    def start(self, buffer: GradientBuffer, group: Group) -> None:
+        """Starts to sum `buffer`, whose gradients are complete; from now on only this rank's part of it will be defined.
+
+        group: the ranks that share a copy.
+        """
+        transport = group.transport(SUMS)
+        copies = self._groups.get(copies_axis(buffer.reduce_group))
+        scratch = self._scratch(buffer, transport.num_scratch_rows(buffer.own.numel()))
+        # Over the ranks that share a copy, on a separate lane; they start their buckets in one order.
+        work = transport.reduce_scatter([buffer.data], [scratch], what=described(buffer), contents=buffer.contents)
+        self._sums.append(_Sum(buffer, work, copies.transport if copies else None))
+        if scratch.numel():
+            self._scratches.append((scratch, self._sums[-1]))
+        if not self._is_async:
+            self._advance()
+
+    def finish(self) -> None:
+        """Blocks until this rank's part of every started buffer holds the sum, and its padding zeros."""
+        for under_way in self._sums:
+            under_way.halve()
+        for under_way in self._sums:
+            under_way.wait()
+        # After all sums: a peer that is slow to read one must not delay the others.
+        for under_way in self._sums:
+            under_way.wait_sent()
+        self._sums.clear()
+        self._scratches.clear()
+
+    def forget(self) -> None:
+        """Waits until nothing writes into a buffer any more: the sums of a step that failed are finished, and not used."""
+        self.finish()
+
+    def _advance(self) -> None:
+        """Advances the sums without waiting, the oldest first, up to one whose second half may not start yet, so that these
+        start in one order on all ranks.
+        """
+        for under_way in self._sums:
+            if not under_way.advance():
+                return
+
+    def _scratch(self, like: GradientBuffer, numel: int) -> Tensor:
+        """Returns `numel` elements of memory for what comes from peers, of the dtype of `like`. If MAX_SCRATCH sums in flight
+        have some, waits for the oldest of these and takes over its memory if that is large enough.
+        """
+        if numel and len(self._scratches) == MAX_SCRATCH:
+            scratch, oldest = self._scratches.pop(0)
+            for under_way in self._sums[: self._sums.index(oldest) + 1]:
+                under_way.halve()
+            oldest.first.wait_sent()
+            if scratch.numel() >= numel:
+                return scratch[:numel]
+        return torch.empty(numel, dtype=like.data.dtype, device=like.data.device)
+
+
+class _Sum:
+    """Holds the sum of one bucket in flight. copies: the transport of the ranks that hold the same part, if there are
+    others.
+    """
+
+    def __init__(self, buffer: GradientBuffer, first: Work, copies: Callable[[], Transport] | None) -> None:
+        self.buffer = buffer
+        self.first = first
+        self._copies = copies
+        self._second: Work | None = None
+        self._is_halved = False
+
+    def advance(self) -> bool:
+        """Advances as far as possible without waiting; returns whether the second half has begun, so that the next sum's
+        may.
+        """
+        if not self._is_halved and self.first.test():
+            self.halve()
+        if self._second is not None:
+            self._second.test()
+        return self._is_halved
+
+    def halve(self) -> None:
+        """Waits for the reduce-scatter and starts the all-reduce of this rank's part, if one is needed."""
+        if self._is_halved:
+            return
+        self._is_halved = True
+        self.first.wait()
+        if self._copies is not None:
+            buffer = self.buffer
+            # Over the ranks that hold the same part; they get here in the order in which the buckets were started.
+            self._second = self._copies().all_reduce(buffer.own, what=described(buffer), contents=buffer.contents)
+
+    def wait(self) -> None:
+        """Blocks until this rank's part holds the sum."""
+        if self._second is not None:
+            self._second.wait()
+        self.buffer.zero_padding()
+
+    def wait_sent(self) -> None:
+        """Blocks until peers have read what this rank gave."""
+        self.first.wait_sent()
+        if self._second is not None:
+            self._second.wait_sent()
 
 
 class WeightGathers:
@@ -108,9 +226,8 @@ class Sharded(GradientHandler):
             broadcast_values(parts)
         self.buckets = [Bucket(buffer) for buffer in parts.store.buffers]
         self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.buffer.params}
-        self.sums: Sums = ShardSums(parts.groups, is_async=parts.world.device.is_async)
-        if parts.store.canonical is not None:
-            self.sums = TreeSums(parts.store, SentBytes(), SUMS)
+        scatters = partial(ShardSums, parts.groups, is_async=parts.world.device.is_async)
+        self.sums = parts.store.reduction.sums(parts.store, scatters, SentBytes(), SUMS)
         buffers = [bucket.buffer for bucket in self.buckets][::-1]  # filled in the backward's order
         cuts = [buffer.cut for buffer in buffers if buffer.cut]
         weights = parts.weights.lay_out([(buffer.params, buffer.num_shards) for buffer in buffers])
@@ -165,7 +282,7 @@ class Sharded(GradientHandler):
             is_tied = family[0].tie_group is not None
             ordered = sorted(family, key=lambda param: param.name) if is_tied else family
             group = self._parts.groups[shards_axis(family[0].reduce_group)]
-            for bucket in fill(ordered, self._num_bytes, self._cap_bytes):
+            for bucket in split_by_size(ordered, self._num_bytes, self._cap_bytes):
                 buckets.append(bucket)
                 cuts.append(Cut(group.axis, group.size, group.coord))
         is_fixed = any(self._parts.groups[axis].size > 1 for axis in ("stage", "wdp"))
@@ -173,7 +290,7 @@ class Sharded(GradientHandler):
 
     def _num_bytes(self, param: Param) -> int:
         """Returns the bytes of `param` in a flat buffer, alignment included."""
-        return -(-param.numel // SHARD_ALIGNMENT) * SHARD_ALIGNMENT * self._parts.store.dtype.itemsize
+        return round_up(param.numel, SHARD_ALIGNMENT) * self._parts.store.dtype.itemsize
 
     def _let_layers_wait(self, parts: Parts) -> None:
         """Registers, for each layer of this rank, to wait for the buffers that hold one of its weights."""

@@ -225,7 +225,7 @@ class Communicator(WeightCommunicator):
             if unit not in self.units:
                 self.units.append(unit)
             site = Site(self, unit, module, held.get("weight"), held.get("bias"))
-            site.fuses = self._parts.store.canonical is None
+            site.fuses = not self._parts.store.reduction.fixed_order
             site.sink = Handover(partial(self._reduce, site), self._queue)
             if module is self._head:
                 self._share_vocabulary(site)

@@ -22,7 +22,7 @@ def sley_records() -> list[Record]:
             name="communicator",
             config=CommunicatorConfig,
             build="sley_isp.communicator:Communicator",
-            canonical=True,
+            fixed_order=True,
             summary="Linears and embeddings, sharded; gathered ahead, gradients reduced during the backward.",
         ),
         SequenceAttentionRecord(

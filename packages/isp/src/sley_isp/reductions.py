@@ -117,8 +117,8 @@ Write = Callable[[Tensor, bool], None]
 
 
 class _Reduction(NamedTuple):
-    """Holds a bucket in flight. owned: this rank's rows of each full gradient, which hold the sum once `work` is done. If sums
-    are canonical: the rows of each rank; `came`: of which micro-batches, `layer`: from which layer.
+    """Holds a bucket in flight. owned: this rank's rows of each full gradient, which hold the sum once `work` is done. If the
+    order of sums is fixed: the rows of each rank; `came`: of which micro-batches, `layer`: from which layer.
     """
 
     work: Work
@@ -258,10 +258,8 @@ class Reductions:
         wholes = filled.wholes
         for param in wholes.keys() - filled.written:
             wholes[param].zero_()  # another rank may have used it, in a forward that depends on its data
-        if self.store.canonical is not None:
-            self._under_way.append(self._swapped(filled, self.store.canonical.micros_beside(self.group)))
-        else:
-            self._under_way.append(self._reduced(filled))
+        came = self.store.reduction.micros_beside(self.group)
+        self._under_way.append(self._reduced(filled) if came is None else self._swapped(filled, came))
         self.num_started += 1
         self.num_bytes += sum(whole.nbytes for whole in wholes.values()) * (self.group.size - 1) // self.group.size
         for whole in wholes.values():

@@ -98,7 +98,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             build="sley_pp.shared:SharedModules",
             role="tie",
             takes_shards=True,
-            canonical=True,  # two terms, whose order does not matter: the model's check refuses more
+            fixed_order=True,  # two terms, whose order does not matter: the model's check refuses more
             after=("reducer",),
             summary="Sums the gradients of parameters that several stages hold.",
         )

@@ -181,17 +181,7 @@ def _data(plan: Plan, topology: Topology, rank: int | None) -> dict[str, Any]:
             for each in _groups(topology, rank)
         ],
         "gradient_handlers": list(_handlers(plan)),
-        "canonical_sums": _canonical(plan, topology),
     }
-
-
-def _canonical(plan: Plan, topology: Topology) -> str | None:
-    """Returns as text what canonical sums cost, found by making the model without memory; None for a plan without them."""
-    if plan.parallel.reduction != "canonical":
-        return None
-    from train_cli.model_check import canonical_cost
-
-    return canonical_cost(plan, topology.world)
 
 
 def _handlers(plan: Plan) -> Iterator[dict[str, Any]]:
@@ -232,9 +222,6 @@ def _text(plan: Plan, topology: Topology, rank: int | None) -> Iterator[str]:
         yield f"{number:4}  {handler['name']}  ({how})"
     if not plan.gradient_handlers:
         yield "  none"
-    if (cost := _canonical(plan, topology)) is not None:
-        yield ""
-        yield f"# {cost}"
 
 
 def _values(plan: Plan) -> Iterator[str]:

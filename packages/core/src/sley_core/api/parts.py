@@ -1,13 +1,13 @@
 """Gives plugins the parts of a run that they are attached to: parameters, gradients, and where a step stands."""
 
+from sley_core.engine.accumulators import add_at
 from sley_core.engine.buffers import ALIGNMENT as SHARD_ALIGNMENT
 from sley_core.engine.buffers import Cut, FlatBuffer, GradientBuffer, Layout, Planner, offsets, views_of
-from sley_core.engine.canonical.sums import TreeSums
 from sley_core.engine.direct import Handover, WeightQueue
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import Parts
+from sley_core.engine.reduction import Sums
 from sley_core.engine.registry import Param, ParameterRegistry
-from sley_core.engine.slot import add_at
 from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.engine.weights import WeightBuffer
 from sley_core.sizes import ALIGNMENT_BYTES, round_up, split_by_size
@@ -28,7 +28,7 @@ __all__ = [
     "Phase",
     "Planner",
     "StepState",
-    "TreeSums",
+    "Sums",
     "WeightBuffer",
     "WeightQueue",
     "add_at",

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from sley_core.comm.collectives import Pending, all_reduce, difference, gather_objects
 from sley_core.comm.marks import checksum
-from sley_core.engine.canonical.totals import weight_digits, weight_of
+from sley_core.engine.reduction import Reduction
+from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
@@ -36,11 +37,9 @@ if TYPE_CHECKING:
     from sley_core.engine.step_batch import StepBatch
 
 NEXT, TRAINED, MICROS, BATCH = range(4)
-_WEIGHT, _REFUSALS = 4, 5
-_DIGITS = 6
-_SIZE = 6
-"""Length of the summed tensor, float64, in which facts are whole numbers below 2^53. No other exchange of these ranks has this
-length. If sums are canonical, the digits of the weight follow.
+_REFUSALS, _WEIGHT = 4, 5
+"""The places of refusals and of the weight's terms in the summed tensor, float64, in which facts are whole numbers below 2^53.
+No other exchange of these ranks has its length.
 """
 
 _SEEN_BYTES = 1 << 12
@@ -49,8 +48,8 @@ _SEEN_BYTES = 1 << 12
 _HINTS = {
     NEXT: "all ranks call the same methods of a run in the same order; was an error caught on some of them?",
     TRAINED: "freeze and unfreeze parameters on all ranks alike, between two steps",
-    MICROS: "ranks of one pipeline, and those that share weights or sequences, run as many micro-batches as each other; with "
-    'reduction = "canonical" all ranks do',
+    MICROS: "ranks of one pipeline, and those that share weights or sequences, run as many micro-batches as each other; with a "
+    "fixed order of sums all ranks do",
     BATCH: "all stages of a pipeline, and all ranks that share a sequence, get the same samples: rows `run.rows` of a batch",
 }
 
@@ -68,6 +67,7 @@ class Agreement:
     def __init__(self, groups: Groups, store: GradientStore | None = None, first: Callable[[], None] | None = None) -> None:
         self.groups = groups
         self.store = store
+        self.reduction = Reduction(groups, StepState()) if store is None else store.reduction
         self.first = first
         self.weight = 0.0
         self._everyone = groups["control"]
@@ -75,8 +75,7 @@ class Agreement:
         self._refusal: RunError | None = None
         self._layout = -1
         self._trained: dict[str, View] = {}
-        self._sum = torch.zeros(_SIZE, dtype=torch.float64)
-        self._has_digits = False
+        self._sum = torch.zeros(0, dtype=torch.float64)
         self._pending: Pending | None = None
 
     def begin(self, what: str, batch: StepBatch | None = None, refusal: RunError | None = None) -> Agreement:
@@ -87,10 +86,8 @@ class Agreement:
         raises it on all. batch: the samples of this rank. Their weights are summed as well: all samples of the global batch lie
         on the ranks of one stage, and on ranks without the loss they weigh 0.
         """
-        weights = batch.weights if batch else ()
-        self._has_digits = self.store is not None and self.store.canonical is not None
-        digits = weight_digits(weights) if self._has_digits else []
-        self.weight = weight_of(digits) if digits else sum(weights)
+        terms = self.reduction.weight_terms(batch.weights if batch else ())
+        self.weight = self.reduction.weight_of(terms)
         self._refusal = refusal
         if not self._everyone.has_peers:
             return self
@@ -98,15 +95,12 @@ class Agreement:
         self._facts = [
             {"all": (what, checksum([what]))},
             self._params(),
-            # A canonical sum's tree has the micro-batches of all `dp` ranks as leaves, so those must have equally many.
-            dict.fromkeys(("model", "sp", *(("dp",) if self._has_digits else ())), (num_micros, num_micros)),
+            dict.fromkeys(self.reduction.micro_axes, (num_micros, num_micros)),
             {} if batch is None else self._samples(batch),
         ]
-        self._sum = torch.zeros(_SIZE + len(digits), dtype=torch.float64)
-        self._sum[_DIGITS:] = torch.tensor(digits, dtype=torch.float64)
+        self._sum = torch.tensor([0.0] * _REFUSALS + [float(refusal is not None), *terms], dtype=torch.float64)
         for at, fact in enumerate(self._facts):
             self._sum[at] = sum(difference(self.groups[axis], number) for axis, (_, number) in fact.items())
-        self._sum[_WEIGHT], self._sum[_REFUSALS] = self.weight, float(refusal is not None)
         # All ranks, on the host; every step and every evaluation begins with it.
         self._pending = all_reduce(self._sum, self._everyone, what=f"what all ranks agree on before {what}")
         return self
@@ -119,11 +113,11 @@ class Agreement:
             return
         self._pending.wait()
         self._pending = None
-        if self._sum[:_WEIGHT].any():
+        if self._sum[:_REFUSALS].any():
             raise self._differing()
         if self._sum[_REFUSALS]:
             raise self._refused()
-        self.weight = weight_of(self._sum[_DIGITS:].tolist()) if self._has_digits else float(self._sum[_WEIGHT])
+        self.weight = self.reduction.weight_of(self._sum[_WEIGHT:].tolist())
         if self.first is not None:  # only now is it known that all ranks do the same
             first, self.first = self.first, None
             first()

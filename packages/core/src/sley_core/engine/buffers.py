@@ -171,19 +171,15 @@ class Layout(NamedTuple):
             assert named == [param.index for param in trainable], "a layout names every trainable parameter once"
 
 
-class Piece(NamedTuple):
-    """Groups gradients that enter a norm with the same factor: tensors of one dtype, their reduce group, and how many stages
-    hold a copy.
-
-    num_shards: how many ranks of the reduce group share one copy, each with other elements. stages: those that hold a copy, if
-    the tensors are of a buffer.
+class NormGroup(NamedTuple):
+    """Groups gradients that enter a norm with the same factor: tensors of one dtype, their reduce group, and the stages that
+    hold a copy of each. num_shards: how many ranks of the reduce group share one copy, each with other elements.
     """
 
     tensors: list[Tensor]
     reduce_group: str
-    num_holders: int
+    stages: tuple[int, ...]
     num_shards: int = 1
-    stages: tuple[int, ...] = ()
 
 
 Planner = Callable[[list[Param]], Layout]
@@ -204,7 +200,7 @@ def by_reduce_group(params: list[Param]) -> Layout:
 
 
 class GradientBuffer(FlatBuffer):
-    """Holds the gradients of some parameters of one family, side by side in `memory`; `num_holders` stages hold a copy of each.
+    """Holds the gradients of some parameters of one family, side by side in `memory`.
 
     cut: the part whose sum this rank gets; None for all of it. is_whole: whether `data` holds this rank's own contributions or
     the whole sum; false once a reducer has begun to sum a buffer that is cut.
@@ -219,7 +215,6 @@ class GradientBuffer(FlatBuffer):
         self.is_whole = True
         self.reduce_group = params[0].reduce_group
         self.stages = params[0].stages
-        self.num_holders = len(self.stages)
         assert all(param.family == params[0].family for param in params), f"{params} do not reduce together"
 
     @cached_property

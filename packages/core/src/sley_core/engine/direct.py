@@ -1,9 +1,9 @@
 """Weight gradients of linears and embeddings that are added to the gradient store without autograd, at once or deferred.
 
 Autograd allocates a result for the product g^T x, and the store then copies or adds it: one more write and one more pass than
-needed. Here the product accumulates into the slot (`addmm`), as Megatron's fused weight gradients do. The sums are the same;
-their order within the product is the kernel's, so fp32 results may differ in the last bits. Rows of an embedding table's
-gradient are added one by one in the store's dtype, in the order of the tokens: the dense table of autograd is never allocated.
+needed. Here the product accumulates into the gradient's view (`addmm`), as Megatron's fused weight gradients do. The order
+within the product is the kernel's, so fp32 results may differ in the last bits. Rows of an embedding table's gradient are added
+one by one in the store's dtype, in the order of the tokens: the dense table of autograd is never allocated.
 
 A split backward is one traversal: while I runs, linears give (output gradient, input) to a queue instead of multiplying, and W
 multiplies them into the store. Other parameters get their gradient in I. Recomputation therefore runs once.
@@ -12,7 +12,7 @@ multiplies them into the store. Other parameters get their gradient in I. Recomp
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import partial
@@ -30,8 +30,8 @@ from sley_core.model.tensors import is_plain, sum_of_bits, version_of
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
     from sley_core.engine.gradients import GradientStore
-    from sley_core.engine.registry import Param, ParameterRegistry
-    from sley_core.model.layers import Layer
+    from sley_core.engine.parts import Parts
+    from sley_core.engine.registry import Param
 
 Place = tuple[int, int]
 """Chunk and micro-batch."""
@@ -245,39 +245,53 @@ def _is_special(input: Tensor) -> bool:
     )
 
 
-def accumulates_directly(wanted: str, device: Device) -> bool:
-    """Returns whether products are accumulated directly on `device`. wanted: `[precision] accumulation` of the plan."""
-    return wanted == "direct" or (wanted == "auto" and device.gains_from_direct_gradients)
+def accumulates_directly(accumulation: str, device: Device) -> bool:
+    """Returns whether products are accumulated directly on `device`, by the plan's `[precision] accumulation`."""
+    return accumulation == "direct" or (accumulation == "auto" and device.gains_from_direct_gradients)
 
 
-def accumulate_directly(
-    layers: Iterable[Layer], registry: ParameterRegistry, store: GradientStore, queue: WeightQueue, *, all_types: bool = False
-) -> Callable[[], None]:
-    """Patches every plain `nn.Linear` of `layers` to add its weight gradient to `store` directly; if sums are canonical, its
-    bias's gradient too. Returns a function that undoes it.
+def add_directly(parts: Parts, *, splits: bool) -> Callable[[], None]:
+    """Patches plain layers of `parts` to add their weight gradients to the store themselves; returns a function that undoes it.
 
-    Skips linears with a sharded parameter (its communicator handles them), and those whose weight is no parameter
-    (`weight_norm`) or whose forward was replaced (autograd handles them). queue: takes the products instead while an I runs.
-    Patches only if weight and store have the same dtype, unless `all_types`: one call cannot accumulate a bf16 product into
-    fp32 on every device.
+    Linears do so if the plan says so, or the device gains from it, and weight and store have the same dtype: one call cannot
+    accumulate a bf16 product into fp32 on every device. splits: whether backwards are split: then all linears do, and the queue
+    takes the products while an I runs. If the order of sums is fixed, all linears with their biases and all embeddings do: the
+    same products in every layout.
+
+    Skips layers with a sharded parameter (its communicator handles them), and those whose weight is no parameter
+    (`weight_norm`) or whose forward was replaced (autograd handles them).
     """
+    store, registry, queue = parts.store, parts.registry, parts.queue
+    fixed_order = store.reduction.fixed_order
+    all_types = splits or fixed_order
+    linears = accumulates_directly(parts.precision.accumulation, parts.world.device)
     patches = ExitStack()
-    queue.on_last = store.passed
-    for layer in layers:
+    if linears or all_types:
+        queue.on_last = store.passed
+    for layer in parts.layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
-            if not is_plain_linear(module) or has_shards(registry, name, module):
+            if is_plain_linear(module) and (all_types or (linears and module.weight.dtype == store.dtype)):
+                put: Callable[..., None] = store.put_product
+            elif fixed_order and is_plain_embedding(module):
+                put = partial(_put_rows, store)
+            else:
                 continue
-            if all_types or module.weight.dtype == store.dtype:
-                param = registry[f"{name}.weight"]
-                sink = Handover(partial(store.put_product, param, layer=layer.name), queue, param)
+            held = (param for param in module._parameters if module._parameters[param] is not None)
+            if any(registry[f"{name}.{attribute}"].shard is not None for attribute in held):
+                continue
+            param = registry[f"{name}.weight"]
+            sink = Handover(partial(put, param, layer=layer.name), queue, param)
+            store.expect_products(param)
+            if isinstance(module, nn.Embedding):
+                forward: Callable[..., Tensor] = partial(embedding_forward, module, module.weight, sink)
+            else:
                 bias_sink = None
-                if store.canonical is not None and isinstance(module.bias, nn.Parameter):
+                if fixed_order and isinstance(module.bias, nn.Parameter):
                     bias = registry[f"{name}.bias"]
                     store.expect_products(bias)
                     bias_sink = partial(_put_bias, store, bias, layer.name)
                 forward = partial(direct_forward, module, module.weight, sink, module.bias, bias_sink)
-                patches.callback(ForwardPatch(module, forward).undo)
-                store.expect_products(param)
+            patches.callback(ForwardPatch(module, forward).undo)
     return patches.close
 
 
@@ -285,11 +299,6 @@ def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Returns whether `module` is exactly torch's linear, with a weight that is its own parameter and an unpatched forward."""
     is_own = type(module) is nn.Linear and "forward" not in module.__dict__
     return is_own and module._parameters.get("weight") is not None
-
-
-def has_shards(registry: ParameterRegistry, name: str, module: nn.Module) -> bool:
-    """Returns whether a parameter of `module`, named `name` in `registry`, is sharded."""
-    return any(registry[f"{name}.{one}"].shard is not None for one, held in module._parameters.items() if held is not None)
 
 
 class DirectEmbedding(torch.autograd.Function):
@@ -339,26 +348,9 @@ def is_plain_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
     return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
 
 
-def add_rows_directly(
-    layers: Iterable[Layer], registry: ParameterRegistry, store: GradientStore, queue: WeightQueue
-) -> Callable[[], None]:
-    """Patches every plain, unsharded `nn.Embedding` of `layers` to add its gradient's rows to `store` directly, or while an I
-    runs to `queue`. Returns a function that undoes it.
-    """
-    patches = ExitStack()
-    for layer in layers:
-        for name, module in layer.module.named_modules(prefix=layer.name):
-            if is_plain_embedding(module) and not has_shards(registry, name, module):
-                param = registry[f"{name}.weight"]
-                sink = Handover(partial(_put_rows, store, param, layer.name), queue, param)
-                patches.callback(ForwardPatch(module, partial(embedding_forward, module, module.weight, sink)).undo)
-                store.expect_products(param)
-    return patches.close
-
-
 def _put_bias(store: GradientStore, param: Param, layer: str, rows: Tensor) -> None:
     store.put(param, rows.sum(0, dtype=store.dtype), layer)  # as communicators of sharded biases do
 
 
-def _put_rows(store: GradientStore, param: Param, layer: str, rows: Tensor, tokens: Tensor) -> None:
+def _put_rows(store: GradientStore, param: Param, rows: Tensor, tokens: Tensor, layer: str) -> None:
     store.put_rows(param, tokens, rows, layer)

@@ -11,63 +11,69 @@ from typing import TYPE_CHECKING
 from sley_core.comm.collectives import Pending, all_reduce
 from sley_core.comm.progress import SentBytes
 from sley_core.engine.buffers import Layout
-from sley_core.engine.canonical.sums import TreeSums
+from sley_core.engine.reduction import Sums
 from sley_core.protocols import GradientHandler
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sley_core.comm.groups import Group
     from sley_core.config import EachConfig, GradientNormsConfig
+    from sley_core.engine.buffers import GradientBuffer
     from sley_core.engine.parts import Parts
     from sley_core.engine.registry import Param
     from sley_core.engine.step_state import StepState
 
 
-class Each(GradientHandler):
-    """Sums each parameter over its reduce group, in the store's order; parameters whose group has one rank are left alone.
+class AllReduces(Sums):
+    """All-reduces the gradients of a buffer one by one, in place. sent: counts what this rank sends."""
 
-    Uses an all-reduce; if sums are canonical, each parameter has a buffer of its own, which `TreeSums` sums.
-    """
+    def __init__(self, sent: SentBytes) -> None:
+        self._sent = sent
+        self._pending: list[Pending] = []
+
+    def start(self, buffer: GradientBuffer, group: Group) -> None:
+        for param, gradient in zip(buffer.params, buffer.views, strict=True):
+            # Over the parameter's reduce group; the store reports parameters in the same order on all of its ranks.
+            self._pending.append(all_reduce(gradient, group, what=param.name))
+            self._sent.add(gradient, group, passes=2)
+
+    def finish(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+
+    def forget(self) -> None:
+        self.finish()
+
+
+class Each(GradientHandler):
+    """Sums each parameter over its reduce group, in the store's order; parameters whose group has one rank are left alone."""
 
     def __init__(self, config: EachConfig) -> None:
         self.config = config
-        self._pending: list[Pending] = []
         self._sent = SentBytes()
 
     def attach(self, parts: Parts) -> None:
-        """Takes store, registry and groups; if sums are canonical, lays the store out with one buffer per reduced parameter."""
+        """Lays the store out with one buffer for each parameter that is reduced."""
         self._store = parts.store
         self._groups = parts.groups
-        self._alone = frozenset(axis for axis, group in parts.groups.items() if group.size == 1)
-        self._trees = TreeSums(parts.store, self._sent) if parts.store.canonical is not None else None
-        if self._trees is not None:
-            parts.store.lay_out(self._one_by_one)
+        self._sums = parts.store.reduction.sums(parts.store, partial(AllReduces, self._sent), self._sent)
+        parts.store.lay_out(self._one_by_one)
 
     def begin_step(self, step: StepState) -> None:
-        """Waits for reductions of a failed step, which could still write into the slots."""
-        if self._trees is not None:
-            self._trees.forget()
-        self._wait()  # reductions of a failed step may still be in flight, and write into the slots
+        """Waits for reductions of a failed step, which could still write into the gradients."""
+        self._sums.forget()
         self._sent.begin_step()
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
         """Starts the sum of the parameter's gradient over its reduce group, if that has several ranks."""
-        if param.reduce_group in self._alone:
-            return
-        group = self._groups[param.reduce_group]
-        if self._trees is not None:
-            self._trees.start(next(one for one in self._store.buffers if one.params == [param]), group)
-            return
-        gradient = self._store.gradient(param)
-        # Over the parameter's reduce group; the store reports parameters in the same order on all of its ranks.
-        self._pending.append(all_reduce(gradient, group, what=param.name))
-        self._sent.add(gradient, group, passes=2)
+        if (buffer := self._store.buffer_of(param)) is not None:
+            self._sums.start(buffer, self._groups[param.reduce_group])
 
     def finish_step(self, step: StepState) -> None:
         """Blocks until all sums of the step are complete."""
-        if self._trees is not None:
-            self._trees.finish()
-        self._wait()
+        self._sums.finish()
         self._sent.end_step()
 
     def counts(self) -> dict[str, float]:
@@ -75,14 +81,8 @@ class Each(GradientHandler):
         return self._sent.counts()
 
     def _one_by_one(self, params: list[Param]) -> Layout:
-        """Lays out canonical sums, as the store's `Planner`: a buffer for each parameter that is reduced."""
-        loose = [param for param in params if param.reduce_group in self._alone]
-        return Layout([[param] for param in params if param.reduce_group not in self._alone], params, loose)
-
-    def _wait(self) -> None:
-        for pending in self._pending:
-            pending.wait()
-        self._pending = []
+        loose = [param for param in params if self._groups[param.reduce_group].size == 1]
+        return Layout([[param] for param in params if param not in loose], params, loose)
 
 
 class GradientNorms(GradientHandler):

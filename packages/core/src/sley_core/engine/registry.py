@@ -45,7 +45,7 @@ class Param:
 
     reduce_group: the axis over which its accumulated gradient is still a partial sum. shard: the part of it that this rank
     holds; None if it holds all. layers: those of this rank that hold it, in the order of the model. num_sums: how many partial
-    sums of its gradient exist until it is reduced; if sums are canonical, one for each of `layers`.
+    sums of its gradient exist until it is reduced; if their order is fixed, one for each of `layers`.
     """
 
     name: str

@@ -21,7 +21,6 @@ from sley_core.comm.collectives import all_reduce, exchanges_differ, exchanges_e
 from sley_core.comm.progress import BETWEEN, EVALUATION, REDUCTION, UPDATE
 from sley_core.engine import replicas
 from sley_core.engine.agreement import Agreement
-from sley_core.engine.canonical.totals import spread, tree_sum
 from sley_core.engine.parts import StepEvents
 from sley_core.engine.step_batch import BatchWeight
 from sley_core.engine.step_state import StepState
@@ -49,12 +48,11 @@ NO_VOTES = Votes()
 class CallSums:
     """Holds what the calls of a step have added up before its last one.
 
-    loss: this rank's sum, float64 on the device. weight: this rank's share of the weight of their samples; total: of all ranks.
-    divisor: what gradients are divided by, until the last call knows the weight of all. num_micros: of all ranks.
+    loss: this rank's sum, float64 on the device. total: the weight of their samples, of all ranks. divisor: what gradients are
+    divided by, until the last call knows the weight of all. num_micros: of all ranks.
     """
 
     loss: Tensor
-    weight: float
     total: float
     divisor: float
     num_micros: int
@@ -130,12 +128,11 @@ class Stepper:
                 event()
             if (skips := self.update.skips) is not None:
                 skips.settle()
-            weight_here = batch.weight
-            if self.store.canonical is not None:  # all ranks know the global weight already, so one rank adds it
-                weight_here = self.agreement.weight if self.groups["all"].coord == 0 else 0.0
+            weight = self.agreement.weight
             if before is not None:
-                loss, weight_here = loss + before.loss, weight_here + before.weight
-            totals = self.update.step(step, loss, weight_here, votes)
+                loss, weight = loss + before.loss, weight + before.total
+            # All ranks know the global weight, so one of them adds it.
+            totals = self.update.step(step, loss, weight if self.groups["all"].coord == 0 else 0.0, votes)
             pending = PendingTotals(totals, self.device)
             self.state.was_taken = self.update.was_taken
             if skips is not None:
@@ -166,7 +163,6 @@ class Stepper:
                 loss += before.loss
             self.sums = CallSums(
                 loss,
-                batch.weight + (before.weight if before else 0.0),
                 total + (before.total if before else 0.0),
                 before.divisor if before else total or 1.0,
                 num_micros + (before.num_micros if before else 0),
@@ -254,33 +250,27 @@ class Stepper:
         Raises RunError, on all ranks alike: "not-finite" if it is not finite, "nothing-counts" if no label counts.
         """
         with self._evaluating() as state:
-            totals = torch.zeros(2, dtype=torch.float64)
-            terms: list[Tensor] = []
+            weight, losses = 0.0, []
             for group in self.groups.values():
                 group.log.clear()
             for number, batch in enumerate(batches):
                 steps = self._begin_forward("an evaluation", number, batch, state)
-                loss = self.executor.evaluate(steps, batch.micros, state)
-                if loss.ndim:
-                    terms.append(spread(loss, state.first_micro, self.groups["dp"].size * batch.num_micros))
-                    # All ranks know the weight of the global batch already, so one rank adds it.
-                    totals[1] += self.agreement.weight if self.groups["all"].coord == 0 else 0.0
-                else:
-                    totals += torch.tensor([float(loss), batch.weight], dtype=torch.float64)
+                losses.append(self.executor.evaluate(steps, batch.micros, state))
+                weight += self.agreement.weight  # of all ranks
             differs = torch.tensor([exchanges_differ(self.groups.values())], dtype=torch.float64)
-            totals = torch.cat([self.device.move(torch.cat([totals, differs])), *terms])
+            totals = torch.cat([self.device.move(differs), self.store.reduction.loss_terms(losses)])
             # All ranks evaluate after the same steps, and as many batches; stages without the loss add nothing.
             all_reduce(totals, self.groups["all"], what="the mean loss").wait()
-            loss_sum, weight_sum, ranks_differ = totals[:3].tolist()
+            totals = totals.cpu()
+            ranks_differ = bool(totals[0])
+            loss = self.store.reduction.loss_of(totals[1:], len(losses))
             state.standing.comes(BETWEEN)
-        for losses in torch.chunk(totals[3:], len(terms)) if terms else ():
-            loss_sum += float(tree_sum(losses))
         if ranks_differ:
             raise exchanges_error("an evaluation", exchanges_of(self.groups.values()), self.groups["control"])
-        if not weight_sum:
+        if not weight:
             message = "the evaluated samples have a loss weight of 0, so there is no mean"
             raise RunError("nothing-counts", message, hint="look at the data: all of its labels are ignored")
-        mean: float = loss_sum / weight_sum
+        mean = loss / weight
         if not math.isfinite(mean):
             hint = "the weights may have grown too large for this data, or the data itself holds NaN or infinite values"
             raise RunError("not-finite", f"the loss of the evaluated samples is {mean}", hint=hint)

@@ -6,15 +6,10 @@ fp16, and optimizers that cannot skip a step on the device. There the host must 
 
 If the loss or the norm is not finite, or the batch has weight 0, no rank steps: weights, masters and optimizer states stay as
 they were, and the code that reads the totals raises, or counts a skipped step (`Skips`).
-
-On a CPU torch adds the squares of a tensor one after the other in the tensor's own dtype: over ten million fp32 elements the
-norm is off by 4e-4 (measured), and the error depends on how gradients lie in buffers, i.e. on the layout. Along the rows of a
-matrix it adds in vectors, so a long tensor is viewed as rows, whose norms are combined in float64.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -28,11 +23,10 @@ from torch.utils._pytree import tree_flatten_with_path
 from sley_core.comm.collectives import all_reduce, exchanges_differ, exchanges_of
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups
-from sley_core.engine.buffers import Piece
-from sley_core.engine.canonical.totals import ExactTotals
+from sley_core.engine.buffers import NormGroup
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import Buckets, StepEvents, StepNumbers
-from sley_core.engine.totals import LOSS, NORM, USUAL, LossScale, Skips, StepTotals, Votes, allow_a_step
+from sley_core.engine.totals import NORM, USUAL, LossScale, Skips, StepTotals, Votes, allow_a_step
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import RunError
 from sley_core.generators import IN_USE, derive, generators_of_optimizer, seed_own
@@ -109,14 +103,14 @@ class Update:
         """Clips and takes the optimizer step, or leaves weights and states as they are, on all ranks alike. All ranks call it:
         it all-reduces the totals.
 
-        loss: this rank's sum, a float64 scalar on the device; if sums are canonical, one number per micro-batch. weight: this
-        rank's share of the batch's; both are 0 without the loss. The learning rate counts only the steps that were taken.
+        loss: this rank's sum, float64 on the device: a scalar, or one per micro-batch if the order of sums is fixed. weight:
+        this rank's share of the batch's; both are 0 without the loss. The learning rate counts only the steps that were taken.
         """
         num_skipped = sum(one.num_skipped for one in (self.scale, self.skips) if one is not None)
         self.was_taken = False
         self._factor = self.factor(step - num_skipped)
-        pieces = list(self.store.pieces())
-        totals = self._totals(pieces, loss, weight, votes)
+        gradients = list(self.store.norm_groups())
+        totals = self._totals(gradients, loss, weight, votes)
         if self.scale is not None:
             overflowed = totals.read(self.device)[len(USUAL)] > 0  # the same on every rank; waits for the device
             self.scale.update(step, overflowed=overflowed)
@@ -133,7 +127,7 @@ class Update:
                 return totals
             norm = on_host[NORM]
         if self.clip_norm is not None:
-            self._clip(pieces, norm, self.clip_norm)
+            self._clip(gradients, norm, self.clip_norm)
         scale_learning_rate(self.optimizer, self._factor)
         self.masters.take_gradients()
         take: Callable[[], Any] = self.optimizer.step
@@ -203,60 +197,34 @@ class Update:
         for group in self.parameter_groups(self.masters.add(new)) if new else ():
             self.optimizer.add_param_group(group)
 
-    def _totals(self, pieces: list[Piece], loss: Tensor, weight: float, votes: Votes) -> StepTotals:
-        """Returns norm, loss, votes and plugins' numbers by one all-reduce (two for inf-norms and canonical sums)."""
-        everyone = self.groups["all"]
-        overflow = [self._unscale(pieces, 1 / self.scale.value)] if self.scale else []
-        order = self.store.canonical
-        exact = None if order is None else ExactTotals(order, self.groups, pieces, loss, self.norm_kind)
-        own_loss = loss if exact is None else loss.sum()
-        # Each rank adds what it alone owns, so the sum counts every gradient once.
-        norm = self._local_norm(pieces) if exact is None else torch.zeros_like(own_loss)
+    def _totals(self, gradients: list[NormGroup], loss: Tensor, weight: float, votes: Votes) -> StepTotals:
+        """Returns norm, loss, votes and plugins' numbers by one all-reduce; inf-norms and a fixed order of sums take two."""
+        overflow = [self._unscale(gradients, 1 / self.scale.value)] if self.scale else []
+        totals = self.store.reduction.totals(gradients, loss, self.norm_kind)
+        terms = totals.terms()
         differs = exchanges_differ(self._exchanging)
         numbers = [self.numbers.own(self.device.torch_device)] if self.numbers.names else []
         host = torch.tensor([weight, *map(float, votes), differs], dtype=torch.float64)
         # One message for everything: on a small model the latency of a second one would be noticeable in every step.
-        every = [torch.stack([own_loss, norm]), self.device.move(host), *overflow, *numbers]
-        num_scalars = sum(some.numel() for some in every)
-        scalars = torch.cat(every if exact is None else [*every, exact.terms()])
-        if math.isinf(self.norm_kind) and exact is None:
-            # NaN becomes inf: backends differ in max(x, NaN), and some return x.
-            norm = norm.nan_to_num(nan=math.inf, posinf=math.inf)
-            all_reduce(norm, everyone, "max", what="the gradient norm").wait()
+        summed = torch.cat([terms, self.device.move(host), *overflow, *numbers])
         # All ranks of the world; every rank ends every step here, after its own reductions.
-        all_reduce(scalars, everyone, what="loss and gradient norm").wait()
-        values = scalars[:num_scalars]
-        if exact is not None:
-            values[LOSS], values[NORM] = exact.result(scalars[num_scalars:])
-        elif math.isinf(self.norm_kind):
-            values[NORM] = norm
-        else:
-            values[NORM].pow_(1 / self.norm_kind)
-        scale = self.scale.value if self.scale else None
-        return StepTotals(values, own_loss, exchanges_of(self._exchanging), scale)
+        all_reduce(summed, self.groups["all"], what="loss and gradient norm").wait()
+        num_terms = terms.numel()
+        values = torch.cat([torch.stack(totals.result(summed[:num_terms])), summed[num_terms:]])
+        return StepTotals(
+            values, loss.sum(), exchanges_of(self._exchanging), self.scale.value if self.scale is not None else None
+        )
 
-    def _unscale(self, pieces: list[Piece], factor: float) -> Tensor:
+    def _unscale(self, gradients: list[NormGroup], factor: float) -> Tensor:
         """Multiplies every gradient by `factor`; returns float64 [1]: 1 if one of this rank's is not finite, else 0."""
         found = torch.zeros(1, device=self.device.torch_device)
         inverse = torch.full((1,), factor, device=self.device.torch_device)
-        for piece in pieces:
+        for group in gradients:
             # One pass for both, as in torch.amp.GradScaler, whose kernel it is.
-            torch._amp_foreach_non_finite_check_and_unscale_(piece.tensors, found, inverse)
+            torch._amp_foreach_non_finite_check_and_unscale_(group.tensors, found, inverse)
         return found.double()
 
-    def _local_norm(self, pieces: list[Piece]) -> Tensor:
-        """Returns this rank's share of the norm, a float64 scalar: the sum of |g|^p over its gradients, or the largest |g|."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
-        for tensors, reduce_group, num_holders, num_shards, _ in pieces:
-            norm = joined_norm(tensors, self.norm_kind)
-            if math.isinf(self.norm_kind):
-                total = torch.maximum(total, norm)
-            else:
-                copies = self.groups[reduce_group].size // num_shards * num_holders
-                total += norm**self.norm_kind / copies
-        return total
-
-    def _clip(self, pieces: list[Piece], norm: Tensor | float, clip_norm: float) -> None:
+    def _clip(self, gradients: list[NormGroup], norm: Tensor | float, clip_norm: float) -> None:
         """Scales all gradients in place so that their norm is at most `clip_norm`. norm: a float, or on the device."""
         if isinstance(norm, Tensor):
             # If the norm is NaN nobody steps; factor 1 leaves the gradients as they are, so that the error can name the bad one
@@ -266,8 +234,8 @@ class Update:
             factor = torch.full((), clip_norm / (norm + CLIP_EPSILON), dtype=torch.float64, device=self.device.torch_device)
         else:
             return
-        for piece in pieces:  # at least fp32: a factor of bf16 would have 8 bits
-            torch._foreach_mul_(piece.tensors, factor.to(torch.promote_types(piece.tensors[0].dtype, torch.float32)))
+        for group in gradients:  # at least fp32: a factor of bf16 would have 8 bits
+            torch._foreach_mul_(group.tensors, factor.to(torch.promote_types(group.tensors[0].dtype, torch.float32)))
 
 
 MASTER = "master"
@@ -306,34 +274,6 @@ def named_tensors(nested: object) -> Iterator[tuple[str, Tensor]]:
     for path, value in tree_flatten_with_path(nested)[0]:
         if isinstance(value, Tensor):
             yield ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), value
-
-
-ROW = 1024
-LONG = 4 * ROW
-"""Tensors of at least this many elements are viewed as rows. For 16,384 elements, few of them large as in an embedding's
-gradient, the error without rows was 1.2e-6 (measured).
-"""
-
-
-def joined_norm(tensors: Sequence[Tensor], kind: float) -> Tensor:
-    """Returns the p-norm over all elements of `tensors`, of one device and dtype, a float64 scalar. kind: p; may be inf."""
-    least = LONG if kind == 2 else ROW  # other powers lose more
-    wide = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else None
-    norms, short = [], []
-    for one in tensors:
-        if one.device.type != "cpu" or one.numel() < least:
-            short.append(one)
-            continue
-        left = one.numel() % ROW  # 0 for most weights: a call of torch costs as much as the norm of a small one
-        rows = one.reshape(-1)[:-left].view(-1, ROW) if left else one.reshape(-1, ROW)
-        norms.append(torch.linalg.vector_norm(rows, kind, dim=1, dtype=wide))
-        if left:
-            norms.append(torch.linalg.vector_norm(one.reshape(-1)[-left:], kind, dtype=wide).reshape(1))
-    if short:
-        # As torch.nn.utils.get_total_norm, without its sorting by device and dtype: here all have the same.
-        norms.append(torch.stack(torch._foreach_norm(short, kind, dtype=wide)))
-    joined: Tensor = torch.linalg.vector_norm(torch.cat(norms), kind, dtype=torch.float64)
-    return joined
 
 
 def step_buckets(

@@ -242,11 +242,11 @@ def _canonical_plugins(plan: Plan) -> Iterator[Problem]:
         record = handler.record
         if not isinstance(record, GradientHandlerRecord) or record.role == "observer":
             continue
-        if not record.canonical or record.tolerance_with(handler.config):
+        if not record.fixed_order or record.tolerance_with(handler.config):
             message = f"`{handler.name}` sums in an order, or to a precision, of its own"
             yield _problem(("gradient_handlers", number, "use"), message, "take `core.each`, `dp.bucketed` or `dp.sharded`")
     weights = plan.weights
-    if weights is not None and isinstance(weights.record, WeightCommunicatorRecord) and not weights.record.canonical:
+    if weights is not None and isinstance(weights.record, WeightCommunicatorRecord) and not weights.record.fixed_order:
         message = f"`{weights.name}` adds up what ranks contribute to a weight's gradient"
         yield _problem(("weights", "use"), message, "take `isp.communicator`")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sley_core.engine.canonical.totals import digits, largest, norm_of, spread, tree_sum, weight_digits, weight_of
+from sley_core.engine.canonical.totals import digits, largest, norm_of, tree_sum, weight_digits, weight_of
 from sley_core.engine.canonical.tree import Node, PartialSums, leaf
 
 CPU = torch.device("cpu")
@@ -61,8 +61,6 @@ def test_losses_are_added_in_the_order_of_the_tree(count):
     for at in range(count):
         sums.put(0, leaf(at), values[at].clone())
     assert torch.equal(tree_sum(values), sums.take(0, Node(0, count), values[0]))
-    parts = [spread(values[at : at + 1], at, count) for at in range(count)]
-    assert torch.equal(torch.stack(parts).sum(0), values)
 
 
 def test_a_loss_weight_has_no_order():

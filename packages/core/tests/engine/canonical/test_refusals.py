@@ -142,21 +142,7 @@ def test_a_backward_by_hand_between_two_steps_is_summed(texts):
             (3 * param.parameter.sum()).backward()
         run.store.chunk_done(0)
         run.step()
-        assert run.store.canonical is not None
-        assert run.store.canonical.spares.num_bytes == 0
-
-
-def test_a_run_says_what_its_sums_take(texts):
-    with World.join("cpu") as world, assemble(plan_from_dict(PLAN, texts), world) as run:
-        (note,) = [note for note in run.notes if "canonical" in note]
-        run.step()
-        assert run.store.canonical is not None
-        largest = max(param.numel for param in run.registry) * 4
-        most = run.store.canonical.spares.max_bytes
-    assert note.startswith("canonical sums of 4 micro-batches: up to 1 sums of a gradient besides it during a step")
-    said = float(note.partition("step, ")[2].partition(" MiB")[0]) * 2**20
-    rounding = 0.005 * 2**20
-    assert said - rounding <= most <= said + rounding + 2 * largest
+        assert not run.store.reduction.partial_sums()
 
 
 def unequal(tables, folder):

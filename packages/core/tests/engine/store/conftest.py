@@ -12,6 +12,7 @@ from sley_core.actions.action import Kind, actions_of, loop, sequential
 from sley_core.actions.lower import lower
 from sley_core.engine.buffers import Planner, by_reduce_group, loose
 from sley_core.engine.gradients import GradientStore
+from sley_core.engine.reduction import Reduction
 from sley_core.engine.registry import Param, ParameterRegistry
 from sley_core.engine.step_state import StepState
 from sley_core.model.layers import Layer
@@ -25,7 +26,7 @@ class Harness:
         self.layers = [Layer(f"l{at}", module) for at, module in enumerate(modules)]
         self.state = StepState()
         self.registry = ParameterRegistry([self.layers])
-        self.store = GradientStore(self.registry, dtype, torch.device("cpu"), self.state, planner)
+        self.store = GradientStore(self.registry, dtype, torch.device("cpu"), Reduction({}, self.state), planner)
         self.ready: list[str] = []
         self.during: list[bool] = []
         self.store.on_ready.append(self._note)

@@ -65,7 +65,7 @@ def test_what_autograd_adds_after_the_last_action_is_our_fault_too(store_of):
     (x,) = inputs(1)
     harness.step([lambda: a(x).square().sum()])
     harness.step([lambda: a(x).square().sum()])
-    assert [len(tensors) for tensors, *_ in harness.store.pieces()] == [1]
+    assert [len(tensors) for tensors, *_ in harness.store.norm_groups()] == [1]
     if harness.planner is loose:
         a(x).square().sum().backward()
     with pytest.raises(AssertionError, match=r"l0\.weight: a contribution after"):
@@ -77,7 +77,7 @@ def late(harness, module, x):
     if harness.planner is by_reduce_group:
         harness.state.enter(Action(Kind.BACKWARD, 0, 0))
         module(x).square().sum().backward()
-    list(harness.store.pieces())
+    list(harness.store.norm_groups())
 
 
 def test_a_backward_between_two_steps_is_told_what_to_do(store_of):

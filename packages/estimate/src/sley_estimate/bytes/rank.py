@@ -142,8 +142,8 @@ def _looked_at(
         if last_step is not None:
             last_step.follow(run, tensors)
         of_micros = plan.num_micros(run.topology)
-        is_canonical = run.store.canonical is not None  # a tree of sums, which grows with the number of micro-batches
-        taken = of_micros if is_canonical else fewest_micros(run.stepper.lists, of_micros)
+        has_tree = run.store.reduction.fixed_order  # of sums, which grows with the number of micro-batches
+        taken = of_micros if has_tree else fewest_micros(run.stepper.lists, of_micros)
         batch = micro_batch(plan, run.dataset)
         few = least_micros(run.stepper.lists, of_micros)
         first = taken if is_first_whole else few

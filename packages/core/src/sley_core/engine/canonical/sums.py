@@ -1,4 +1,4 @@
-"""Canonical sums of gradients over ranks, in the fixed tree over micro-batches, and a note of their cost.
+"""Canonical sums of gradients over ranks, in the fixed tree over micro-batches.
 
     rows of each rank ──all-to-all──> all ranks' rows of my part ──added──> the sum of my part ──all-gather──> the whole sum
 
@@ -13,55 +13,49 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sley_core.engine.canonical.tree import Node, PartialSums, add_uses, leaf, parent, sibling
-from sley_core.topology import DEFAULT_LANE
+from sley_core.engine.canonical.tree import Node, PartialSums, add_uses
+from sley_core.engine.reduction import Sums
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from sley_core.comm.groups import Group
     from sley_core.comm.progress import SentBytes
     from sley_core.comm.transport import Work
     from sley_core.engine.buffers import GradientBuffer
-    from sley_core.engine.canonical.tree import CanonicalOrder
+    from sley_core.engine.canonical.tree import CanonicalReduction
     from sley_core.engine.gradients import GradientStore
-    from sley_core.engine.parts import Parts
 
-NUM_SLOTS = 2
+MAX_UNDER_WAY = 2
 """Sums in flight at a time: while one is gathered, the next is exchanged. This bounds the copies of gradients."""
 
 
-class TreeSums:
+class TreeSums(Sums):
     """Sums buffers of `store` over their groups; of a buffer that is cut, this rank's part. sent: counts bytes. lane: of the
     groups.
 
-             start* ──> finish ──> start* ──> finish ...
-                └─────> forget ────────┘             (a step that failed)
-
-    All ranks of a group call `start` for the same buffers in the same order. Each start advances the earlier sums, in an order
-    that is equal on all ranks of their groups. Used by reducers in a run whose plan has `reduction = "canonical"`.
+    Each start advances the earlier sums, in an order that is equal on all ranks of their groups.
     """
 
-    def __init__(self, store: GradientStore, sent: SentBytes, lane: str = DEFAULT_LANE) -> None:
+    def __init__(self, reduction: CanonicalReduction, store: GradientStore, sent: SentBytes, lane: str) -> None:
+        self._reduction = reduction
         self._store = store
         self._sent = sent
         self._lane = lane
         self._under_way: deque[_TreeSum] = deque()
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        """Starts to sum `buffer`, which is then not used until `finish`; first waits for the oldest sum if NUM_SLOTS are in
+        """Starts to sum `buffer`, which is then not used until `finish`; first waits for the oldest sum if MAX_UNDER_WAY are in
         flight.
         """
-        if len(self._under_way) == NUM_SLOTS:
+        if len(self._under_way) == MAX_UNDER_WAY:
             self._under_way.popleft().finish()
-        for one in self._under_way:
-            one.join()
-        self._under_way.append(_TreeSum(self._store, buffer, group, self._sent, self._lane))
+        for exchange in self._under_way:
+            exchange.join()
+        self._under_way.append(_TreeSum(self._reduction, self._store, buffer, group, self._sent, self._lane))
 
     def finish(self) -> None:
         """Blocks until every started buffer holds its sum."""
-        for one in self._under_way:
-            one.join()
+        for exchange in self._under_way:
+            exchange.join()
         while self._under_way:
             self._under_way.popleft().finish()
 
@@ -70,22 +64,25 @@ class TreeSums:
         while self._under_way:
             self._under_way.popleft().work.wait_sent()
 
-    def trim(self) -> int:
-        """Returns 0, the number of bytes freed: no memory is kept from step to step."""
-        return 0
-
 
 class _TreeSum:
     """Sums one buffer: the exchange starts when it is made; `join` and `finish` follow."""
 
-    def __init__(self, store: GradientStore, buffer: GradientBuffer, group: Group, sent: SentBytes, lane: str) -> None:
-        assert store.canonical is not None, "sums in any order need no tree"
+    def __init__(
+        self,
+        reduction: CanonicalReduction,
+        store: GradientStore,
+        buffer: GradientBuffer,
+        group: Group,
+        sent: SentBytes,
+        lane: str,
+    ) -> None:
         self.buffer = buffer
         self.group = group
         self._sent = sent
         self._lane = lane
-        self._order: CanonicalOrder = store.canonical
-        self._nodes = [self._order.nodes(buffer.reduce_group, coord) for coord in range(group.size)]
+        self._num_leaves = reduction.num_leaves
+        self._nodes = [reduction.nodes(buffer.reduce_group, coord) for coord in range(group.size)]
         self._num_uses = buffer.params[0].num_sums
         self._out = _packed(store, buffer, self._num_uses, max(map(len, self._nodes)), group.size)
         self._in = self._out.new_empty(self._out.shape)
@@ -127,12 +124,12 @@ class _TreeSum:
     def _joined(self) -> Tensor:
         """Returns the sum of this rank's part, [columns]."""
         num_rows = self._in.shape[1] // self._num_uses
-        sums = PartialSums(self._order.num_leaves)
+        sums = PartialSums(self._num_leaves)
         for coord, nodes in enumerate(self._nodes):
             for use in range(self._num_uses):
                 for at, node in enumerate(nodes):
                     sums.put(use, node, self._in[coord, use * num_rows + at])
-        root = Node(0, self._order.num_leaves)
+        root = Node(0, self._num_leaves)
         return add_uses([sums.take(use, root, self._in[0, 0]) for use in range(self._num_uses)])
 
 
@@ -149,7 +146,7 @@ def _packed(store: GradientStore, buffer: GradientBuffer, num_uses: int, num_row
     num_columns = -(-numel // size)
     packed = buffer.data.new_zeros(size, num_uses * num_rows, num_columns)
     flat = buffer.data.new_zeros(size * num_columns)
-    partial = [store.partial(param) for param in buffer.params]
+    partial = [store.partial_sums(param) for param in buffer.params]
     each = len(partial[0]) // num_uses
     for at in range(len(partial[0])):
         if at == 0:
@@ -161,47 +158,3 @@ def _packed(store: GradientStore, buffer: GradientBuffer, num_uses: int, num_row
     for rows in partial:
         del rows[1:]
     return packed
-
-
-def cost_note(parts: Parts, num_micros: int) -> str:
-    """Returns one line of text: how many sums are kept besides the gradients, their bytes, and what ranks exchange. num_micros:
-    of this rank, in one step.
-    """
-    topology = parts.topology
-    num_leaves = topology.dp * num_micros
-    copies = 0
-    num_bytes = 0
-    for param in parts.registry.trainable:
-        # To a shard come the gradients of all ranks that share the weight, micro-batch by micro-batch.
-        ranks = topology.wp if param.shard is not None else 1
-        arrivals = [rank * num_micros + at for at in range(num_micros) for rank in range(ranks)]
-        most = param.num_sums * most_sums(arrivals, num_leaves) - 1
-        num_bytes += most * param.numel * parts.store.dtype.itemsize
-        copies = max(copies, most)
-    nodes = max(
-        len(_joined([leaf(at) for at in range(rank * num_micros, (rank + 1) * num_micros)], num_leaves)[0])
-        for rank in range(topology.dp)
-    )
-    travels = "as much as a reduce-scatter and a gather" if nodes == 1 else f"{nodes} sums of each gradient in place of one"
-    return (
-        f"canonical sums of {num_leaves} micro-batches: up to {copies} sums of a gradient besides it during a step, "
-        f"{num_bytes / 2**20:.2f} MiB; between ranks travels {travels}"
-    )
-
-
-def most_sums(arrivals: Iterable[int], num_leaves: int) -> int:
-    """Returns the most partial sums that a gradient has at a time, if micro-batches come in the order `arrivals`."""
-    return _joined([leaf(at) for at in arrivals], num_leaves)[1]
-
-
-def _joined(nodes: Iterable[Node], num_leaves: int) -> tuple[set[Node], int]:
-    """Adds up `nodes` in order, each with its sibling once both are there; returns the rest, and the most held at a time."""
-    held: set[Node] = set()
-    most = 0
-    for node in nodes:
-        while (other := sibling(node, num_leaves)) is not None and other in held:
-            held.remove(other)
-            node = parent(node, other)
-        held.add(node)
-        most = max(most, len(held))
-    return held, most

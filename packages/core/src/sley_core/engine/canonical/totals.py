@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from sley_core.comm.collectives import all_reduce
+from sley_core.engine.reduction import Totals
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
-    from sley_core.engine.buffers import Piece
-    from sley_core.engine.canonical.tree import CanonicalOrder
+    from sley_core.engine.buffers import NormGroup
 
 NUM_DIGITS = 4
 """The integer part, and three digits of 24 bits after the point."""
@@ -48,11 +48,11 @@ def weight_digits(weights: Iterable[float]) -> list[float]:
         if not math.isfinite(weight):
             sums[0] += weight
             continue
-        left = weight
+        rest = weight
         for at in range(NUM_DIGITS):
-            digit = math.floor(left)
+            digit = math.floor(rest)
             sums[at] += digit
-            left = (left - digit) * _BASE
+            rest = (rest - digit) * _BASE
     return sums
 
 
@@ -62,13 +62,6 @@ def weight_of(digits: Sequence[float]) -> float:
     for digit in reversed(digits):
         total = total / _BASE + digit
     return total
-
-
-def spread(own: Tensor, first: int, num_leaves: int) -> Tensor:
-    """Returns [num_leaves] with `own`, a value per micro-batch, from `first` on, and zeros: ranks' sums are then exact."""
-    spaced = own.new_zeros(num_leaves)
-    spaced[first : first + own.numel()] = own
-    return spaced
 
 
 def tree_sum(values: Tensor) -> Tensor:
@@ -91,8 +84,8 @@ _HALF = 26
 def largest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Returns the largest |g|, a float64 scalar; 0 if there is none, inf if an element is not finite."""
     most = torch.zeros((), dtype=torch.float64, device=device)
-    for one in tensors:
-        most = torch.maximum(most, torch.linalg.vector_norm(one, math.inf).double())
+    for tensor in tensors:
+        most = torch.maximum(most, torch.linalg.vector_norm(tensor, math.inf).double())
     return torch.where(most.isfinite(), most, math.inf)
 
 
@@ -100,14 +93,14 @@ def digits(tensors: Iterable[Tensor], most: Tensor, kind: float) -> Tensor:
     """Returns the sums of the digits of |g|^kind in units of `most`, the largest |g| of all: float64 [6], whole numbers."""
     shrink = _power_of_two(-_exponent(most))
     sums = torch.zeros(_NUM_DIGITS, dtype=torch.int64, device=most.device)
-    for one in tensors:
-        for chunk in torch.split(one.reshape(-1), _CHUNK):
-            left = chunk.to(torch.float64, copy=True).mul_(shrink)
-            left = left.square_() if kind == 2 else left.abs_()
+    for tensor in tensors:
+        for chunk in torch.split(tensor.reshape(-1), _CHUNK):
+            rest = chunk.to(torch.float64, copy=True).mul_(shrink)
+            rest = rest.square_() if kind == 2 else rest.abs_()
             for number in range(_NUM_DIGITS):
-                digit = left.mul_(2.0**_DIGIT).floor()
+                digit = rest.mul_(2.0**_DIGIT).floor()
                 sums[number] += digit.sum().to(torch.int64)
-                left.sub_(digit)
+                rest.sub_(digit)
     high = sums >> _HALF
     return torch.cat([high, sums - (high << _HALF)]).double()
 
@@ -133,33 +126,32 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return torch.ldexp(torch.ones((), dtype=torch.float64, device=exponent.device), exponent)
 
 
-class ExactTotals:
-    """Computes norm and loss from the gradients `pieces` and from `losses`, float64 [micro-batches] of this rank. kind: the p
-    of the p-norm. Its construction is a collective over all ranks, which finds the largest element.
+class ExactTotals(Totals):
+    """Computes the exact norm, and the loss from `loss`, float64 [micro-batches of all ranks]. Its construction is a collective
+    over all ranks, which finds the largest element.
     """
 
-    def __init__(self, order: CanonicalOrder, groups: Groups, pieces: Sequence[Piece], losses: Tensor, kind: float) -> None:
-        self._order = order
+    def __init__(self, groups: Groups, gradients: Sequence[NormGroup], loss: Tensor, kind: float) -> None:
         self._kind = kind
-        self._losses = losses
-        # Among the ranks with copies of the same elements, one counts them.
+        self._loss = loss
         stage = groups["pp"].coord
-        counted = [
-            piece for piece in pieces if groups[piece.reduce_group].coord < piece.num_shards and stage == piece.stages[0]
+        # Among the ranks with copies of the same elements, one counts them.
+        self._counted = [
+            tensor
+            for group in gradients
+            if groups[group.reduce_group].coord < group.num_shards and stage == group.stages[0]
+            for tensor in group.tensors
         ]
-        self._counted = [tensor for piece in counted for tensor in piece.tensors]
-        self._most = largest((tensor for piece in pieces for tensor in piece.tensors), losses.device)
+        self._most = largest((tensor for group in gradients for tensor in group.tensors), loss.device)
         # All ranks of the world, before the message of the totals, at the end of every step.
         all_reduce(self._most, groups["all"], "max", what="the largest gradient").wait()
 
     def terms(self) -> Tensor:
-        """Returns what is to be summed over all ranks: float64 [n], n the same on all."""
-        found = [] if math.isinf(self._kind) else [digits(self._counted, self._most, self._kind)]
-        return torch.cat([*found, spread(self._losses, self._order.state.first_micro, self._order.num_leaves)])
+        own = [] if math.isinf(self._kind) else [digits(self._counted, self._most, self._kind)]
+        return torch.cat([*own, self._loss])
 
     def result(self, summed: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the sum of all losses and the norm, float64 scalars, from the sum of all ranks' `terms`."""
-        num_losses = self._order.num_leaves
+        num_losses = self._loss.numel()
         loss = tree_sum(summed[-num_losses:])
         if math.isinf(self._kind):
             return loss, self._most

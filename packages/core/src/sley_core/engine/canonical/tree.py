@@ -17,7 +17,7 @@ and no other, in whatever order nodes come: the operands of an addition are fixe
 A run has at most 2 log2(n) + 1 maximal nodes: each border of it splits one node per level, which leaves at most one child
 inside. Leaves that come in order leave one node per level open at a time, as the digits of a binary counter: log2(n) of them.
 
-A slot sums each micro-batch of a gradient separately:
+An accumulator sums each micro-batch of a gradient separately:
 
     contributions of a micro-batch ──> leaf ──> partial sums, added ──> settle ──> rows, one per node of this rank's run
                                         └ closed when another begins                 └ a reducer adds up those of all ranks
@@ -25,18 +25,27 @@ A slot sums each micro-batch of a gradient separately:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from sley_core.engine.accumulators import Accumulator, add_at
+from sley_core.engine.canonical.totals import ExactTotals, tree_sum, weight_digits, weight_of
+from sley_core.engine.direct import is_plain_embedding, is_plain_linear
+from sley_core.engine.reduction import Reduction, Sums
 from sley_core.engine.registry import Param
-from sley_core.engine.slot import Autograd, Habit, Slot, State, add_at
-from sley_core.errors import RunError
+from sley_core.errors import Diagnostic, PlanError, RunError, UsageError
+from sley_core.model.layers import MODEL
+from sley_core.topology import DEFAULT_LANE
 
 if TYPE_CHECKING:
-    from sley_core.comm.progress import Members
+    from sley_core.comm.groups import Group, Groups
+    from sley_core.comm.progress import SentBytes
+    from sley_core.engine.buffers import NormGroup
+    from sley_core.engine.gradients import GradientStore
+    from sley_core.engine.registry import Stages
     from sley_core.engine.step_state import StepState
 
 
@@ -95,14 +104,12 @@ def run_of(coord: int, size: int, num_leaves: int) -> tuple[int, int]:
 
 class Spares:
     """Lends memory for partial sums, and reuses it; shared by all gradients of a run, within one step. made: all tensors
-    allocated since `clear`, of num_bytes. max_bytes: the most since the run began.
+    allocated since `clear`.
     """
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
         self.made: list[Tensor] = []
-        self.num_bytes = 0
-        self.max_bytes = 0
 
     def lend(self, like: Tensor) -> Tensor:
         """Returns memory for one more sum, of the shape and dtype of `like`, with arbitrary contents."""
@@ -111,8 +118,6 @@ class Spares:
             return free.pop()
         made = torch.empty_like(like, memory_format=torch.contiguous_format)
         self.made.append(made)
-        self.num_bytes += made.nbytes
-        self.max_bytes = max(self.max_bytes, self.num_bytes)
         return made
 
     def take_back(self, tensor: Tensor) -> None:
@@ -123,7 +128,6 @@ class Spares:
         """Frees all memory, at the end of a step."""
         self._free.clear()
         self.made.clear()
-        self.num_bytes = 0
 
 
 class PartialSums:
@@ -178,23 +182,25 @@ class PartialSums:
         return one
 
 
-class Arrival(NamedTuple):
-    """Names a contribution: the index of the layer that used the parameter, among this rank's, and the global micro-batch."""
+class Leaf(NamedTuple):
+    """Names what is summed apart: the index of the layer that used the parameter, among this rank's, and the micro-batch."""
 
     use: int
     micro: int
 
 
-class CanonicalOrder:
-    """Numbers the micro-batches of `state`'s step, by the ranks of `groups`.
+class CanonicalReduction(Reduction):
+    """Adds in the order of one tree over the micro-batches of `state`'s step, numbered by the ranks of `groups`.
 
     spares: memory of partial sums, of all gradients of the run. The data gives each `dp` rank a contiguous run of the global
     batch, in the order of the ranks, and `wp` ranks are neighbours: so the ranks of every reduce group have contiguous runs.
     """
 
-    def __init__(self, state: StepState, groups: Mapping[str, Members]) -> None:
-        self.state = state
-        self.groups = groups
+    fixed_order = True
+    micro_axes = ("model", "sp", "dp")  # the tree has the micro-batches of all `dp` ranks as leaves, equally many of each
+
+    def __init__(self, groups: Groups, state: StepState) -> None:
+        super().__init__(groups, state)
         self.spares = Spares()
 
     @property
@@ -208,62 +214,125 @@ class CanonicalOrder:
         action = self.state.action
         return self.state.first_micro + (0 if action is None else action.micro)
 
-    def arrival(self, param: Param, layer: str = "") -> Arrival:
-        """Returns the arrival of the present contribution of `param`, used in `layer`; without a layer, in the only one."""
-        assert layer or len(param.layers) == 1, f"{param.name} is used by {param.layers}: which of them?"
-        return Arrival(param.layers.index(layer) if layer else 0, self.micro)
-
-    def micros_beside(self, group: Members) -> range:
-        """Returns the micro-batch that each rank of `group`, neighbours along `dp` that take the same actions, runs now."""
-        step = max(1, self.state.num_micros)
-        begin = self.micro - group.coord * step
-        return range(begin, begin + group.size * step, step)
-
-    def first(self, reduce_group: str) -> int:
-        """Returns the first micro-batch whose gradients this rank contributes to a reduction over the group."""
-        group = self.groups[reduce_group]
-        return run_of(group.coord, group.size, self.num_leaves)[0]
-
-    def is_alone(self, param: Param) -> bool:
-        return self.groups[param.reduce_group].size == 1
-
     def nodes(self, reduce_group: str, coord: int | None = None) -> list[Node]:
         """Returns the nodes whose sums rank `coord` of the group (default: this one) contributes for each gradient."""
         group = self.groups[reduce_group]
         first, last = run_of(group.coord if coord is None else coord, group.size, self.num_leaves)
         return cover(first, last, self.num_leaves)
 
+    def spread(self, losses: Tensor) -> Tensor:
+        """Returns [all micro-batches] with this rank's `losses`, and zeros for those of others: ranks' sums are then exact."""
+        group = self.groups["dp"]
+        spaced = losses.new_zeros(group.size, losses.numel())
+        spaced[group.coord] = losses
+        return spaced.reshape(-1)
 
-class CanonicalSlot(Slot):
-    """Sums the contributions of each micro-batch separately, and then adds the sums in the order of the tree; otherwise as
-    `Slot`.
+    @staticmethod
+    def check_model(stages: Stages, per_rank_buffers: Sequence[str]) -> None:
+        """Raises PlanError "canonical-tie" for parameters that several layers hold, in modules other than plain linears and
+        embeddings, or in more than two layers on several stages; "canonical-buffers" for buffers that training writes.
+        """
+        faults = [*_ties(stages)]
+        if per_rank_buffers:
+            message = f"each rank writes its own {', '.join(per_rank_buffers)}, from the samples that it has"
+            hint = f"{FAST}, or modules without such buffers"
+            faults.append(Diagnostic("canonical-buffers", message, path=MODEL, hint=hint))
+        if faults:
+            raise PlanError.many(faults)
+
+    def check_accumulation(self) -> None:
+        raise UsageError(
+            "accumulate-canonical",
+            'with [parallel] reduction = "canonical" gradients are summed in one order of all micro-batches of a step',
+            hint="give `run.step` a list of all micro-batches",
+        )
+
+    def num_sums(self, param: Param) -> int:
+        return len(param.layers)
+
+    def accumulator(
+        self, param: Param, view: Tensor | None, empty: Tensor, expected_passes: int | None, *, has_products: bool
+    ) -> Accumulator:
+        is_loose = view is None
+        home = empty if view is None else view
+        return CanonicalAccumulator(self, param, home, expected_passes, is_loose=is_loose, has_products=has_products)
+
+    def partial_sums(self) -> Sequence[Tensor]:
+        return self.spares.made
+
+    def clear(self) -> None:
+        self.spares.clear()
+
+    def micros_beside(self, group: Group) -> range:
+        """Returns the micro-batch that each rank of `group`, neighbours along `dp` that take the same actions, runs now."""
+        step = max(1, self.state.num_micros)
+        begin = self.micro - group.coord * step
+        return range(begin, begin + group.size * step, step)
+
+    def sums(self, store: GradientStore, fast: Callable[[], Sums], sent: SentBytes, lane: str = DEFAULT_LANE) -> Sums:
+        from sley_core.engine.canonical.sums import TreeSums
+
+        return TreeSums(self, store, sent, lane)
+
+    def totals(self, gradients: Sequence[NormGroup], loss: Tensor, kind: float) -> ExactTotals:
+        return ExactTotals(self.groups, gradients, self.spread(loss), kind)
+
+    def weight_terms(self, weights: Iterable[float]) -> list[float]:
+        return weight_digits(weights)
+
+    def weight_of(self, terms: Sequence[float]) -> float:
+        return weight_of(terms)
+
+    def loss_terms(self, losses: Sequence[Tensor]) -> Tensor:
+        return torch.cat([self.spread(batch) for batch in losses])
+
+    def loss_of(self, summed: Tensor, num_batches: int) -> float:
+        return sum(float(tree_sum(losses)) for losses in torch.chunk(summed, num_batches))
+
+
+class CanonicalAccumulator(Accumulator):
+    """Sums the contributions of each micro-batch separately, and then adds the sums in the order of the tree.
 
     The view holds the sum of the rank's first micro-batches; the others have memory of their own until they are added. rows:
     once settled, the sums for the reducer: of each use of the parameter, of each node of this rank's run; the first is the
-    view. If this rank has the whole tree, the view is the complete sum.
+    view. If this rank has the whole tree, the view is the complete sum. is_loose: whether nobody reduces the gradient, so that
+    each step allocates the view.
     """
 
-    __slots__ = ("_closed", "_fresh", "_leaf", "_sum", "_sums", "order", "rows")
-
-    def __init__(self, param: Param, view: Tensor, habit: Habit, autograd: Autograd, order: CanonicalOrder) -> None:
-        self.order = order
-        super().__init__(param, view, habit, autograd)
+    def __init__(
+        self,
+        reduction: CanonicalReduction,
+        param: Param,
+        view: Tensor,
+        expected_passes: int | None,
+        *,
+        is_loose: bool,
+        has_products: bool,
+    ) -> None:
+        self.reduction = reduction
+        self.is_loose = is_loose
+        self._empty = view
+        super().__init__(param, view, expected_passes, has_products=has_products)
 
     def reset(self) -> None:
         """Begins a step: discards all partial sums."""
         super().reset()
-        self._leaf: Arrival | None = None
-        self._fresh = True
+        self.view = self._empty
+        self._leaf: Leaf | None = None
+        self._is_fresh = True
         self._sum = self.view
         self._sums: PartialSums | None = None
-        self._closed: set[Arrival] = set()
+        self._closed: set[Leaf] = set()
         self.rows: list[Tensor] = []
 
-    def enter(self, leaf: Arrival) -> None:
+    def enter(self, layer: str = "", micro: int | None = None) -> None:
         """Opens the leaf of the next contribution, and closes the last. Raises RunError `canonical-again` for a closed leaf."""
+        layers = self.param.layers
+        assert layer or len(layers) == 1, f"{self.param.name} is used by {layers}: which of them?"
+        leaf = Leaf(layers.index(layer) if layer else 0, self.reduction.micro if micro is None else micro)
         if leaf == self._leaf:
             return
-        self.leave()
+        self._close()
         if leaf in self._closed:
             raise RunError(
                 "canonical-again",
@@ -272,62 +341,80 @@ class CanonicalSlot(Slot):
                 hint='use [parallel] reduction = "fast"; or torch.utils.checkpoint with `use_reentrant=False`, and of a weight '
                 'communicator `unit = "layer"` and `fused = true`',
             )
-        self._leaf, self._fresh = leaf, True
-        self._sum = self.view
+        self._leaf, self._is_fresh = leaf, True
+
+    def leave(self) -> None:
+        if self.reduction.state.action is not None:
+            self._close()  # as early as possible, so that sums are combined and their memory is reused
 
     def take(self, gradient: Tensor) -> None:
-        if self._fresh:
+        if self._is_fresh:
             self._begin().copy_(gradient)
         else:
             self._sum.add_(gradient)
 
+    def take_grad(self) -> None:
+        if self.has_products:
+            raise RunError(
+                "canonical-autograd",
+                f"the parameter {self.param.name!r} of a linear or an embedding is used in another way too, or has a hook, is "
+                "used under autocast or differentiated twice: the order in which its gradients are added is then the layout's",
+                hint=FAST,
+            )
+        self.enter()
+        super().take_grad()
+        self.parameter.grad, self.is_lent = None, False
+
     def take_product(self, left: Tensor, right: Tensor) -> None:
         """Adds left^T right, multiplied in the factors' dtype and then added: `addmm` would round differently from `mm`."""
-        if self._fresh and left.dtype == self.view.dtype:
+        if self._is_fresh and left.dtype == self.dtype:
             torch.mm(left.t(), right, out=self._begin())
         else:
             self.take(left.t() @ right)
 
     def take_rows(self, indices: Tensor, rows: Tensor) -> None:
-        if self._fresh:
+        if self._is_fresh:
             self._begin().zero_()
-        add_at(self._sum, indices, rows.to(self.view.dtype))
-
-    def complete(self) -> None:
-        """Marks the gradient complete; `settle` sums it later, since a backward within the backward may open it again."""
-        self.state = State.COMPLETE
+        add_at(self._sum, indices, rows.to(self.dtype))
 
     def settle(self) -> None:
         """Makes `rows` from the partial sums. No contribution may follow."""
-        self.leave()
+        self._close()
+        home = self._home()
         sums = self._new() if self._sums is None else self._sums
-        order = self.order
-        is_alone = order.is_alone(self.param)
-        nodes = [Node(0, order.num_leaves)] if is_alone else order.nodes(self.param.reduce_group)
-        uses = range(self.param.num_sums)
-        rows = [sums.take(use, node, self.view) for use in uses for node in nodes]
+        is_whole = self.reduction.groups[self.param.reduce_group].size == 1
+        nodes = [Node(0, sums.num_leaves)] if is_whole else self.reduction.nodes(self.param.reduce_group)
+        rows = [sums.take(use, node, home) for use in range(self.param.num_sums) for node in nodes]
         assert not len(sums), f"{self.param.name}: micro-batches of other ranks, {sums.nodes}"
-        if rows[0] is not self.view:
-            self.view.copy_(rows[0])
-            rows[0] = self.view
-        if is_alone:
+        if rows[0] is not home:
+            home.copy_(rows[0])
+            rows[0] = home
+        if is_whole:
             add_uses(rows)
             del rows[1:]
         self.rows = rows
         self._sums = None
 
+    def _home(self) -> Tensor:
+        """Returns the view, with memory."""
+        if self.is_loose and self.view is self._empty:
+            self.view = torch.empty_like(self.parameter, dtype=self.dtype, memory_format=torch.contiguous_format)
+        return self.view
+
     def _begin(self) -> Tensor:
         """Returns the memory of a new leaf, with arbitrary contents."""
-        self._fresh = False
+        self._is_fresh = False
+        group = self.reduction.groups[self.param.reduce_group]
+        first, _ = run_of(group.coord, group.size, self.reduction.num_leaves)
         # The view holds the sum of this rank's first leaf.
-        is_first = self._leaf is None or self._leaf == (0, self.order.first(self.param.reduce_group))
-        self._sum = self.view if is_first else self.order.spares.lend(self.view)
+        is_first = self._leaf is None or self._leaf == (0, first)
+        self._sum = self._home() if is_first else self.reduction.spares.lend(self._home())
         return self._sum
 
-    def leave(self) -> None:
+    def _close(self) -> None:
         """Closes the open leaf, if any, and adds it to the partial sums: no contribution to it may follow."""
         leaf, self._leaf = self._leaf, None
-        if leaf is None or self._fresh:
+        if leaf is None or self._is_fresh:
             return
         self._closed.add(leaf)
         if self._sums is None:
@@ -335,7 +422,7 @@ class CanonicalSlot(Slot):
         self._sums.put(leaf.use, Node(leaf.micro, leaf.micro + 1), self._sum)
 
     def _new(self) -> PartialSums:
-        return PartialSums(self.order.num_leaves, self.order.spares, self.view)
+        return PartialSums(self.reduction.num_leaves, self.reduction.spares, self._home())
 
 
 def add_uses(sums: list[Tensor]) -> Tensor:
@@ -344,3 +431,34 @@ def add_uses(sums: list[Tensor]) -> Tensor:
     for other in others:
         first.add_(other)
     return first
+
+
+FAST = 'use [parallel] reduction = "fast"'
+Use = tuple[str, nn.Module, int]
+"""A use of a parameter: its name there, the module that holds it, and that module's stage."""
+
+
+def _ties(stages: Stages) -> Iterator[Diagnostic]:
+    """Yields a diagnostic "canonical-tie" for each shared parameter whose gradients cannot be summed in one order."""
+    uses: dict[int, dict[str, list[Use]]] = {}  # of each parameter, by layer
+    for stage, layers in stages:
+        for layer in layers:
+            for prefix, module in layer.module.named_modules(prefix=layer.name, remove_duplicate=False):
+                for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                    by_layer = uses.setdefault(id(parameter), {})
+                    by_layer.setdefault(layer.name, []).append((f"{prefix}.{attribute}", module, stage))
+    for by_layer in uses.values():
+        if len(by_layer) == 1:
+            continue
+        every = [use for each in by_layer.values() for use in each]
+        name = every[0][0]
+        odd = next((use for use in every if not (is_plain_linear(use[1]) or is_plain_embedding(use[1]))), None)
+        if odd is not None:
+            kind = type(odd[1]).__name__
+            message = f"{name!r} is {odd[0]!r} too, in a {kind}: autograd adds the gradients of both, or ranks do"
+            hint = f"{FAST}, or tie the weights of plain nn.Linear and nn.Embedding"
+            yield Diagnostic("canonical-tie", message, path=MODEL, hint=hint)
+        elif len({use[2] for use in every}) > 1 and len(by_layer) > 2:
+            count = len(by_layer)
+            message = f"{count} layers hold {name!r}, on several stages, which add its gradients in an order of their own"
+            yield Diagnostic("canonical-tie", message, path=MODEL, hint=f"{FAST}, or `pp = 1`")

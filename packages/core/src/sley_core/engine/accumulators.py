@@ -1,0 +1,288 @@
+"""The gradient of one parameter: its memory, the contributions of this step, and which of them are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from sley_core.engine.registry import Param
+from sley_core.engine.step_state import StepState
+from sley_core.errors import RunError
+
+
+class State(Enum):
+    """Says how far a gradient has come in this step; see the diagram of `Accumulator`."""
+
+    OPEN = "contributions may come"
+    COMPLETE = "nothing more is expected; it waits for those before it in the order"
+    REPORTED = "handlers know that it is complete"
+    PAUSED = "the next call of the same step adds to it"
+
+
+class Accumulator:
+    """Adds up the gradient of `param` in `view`, a part of a buffer, in the order in which contributions come.
+
+             reset ──> OPEN ── expected passes ──> COMPLETE ── report, in the store's order ──> REPORTED ──> reset, next step
+                        ^                             │                                            │
+                        └──────── check_open ─────────┘                                            └── `gradient-late`
+                          a backward within the backward came once more
+
+    Between two calls of one step an OPEN gradient is PAUSED.
+
+    contributions: their number in this step. passes: their number in the action that completes the gradient. Autograd makes one
+    pass per backward, however often it uses the parameter; the queue of a W makes one after the parameter's last product; a
+    communicator makes one with every contribution. expected_passes: those of earlier steps; 0 before the first step, None if
+    the number varies, so that only the end of the chunk completes the gradient. has_products: whether code adds weight
+    gradients besides autograd. is_lent: whether `parameter.grad` was made the view in this step: autograd then adds into it.
+    """
+
+    watches_autograd = True
+    """Whether a hook takes each gradient from autograd."""
+    rows: list[Tensor]
+    """Once settled, the sums for the reducer; only where their order is fixed."""
+
+    def __init__(self, param: Param, view: Tensor, expected_passes: int | None = 0, *, has_products: bool = False) -> None:
+        self.param = param
+        self.parameter = param.parameter
+        self.chunks = param.chunks
+        self.view = view
+        self.dtype = view.dtype
+        self.expected_passes = expected_passes
+        self.has_products = has_products
+        self.reset()
+
+    @property
+    def is_open(self) -> bool:
+        return self.state is State.OPEN
+
+    def reset(self) -> None:
+        """Begins a step: the first contribution will overwrite the view."""
+        self.contributions = 0
+        self.passes = 0
+        self.is_lent = False
+        self.state = State.OPEN
+        self.parameter.grad = None
+
+    def check_open(self, state: StepState) -> None:
+        """Checks that a contribution may come now; a COMPLETE gradient that was not yet reported is opened again.
+
+        Raises RunError `gradient-complete` if the gradient is complete and no step runs: a backward called by the user. Raises
+        `gradient-late` if it was already reported: its reduction would sum only a part of it.
+        """
+        if self.state is State.OPEN:
+            return
+        name = self.param.name
+        if state.action is not None:
+            assert not self.chunks <= state.done, f"{name}: a contribution after its gradient was reported ready"
+            self.expected_passes = None
+            if self.state is State.COMPLETE:
+                self.state = State.OPEN
+                return
+            raise RunError(
+                "gradient-late",
+                f"a backward within the backward reaches the parameter {name!r} again, whose gradient is being reduced: in "
+                "the steps before it came once",
+                hint="use torch.utils.checkpoint with `use_reentrant=False`, or `core.recompute`",
+            )
+        if self.state is State.PAUSED:
+            self.state = State.REPORTED  # the sum may have it already, so it is of no use
+        raise RunError(
+            "gradient-complete",
+            f"a backward between two steps reaches the parameter {name!r}, whose gradient is that of the step before",
+            hint="call `run.store.begin_step()` before a backward of your own, and read `run.store.gradient(param)` after "
+            "it, which is of this rank's samples; `run.step(batch)` trains on samples of your own",
+        )
+
+    def enter(self, layer: str = "", micro: int | None = None) -> None:
+        """Prepares for a contribution from a use of the parameter in `layer`, of the global micro-batch `micro` (left out: the
+        running one). Only a fixed order of sums depends on them.
+        """
+
+    def leave(self) -> None:
+        """Learns that the running action adds nothing more."""
+
+    def take(self, gradient: Tensor) -> None:
+        """Adds `gradient`, of any floating dtype, to the view; the first of a step is copied."""
+        if self.contributions:
+            self.view.add_(gradient)
+        else:
+            self.view.copy_(gradient)
+
+    def take_grad(self) -> None:
+        """Takes `parameter.grad`, set by autograd or a backward of a user's own: the whole sum if the view was lent. Raises
+        RunError `sparse-gradient`.
+        """
+        gradient = self.parameter.grad
+        assert gradient is not None, self.param
+        if gradient is not self.view:
+            if self.is_lent:
+                self.contributions = 0
+            self._adopt(_dense(gradient, self.param))
+            self.is_lent = not self.has_products and self.parameter.dtype == self.view.dtype
+            self.parameter.grad = self.view if self.is_lent else None
+        self.contributions += 1
+
+    @property
+    def is_assigned(self) -> bool:
+        """Whether a backward of a user's own assigned `parameter.grad`, and no hook has taken it."""
+        gradient = self.parameter.grad
+        return gradient is not None and gradient is not self.view
+
+    def take_product(self, left: Tensor, right: Tensor) -> None:
+        """Adds left^T right; without a temporary tensor if all have the same dtype."""
+        if left.dtype != self.dtype:
+            self.take(left.t() @ right)
+        elif self.contributions:
+            self.view.addmm_(left.t(), right)
+        else:
+            torch.mm(left.t(), right, out=self.view)
+
+    def take_rows(self, indices: Tensor, rows: Tensor) -> None:
+        """Adds each of `rows` at its index along dim 0; the first call of a step zeroes the view before."""
+        if not self.contributions:
+            self.view.zero_()
+        add_at(self.view, indices, rows.to(self.dtype))
+
+    def settle(self) -> None:
+        """Completes the sum, zeros if there was no contribution; called once per step, before the parameter is reported."""
+        if not self.contributions:
+            self.view.zero_()
+
+    def sum(self) -> Tensor | None:
+        """Returns the sum of this step so far, None if there is no contribution."""
+        return self.view if self.contributions else None
+
+    def pause(self) -> None:
+        """Ends a call of the step that other calls follow."""
+        self.state = State.PAUSED
+
+    def resume(self) -> bool:
+        """Begins the next call of the step; returns whether nothing was added since `pause`."""
+        was_paused, self.state = self.state is State.PAUSED, State.OPEN
+        return was_paused
+
+    def count_pass(self, *, is_first_step: bool) -> None:
+        """Counts one pass in the action that completes the gradient, and completes it if no more are expected. In the first
+        step the end of the chunk completes it, since the number is not known yet.
+        """
+        self.passes += 1
+        if self.is_open and not is_first_step and self.expected_passes and self.passes >= self.expected_passes:
+            self.state = State.COMPLETE
+
+    def learn(self) -> None:
+        """Notes, at the end of a step, in how many passes the gradient came, or that the number varies."""
+        if self.expected_passes is not None and self.passes:
+            self.expected_passes = self.passes if self.expected_passes in (0, self.passes) else None
+
+    def _adopt(self, gradient: Tensor) -> None:
+        """Adds `gradient` as `take` does, but may keep the tensor itself: the caller must not use it again."""
+        self.take(gradient)
+
+
+class LooseAccumulator(Accumulator):
+    """Adds up a gradient that no handler reduces, without a buffer: it stays in the tensor that autograd made, if that has the
+    store's dtype. `view` is a new tensor in every step.
+    """
+
+    def __init__(self, param: Param, empty: Tensor, expected_passes: int | None = 0, *, has_products: bool = False) -> None:
+        """empty: of the store's dtype, without elements."""
+        self._empty = empty
+        super().__init__(param, empty, expected_passes, has_products=has_products)
+
+    def reset(self) -> None:
+        super().reset()
+        self.view = self._empty
+
+    def take(self, gradient: Tensor) -> None:
+        # Contiguous, as the parameter is: a fused optimizer ignores strides, and would use elements in the wrong order.
+        self._adopt(gradient if self.contributions else gradient.clone(memory_format=torch.contiguous_format))
+
+    def take_product(self, left: Tensor, right: Tensor) -> None:
+        if self.contributions and left.dtype == self.dtype:
+            self.view.addmm_(left.t(), right)
+        else:
+            self._adopt((left.t() @ right).contiguous())
+
+    def take_rows(self, indices: Tensor, rows: Tensor) -> None:
+        if not self.contributions:
+            self.view = torch.zeros_like(self.parameter, dtype=self.dtype)
+        add_at(self.view, indices, rows.to(self.dtype))
+
+    def settle(self) -> None:
+        if not self.contributions:
+            self.view = torch.zeros_like(self.parameter, dtype=self.dtype)
+
+    def _adopt(self, gradient: Tensor) -> None:
+        if self.contributions:
+            self.view.add_(gradient)
+        else:
+            self.view = gradient.to(self.dtype).contiguous()  # somebody else's may have any strides
+
+
+class UnwatchedAccumulator(LooseAccumulator):
+    """Lets autograd add up a gradient of the store's dtype in `parameter.grad`, without a hook, until the end of the chunk."""
+
+    watches_autograd = False
+    is_assigned = False
+
+    def settle(self) -> None:
+        if self.parameter.grad is not None:
+            self._adopt(_dense(self.parameter.grad, self.param))
+            self.contributions += 1
+            self.parameter.grad = None
+        super().settle()
+
+    def check_no_late_gradient(self) -> None:
+        """Asserts that no contribution followed `settle`: no hook would notice one."""
+        gradient = self.parameter.grad
+        is_late = gradient is not None and gradient is not self.view
+        assert not is_late, f"{self.param.name}: a contribution after its gradient was reported ready"
+
+    def sum(self) -> Tensor | None:
+        return None if self.parameter.grad is None else _dense(self.parameter.grad, self.param)
+
+    def pause(self) -> None:
+        """Leaves the sum in `parameter.grad`, whose version tells whether anything else is added."""
+        super().pause()
+        summed = self.parameter.grad
+        self._paused = summed, 0 if summed is None else summed._version
+
+    def resume(self) -> bool:
+        summed, version = self._paused
+        self._paused = None, 0
+        is_untouched = self.parameter.grad is summed and (summed is None or summed._version == version)
+        return super().resume() and is_untouched
+
+
+def mark_irregular(tasks: Mapping[Accumulator, tuple[object, int]]) -> None:
+    """Marks each gradient that came in a backward within the backward as irregular: it may come more often next time. tasks:
+    the action in which each gradient came in the first step, and the number of autograd's graph task.
+    """
+    outermost: dict[object, int] = {}  # the action's own backward has the lowest task number: it began first
+    for action, task in tasks.values():
+        outermost[action] = min(task, outermost.get(action, task))
+    for accumulator, (action, task) in tasks.items():
+        if task != outermost[action]:
+            accumulator.expected_passes = None
+
+
+def _dense(gradient: Tensor, param: Param) -> Tensor:
+    """Returns `gradient` of `param` unchanged. Raises RunError `sparse-gradient` if it is a sparse tensor."""
+    if gradient.is_sparse:
+        raise RunError(
+            "sparse-gradient",
+            f"the gradient of the parameter {param.name!r} is sparse, which no reducer and no norm takes",
+            hint="make its module with `sparse=False`",
+        )
+    return gradient
+
+
+def add_at(table: Tensor, indices: Tensor, rows: Tensor) -> None:
+    """Adds `rows` [n, ...], of the table's dtype, at `indices` [n] along dim 0, deterministically."""
+    if table.is_cuda:
+        table.index_put_((indices,), rows, accumulate=True)  # sorted first; `index_add_` would be atomic here
+    else:
+        table.index_add_(0, indices, rows)  # one after the other; `index_put_` may be atomic here

@@ -1,0 +1,192 @@
+"""How a run adds up gradients of micro-batches and ranks, losses and norms: `[parallel] reduction`.
+
+A run has one `Reduction`, the store's. The class here is "fast": it adds in the order in which terms come. Its subclass in
+`engine.canonical` adds in one order, whatever the layout. No other code asks which of them a run has.
+
+On a CPU torch adds the squares of a tensor one after the other in the tensor's own dtype: over ten million fp32 elements the
+norm is off by 4e-4 (measured), and the error depends on how gradients lie in buffers, i.e. on the layout. Along the rows of a
+matrix it adds in vectors, so a long tensor is viewed as rows, whose norms are combined in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from sley_core.comm.collectives import all_reduce
+from sley_core.engine.accumulators import Accumulator, LooseAccumulator
+from sley_core.topology import DEFAULT_LANE
+
+if TYPE_CHECKING:
+    from sley_core.comm.groups import Group, Groups
+    from sley_core.comm.progress import SentBytes
+    from sley_core.engine.buffers import GradientBuffer, NormGroup
+    from sley_core.engine.gradients import GradientStore
+    from sley_core.engine.registry import Param, Stages
+    from sley_core.engine.step_state import StepState
+
+
+class Sums(Protocol):
+    """Sums a reducer's buffers over ranks.
+
+         start* ──> finish ──> start* ──> finish ...
+            └─────> forget ────────┘             (a step that failed)
+
+    All ranks of a group call `start` for the same buffers in the same order, so it may issue collectives.
+    """
+
+    def start(self, buffer: GradientBuffer, group: Group) -> None:
+        """Starts to sum `buffer`, this rank's complete share, over `group`; it must not be used until `finish`."""
+
+    def finish(self) -> None:
+        """Blocks until every started buffer holds its sum."""
+
+    def forget(self) -> None:
+        """Blocks until nothing writes into a buffer any more, and drops the state of a failed step."""
+
+    def trim(self) -> int:
+        """Frees, between two steps, what the next sums can allocate again; returns the number of bytes."""
+        return 0
+
+
+class Totals:
+    """Computes loss and norm of a step from this rank's gradients. Its construction may be a collective over all ranks.
+
+    loss: this rank's, float64 of any shape. kind: the p of the p-norm; math.inf for the largest element.
+    """
+
+    def __init__(self, groups: Groups, gradients: Sequence[NormGroup], loss: Tensor, kind: float) -> None:
+        self._kind = kind
+        self._loss = loss
+        self._norm = torch.zeros((), dtype=torch.float64, device=loss.device)
+        for group in gradients:
+            norm = joined_norm(group.tensors, kind)
+            if math.isinf(kind):
+                self._norm = torch.maximum(self._norm, norm)
+            else:  # each rank adds its share, so that the sum over all ranks counts every gradient once
+                copies = groups[group.reduce_group].size // group.num_shards * len(group.stages)
+                self._norm += norm**kind / copies
+        if math.isinf(kind):
+            # NaN becomes inf: backends differ in max(x, NaN), and some return x.
+            self._norm = self._norm.nan_to_num(nan=math.inf, posinf=math.inf)
+            # All ranks of the world, before the message of the totals, at the end of every step.
+            all_reduce(self._norm, groups["all"], "max", what="the gradient norm").wait()
+
+    def terms(self) -> Tensor:
+        """Returns what is to be summed over all ranks: float64 [n], n the same on all."""
+        return torch.stack([self._loss, self._norm])
+
+    def result(self, summed: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the sum of all losses and the norm, float64 scalars, from the sum of all ranks' `terms`."""
+        loss, norm = summed.unbind()
+        return loss, self._norm if math.isinf(self._kind) else norm.pow(1 / self._kind)
+
+
+class Reduction:
+    """Adds terms in the order in which they come.
+
+    fixed_order: whether the order is the same in every layout. Then losses and their weights are kept apart by micro-batch, and
+    code that adds gradients names the layer and the micro-batch. micro_axes: the axes whose ranks run as many micro-batches as
+    each other.
+    """
+
+    fixed_order = False
+    micro_axes: Sequence[str] = ("model", "sp")
+
+    def __init__(self, groups: Groups, state: StepState) -> None:
+        self.groups = groups
+        self.state = state
+
+    @staticmethod
+    def check_model(stages: Stages, per_rank_buffers: Sequence[str]) -> None:
+        """Raises PlanError for a model whose gradients have no such order. stages: the whole model, on meta."""
+
+    def check_accumulation(self) -> None:
+        """Raises UsageError if a step cannot be several calls."""
+
+    def num_sums(self, param: Param) -> int:
+        """Returns how many sums of each gradient a rank hands to the reducer, besides those of micro-batches."""
+        return 1
+
+    def accumulator(
+        self, param: Param, view: Tensor | None, empty: Tensor, expected_passes: int | None, *, has_products: bool
+    ) -> Accumulator:
+        """Returns the accumulator of `param` in `view`; None if nobody reduces it. empty: of the store's dtype, no elements."""
+        if view is None:
+            return LooseAccumulator(param, empty, expected_passes, has_products=has_products)
+        return Accumulator(param, view, expected_passes, has_products=has_products)
+
+    def partial_sums(self) -> Sequence[Tensor]:
+        """Returns the memory of this step besides the gradients."""
+        return ()
+
+    def clear(self) -> None:
+        """Frees that memory."""
+
+    def micros_beside(self, group: Group) -> range | None:
+        """Returns the micro-batches that the ranks of `group` run now, if their gradients must be added one by one."""
+        return None
+
+    def sums(self, store: GradientStore, fast: Callable[[], Sums], sent: SentBytes, lane: str = DEFAULT_LANE) -> Sums:
+        """Returns how a reducer sums buffers over ranks: `fast`, if the order is free. lane: of the groups."""
+        return fast()
+
+    def totals(self, gradients: Sequence[NormGroup], loss: Tensor, kind: float) -> Totals:
+        return Totals(self.groups, gradients, loss, kind)
+
+    def weight_terms(self, weights: Iterable[float]) -> list[float]:
+        """Returns the terms, to be added over ranks, of the loss weights of this rank's micro-batches."""
+        return [sum(weights)]
+
+    def weight_of(self, terms: Sequence[float]) -> float:
+        """Returns the loss weight whose summed terms these are."""
+        return terms[0]
+
+    def loss_terms(self, losses: Sequence[Tensor]) -> Tensor:
+        """Returns the terms, float64 [n], of the losses of several batches; `loss_of` adds up their sums over ranks."""
+        return reduce(torch.add, losses).reshape(1)
+
+    def loss_of(self, summed: Tensor, num_batches: int) -> float:
+        return float(summed)
+
+
+def reduction_class(name: str) -> type[Reduction]:
+    """Returns the class of the reduction that a plan names."""
+    if name == "canonical":
+        from sley_core.engine.canonical.tree import CanonicalReduction  # few plans need it
+
+        return CanonicalReduction
+    return Reduction
+
+
+ROW = 1024
+LONG = 4 * ROW
+"""Tensors of at least this many elements are viewed as rows. For 16,384 elements, few of them large as in an embedding's
+gradient, the error without rows was 1.2e-6 (measured).
+"""
+
+
+def joined_norm(tensors: Sequence[Tensor], kind: float) -> Tensor:
+    """Returns the p-norm over all elements of `tensors`, of one device and dtype, a float64 scalar. kind: p; may be inf."""
+    least = LONG if kind == 2 else ROW  # other powers lose more
+    wide = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else None
+    norms, short = [], []
+    for tensor in tensors:
+        if tensor.device.type != "cpu" or tensor.numel() < least:
+            short.append(tensor)
+            continue
+        rest = tensor.numel() % ROW  # 0 for most weights: a call of torch costs as much as the norm of a small one
+        rows = tensor.reshape(-1)[:-rest].view(-1, ROW) if rest else tensor.reshape(-1, ROW)
+        norms.append(torch.linalg.vector_norm(rows, kind, dim=1, dtype=wide))
+        if rest:
+            norms.append(torch.linalg.vector_norm(tensor.reshape(-1)[-rest:], kind, dtype=wide).reshape(1))
+    if short:
+        # As torch.nn.utils.get_total_norm, without its sorting by device and dtype: here all have the same.
+        norms.append(torch.stack(torch._foreach_norm(short, kind, dtype=wide)))
+    joined: Tensor = torch.linalg.vector_norm(torch.cat(norms), kind, dtype=torch.float64)
+    return joined
