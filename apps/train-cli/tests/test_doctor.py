@@ -16,7 +16,7 @@ from acting_model import doing
 
 from sley_core.metrics.jsonl import rows
 from sley_doctor.reports.fault_report import FaultReport, LaunchReport, write, write_launch
-from train_cli.recorder import FAULTS, WORK
+from train_cli.run_folder import FAULTS, WORK
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -31,7 +31,7 @@ from sley_core.run import Run
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.ranks import RankError, Ranks
 from train_cli.main import main
-from train_cli.run_files import newest_weights, plan_of_run
+from train_cli.saved import newest_weights, plan_of_run
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -129,7 +129,7 @@ def lay(patch: pytest.MonkeyPatch, where: str, times: int) -> None:
         "attempted": (attempts, "write_attempt", False),
         "rewound": (JsonlWriter, "rewind", False),
         "remove": (LocalFolder, "remove", True),
-        "summary": (rank, "write_summary", False),
+        "summary": (rank, "write_json", False),
     }[where]
     patch.setattr(owner, name, ends(getattr(owner, name), first=first))
 

@@ -199,7 +199,6 @@ def test_the_command_prints_json(cli: Any) -> None:
         (("plan.toml", "--league"), "verify-what"),
         (("--league", "--steps", 2), "verify-what"),
         (("--league", "--rows", "acumulation"), "league-rows"),
-        (("--league", "--against", "."), "verify-ranks"),
     ],
 )
 def test_what_names_neither_plan_nor_league_is_refused(

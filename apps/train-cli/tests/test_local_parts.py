@@ -12,18 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.utils.store import barrier
 
+from sley_core.comm.startup import STORE
 from sley_core.errors import PlanError
 from sley_core.plan.load import load_plan
 from train_cli import surroundings
-from train_cli.local_launch import _scratch
+from train_cli.local_launch import FileRendezvous, _scratch_folder, variables_of_ranks
 from train_cli.run_folder import FolderLock, TakenError, check_run_folder, held_run_folder, is_restart, lock
 
 
-def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_the_cores_and_stay_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(surroundings, "num_cores", lambda: 8)
-    assert surroundings.of_ranks(2, {}, 1)["OMP_NUM_THREADS"] == "4"
-    assert surroundings.of_ranks(16, {}, 1)["OMP_NUM_THREADS"] == "1"
+    assert [variables_of_ranks(size, {})["OMP_NUM_THREADS"] for size in (2, 16)] == ["4", "1"]
+    added = variables_of_ranks(2, {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth0"})
+    assert "OMP_NUM_THREADS" not in added, "what the user set stays"
+    assert added["GLOO_SOCKET_IFNAME"].startswith("lo")
 
 
 CGROUPS = {
@@ -55,49 +59,15 @@ def test_a_share_of_a_core_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert surroundings.num_cores() == 1
 
 
-def test_what_the_user_set_stays_but_for_loopback() -> None:
-    mine = {"OMP_NUM_THREADS": "3", "MALLOC_TRIM_THRESHOLD_": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-    added = surroundings.of_ranks(2, mine, 1)
-    assert "OMP_NUM_THREADS" not in added
-    assert not any(name.startswith("MALLOC_") for name in added), "what is kept is the plan's to say"
-    assert added["GLOO_SOCKET_IFNAME"].startswith("lo")
-
-
-def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLEY_ONE", "1")
-    with surroundings.environment({"SLEY_ONE": "2", "SLEY_TWO": "2"}):
-        assert (os.environ["SLEY_ONE"], os.environ["SLEY_TWO"]) == ("2", "2")
-    assert os.environ["SLEY_ONE"] == "1"
-    assert "SLEY_TWO" not in os.environ
-
-
-def test_every_attempt_has_a_store_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sley_core.comm.startup import STORE
-    from train_cli.local_launch import FileRendezvous
-
-    monkeypatch.setenv(STORE, "")
-    rendezvous = FileRendezvous(tmp_path, "run")
-    stores = []
-    for _ in range(2):
-        joined = rendezvous.next_rendezvous()
-        assert (joined.rank, joined.world_size) == (0, 1)
-        stores.append(os.environ[STORE])
-    assert len(set(stores)) == 2
-    assert all(store.startswith(tmp_path.as_uri()) for store in stores)
-
-
 def test_the_agent_waits_for_no_file_of_a_folder_that_was_tidied_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When its ranks have ended, which may be days after the folder was made."""
-    from torch.distributed.elastic.utils.store import barrier
-
-    from sley_core.comm.startup import STORE
-    from train_cli.local_launch import FileRendezvous
-
     monkeypatch.setenv(STORE, "")
-    meeting = tmp_path / "meeting"
-    meeting.mkdir()
-    store = FileRendezvous(meeting, "local").next_rendezvous().store
-    shutil.rmtree(meeting)
+    rendezvous = FileRendezvous(tmp_path / "scratch", "local")
+    (tmp_path / "scratch").mkdir()
+    store, first = rendezvous.next_rendezvous().store, os.environ[STORE]
+    rendezvous.next_rendezvous()
+    assert os.environ[STORE] != first, "every attempt has a store of its own"
+    shutil.rmtree(tmp_path / "scratch")
     barrier(store, 1, "ended", barrier_timeout=1)
 
 
@@ -107,21 +77,18 @@ def program(body: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_rank_whose_launcher_is_gone_ends_at_once() -> None:
-    done = program("from train_cli import lifeline; lifeline.hold(); print('still here')", SLEY_LAUNCHER="1")
-    assert (done.returncode, done.stdout) == (1, "")
+TIED = (
+    "import os; from train_cli import stopping; stopping.die_with_launcher(); print(stopping.has_launcher(), dict(os.environ))"
+)
 
 
-def test_a_rank_does_not_pass_its_launcher_on() -> None:
-    body = "import os; from train_cli import lifeline; lifeline.hold(); print(lifeline.is_held(), dict(os.environ))"
-    done = program(body, SLEY_LAUNCHER=str(os.getpid()))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("True ")
-    assert "SLEY_LAUNCHER" not in done.stdout
-
-
-def test_without_a_launcher_nothing_is_held() -> None:
-    assert program("from train_cli import lifeline; lifeline.hold(); print(lifeline.is_held())").stdout == "False\n"
+def test_a_rank_ends_with_its_launcher_and_does_not_pass_it_on() -> None:
+    gone = program(TIED, SLEY_LAUNCHER="1")
+    assert (gone.returncode, gone.stdout) == (1, "")
+    tied = program(TIED, SLEY_LAUNCHER=str(os.getpid()))
+    assert tied.stdout.startswith("True "), tied.stderr
+    assert "SLEY_LAUNCHER" not in tied.stdout
+    assert program(TIED).stdout.startswith("False ")
 
 
 # -- the run folder ----------------------------------------------------------------------------------------------------
@@ -277,7 +244,7 @@ def test_cuda_without_a_device(plan: Path, cli: Callable[..., Any], monkeypatch:
 
 def test_the_folder_of_a_launch_is_locked_while_its_ranks_run() -> None:
     """What tidies the folder of temporary files leaves a locked one alone (tmpfiles.d(5))."""
-    with _scratch() as path:
+    with _scratch_folder() as path:
         other = os.open(path, os.O_RDONLY)
         try:
             with pytest.raises(BlockingIOError):

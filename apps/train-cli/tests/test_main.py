@@ -14,18 +14,16 @@ from typing import Any
 import pytest
 
 from sley_core.errors import RunError
-from train_cli import lazy
-from train_cli.app import COMMANDS
-from train_cli.main import main
+from train_cli.main import COMMANDS, foreign, main
 
 Cli = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
 def _fresh_commands() -> Iterator[None]:
-    lazy.foreign.cache_clear()
+    foreign.cache_clear()
     yield
-    lazy.foreign.cache_clear()
+    foreign.cache_clear()
 
 
 def test_help_begins_with_two_examples_and_ends_with_the_exit_codes(cli: Cli) -> None:

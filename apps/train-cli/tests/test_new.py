@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sley_core.errors import UsageError
-from train_cli.commands.new import OURS, PluginKind, rendered
+from train_cli.commands.plugins import OURS, PluginKind, rendered
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "plugins" / "sley-narrow"
@@ -20,7 +20,7 @@ PUBLIC = ("sley_core.api.", "sley_core.errors", "sley_core.hookspecs", "sley_cor
 
 @pytest.mark.skipif(not EXAMPLE.exists(), reason="the example is not part of the sdist")
 def test_a_handler_is_the_example_that_the_documentation_explains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train_cli.commands.new.check_name", lambda *_: None)  # the example may be installed
+    monkeypatch.setattr("train_cli.commands.plugins.check_name", lambda *_: None)  # the example may be installed
     files = rendered("handler", "narrow")
     del files["README.md"]  # the example's is a page of this repository
     assert len(files) == 7

@@ -18,7 +18,7 @@ from sley_core.records import MemoryPoolRecord, MetricsWriterRecord, Record
 from sley_core.table import Positive, Table
 from sley_testing.plans import loader_of
 from sley_testing.reference import plan_page, rows
-from train_cli.plan_schema import json_schema
+from train_cli.commands.check import json_schema
 
 TYPES: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int, "number": (int, float)}
 MEANT = {

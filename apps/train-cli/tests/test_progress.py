@@ -1,13 +1,21 @@
-"""Progress as lines, as one line, and the closing summary."""
+"""The output of a run: its size, progress, closing lines and `summary.json`."""
 
 from __future__ import annotations
 
 import io
-import re
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from train_cli.progress import Reporter, closing, draws_line, duration, memory, rate
+from sley_core.json_text import to_json, write_json
+from train_cli.progress import Reporter, RunFacts, RunTotals, closing, draws_line, duration, opening, rate, repeats, summary
+
+SIZES = {"parameters": 1056896, "trained": 1056896, "samples_per_step": 16, "samples_per_epoch": 4352, "tokens_per_sample": 256}
+FACTS = RunFacts("quickstart", "cpu", 2, {"core": "sley-core 0.1.0"}, {"torch": "2.13.0"}, **SIZES)
 
 
 class Terminal(io.StringIO):
@@ -15,89 +23,59 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("NO_COLOR", "SLEY_NO_PROGRESS"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def row(step: int, **more: float) -> dict[str, float | int]:
     return {"step": step, "loss": 2.4128, "tokens_per_s": 8123.0, "memory_mb": 31949.0, **more}
 
 
-def reported(num_steps: int, log_every: int, *, line: bool = False) -> str:
-    stream = io.StringIO()
-    with Reporter(num_steps, log_every, line=line, stream=stream) as reporter:
-        for step in range(1, num_steps + 1):
-            reporter(row(step))
-    return stream.getvalue()
+def rows(num_steps: int) -> list[dict[str, float | int]]:
+    return [{"step": step, "loss": 6.0 - step / 8, "tokens": 512, "seconds": 0.25} for step in range(1, num_steps + 1)]
 
 
 def test_lines_come_every_so_often_and_at_the_end() -> None:
-    lines = reported(25, 10).splitlines()
-    assert [line.split()[1] for line in lines] == ["10/25", "20/25", "25/25"]
-    assert re.fullmatch(r"step 10/25  loss 2\.413  8\.1k tok/s  31\.2 GiB  0s left", lines[0]), lines[0]
-
-
-def test_the_first_step_foretells_nothing() -> None:
-    assert reported(5, 1).splitlines()[0] == "step 1/5  loss 2.413  8.1k tok/s  31.2 GiB"
-
-
-def test_a_held_out_loss_is_shown() -> None:
     stream = io.StringIO()
-    Reporter(10, 1, line=False, stream=stream)(row(1, held_out_loss=2.5))
-    assert "loss 2.413  held-out 2.500" in stream.getvalue()
-
-
-def test_one_line_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    stream = Terminal()
-    with Reporter(3, 1, line=True, stream=stream) as reporter:
-        for step in (1, 2, 3):
-            reporter(row(step))
-    assert "step 3/3" in stream.getvalue()
-    assert "\x1b[2K" in stream.getvalue()
+    with Reporter(25, 10, line=False, stream=stream) as reporter:
+        for step in range(1, 26):
+            reporter(row(step, held_out_loss=2.5))
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["10/25", "20/25", "25/25"]
+    assert lines[0] == "step 10/25  loss 2.413  held-out 2.500  8.1k tok/s  31.2 GiB  0s left"
 
 
 @pytest.mark.parametrize("line", [True, False])
-def test_what_a_run_notes_is_shown_when_it_comes(monkeypatch: pytest.MonkeyPatch, line: bool) -> None:
-    """Once, and not what was said before the first step."""
-    monkeypatch.setenv("TERM", "xterm")
+def test_notes_of_the_run_are_shown_once_when_they_come(line: bool) -> None:
     stream, notes = Terminal(), ["of before"]
     with Reporter(3, 9, line=line, notes=notes, stream=stream) as reporter:
         reporter(row(1))
         notes.append("no [room] left")
-        reporter(row(2))
+        reporter(row(3))
         assert "no [room] left" in stream.getvalue()
         notes.append("after the last step")
-    assert [stream.getvalue().count(note) for note in ("of before", "no [room] left", "after the last step")] == [0, 1, 1]
+    assert [stream.getvalue().count(note) for note in ("of before", *notes[1:])] == [0, 1, 1]
     assert reporter.new_notes == notes[1:]
-
-
-class Broken(Terminal):
-    def write(self, text: str) -> int:
-        raise BrokenPipeError("the pipe is closed")
+    assert ("\x1b[2K" in stream.getvalue()) == line, "one line is redrawn"
 
 
 @pytest.mark.parametrize("line", [True, False])
-def test_a_stream_that_takes_no_more_ends_nothing(monkeypatch: pytest.MonkeyPatch, line: bool) -> None:
-    monkeypatch.setenv("TERM", "xterm")
+def test_a_stream_that_takes_no_more_ends_nothing(line: bool) -> None:
     stream = Terminal()
     with Reporter(3, 1, line=line, stream=stream) as reporter:
         reporter(row(1))
         stream.close()
-        reporter(row(2))
         reporter(row(3))
     assert reporter.lost is not None
     assert reporter.lost.startswith("progress was not shown from step ")
-    broken = Reporter(3, 1, line=False, stream=Broken())
-    broken(row(1))
-    assert broken.lost == "progress was not shown from step 1 on: the pipe is closed"
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("SLEY_NO_PROGRESS", "1"), ("TERM", "dumb")])
 def test_plain_output_can_be_asked_for(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    for other in ("NO_COLOR", "SLEY_NO_PROGRESS"):
-        monkeypatch.delenv(other, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    assert draws_line(Terminal())
-    assert not draws_line(io.StringIO())
-    assert not draws_line(Terminal(), wanted=False)
+    assert (draws_line(Terminal()), draws_line(io.StringIO()), draws_line(Terminal(), wanted=False)) == (True, False, False)
     monkeypatch.setenv(name, value)
     assert not draws_line(Terminal())
 
@@ -105,43 +83,100 @@ def test_plain_output_can_be_asked_for(monkeypatch: pytest.MonkeyPatch, name: st
 def test_numbers_as_people_read_them() -> None:
     rates = [rate({"tokens_per_s": value}) for value in (812.3, 8123, 1.31e6)]
     assert rates == ["812 tok/s", "8.1k tok/s", "1.3M tok/s"]
-    assert [rate({"tokens_per_s": None, "samples_per_s": value}) for value in (0.314, 31.4)] == [
-        "0.31 samples/s",
-        "31 samples/s",
-    ]
-    assert [memory(value) for value in (812.0, 31949.0)] == ["812 MiB", "31.2 GiB"]
+    assert rate({"tokens_per_s": None, "samples_per_s": 0.314}) == "0.31 samples/s"
     assert [duration(value) for value in (7.6, 62, 11100)] == ["8s", "1m 02s", "3h 05m"]
 
 
-SUMMARY = {
-    "outcome": "finished",
-    "steps": 200,
-    "skipped_steps": 0,
-    "seconds": 58.4,
-    "final_loss": 2.41,
-    "mean_loss_last_20": 2.43,
-    "held_out_loss": 2.5,
-    "tokens_per_s": 14100.0,
-    "counts": {"mine.handler": {"kept": 3, "sent_bytes_per_step": 39321600}},
-}
+def test_the_opening_says_how_large_the_run_is() -> None:
+    held = {"weights": 4 << 20, "masters": 0, "gradients": 3 << 30}
+    plan: Any = SimpleNamespace(run=SimpleNamespace(steps=160), metrics=[SimpleNamespace(name="metrics.tensorboard")])
+    assert opening(FACTS, plan, held).splitlines() == [
+        "2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)",
+        "rank 0 holds 4.0 MiB weights, 3.0 GiB gradients, and after the first step the optimizer's states",
+        "memory below is the peak of rank 0's whole process, libraries included",
+        "no metrics.jsonl: [[metrics]] lists `metrics.tensorboard`, and not `core.jsonl`",
+    ]
+    unknown = RunFacts("small", "NVIDIA H100", 1, parameters=9, trained=8, samples_per_step=16)
+    assert opening(unknown, plan, held).startswith("1 rank, 8 of 9 parameters trained, 160 steps of 16 samples\n")
 
 
-def test_the_closing_lines() -> None:
-    first, *lines = closing(SUMMARY, "runs/small").splitlines()
-    assert first == "finished: 200 steps in 58s"
-    assert closing({**SUMMARY, "skipped_steps": 2}, "x").startswith("finished: 200 steps, 2 of them skipped in 58s\n")
-    assert [line.split("  ")[1].strip() for line in lines] == ["loss", "held-out loss", "speed", "run folder"]
-    assert "2.4100  (mean of the last 20: 2.4300)" in lines[0]
-    *_, counted, kept, sent = closing(SUMMARY, "runs/small", verbose=True).splitlines()
-    assert [counted, kept] == ["  mine.handler counted", "    kept                 3"]
-    assert sent == "    sent_bytes_per_step  39,321,600"
+@pytest.mark.parametrize(("num_samples", "words"), [(None, ""), (32, ""), (20, "steps = 2` avoids"), (1, "a batch takes 8")])
+def test_samples_that_an_evaluation_uses_again_are_named(num_samples: int | None, words: str) -> None:
+    plan: Any = SimpleNamespace(evaluation=SimpleNamespace(steps=4), batch=SimpleNamespace(global_size=8))
+    note = repeats(num_samples, plan)
+    assert words in note
+    assert bool(note) == bool(words)
 
 
-def test_the_mean_is_of_the_steps_that_there_were() -> None:
-    assert "(mean of the last 3: 2.4300)" in closing({**SUMMARY, "steps": 3}, "runs/small")
-    assert "mean" not in closing({**SUMMARY, "steps": 1}, "runs/small")
+def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:
+    steps = rows(40)
+    steps[19]["held_out_loss"] = 3.75
+    steps[39] |= {"held_out_loss": 1.5, "memory_mb": 31.5}
+    totals = RunTotals(steps[:10])  # of a run that was resumed
+    for each in steps[10:]:
+        totals.add(each)
+    assert len(totals.losses) == 20, "it does not grow with the run"
+    content = summary(FACTS, "finished", totals, {"mine.handler": {"kept": 3}}, {"weights": 4000})
+    assert content == {
+        "name": "quickstart",
+        "outcome": "finished",
+        "steps": 40,
+        "skipped_steps": 0,
+        "final_loss": 1.0,
+        "mean_loss_last_20": sum(6.0 - step / 8 for step in range(21, 41)) / 20,
+        "held_out_loss": 1.5,
+        "tokens": 40 * 512,
+        "seconds": 10.0,
+        "tokens_per_s": 2048.0,
+        "samples": 640,
+        "samples_per_s": 64.0,
+        "epochs": 640 / 4352,
+        "parameters": 1056896,
+        "trained_parameters": 1056896,
+        "memory_bytes": {"weights": 4000},
+        "memory_mb": 31.5,
+        "world": 2,
+        "device": "cpu",
+        "plugins": {"core": "sley-core 0.1.0"},
+        "versions": {"torch": "2.13.0"},
+        "counts": {"mine.handler": {"kept": 3}},
+        "notes": [],
+    }
+    assert closing(content, "runs/small", verbose=True).splitlines() == [
+        "finished: 40 steps in 10s",
+        "  loss           1.0000  (mean of the last 20: 2.1875)",
+        "  held-out loss  1.5000",
+        "  speed          2.0k tok/s",
+        "  run folder     runs/small",
+        "  mine.handler counted",
+        "    kept  3",
+    ]
 
 
-def test_a_run_without_a_step_has_no_numbers_to_close_with() -> None:
-    none = {**dict.fromkeys(SUMMARY), "outcome": "failed", "steps": 0, "seconds": 0.0}
+def test_the_summary_of_odd_runs() -> None:
+    steps = rows(4)
+    steps[3] |= {"loss": math.nan, "skipped": 1}
+    skipped = summary(FACTS, "finished", RunTotals(steps))
+    assert (skipped["skipped_steps"], skipped["final_loss"], skipped["mean_loss_last_20"]) == (1, steps[2]["loss"], 5.75)
+    assert closing(skipped, "x").startswith("finished: 4 steps, 1 of them skipped in 1s\n")
+    frames = [{"step": step, "loss": 1.0, "samples": 4, "seconds": 0.25} for step in (1, 2)]
+    content = summary(FACTS, "finished", RunTotals(frames))
+    assert (content["tokens"], content["tokens_per_s"], content["samples_per_s"]) == (0, None, 64.0)
+    none = summary(FACTS, "failed", RunTotals())
+    assert [none[key] for key in ("final_loss", "mean_loss_last_20", "held_out_loss", "tokens_per_s")] == [None] * 4
     assert closing(none, "runs/small") == "failed: 0 steps in 0s\n  run folder     runs/small"
+
+
+def test_a_file_is_written_in_full_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    write_json(tmp_path / "summary.json", {"steps": 1})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "summary.json", [object()])
+    monkeypatch.setattr("os.fsync", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        write_json(tmp_path / "summary.json", {"steps": 2})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+    assert to_json({"a": [math.inf, (1.5, math.nan)]}) == '{"a": [null, [1.5, null]]}'

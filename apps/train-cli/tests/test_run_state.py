@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 from written_records import record, window
 
+from sley_core.json_text import write_json
 from sley_doctor.reports.work_record import line
-from train_cli.recorder import WORK
-from train_cli.run_folder import FolderLock
-from train_cli.summary import write_summary
+from train_cli.run_folder import WORK, FolderLock
 
 Cli = Callable[..., Any]
 
@@ -45,7 +44,7 @@ def ended(folder: Path) -> Path:
     (made / "plan.toml").write_text('source_folder = "."', "utf-8")
     (made / "metrics.jsonl").write_text('{"step": 101}\n{"step": 102}\n', "utf-8")
     long_ago(made)
-    write_summary(made, {"outcome": "interrupted", "steps": 2})
+    write_json(made / "summary.json", {"outcome": "interrupted", "steps": 2})
     return made
 
 
@@ -103,7 +102,7 @@ def test_how_far_a_run_has_come_is_told_by_its_rows_its_lock_and_its_summary(cli
     long_ago(made)
     killed = "no process on this host holds the run's lock: it was killed; all ranks finished step 2, 16 min ago, and none"
     assert killed in cli("doctor", made).out
-    write_summary(made, {"outcome": "finished", "steps": 2})
+    write_json(made / "summary.json", {"outcome": "finished", "steps": 2})
     told = json.loads(cli("doctor", made, "--format", "json").out)
     assert (told["state"]["state"], told["state"]["step"]) == ("finished", 2)
     assert (told["slow"], told["why_not"]) == ([], "no rank has recorded a step")

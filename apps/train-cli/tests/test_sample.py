@@ -19,7 +19,7 @@ from sley_core.errors import UsageError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_testing.plans import Tables, changed, small_plan
-from train_cli.sampling import generate, text_ids
+from train_cli.commands.sample import _text_ids, generate
 
 PLAN = small_plan(
     optimizer={"use": "core.adamw", "lr": 1e-2}, precision__compute="fp32", evaluation={"every": 10, "steps": 2}, run__steps=10
@@ -168,7 +168,7 @@ def test_a_field_that_no_prompt_has_is_refused_with_what_to_do(reads: str, field
 def test_data_of_ones_own_needs_a_tokenizer() -> None:
     own: Any = SimpleNamespace(data=SimpleNamespace(name="my:data", record=None))
     with pytest.raises(UsageError, match="the data of this run, `my:data`, has no tokenizer"):
-        text_ids(own, None)
+        _text_ids(own, None)
 
 
 def test_what_cannot_be_sampled_is_refused(cli: Any, trained: Trained, folder: Path) -> None:

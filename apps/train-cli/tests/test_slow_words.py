@@ -14,7 +14,7 @@ from sley_doctor.run_report.page import waiting
 from sley_doctor.slow.blocks import MOST_BLOCKS, blocks_of
 from sley_doctor.slow.judge import judge
 from sley_doctor.slow.words import waits_of, work_in_words
-from train_cli.recorder import WORK
+from train_cli.run_folder import WORK
 
 
 def test_whom_a_rank_waits_for_is_who_waits_least() -> None:

@@ -167,7 +167,7 @@ def test_a_second_sigterm_lets_it_hurry() -> None:
     stopping.HURRY_S, stopping.TOGETHER_S = 0.2, {together}
     with stopping.Stopping(terminated_s=1.0) as rank:
         rank.working(lambda: asked.append(time.monotonic()))
-        stopping.end_workers = lambda: print(time.monotonic() - asked[0] < 0.9)
+        stopping._kill_workers = lambda: print(time.monotonic() - asked[0] < 0.9)
         print("ready")
         time.sleep(3600)
     """

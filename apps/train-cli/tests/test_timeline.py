@@ -15,7 +15,7 @@ from sley_core.plan.loader import Loader
 from sley_core.records import PartitionerRecord, Record, ScheduleRecord, StageLinkRecord
 from sley_core.table import Table
 from sley_testing.plans import loader_of, small_plan
-from train_cli.commands.show import timeline
+from train_cli.commands.show import timeline_lines
 
 
 class Nothing(Table):
@@ -53,7 +53,7 @@ def test_it_is_as_wide_as_the_terminal(loader: Loader, monkeypatch: pytest.Monke
     monkeypatch.setenv("COLUMNS", str(columns))
     parts = {"parallel": {"dp": 1, "pp": 2}, "pipeline": {"use": "waves.waves"}, "partition": {"use": "waves.even"}}
     plan = plan_from_dict(tables(**parts, batch={"global_size": 14, "micro_size": 1}), loader=loader)
-    _, drawn, *_ = timeline(plan, plan.topology(2))
+    _, drawn, *_ = timeline_lines(plan, plan.topology(2))
     widths = [len(line) for line in drawn.splitlines() if line.startswith("stage")]
     assert columns - 50 < max(widths) <= columns
 
@@ -61,7 +61,7 @@ def test_it_is_as_wide_as_the_terminal(loader: Loader, monkeypatch: pytest.Monke
 def test_stages_stand_one_below_the_other(loader: Loader) -> None:
     pipeline = {"parallel": {"dp": 1, "pp": 2}, "pipeline": {"use": "waves.waves"}, "partition": {"use": "waves.even"}}
     plan = plan_from_dict(tables(**pipeline), loader=loader)
-    drawn = "\n".join(timeline(plan, plan.topology(2)))
+    drawn = "\n".join(timeline_lines(plan, plan.topology(2)))
     assert "stage 0  F0-F1-F2-" in drawn
     assert "stage 1: idle" in drawn
     assert "2 stages, 3 micro-batches; F, I and W take" in drawn
@@ -71,7 +71,7 @@ def test_stages_stand_one_below_the_other(loader: Loader) -> None:
 def test_one_stage_and_one_micro_batch_are_not_many(loader: Loader) -> None:
     parts = {"parallel": {"dp": 1}, "pipeline": {"use": "waves.waves"}, "partition": {"use": "waves.even"}}
     plan = plan_from_dict(tables(**parts, batch={"global_size": 1, "micro_size": 1}), loader=loader)
-    drawn = "\n".join(timeline(plan, plan.topology(1)))
+    drawn = "\n".join(timeline_lines(plan, plan.topology(1)))
     assert ": 1 stage, 1 micro-batch; " in drawn
     assert "holds at most 1 micro-batch of a chunk" in drawn
 
@@ -79,4 +79,4 @@ def test_one_stage_and_one_micro_batch_are_not_many(loader: Loader) -> None:
 def test_without_a_pipeline_there_is_none(loader: Loader) -> None:
     plan = plan_from_dict(tables(), loader=loader)
     with pytest.raises(PlanError, match="no \\[pipeline\\]"):
-        list(timeline(plan, plan.topology(1)))
+        list(timeline_lines(plan, plan.topology(1)))

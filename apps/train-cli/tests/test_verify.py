@@ -197,8 +197,8 @@ def test_the_command_fails_where_they_differ(
     plugin_folder(OWN, wrong="wrong_reducers")
     changes = ['gradient_handlers=[{use="wrong.mean"}]']
 
-    def launch(arguments: list[str], size: int, folder: Path, **_: Any) -> Fault:
-        assert arguments[-1] == str(folder)
+    def launch(target: str, arguments: dict[str, Any], size: int, folder: Path, **_: Any) -> Fault:
+        assert (target, arguments["folder"]) == ("train_cli.verify:compare_on_rank", str(folder))
         ranks(size, 120)(on_a_rank, load_plan, (plan, changes), 1, folder)
         return Fault((), 0)
 
@@ -221,7 +221,6 @@ def test_the_command_fails_where_they_differ(
         ((), ["parallel.dp=1"], 2, "nothing-to-verify"),
         (("--steps", 5), [], 2, "verify-steps"),
         (("--world", 3), [], 3, "layout"),
-        (("--against", "."), [], 2, "verify-ranks"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(

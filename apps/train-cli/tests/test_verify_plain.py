@@ -16,7 +16,6 @@ from sley_testing.plans import Tables, small_plan
 from sley_testing.verify.findings import SeenHabit, differences, in_words, read
 from sley_testing.verify.measure import check_complete, compare, limits
 from sley_testing.verify.plain import keep_plain, refuse_unlike
-from train_cli import lazy
 from train_cli.main import main
 from train_cli.one_process import in_layout, in_one_process
 
@@ -94,7 +93,7 @@ def test_an_optimizer_that_draws_is_named(texts: Path, tmp_path: Path) -> None:
 def test_the_test_kit_is_asked_for_by_name(
     plan: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lazy, "find_spec", lambda _: None)
+    monkeypatch.setattr("train_cli.main.find_spec", lambda _: None)
     assert main(["verify", str(plan)]) != 0
     assert "`train-cli verify` is part of sley-testing, which is not installed" in capsys.readouterr().err
 

@@ -160,10 +160,10 @@ def test_a_full_disk_is_told_with_its_file(cli: Cli, own_model: Own, folder: Pat
 
 
 def test_a_summary_that_cannot_be_written_is_no_bug(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(folder: Path, content: object) -> None:
-        raise OSError(28, "No space left on device", str(folder / "summary.json"))
+    def full(path: Path, content: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(rank, "write_summary", full)
+    monkeypatch.setattr(rank, "write_json", full)
     result = cli("run", plan, "--set", "parallel.dp=1")
     assert result.code == 1
     (told,) = errors(result.err)

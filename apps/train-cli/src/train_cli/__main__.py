@@ -1,10 +1,17 @@
-"""`python -m train_cli`, which is also what a launcher starts on every rank."""
+"""`python -m train_cli`: the command, also under torchrun; or one rank of a local launch (`train_cli.local_launch`)."""
 
-from train_cli import lifeline
+import sys
+
+from train_cli import stopping
 
 if __name__ == "__main__":
-    lifeline.hold()
+    stopping.die_with_launcher()
+
+    if stopping.has_launcher():
+        from train_cli.rank import main as rank_main
+
+        stopping.leave(rank_main(*sys.argv[1:]))
 
     from train_cli.main import main
 
-    lifeline.leave(main())
+    stopping.leave(main())

@@ -1,15 +1,16 @@
 """Starts the ranks of a local run and waits for them: torch.distributed.elastic's agent, in this process, with a rendezvous in
-a private file and an end of its own for ranks.
+a private file and its own way to end ranks.
 
-    launcher ──> agent ──> python -m train_cli run plan.toml     RANK=0     each in a session of its own,
-                     └───> python -m train_cli run plan.toml     RANK=1     stdout and stderr as the launcher's
+    launcher ──> agent ──> python -m train_cli MODULE:FUNCTION JSON     RANK=0     each in a session of its own,
+                     └───> python -m train_cli MODULE:FUNCTION JSON     RANK=1     stdout and stderr as the launcher's
 
-It is the engine behind torchrun, and ranks run the same command as under torchrun. Differences: nothing listens beyond
-loopback, ranks die with their launcher, Ctrl-C lets them finish their step, and the first failure is shown once.
+It is the engine behind torchrun. Differences: nothing listens beyond loopback, ranks die with their launcher, Ctrl-C lets them
+finish their step, and the first failure is shown once.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -26,17 +27,14 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # exporte
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from sley_core.comm.startup import STORE
 from sley_core.errors import EXIT_OK, EXIT_PLAN_INVALID, EXIT_PLUGIN, EXIT_TERMINATED, EXIT_USAGE
 from train_cli import surroundings
-from train_cli.blame import blame
-from train_cli.faults import Fault
-from train_cli.recorder import recorder
-from train_cli.run_folder import lock
-from train_cli.stopping import HEARD, HURRY_S, REMIND_S, STILL, WARNINGS, codes
+from train_cli.faults import Fault, blame
+from train_cli.run_folder import lock, recorder
+from train_cli.stopping import HEARD, HURRY_S, LAUNCHER, REMIND_S, STILL, WARNINGS, codes
 
 MORE_S = 2
 """Between SIGTERM and SIGKILL, beyond what a rank gives itself."""
@@ -44,7 +42,13 @@ MORE_S = 2
 AGAIN_S = 1.5
 """Between two SIGTERMs that a rank takes for two."""
 
-_END_POLL_S = 0.05
+_END_POLL_S, _POLL_S = 0.05, 0.1
+_REFUSED = (EXIT_USAGE, EXIT_PLAN_INVALID, EXIT_PLUGIN)
+"""Exit codes of a run that does not begin."""
+
+_ELASTICS = (signal.SIGQUIT,)
+"""Left to elastic, which passes it on and waits for the ranks to end."""
+
 _STATES = {
     "T": "it is stopped, as by SIGSTOP",
     "t": "it is stopped by a debugger",
@@ -54,8 +58,63 @@ _STATES = {
 }
 
 
+def launch(
+    target: str,
+    arguments: Mapping[str, Any],
+    num_ranks: int,
+    run_folder: Path,
+    *,
+    say: Callable[[str], None],
+    terminated_s: float,
+    stop_signals: Sequence[str] = (),
+    verbose: bool = False,
+) -> Fault:
+    """Calls `target`, "module:function", with `arguments` (JSON) on `num_ranks` ranks of this machine; blocks until all have
+    ended. The function returns the rank's exit code.
+
+    Returns what to show and the exit code, `EXIT_OK` on success. run_folder: gets the report of how ranks ended, if one failed.
+    say: prints a line for the user. terminated_s: how long a rank gives itself after SIGTERM. stop_signals: of the plan.
+    verbose: lets elastic log.
+    """
+    with _scratch_folder() as folder, _environment(num_ranks), _elastic_logs(verbose):
+        signals = _Signals(say, codes(stop_signals))
+        logs = folder / "logs"
+        logs.mkdir()
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=num_ranks,
+            rdzv_handler=FileRendezvous(folder, run_id="local"),
+            # -P: a file of the current folder that is named like a module must not take its place.
+            entrypoint=sys.executable,
+            args=("-P", "-m", "train_cli", target, json.dumps(arguments)),
+            max_restarts=0,
+            monitor_interval=_POLL_S,
+            local_addr="127.0.0.1",
+        )
+        agent = signals.agent = Agent(spec, DefaultLogsSpecs(log_dir=str(logs)), signals.remind, terminated_s)
+        try:
+            with signals:
+                result = agent.run()
+        except SignalException as error:
+            return Fault((), 128 + error.sigval)
+        finally:
+            agent.end_sessions()
+        if signals.first is not None:
+            return Fault((), signals.codes[signals.first])
+        if not result.is_failed():
+            return Fault((), EXIT_OK)
+        failures = result.failures
+        fault = blame(failures, num_ranks, agent.silent)
+        if fault.exit_code not in _REFUSED:  # which is no failure of the run whose folder it is
+            with suppress(OSError):  # the fault itself is worth more than its report
+                ends = {rank: failure.exitcode for rank, failure in failures.items()}
+                first = min(failures, key=lambda rank: (failures[rank].timestamp, rank), default=None)
+                recorder().launched(run_folder, num_ranks, ends, agent.silent, first)
+        return fault
+
+
 class Agent(LocalElasticAgent):
-    """Runs the ranks of `spec` as elastic's agent does, and ends them in the way above.
+    """Runs the ranks of `spec` as elastic's agent does, and ends them in its own way, alike in all versions of torch.
 
     silent: after the run, the state of each rank that SIGTERM did not end. is_asked: set when the user has asked the run to
     stop. watch: called several times a second. terminated_s: how long a rank gives itself after SIGTERM.
@@ -64,8 +123,7 @@ class Agent(LocalElasticAgent):
                                                     └── 10 s ──> those left are noted in `silent` with their states, and killed
 
     A rank of ours ends after SIGTERM unless it cannot run at all. Where the user asked the run to stop, ranks may save a
-    checkpoint, and the second SIGTERM, which makes them hurry, is left out. Elastic alone waits 30 s, and versions of torch
-    differ in whether that can be changed; the agent ends ranks itself, so that all versions behave alike.
+    checkpoint, and the second SIGTERM, which makes them hurry, is left out.
     """
 
     def __init__(self, spec: WorkerSpec, logs: LogsSpecs, watch: Callable[[], None], terminated_s: float) -> None:
@@ -85,7 +143,6 @@ class Agent(LocalElasticAgent):
         send(self._started, signal.SIGKILL)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Starts the ranks, and puts `_end` in place of elastic's way to end them."""
         found: dict[int, Any] = super()._start_workers(worker_group)
         self._started += [pid for pid in found.values() if isinstance(pid, int)]
         context = self._pcontext
@@ -133,13 +190,12 @@ def send(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def state_of(pid: int) -> str:
-    """Returns the state of a process in words; empty if the system does not tell."""
-    try:
+    """Returns the state of a process in words; empty if it is not known."""
+    with suppress(OSError, IndexError):
         # The name of the program, in parentheses, may have any character.
         letter = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-    return _STATES.get(letter, "")
+        return _STATES.get(letter, "")
+    return ""
 
 
 class FileRendezvous(RendezvousHandler):
@@ -156,7 +212,6 @@ class FileRendezvous(RendezvousHandler):
         self._num_attempts = 0
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Makes the folder and store of a new attempt, and puts the store's URI into this process's environment."""
         attempt = self._folder / f"attempt-{self._num_attempts}"
         attempt.mkdir()
         self._num_attempts += 1
@@ -185,60 +240,8 @@ class FileRendezvous(RendezvousHandler):
         return True
 
 
-_POLL_S = 0.1
-_REFUSED = (EXIT_USAGE, EXIT_PLAN_INVALID, EXIT_PLUGIN)
-"""Exit codes of what does not begin."""
-
-_ELASTICS = (signal.SIGQUIT,)
-"""Left to elastic, which passes it on and waits for the ranks to end."""
-
-
-def launch(
-    arguments: Sequence[str],
-    num_ranks: int,
-    run_folder: Path,
-    *,
-    say: Callable[[str], None],
-    terminated_s: float,
-    stop_signals: Sequence[str] = (),
-    verbose: bool = False,
-) -> Fault:
-    """Runs `python -m train_cli` with `arguments` on `num_ranks` ranks of this machine; blocks until all have ended.
-
-    Returns what to show and the exit code, `EXIT_OK` on success. run_folder: gets the report of how ranks ended, if one failed.
-    say: prints a line for the user. terminated_s: how long a rank gives itself after SIGTERM. stop_signals: of the plan.
-    verbose: lets elastic log.
-    """
-    with _scratch() as folder, surroundings.environment(_variables(num_ranks)), _logging(verbose):
-        signals = _Signals(say, codes(stop_signals))
-        agent = signals.agent = _agent(folder, arguments, num_ranks, signals.remind, terminated_s)
-        try:
-            with signals:
-                result = agent.run()
-        except SignalException as error:
-            return Fault((), 128 + error.sigval)
-        finally:
-            agent.end_sessions()
-        if signals.first is not None:
-            return Fault((), signals.codes[signals.first])
-        if not result.is_failed():
-            return Fault((), EXIT_OK)
-        fault = blame(result.failures, num_ranks, agent.silent)
-        if fault.exit_code not in _REFUSED:  # which is no failure of the run whose folder it is
-            with suppress(OSError):  # the fault itself is worth more than its report
-                _record(run_folder, result.failures, num_ranks, agent)
-        return fault
-
-
-def _record(run_folder: Path, failures: Mapping[int, ProcessFailure], num_ranks: int, agent: Agent) -> None:
-    """Records how the ranks ended, for `train-cli doctor`."""
-    codes = {rank: failure.exitcode for rank, failure in failures.items()}
-    first = min(failures, key=lambda rank: (failures[rank].timestamp, rank), default=None)
-    recorder().launched(run_folder, num_ranks, codes, agent.silent, first)
-
-
 @contextmanager
-def _scratch() -> Iterator[Path]:
+def _scratch_folder() -> Iterator[Path]:
     """Yields a private folder while the ranks run, locked so that cleaners of temporary files leave it alone."""
     with tempfile.TemporaryDirectory(prefix="sley-", ignore_cleanup_errors=True) as name:
         folder = os.open(name, os.O_RDONLY)
@@ -250,29 +253,31 @@ def _scratch() -> Iterator[Path]:
             os.close(folder)
 
 
-def _variables(num_ranks: int) -> dict[str, str]:
-    """Returns the environment variables of the launcher's agent and its ranks."""
-    added = surroundings.of_ranks(num_ranks, os.environ, os.getpid())
-    # The rendezvous sets the store; named here so that the environment is put back afterwards.
-    return {**added, STORE: "", "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(each.name for each in _ELASTICS)}
+def variables_of_ranks(num_ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that `num_ranks` local ranks get beyond `environ`, whose OMP_NUM_THREADS is kept. A local run never
+    communicates beyond loopback.
+    """
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    threads = {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": str(max(1, surroundings.num_cores() // num_ranks))}
+    return {LAUNCHER: str(os.getpid()), "GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, **threads}
 
 
-def _agent(folder: Path, arguments: Sequence[str], num_ranks: int, watch: Callable[[], None], terminated_s: float) -> Agent:
-    """Returns elastic's agent for the ranks; `watch` is called several times a second."""
-    logs = folder / "logs"
-    logs.mkdir()
-    spec = WorkerSpec(
-        role="rank",
-        local_world_size=num_ranks,
-        rdzv_handler=FileRendezvous(folder, run_id="local"),
-        # -P: a file of the current folder that is named like a module must not take its place.
-        entrypoint=sys.executable,
-        args=("-P", "-m", "train_cli", *arguments),
-        max_restarts=0,
-        monitor_interval=_POLL_S,
-        local_addr="127.0.0.1",
-    )
-    return Agent(spec, DefaultLogsSpecs(log_dir=str(logs)), watch, terminated_s)
+@contextmanager
+def _environment(num_ranks: int) -> Iterator[None]:
+    """Sets the variables of the agent and its ranks in this process within the block, and restores them."""
+    # The rendezvous sets the store; named here so that it is put back afterwards.
+    more = {STORE: "", "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(each.name for each in _ELASTICS)}
+    variables = variables_of_ranks(num_ranks, os.environ) | more
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 class _Signals:
@@ -326,9 +331,10 @@ class _Signals:
 
 
 @contextmanager
-def _logging(verbose: bool) -> Iterator[None]:
+def _elastic_logs(verbose: bool) -> Iterator[None]:
     """Turns off elastic's logs, which print every failure at length, unless `verbose`; our diagnostics name the cause."""
-    loggers = [logging.getLogger(name) for name in _elastic_loggers()]
+    names = [name for name in logging.Logger.manager.loggerDict if name.startswith("torch.distributed.elastic")]
+    loggers = [logging.getLogger(name) for name in names]
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.INFO if verbose else logging.CRITICAL + 1)
@@ -337,7 +343,3 @@ def _logging(verbose: bool) -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, before, strict=True):
             logger.setLevel(level)
-
-
-def _elastic_loggers() -> list[str]:
-    return [name for name in logging.Logger.manager.loggerDict if name.startswith("torch.distributed.elastic")]

@@ -1,15 +1,103 @@
-"""Parses the command line of `train-cli`, shows errors and returns the exit code; tracebacks only on request."""
+"""The command line of `train-cli`: its commands, each imported when it is called; errors as diagnostics; exit codes.
+
+Beside our commands there are those of other packages, entry points of the group `sley.commands`:
+
+    [project.entry-points."sley.commands"]
+    sweep = "my_package.sweep:sweep"          # a function with Typer's annotations, or a typer.Typer
+
+makes `train-cli sweep`.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from typing import Annotated, Any
 
-from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from sley_core.discovery import to_install
+from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, PluginError
 from sley_core.process import uncollected
+from train_cli import console
+from train_cli.console import Settings
+from train_cli.options import MessageFormat, remedy
 from train_cli.stopping import Terminated
+
+GROUP = "sley.commands"
+
+SECTIONS = {
+    "Prepare": {
+        "new": "Write a plugin package to start from.",
+        "plugins": "List installed plugins, records and their options.",
+        "needs": "Print what to pip install for a plan.",
+        "schema": "Print the JSON Schema of a plan.",
+        "check": "Find every mistake of one or more plans.",
+        "show": "Show the resolved plan, ranks and groups.",
+    },
+    "Look ahead": {
+        "estimate": "Say how much memory each stage needs.",
+        "search": "Find the fastest layouts that fit.",
+        "calibrate": "Measure this machine, for estimates of seconds.",
+    },
+    "Train": {
+        "run": "Train as the plan says.",
+        "launch": "Print what starts a plan on several hosts.",
+        "verify": "Compare a plan's layout with one process.",
+    },
+    "Look back": {
+        "doctor": "Say what went wrong in a run, from the reports of its ranks.",
+        "report": "Write a page about runs, with curves and tables.",
+        "eval": "Print the held-out loss of a run's weights.",
+        "sample": "Generate text from a run's weights.",
+        "export": "Write a run's weights for other programs.",
+        "env": "Print versions and devices, for a report.",
+    },
+}
+"""Sley's commands in the order in which one comes to use them, as in `--help`."""
+
+PACKAGES = {"estimate": "estimate", "search": "estimate", "calibrate": "estimate", "doctor": "doctor", "report": "doctor"}
+"""The commands that are in a package `sley-<...>` of their own."""
+
+MODULES = {"new": "plugins", "needs": "check", "schema": "check", "env": "check", "eval": "sample"}
+"""The module of `train_cli.commands` that has the function of a command, where it is not that of the command's name."""
+
+COMMANDS = {name: summary for section in SECTIONS.values() for name, summary in section.items()}
+
+# \b keeps the lines of a paragraph as they are.
+HELP = """
+\b
+Examples:
+  train-cli run plan.toml
+  train-cli check plan.toml --set batch.micro_size=4
+
+Trains transformer models from one file, the plan.
+Results go to runs/NAME where the command is given; NAME is the plan's run.name.
+"""
+
+EPILOG = """
+\b
+Exit codes:
+  0    success
+  1    the run failed
+  2    wrong command line
+  3    plan invalid
+  4    plugin missing, broken, ambiguous or incompatible
+  129  hung up (SIGHUP, as of a terminal that was closed)
+  130  interrupted (Ctrl-C)
+  131  quit (SIGQUIT), with ranks on this machine
+  138  warned by the batch system (SIGUSR1)
+  140  warned by the batch system (SIGUSR2)
+  143  terminated (SIGTERM)
+  152  warned by the batch system (SIGXCPU)
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,36 +106,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv: the arguments without the name of the program; those of this process if left out.
     """
     _open_standard_streams()
+    settings = Settings()
     try:
         with uncollected():  # imports allocate much and free nothing; training turns it on
-            code = _main(list(sys.argv[1:] if argv is None else argv))
-            if argv is None:
-                gc.freeze()  # at its end Python would look through all modules for garbage, for most of a second
-            return code
+            # Typer's own handling of SleyError would be exit code 1 and a traceback, so errors are handled here.
+            command().main(list(sys.argv[1:] if argv is None else argv), prog_name="train-cli", obj=settings)
+        return EXIT_OK
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Terminated as stop:
         return stop.code
-
-
-def _main(arguments: list[str]) -> int:
-    """Runs a command, shows its error if it has one, and returns the exit code."""
-    from train_cli import console
-    from train_cli.app import command
-
-    settings = console.Settings()
-    try:
-        # Typer's own handling of SleyError would be exit code 1 and a traceback, so errors are handled here.
-        command().main(arguments, prog_name="train-cli", obj=settings)
     except SystemExit as stop:
-        return _code(stop)
+        if stop.code is None:
+            return EXIT_OK
+        return stop.code if isinstance(stop.code, int) else EXIT_RUN_FAILED
     except Exception as error:
-        from train_cli.faults import Fault  # what only an error needs is not imported without one
+        from train_cli.faults import Fault
 
         fault = Fault.of(error)
         console.show(fault, settings)
         return fault.exit_code
-    return EXIT_OK
+    finally:
+        if argv is None:
+            gc.freeze()  # at its end Python would look through all modules for garbage, for most of a second
 
 
 def _open_standard_streams() -> None:
@@ -61,7 +142,181 @@ def _open_standard_streams() -> None:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
-def _code(stop: SystemExit) -> int:
-    if stop.code is None:
-        return EXIT_OK
-    return stop.code if isinstance(stop.code, int) else EXIT_RUN_FAILED
+class Commands(TyperGroup):
+    """Lists our commands, then those of other packages, without importing any of them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*self.commands, *(name for name in foreign() if name not in self.commands)]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Writes the commands for `--help`, section by section."""
+        names = self.list_commands(ctx)
+        width = max(map(len, names))
+        others = {name: foreign_summary(name) for name in names if name not in self.commands}
+        missing = {name: package for name, package in PACKAGES.items() if name not in foreign()}
+        absent = {name: f"{COMMANDS[name]} (sley-{package})" for name, package in missing.items()}
+        for title, section in {**SECTIONS, "Of other packages": others, "Not installed": absent}.items():
+            dim = title == "Not installed"
+            rows = {name: summary for name, summary in section.items() if dim or name not in missing}
+            if rows:
+                with formatter.section(title):
+                    cells = [(name.ljust(width), summary) for name, summary in rows.items()]
+                    formatter.write_dl([tuple(typer.style(cell, dim=True) for cell in row) for row in cells] if dim else cells)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in self.commands or cmd_name not in foreign():
+            return super().get_command(ctx, cmd_name)
+        return LazyCommand(cmd_name, foreign_summary(cmd_name), partial(load_foreign, cmd_name), _common())
+
+
+class LazyCommand(TyperCommand):
+    """Stands for a command until it is called or asked for its help; `load` returns its function or Typer app.
+
+    options: parameters that every command has beside its own.
+    """
+
+    def __init__(self, name: str, summary: str, load: Callable[[], Any], options: Sequence[Any]) -> None:
+        super().__init__(name, help=summary, short_help=summary, rich_markup_mode=None)
+        self._load = load
+        self._options = options
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        loaded = self._load()
+        if not isinstance(loaded, typer.Typer):
+            app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+            app.command(self.name)(loaded)
+            loaded = app
+        command = typer.main.get_command(loaded)
+        command.params.extend(self._options)
+        try:
+            return command.make_context(info_name, args, parent, **extra)
+        except Exception as error:
+            # Click's NoSuchOption, of which some releases of Typer have a copy: advice in place of options with similar names.
+            unknown: Any = error
+            if hasattr(unknown, "possibilities") and hasattr(unknown, "option_name"):
+                advice = remedy(unknown.option_name, [name for each in command.params for name in each.opts])
+                unknown.possibilities = None
+                unknown.message += f" ({advice})" if advice else ""
+            raise
+
+
+def command() -> Any:
+    """Returns the click command of the whole program, to be called with arguments and `obj=Settings()`."""
+    group = typer.main.get_command(_app)
+    assert isinstance(group, Commands), group
+    common = _common()
+    group.params.extend(common)
+    for name, summary in COMMANDS.items():
+        group.add_command(LazyCommand(name, summary, partial(_load, name), common))
+    return group
+
+
+def _load(name: str) -> Any:
+    """Imports and returns the function of one of Sley's commands; raises PluginError "command-missing" if it is in a package
+    that is not installed.
+    """
+    if name not in PACKAGES:
+        return getattr(import_module(f"train_cli.commands.{MODULES.get(name, name)}"), name)
+    if name not in foreign():
+        raise not_installed(PACKAGES[name], f"`train-cli {name}`")
+    return load_foreign(name)
+
+
+def not_installed(package: str, what: str) -> PluginError:
+    """Returns PluginError "command-missing": `what` is part of `sley-<package>`, which is not installed."""
+    message = f"{what} is part of sley-{package}, which is not installed"
+    return PluginError("command-missing", message, hint=to_install(package))
+
+
+def module_of(package: str, module: str, what: str) -> Any:
+    """Imports and returns `module` of `sley-<package>`; raises PluginError "command-missing" if that is not installed."""
+    if find_spec(module.partition(".")[0]) is None:
+        raise not_installed(package, what)
+    return import_module(module)
+
+
+@cache
+def foreign() -> dict[str, tuple[EntryPoint, ...]]:
+    """Returns the entry points of each command of other packages; several if packages claim the same name."""
+    found: dict[str, tuple[EntryPoint, ...]] = {}
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        found[point.name] = (*found.get(point.name, ()), point)
+    return found
+
+
+def foreign_summary(name: str) -> str:
+    """Returns the summary for `--help` of the command `name` of another package, without importing it."""
+    return f"A command of {_labels(foreign()[name])}."
+
+
+def load_foreign(name: str) -> Any:
+    """Imports the command `name` of another package. Raises PluginError "command-ambiguous" and "command-import"."""
+    point, *others = foreign()[name]
+    if others:
+        message = f"the command `{name}` is brought by {_labels(foreign()[name])}"
+        raise PluginError("command-ambiguous", message, hint="uninstall one of them")
+    try:
+        return point.load()
+    except Exception as error:
+        message = f"the command `{name}` of {_labels([point])} cannot be imported: {type(error).__name__}: {error}"
+        raise PluginError("command-import", message, hint="reinstall it, or report this to its authors") from error
+
+
+def _labels(points: Sequence[EntryPoint]) -> str:
+    return " and ".join(f"{each.dist.name} {each.dist.version}" if each.dist else each.value for each in points)
+
+
+def _set_format(context: typer.Context, value: MessageFormat | None) -> None:
+    if value is not None:
+        context.ensure_object(Settings).message_format = value
+
+
+def _set_traceback(context: typer.Context, value: bool) -> None:
+    context.ensure_object(Settings).traceback |= value
+
+
+def _common() -> list[Any]:
+    """Returns the parameters of every command; they go into its context's Settings, not to its function."""
+
+    def options(
+        message_format: Annotated[
+            MessageFormat | None,
+            typer.Option(callback=_set_format, expose_value=False, help="The form in which problems are shown."),
+        ] = None,
+        traceback: Annotated[
+            bool, typer.Option("--traceback", callback=_set_traceback, expose_value=False, help="Show where an error arose.")
+        ] = False,
+    ) -> None: ...
+
+    app = typer.Typer(add_completion=False)
+    app.command()(options)
+    return list(typer.main.get_command(app).params)
+
+
+def _print_versions(wanted: bool) -> None:
+    if wanted:
+        from train_cli.surroundings import sley_versions
+
+        for name, version in sley_versions().items():
+            typer.echo(f"{name} {version}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_versions, is_eager=True, help="Print the versions of Sley's packages.")
+    ] = False,
+) -> None: ...
+
+
+_app = typer.Typer(
+    name="train-cli",
+    cls=Commands,
+    help=HELP,
+    epilog=EPILOG,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_app.callback()(_root)

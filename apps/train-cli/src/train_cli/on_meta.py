@@ -1,30 +1,98 @@
-"""Calls layers on a micro-batch without values, before a run, to find shapes and dtypes; nothing is computed.
+"""Builds the model and calls its layers on meta, before any process starts: shapes and dtypes, and no values.
 
-Without a pipeline a layer may return anything. With one, its output must be sendable: `check_boundaries` names the layer before
-any process starts.
+A run would find the same mistakes in its first step. Layers that cannot run on meta (a forward that reads values, a kernel of
+one device) are reported as not checked, which is no error.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from sley_core.assemble import DTYPES, assemble, draft_model
+from sley_core.comm.world import World
+from sley_core.config import CrossEntropyConfig
 from sley_core.data.batches import Slices, collate_of
 from sley_core.data.dataset import BOUNDARY_FIELDS, is_stream
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.engine.stage import by_parameters, stage_of
-from sley_core.errors import PlanError, SleyError
-from sley_core.model.layers import MODEL
-from sley_core.model.tensors import buffer_format, parameter_format
+from sley_core.errors import PlanError, RunError, SleyError
+from sley_core.model.buffers import is_per_rank, normalisers_written, refuse_written
+from sley_core.model.layers import MODEL, Model
+from sley_core.model.tensors import buffer_format, formats_hint, parameter_format
+from train_cli.progress import MIB, memory, parameters
 
 if TYPE_CHECKING:
-    from sley_core.data.dataset import AnyDataset
-    from sley_core.model.layers import Layer, Model
+    from sley_core.data.dataset import AnyDataset, DataInfo
+    from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
     from sley_core.topology import Topology
+
+
+def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[str]:
+    """Assembles rank 0 of `world` ranks in a fake world: the same code as in a run, without memory or peers.
+
+    calls_layers: also call all layers and the loss on meta; a run does that itself on its device. Returns notes: the
+    number of parameters, the host memory that first values take, and where a run would differ.
+
+    Raises PlanError or PluginError as `assemble` does, "boundary-type" for a layer whose output cannot be sent to the next
+    stage, the errors of `check_layers`, and RunError "no-device", which otherwise only the ranks would find.
+    """
+    if plan.run.device == "cuda" and not torch.cuda.is_available():
+        hint = '`device = "auto"` takes what there is'
+        message = "the plan asks for CUDA, but torch finds no CUDA device"
+        raise plan.located(RunError("no-device", message, path=("run", "device"), hint=hint))
+    with World.fake(0, world) as fake:
+        try:
+            with assemble(plan, fake) as run:
+                notes = [parameters(run.facts.num_parameters, run.facts.num_trained), *run.notes]
+                dataset = run.dataset
+            model = draft_model(plan, dataset.info)
+            notes += host_notes(
+                model,
+                min(world, torch.cuda.device_count()) if plan.run.device != "cpu" and torch.cuda.is_available() else world,
+            )
+            dtype = DTYPES[plan.precision.compute]
+            found = [check_boundaries(plan, plan.topology(world), model, dataset, dtype)]
+            if calls_layers:
+                found = [found[0], check_layers(plan, draft_model(plan, dataset.info), dataset, dtype)]
+            notes += filter(None, found)
+            # Ranks are processes of their own, and open it again: what it holds, such as workers, is not to stay with them.
+            if world > 1 and callable(close := getattr(dataset, "close", None)):
+                close()
+        except SleyError as error:
+            raise plan.located(error) from error.__cause__
+    return notes
+
+
+def host_notes(model: Model, on_host: int) -> list[str]:
+    """Returns notes on the host memory that the factory of `model`, on meta, takes for first values, of which builders take
+    little, and on why it does not run on meta.
+
+    on_host: the number of ranks on a host. A rank of a real run makes all layers without a builder at once.
+    """
+    tensors = {
+        id(tensor): tensor.nbytes
+        for layer in model.layers
+        if layer.builder is None
+        for tensor in (*layer.module.parameters(), *layer.module.buffers())
+    }
+    notes, each = [], sum(tensors.values())
+    if each:
+        total, present = each * on_host, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        note = f"each rank makes all first values on its host before it drops those of others: {memory(each / MIB)}"
+        note += f", {memory(total / MIB)} for {on_host} ranks on a host" if on_host > 1 else ""
+        if total > present:
+            note += f"; this one has {memory(present / MIB)}: return builders (docs/save-resume-load.md)"
+        notes.append(note)
+    if model.recipe is not None and model.recipe.needs_host:
+        notes.append(f"the factory does not run without values, and took as much memory here: {model.recipe.needs_host}")
+    return notes
 
 
 def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
@@ -111,3 +179,110 @@ def check_boundaries(plan: Plan, topology: Topology, model: Model, dataset: AnyD
         first = str(error).strip().partition("\n")[0]
         why = f"{type(error).__name__}: {first}"
     return why and f"what crosses between stages was not looked at: {at}: {why}"
+
+
+_OF_A_DEVICE = re.compile(
+    r"meta|device|cuda|\bgpu|\bcpu|triton|pointer|storage|numpy|data.dependent|not (been )?implemented"
+    r"|mat_a|grouped|stateless api|jit",
+    re.IGNORECASE,
+)
+"""Words of errors that the same call on tensors with values might not raise."""
+
+_CERTAIN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+"""Kinds of errors that shapes, types and arguments raise. An `assert` may have asked for a value, and says nothing."""
+
+_CERTAIN_OF_LOSS = (RuntimeError, ValueError, IndexError)
+"""A custom loss may lack an attribute that its `weight` or `attach` sets, and neither is called here."""
+
+
+def check_layers(plan: Plan, model: Model, dataset: AnyDataset, dtype: torch.dtype) -> str | None:
+    """Calls every layer, and the loss with the last one's output, on a micro-batch without values.
+
+    model: on meta, not to be used again; its layers are called with parameters of `dtype`. Returns a note on what was
+    not checked and why, or None. Raises PlanError "layer-fails" with the layer's name and its inputs,
+    "model-buffer-written" for running statistics, "model-vocabulary" for a last layer with fewer classes than the data
+    has labels, "loss-fails", and the loss's own errors.
+    """
+    try:
+        fields = meta_micro_batch(plan, dataset)
+    except Exception as error:  # a user's data, which may not even be here
+        return f"no layer was called, for want of a sample: {_first_line(error)}"
+    args: tuple[Any, ...] = ()
+    written: list[tuple[str, nn.Module]] = []
+    for layer in model.layers:
+        lacking = [name for name in layer.fields if name not in fields]
+        if lacking:
+            return f"layers were called up to {_words(layer)}: the shape of `{lacking[0]}` is known to the data alone"
+        try:
+            state = meta_state(layer, dtype, plan.precision.keep)
+            args = (meta_output(layer, args, fields, state),)
+            written += [
+                (name, module)
+                for name, module in normalisers_written(layer, state)
+                if not is_per_rank(name, model.per_rank_buffers)
+            ]
+        except SleyError:
+            raise
+        except Exception as error:
+            given = ", ".join([*map(_shape, args), *(f"{name} {_shape(fields[name])}" for name in layer.fields)])
+            if not _is_certain(error, _CERTAIN):
+                refuse_written(written)
+                return f"layers were called up to {_words(layer)}, which needs values or a device: {_first_line(error)}"
+            message = f"{_words(layer)} fails, given {given or 'nothing'}: {_first_line(error)}"
+            hint = "its first argument is what the layer before returns; `train-cli run --traceback` shows the way there"
+            raise PlanError("layer-fails", message, path=MODEL, hint=formats_hint(error) or hint) from error
+    refuse_written(written)
+    _check_classes(plan, dataset.info, model.layers[-1], args[0])
+    return _check_loss(plan, args[0], fields)
+
+
+def _check_classes(plan: Plan, info: DataInfo, last: Layer, output: Any) -> None:
+    """Raises PlanError "model-vocabulary" if the last layer has fewer classes than the data has labels."""
+    config = plan.loss.config
+    if not isinstance(config, CrossEntropyConfig) or not isinstance(output, Tensor) or not output.ndim:
+        return
+    field, count = info.fields.get(config.labels), info.vocab_size
+    if field is None or field.ids != "label" or count is None or output.shape[-1] >= count:
+        return
+    raise PlanError(
+        "model-vocabulary",
+        f"{_words(last)}, the last one, gives {output.shape[-1]} classes, but the data's labels have {count}",
+        path=MODEL,
+        hint="a factory is told how many: `def layers(data)`, and `data.vocab_size`",
+    )
+
+
+def _check_loss(plan: Plan, output: Any, fields: Mapping[str, Tensor]) -> str | None:
+    """Calls the loss on meta; returns a note if that was not possible. Raises PlanError "loss-fails"."""
+    loss = plan.loss.build()
+    try:
+        with torch.device("meta"):
+            loss.loss(output, fields)
+    except SleyError as error:
+        found = error.diagnostics[0]
+        raise PlanError(found.code, found.message, path=found.path or ("loss",), hint=found.hint) from None
+    except Exception as error:
+        if hasattr(loss, "attach") or not _is_certain(error, _CERTAIN_OF_LOSS):
+            return f"the loss was not looked at: {_first_line(error)}"
+        message = f"the loss fails, given {_shape(output)}: {_first_line(error)}"
+        raise PlanError("loss-fails", message, path=("loss",), hint="it is given what the last layer returns") from error
+    return None
+
+
+def _is_certain(error: Exception, kinds: tuple[type[Exception], ...]) -> bool:
+    known = isinstance(error, kinds) and not isinstance(error, NotImplementedError)
+    return known and not _OF_A_DEVICE.search(str(error))
+
+
+def _words(layer: Layer) -> str:
+    return f"layer `{layer.name}` ({type(layer.module).__name__})"
+
+
+def _shape(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(".: ")

@@ -1,16 +1,20 @@
-"""Defines the arguments and options that several commands share."""
+"""Defines the arguments and options that several commands share, and completes `--set` in a shell. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sley_core.errors import UsageError
+from sley_core.errors import PluginError, SleyError, UsageError, dotted
+
+if TYPE_CHECKING:
+    from sley_core.table import RecordKind
 
 
 class OutputFormat(StrEnum):
@@ -21,7 +25,7 @@ class OutputFormat(StrEnum):
 
 
 class MessageFormat(StrEnum):
-    """The form of diagnostics; `render` shows each."""
+    """The form of diagnostics; `console.render` shows each."""
 
     full = "full"
     short = "short"
@@ -29,25 +33,7 @@ class MessageFormat(StrEnum):
 
 
 def _complete_set(context: typer.Context, incomplete: str) -> Iterator[str]:
-    from train_cli.completion import completions  # not needed to run a command
-
     return completions(context.args, incomplete)  # behind an option without its value click leaves the words as they are
-
-
-def remedy(option: str, known: Iterable[str]) -> str:
-    """Returns advice for the unknown `option`, such as a similar one in `known` or a key of the plan; may be empty."""
-    from sley_core.words import ELSEWHERE, HABITS
-    from train_cli.completion import table_keys
-
-    if close := get_close_matches(option, known, n=1, cutoff=0.75):
-        return f"did you mean {close[0]}?"
-    word = option.lstrip("-").replace("-", "_")
-    if word in ELSEWHERE:
-        return ELSEWHERE[word]
-    key = HABITS.get(word, word)
-    keys = (found.removesuffix("=") for found in (*table_keys(), "optimizer.lr="))
-    found = next((name for name in keys if name.endswith(f".{key}")), None)
-    return f"the plan says that: --set {found}=VALUE" if found else ""
 
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan, a TOML file.")]
@@ -67,6 +53,7 @@ NodesOption = Annotated[
     int | None, typer.Option("--nodes", metavar="N", min=1, help="The number of hosts; with --per-node, in place of --world.")
 ]
 PerNodeOption = Annotated[int | None, typer.Option("--per-node", metavar="N", min=1, help="The number of ranks on each host.")]
+FormatOption = Annotated[OutputFormat, typer.Option("--format", help="The form of the output.")]
 
 
 def given_world(world: int | None, nodes: int | None, per_node: int | None) -> int | None:
@@ -82,4 +69,76 @@ def given_world(world: int | None, nodes: int | None, per_node: int | None) -> i
     return nodes * per_node
 
 
-FormatOption = Annotated[OutputFormat, typer.Option("--format", help="The form of the output.")]
+def remedy(option: str, known: Iterable[str]) -> str:
+    """Returns advice for the unknown `option`, such as a similar one in `known` or a key of the plan; may be empty."""
+    from sley_core.words import ELSEWHERE, HABITS
+
+    if close := get_close_matches(option, known, n=1, cutoff=0.75):
+        return f"did you mean {close[0]}?"
+    word = option.lstrip("-").replace("-", "_")
+    if word in ELSEWHERE:
+        return ELSEWHERE[word]
+    suffix = f".{HABITS.get(word, word)}="
+    key = next((name for name in (*_table_keys(), "optimizer.lr=") if name.endswith(suffix)), None)
+    return f"the plan says that: --set {key}VALUE" if key else ""
+
+
+def completions(words: Sequence[str], incomplete: str) -> Iterator[str]:
+    """Yields the completions of `--set` that begin with `incomplete`: keys of the plan and of the records that it names, and
+    after `use=` the installed records.
+
+    words: of the command line so far, the plan among them. For a plan that cannot be loaded, only the keys of tables are
+    yielded.
+    """
+    from sley_core.plan.kinds import COMPONENTS
+
+    key, equals, _ = incomplete.partition("=")
+    table, _, last = key.rpartition(".")
+    if equals and last == "use":
+        kind = next((spec.kind for spec in COMPONENTS if spec.key == table.partition(".")[0]), None)
+        found = [f"{key}={name}" for name in plugin_ids(kind)] if kind else []
+    else:
+        found = [*dict.fromkeys([*_table_keys(), *_component_keys(words)])]
+    yield from (text for text in found if text.startswith(incomplete))
+
+
+def _table_keys() -> Iterator[str]:
+    """Yields the keys that every plan may have, each with its equals sign: `run.steps=`, `model.use=`, `metrics.0.use=`."""
+    from sley_core.plan.kinds import COMPONENTS
+    from sley_core.plan.tables import OPTIONAL, TABLES
+
+    for table, model in {**TABLES, **OPTIONAL}.items():
+        yield from (f"{table}.{key}=" for key in model.model_fields)
+    yield from (f"{spec.key}.{'0.' if spec.many else ''}use=" for spec in COMPONENTS if not spec.named)
+
+
+def plugin_ids(kind: RecordKind | None = None) -> list[str]:
+    """Returns the records of all plugins that can be loaded, those of `kind` or all: `dp.bucketed`."""
+    from sley_core.plan.loader import Loader
+
+    loader = Loader()
+    found: set[str] = set()
+    for name in loader.names():
+        with suppress(PluginError):
+            for each, records in loader.load(name).records.items():
+                found |= {f"{name}.{record}" for record in records} if kind in (None, each) else set()
+    return sorted(found)
+
+
+def _component_keys(words: Sequence[str]) -> Iterator[str]:
+    """Yields the keys of the records that the plan among the words names: `optimizer.lr=`, `gradient_handlers.0.bucket_mb=`."""
+    from sley_core.plan.kinds import COMPONENTS
+    from sley_core.plan.load import load_plan
+    from sley_core.plan.plan import Component
+
+    file = next((word for word in words if Path(word).is_file()), None)
+    try:
+        plan = load_plan(file) if file else None
+    except SleyError:
+        return
+    for spec in COMPONENTS if plan else ():
+        found = getattr(plan, spec.key) or ()
+        parts = found if isinstance(found, tuple) else found.values() if isinstance(found, Mapping) else (found,)
+        for part in parts:
+            assert isinstance(part, Component), part
+            yield from (f"{dotted((*part.path, key))}=" for key in type(part.config).model_fields)

@@ -1,29 +1,173 @@
-"""Shows a run on stderr: its size before the first step, then a line that is redrawn on a terminal, else one every `log_every`
-steps.
+"""Shows a run on stderr, and sums it up in `summary.json`: its size before the first step, then a line that is redrawn on a
+terminal, else one every `log_every` steps; totals at the end. Imports no torch.
 
 step 120/500  loss 2.413  8.1k tok/s  31.2 GiB  1m 02s left
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
-
-from train_cli.summary import NUM_LAST
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
-    from train_cli.summary import RunFacts
-
 
 Row = Mapping[str, float | int]
 
+SUMMARY = "summary.json"
+NUM_LAST = 20
+"""Over how many of the last steps the mean loss is taken: one step's loss says more of its batch than of the model."""
+
+MIB = 1 << 20
+JSONL = "core.jsonl"
 _REDRAW_S = 0.2
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Describes a run before its first step.
+
+    parameters, trained: elements of the whole model's, and of those that are not frozen. samples_per_step: over all ranks.
+    samples_per_epoch: None for a stream. tokens_per_sample: None for data without sequences, or of several lengths. device: as
+    a person names it, `NVIDIA H100 80GB HBM3` or `cpu`. world: number of ranks. plugins: distribution and version by plugin.
+    versions: of Python and torch.
+    """
+
+    name: str
+    device: str
+    world: int
+    plugins: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    parameters: int = 0
+    trained: int = 0
+    samples_per_step: int = 0
+    samples_per_epoch: int | None = None
+    tokens_per_sample: int | None = None
+
+    def epochs(self, steps: int) -> float | None:
+        """Returns how often `steps` steps see each sample; None for a stream."""
+        return steps * self.samples_per_step / self.samples_per_epoch if self.samples_per_epoch else None
+
+
+class RunTotals:
+    """Sums over the metrics rows of a run; holds a few numbers, however long the run. rows: the steps so far."""
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self.steps = 0
+        self.tokens = 0
+        self.seconds = 0.0
+        self.held_out_loss: float | None = None
+        self.losses: deque[float] = deque(maxlen=NUM_LAST)
+        self.skipped = 0
+        self.memory_mb: float | None = None
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Row) -> None:
+        """Counts one step's row. Losses that are not finite, of skipped steps, are left out."""
+        self.steps += 1
+        self.memory_mb = row.get("memory_mb", self.memory_mb)
+        self.tokens += int(row.get("tokens", 0))  # rows of data without sequences count samples
+        self.seconds += row["seconds"]
+        self.skipped += int(row.get("skipped", 0))
+        if math.isfinite(row["loss"]):
+            self.losses.append(row["loss"])
+        self.held_out_loss = row.get("held_out_loss", self.held_out_loss)
+
+
+def summary(
+    facts: RunFacts,
+    outcome: str,
+    totals: RunTotals,
+    counts: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
+    memory: Mapping[str, int] = MappingProxyType({}),
+    notes: Iterable[str] = (),
+) -> dict[str, Any]:
+    """Returns the content of `summary.json`.
+
+    outcome: `"finished"`, `"interrupted"` or `"failed"`. counts, memory: `Run.counts` and `Run.memory.bytes` of rank 0. notes:
+    what went wrong and did not end the run. Losses are null if there was no step, or no evaluation; `tokens_per_s`, null for
+    data without sequences, and `samples_per_s` are over all steps; `memory_mb` is the peak as in the rows.
+    """
+    losses = list(totals.losses)
+    samples = totals.steps * facts.samples_per_step
+    return {
+        "name": facts.name,
+        "outcome": outcome,
+        "steps": totals.steps,
+        "skipped_steps": totals.skipped,
+        "final_loss": losses[-1] if losses else None,
+        f"mean_loss_last_{NUM_LAST}": sum(losses) / len(losses) if losses else None,
+        "held_out_loss": totals.held_out_loss,
+        "tokens": totals.tokens,
+        "seconds": totals.seconds,
+        "tokens_per_s": totals.tokens / totals.seconds if totals.tokens and totals.seconds > 0 else None,
+        "samples": samples,
+        "samples_per_s": samples / totals.seconds if totals.seconds > 0 else None,
+        "epochs": facts.epochs(totals.steps),
+        "parameters": facts.parameters,
+        "trained_parameters": facts.trained,
+        "memory_bytes": dict(memory),
+        "memory_mb": totals.memory_mb,
+        "world": facts.world,
+        "device": facts.device,
+        "plugins": dict(facts.plugins),
+        "versions": dict(facts.versions),
+        "counts": {name: dict(values) for name, values in counts.items()},
+        "notes": list(notes),
+    }
+
+
+def opening(facts: RunFacts, plan: Plan, held: Mapping[str, int]) -> str:
+    """Returns the lines that are shown before the first step.
+
+        2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)
+        rank 0 holds 4.0 MiB weights, 4.0 MiB gradients, and after the first step the optimizer's states
+        memory below is the peak of rank 0's whole process, libraries included
+
+    held: `Run.memory.bytes` of this rank, in bytes; without the optimizer's states, which are allocated in its first step.
+    """
+    steps = plan.run.steps
+    samples = f"{steps} step{'' if steps == 1 else 's'} of {facts.samples_per_step} samples"
+    if (epochs := facts.epochs(steps)) is not None:
+        samples += f" = {epochs:.2g} epochs"
+    if facts.tokens_per_sample is not None:
+        samples += f" ({steps * facts.samples_per_step * facts.tokens_per_sample:,} tokens)"
+    parts = ", ".join(f"{memory_of(held[name])} {name}" for name in ("weights", "masters", "gradients") if held[name])
+    counted = "whole process, libraries included" if facts.device == "cpu" else "tensors on its GPU, activations included"
+    lines = [
+        ", ".join((ranks(facts.world), parameters(facts.parameters, facts.trained), samples)),
+        f"rank 0 holds {parts}, and after the first step the optimizer's states",
+        f"memory below is the peak of rank 0's {counted}",
+    ]
+    if all(writer.name != JSONL for writer in plan.metrics):
+        names = " and ".join(f"`{writer.name}`" for writer in plan.metrics) or "none"
+        lines.append(f"no metrics.jsonl: [[metrics]] lists {names}, and not `{JSONL}`")
+    return "\n".join(lines)
+
+
+def repeats(num_samples: int | None, plan: Plan) -> str:
+    """Returns a note if an evaluation of `plan` uses samples more than once; "" if not.
+
+    num_samples: of the held-out data; None if it is not known, as for a stream.
+    """
+    assert plan.evaluation is not None, "the plan has no [evaluation]"
+    used, size = plan.evaluation.steps * plan.batch.global_size, plan.batch.global_size
+    if not num_samples or used <= num_samples:
+        return ""
+    held_out = f"only {num_samples:,} {'sample is' if num_samples == 1 else 'samples are'} held out"
+    times = f"{held_out}, but an evaluation takes {used:,}: each is used about {used / num_samples:.2g} times"
+    fits = num_samples // size
+    return f"{times}; " + (f"`[evaluation] steps = {fits}` avoids this" if fits else f"a batch takes {size:,}")
 
 
 def draws_line(stream: TextIO, *, wanted: bool = True) -> bool:
@@ -45,36 +189,35 @@ class Reporter(AbstractContextManager["Reporter"]):
         self._num_steps = num_steps
         self._log_every = log_every
         self._stream = sys.stderr if stream is None else stream
-        self._clock = Pace(num_steps)
+        self._first: tuple[int, float] | None = None
         self.lost: str | None = None
         self._notes = notes
-        self._num_before = self._num_told = len(notes)
+        self._num_before = self._num_shown = len(notes)
         self._line = _Line(num_steps, self._stream) if line else None
 
     def __call__(self, row: Row) -> None:
         """Shows the row of one step."""
         step = int(row["step"])
-        self._clock.saw(step)
-        self._tell(step)
+        text = self._text(step, row)
+        self._show_notes(step)
         if self._line is not None:
-            self._write(step, partial(self._line.draw, step, self._text(row)))
+            self._write(step, partial(self._line.draw, step, text))
         elif step % self._log_every == 0 or step == self._num_steps:
-            self._write(step, partial(print, self._text(row), file=self._stream, flush=True))
+            self._write(step, partial(print, text, file=self._stream, flush=True))
 
     @property
     def new_notes(self) -> list[str]:
-        """Returns what the run has noted since the reporter was made."""
+        """The notes of the run since the reporter was made."""
         return list(self._notes[self._num_before :])
 
     def __exit__(self, *_: object) -> None:
-        self._tell(self._num_steps)
+        self._show_notes(self._num_steps)
         if self._line is not None:
             self._write(self._num_steps, self._line.close)
 
-    def _tell(self, step: int) -> None:
-        """Shows the notes that are new."""
-        for note in self._notes[self._num_told :]:
-            self._num_told += 1
+    def _show_notes(self, step: int) -> None:
+        for note in self._notes[self._num_shown :]:
+            self._num_shown += 1
             show = partial(print, file=self._stream, flush=True) if self._line is None else self._line.tell
             self._write(step, partial(show, note))
 
@@ -87,41 +230,20 @@ class Reporter(AbstractContextManager["Reporter"]):
         except (OSError, ValueError) as error:
             self.lost = f"progress was not shown from step {step} on: {error}"
 
-    def _text(self, row: Row) -> str:
-        """Returns a row as a line of text."""
-        step = int(row["step"])
+    def _text(self, step: int, row: Row) -> str:
         parts = [f"step {step}/{self._num_steps}", f"loss {row['loss']:.3f}"]
         if row.get("skipped"):
             parts.append("skipped")
         if "held_out_loss" in row:
             parts.append(f"held-out {row['held_out_loss']:.3f}")
         parts += [rate(row), memory(row["memory_mb"])]
-        left_s = self._clock.left_s(step)
-        if left_s is not None:
+        now = time.monotonic()
+        if self._first is None:  # the first step, which warms everything up, does not count
+            self._first = step, now
+        elif step > self._first[0]:
+            left_s = (now - self._first[1]) / (step - self._first[0]) * (self._num_steps - step)
             parts.append(f"{duration(left_s)} left")
         return "  ".join(parts)
-
-
-class Pace:
-    """Estimates the remaining time from the pace so far; the first step, which warms everything up, does not count."""
-
-    def __init__(self, num_steps: int) -> None:
-        self._num_steps = num_steps
-        self._first: tuple[int, float] | None = None
-        self._now = 0.0
-
-    def saw(self, step: int) -> None:
-        """Notes the time at which `step` ended."""
-        self._now = time.monotonic()
-        if self._first is None:
-            self._first = step, self._now
-
-    def left_s(self, step: int) -> float | None:
-        """Returns the estimated seconds from `step` to the end; None before a second step."""
-        if self._first is None or step <= self._first[0]:
-            return None
-        pace_s = (self._now - self._first[1]) / (step - self._first[0])
-        return pace_s * (self._num_steps - step)
 
 
 class _Line:
@@ -152,13 +274,12 @@ class _Line:
         self._progress.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        """Removes the line."""
         self._progress.stop()
 
 
 def closing(summary: Mapping[str, Any], folder: object, weights: object = None, *, verbose: bool = False) -> str:
-    """Returns the last lines of a run, from its `summary.json`. weights: where they are, if anywhere. verbose: adds the counts
-    of the run's parts.
+    """Returns the last lines of a run, from its `summary.json`. weights: their folder, if any. verbose: adds the counts of the
+    run's parts.
     """
     steps, seconds = summary["steps"], summary["seconds"]
     skipped = f", {summary['skipped_steps']} of them skipped" if summary["skipped_steps"] else ""
@@ -180,13 +301,13 @@ def closing(summary: Mapping[str, Any], folder: object, weights: object = None, 
     return "\n".join(lines)
 
 
-def rate(found: Mapping[str, Any]) -> str:
+def rate(row: Mapping[str, Any]) -> str:
     """Formats the speed of a row or summary: `812 tok/s`, `8.1k tok/s`; `31 samples/s` for data without sequences; "" if it has
     none.
     """
-    per_s, unit = found.get("tokens_per_s"), "tok/s"
+    per_s, unit = row.get("tokens_per_s"), "tok/s"
     if per_s is None:
-        per_s, unit = found.get("samples_per_s"), "samples/s"
+        per_s, unit = row.get("samples_per_s"), "samples/s"
     if per_s is None:
         return ""
     for size, letter in ((1e6, "M"), (1e3, "k")):
@@ -200,89 +321,27 @@ def memory(mib: float) -> str:
     return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"
 
 
+def memory_of(count: int) -> str:
+    """Formats bytes: `12 KiB`, `1.5 MiB`, `31.2 GiB`."""
+    if count < MIB:
+        return f"{count / 1024:.0f} KiB"
+    return memory(count / MIB) if count >= 10 * MIB else f"{count / MIB:.1f} MiB"
+
+
 def duration(seconds: float) -> str:
     """Formats seconds: `8s`, `1m 02s`, `3h 05m`."""
-    whole = round(seconds)
-    minutes, rest = divmod(whole, 60)
+    minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours}h {minutes:02}m"
     return f"{minutes}m {rest:02}s" if minutes else f"{rest}s"
 
 
-MIB = 1 << 20
-JSONL = "core.jsonl"
-
-
-def opening(facts: RunFacts, plan: Plan, held: Mapping[str, int]) -> str:
-    """Returns the lines that are shown before the first step.
-
-        2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)
-        rank 0 holds 4.0 MiB weights, 4.0 MiB gradients, and after the first step the optimizer's states
-        memory below is the peak of rank 0's whole process, libraries included
-
-    held: `Run.memory.bytes` of this rank, in bytes; without the optimizer's states, which are allocated in its first step.
-    """
-    lines = [", ".join((ranks(facts.world), _parameters(facts), _samples(facts, plan))), _held(held), _shown(facts)]
-    if all(writer.name != JSONL for writer in plan.metrics):
-        names = " and ".join(f"`{writer.name}`" for writer in plan.metrics) or "none"
-        lines.append(f"no metrics.jsonl: [[metrics]] lists {names}, and not `{JSONL}`")
-    return "\n".join(lines)
-
-
-def repeats(num_samples: int | None, plan: Plan) -> str:
-    """Returns a note if an evaluation of `plan` sees samples more than once; "" if not.
-
-    num_samples: of the held-out data; None if it is not known, as for a stream.
-    """
-    assert plan.evaluation is not None, "the plan has no [evaluation]"
-    seen, size = plan.evaluation.steps * plan.batch.global_size, plan.batch.global_size
-    if not num_samples or seen <= num_samples:
-        return ""
-    held_out = f"only {num_samples:,} {'sample is' if num_samples == 1 else 'samples are'} held out"
-    times = f"{held_out}, but an evaluation takes {seen:,}: each is used about {seen / num_samples:.2g} times"
-    fits = num_samples // size
-    return f"{times}; " + (f"`[evaluation] steps = {fits}` avoids this" if fits else f"a batch takes {size:,}")
-
-
 def ranks(count: int) -> str:
-    """Returns a number of ranks in words: `1 rank`, `2 ranks`."""
+    """Formats a number of ranks: `1 rank`, `2 ranks`."""
     return f"{count} rank{'' if count == 1 else 's'}"
 
 
 def parameters(count: int, trained: int) -> str:
-    """Returns numbers of parameters in words: `1,000 parameters`, `8 of 1,000 parameters trained`."""
+    """Formats numbers of parameters: `1,000 parameters`, `8 of 1,000 parameters trained`."""
     return f"{count:,} parameters" if count == trained else f"{trained:,} of {count:,} parameters trained"
-
-
-def _parameters(facts: RunFacts) -> str:
-    return parameters(facts.parameters, facts.trained)
-
-
-def _samples(facts: RunFacts, plan: Plan) -> str:
-    """Returns steps, samples, epochs and tokens as text."""
-    steps = plan.run.steps
-    text = f"{steps} step{'' if steps == 1 else 's'} of {facts.samples_per_step} samples"
-    epochs = facts.epochs(steps)
-    text += "" if epochs is None else f" = {epochs:.2g} epochs"
-    if facts.tokens_per_sample is None:
-        return text
-    return f"{text} ({steps * facts.samples_per_step * facts.tokens_per_sample:,} tokens)"
-
-
-def _held(held: Mapping[str, int]) -> str:
-    parts = [f"{memory_of(held[name])} {name}" for name in ("weights", "masters", "gradients") if held[name]]
-    return f"rank 0 holds {', '.join(parts)}, and after the first step the optimizer's states"
-
-
-def _shown(facts: RunFacts) -> str:
-    """Returns what the memory in the lines of steps counts."""
-    counted = "whole process, libraries included" if facts.device == "cpu" else "tensors on its GPU, activations included"
-    return f"memory below is the peak of rank 0's {counted}"
-
-
-def memory_of(count: int) -> str:
-    """Formats bytes: `12 KiB`, `1.5 MiB`, `31.2 GiB`."""
-    if count < MIB:
-        return f"{count / 1024:.0f} KiB"
-    return memory(count / MIB) if count >= 10 * MIB else f"{count / MIB:.1f} MiB"

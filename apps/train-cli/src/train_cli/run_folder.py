@@ -1,7 +1,8 @@
-"""Makes and locks the folder of a run, `runs/<name>/`, once before any rank starts, for one run at a time.
+"""Makes and locks the folder of a run, `runs/<name>/`, once before any rank starts, for one run at a time; and finds the
+recorder that an installed package brings.
 
-It holds `plan.toml` as resolved, `start.json`, and what the run wrote: `metrics.jsonl`, `summary.json`, traces, the final
-weights, `faults` if it failed, and `attempt.json`, which says from which checkpoints it may resume.
+The folder holds `plan.toml` as resolved, `start.json`, and what the run wrote: `metrics.jsonl`, `summary.json`, traces, the
+final weights, `faults` if it failed, and `attempt.json`, which says from which checkpoints it may resume.
 """
 
 from __future__ import annotations
@@ -9,24 +10,87 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from errno import ELOOP
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tomli
 
 from sley_core.attempt import NAME as ATTEMPT
 from sley_core.attempt import PLAN, torchrun
-from sley_core.errors import PlanError, SleyError
+from sley_core.errors import PlanError, PluginError, SleyError
 from sley_core.json_text import write_whole
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.plan.plan import Plan
-from train_cli.recorder import FAULTS, WORK, recorder
-from train_cli.saved import can_go_on
-from train_cli.start_record import NAME as START
+from train_cli.saved import can_go_on, run_folder
+from train_cli.surroundings import START
+
+if TYPE_CHECKING:
+    from sley_core.comm.world import World
+    from sley_core.data.feed import Feed
+    from sley_core.engine.parts import Parts
+    from sley_core.errors import Diagnostic
 
 LOCK = ".lock"
+GROUP = "sley.recorders"
+"""Entry points of a package's recorder, a subclass of `RunRecorder`; sley-doctor brings one."""
+
+FAULTS = "faults"
+WORK = "work"
+"""The folders in a run's folder that a recorder writes: reports of failures, and what ranks worked at."""
+
+
+class RunRecorder:
+    """Records nothing; a package's recorder overrides what it records. `folder` is always the folder of the run."""
+
+    def working(self, parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> AbstractContextManager[None]:
+        """Returns a context manager in which this rank's steps are recorded. No rank waits for another in it.
+
+        feed: of the run's samples. notes: of the run; a recorder that cannot write adds one, and ends nothing else.
+        """
+        return nullcontext()
+
+    def failed(self, folder: Path, world: World, what: Diagnostic, error: BaseException) -> None:
+        """Reports that this rank failed with `error`, before anything is torn down. what: the error as the user sees it."""
+
+    def stuck(self, folder: Path, world: World, what: Diagnostic) -> None:
+        """Reports what this rank is doing, when it was asked to end and has not; called in a thread beside the main one."""
+
+    def launched(
+        self, folder: Path, world: int, codes: Mapping[int, int], silent: Mapping[int, str], first: int | None
+    ) -> None:
+        """Reports how the `world` ranks of a local launch ended, if one failed.
+
+        codes: exit codes by rank, negative for signals. silent: the states, in words, of ranks that had to be killed.
+        first: the rank that ended first.
+        """
+
+    def forget(self, folder: Path) -> None:
+        """Removes the reports of an earlier attempt, before a run begins."""
+
+
+@cache
+def recorder() -> RunRecorder:
+    """Returns the recorder of the package that is installed, or one that records nothing.
+
+    Raises PluginError "recorder-import" if it cannot be imported, "recorder-ambiguous" if there are several.
+    """
+    points = sorted(entry_points(group=GROUP), key=lambda point: point.value)
+    if not points:
+        return RunRecorder()
+    if len(points) > 1:
+        names = " and ".join(f"`{point.value}`" for point in points)
+        raise PluginError("recorder-ambiguous", f"several packages record runs: {names}", hint="uninstall all but one")
+    try:
+        made: RunRecorder = points[0].load()()
+    except Exception as error:
+        message = f"the recorder `{points[0].value}` cannot be imported: {type(error).__name__}: {error}"
+        raise PluginError("recorder-import", message, hint="reinstall its package, or uninstall it") from error
+    return made
 
 
 class TakenError(Exception):
@@ -87,16 +151,6 @@ def check_free(folder: Path) -> None:
             os.close(file)
 
 
-def is_restart(folder: Path) -> bool:
-    """Returns whether torchrun restarted this rank within the run that made `folder`, so that it may reuse the folder."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        return False
-    try:
-        return bool(json.loads((folder / LOCK).read_text("utf-8"))["starter"] == torchrun())
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
 def lock(file: int) -> None:
     """Locks an open file or folder for this process and its forks. Raises BlockingIOError if another process has it."""
     try:
@@ -120,9 +174,14 @@ def _lock_or_taken(file: int) -> None:
         return  # no locks here
 
 
-def run_folder(plan: Plan) -> Path:
-    """Returns the folder of a run of `plan`; a relative `[run] folder` starts at the current folder."""
-    return Path(plan.run.folder, plan.run.name)
+def is_restart(folder: Path) -> bool:
+    """Returns whether torchrun restarted this rank within the run that made `folder`, so that it may reuse the folder."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return False
+    try:
+        return bool(json.loads((folder / LOCK).read_text("utf-8"))["starter"] == torchrun())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> None:
@@ -157,8 +216,8 @@ def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> No
 def held_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> Iterator[Path]:
     """Makes the folder of a run of `plan` with its `plan.toml`, and locks it against other runs until the block ends.
 
-    resume: what is in it stays. A run that failed before its first step leaves no folder, or one with nothing but reports of
-    its ranks, and on hosts other than rank 0's a run leaves records of ranks: the next run may take these. Raises as
+    resume: its files stay. A run that failed before its first step leaves no folder, or one with nothing but reports of its
+    ranks, and on hosts other than rank 0's a run leaves records of ranks: the next run may take these. Raises as
     `check_run_folder` does.
     """
     check_run_folder(plan, overwrite=overwrite, resume=resume)
@@ -179,7 +238,8 @@ def held_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> Ite
             recorder().forget(folder)
         yield folder
     finally:
-        drop_unused(folder)
+        if _is_unused(folder) and not (folder / FAULTS).exists():
+            shutil.rmtree(folder, ignore_errors=True)
         lock.release()
 
 
@@ -200,10 +260,9 @@ def _fill(plan: Plan, folder: Path, *, overwrite: bool) -> None:
         raise _unwritable(plan, folder, error) from error
 
 
-def drop_unused(folder: Path) -> None:
-    """Removes the folder of a run that failed before its first step; it holds no results."""
-    if _is_unused(folder) and not (folder / FAULTS).exists():
-        shutil.rmtree(folder, ignore_errors=True)
+def write_plan(plan: Plan, folder: Path) -> None:
+    """Writes the resolved plan into `folder`, in full or not at all."""
+    write_whole(folder / PLAN, plan.to_toml())
 
 
 def _is_unused(folder: Path) -> bool:
@@ -212,28 +271,19 @@ def _is_unused(folder: Path) -> bool:
     return files.keys() <= {PLAN, METRICS, LOCK, FAULTS, ATTEMPT, START} and not files.get(METRICS)
 
 
-def write_plan(plan: Plan, folder: Path) -> None:
-    """Writes the resolved plan into `folder`, in full or not at all."""
-    write_whole(folder / PLAN, plan.to_toml())
-
-
 def _is_taken(folder: Path) -> bool:
-    """Returns whether something is there that a run must not replace unasked."""
+    """Returns whether the folder has something that a run must not replace unasked."""
     if not folder.exists():
         return False
     if not folder.is_dir():
         return True
     names = {path.name for path in folder.iterdir()}
+    work = folder / WORK
     if names <= {LOCK, FAULTS, WORK} and WORK in names:
-        return not _is_record(folder / WORK)
+        # Records of ranks are all that ranks other than 0 leave on hosts of their own.
+        is_record = work.is_dir() and not work.is_symlink()
+        return not is_record or not all(path.match("rank-*.jsonl") and not path.is_dir() for path in work.iterdir())
     return bool(names - {LOCK}) and not ((folder / FAULTS).is_dir() and _is_unused(folder))
-
-
-def _is_record(work: Path) -> bool:
-    """Returns whether `work` has only records of ranks, which is all that ranks other than 0 leave on hosts of their own."""
-    if work.is_symlink() or not work.is_dir():
-        return False
-    return all(path.match("rank-*.jsonl") and not path.is_dir() for path in work.iterdir())
 
 
 def _is_ours(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Handles the signals of one rank: it finishes its step, tears down, and has ended within a time limit.
+"""How a rank ends: by a signal, after its step and within a time limit; with its launcher; and without waiting for peers.
 
     working ── first SIGINT ──> run.stop(): the step is finished ── the loop returned ──> tearing down, 10 s at most
         │                              ├── still in the step ──> a line every 10 s
@@ -8,8 +8,6 @@
 
 SIGHUP, a terminal that was closed, is SIGTERM with another exit code; not where it is ignored, as under `nohup`. A warning of a
 batch system (`[run] stop_signals`) asks the run to stop too, and sets no limit: the batch system has one.
-
-A separate thread does this, woken from C: the main thread may be inside a collective that never returns.
 """
 
 from __future__ import annotations
@@ -17,15 +15,15 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from sley_core.errors import EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED
-from train_cli.lifeline import end_workers
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -36,7 +34,7 @@ SAVING_S = 25.0
 """As `TERMINATED_S`, of a run that saves itself or its weights when it is asked to stop; torchrun kills after 30 s."""
 
 HURRY_S = 6.0
-"""From a second SIGTERM on: whoever sends it waits no longer, as a launcher of which a rank has failed."""
+"""From a second SIGTERM on: the sender waits no longer, such as a launcher of which a rank has failed."""
 
 REMIND_S = 10.0
 TOGETHER_S = 1.0
@@ -45,15 +43,84 @@ TOGETHER_S = 1.0
 HEARD = "stopping after this step; Ctrl-C again stops at once"
 STILL = "still in this step after {:.0f} s; Ctrl-C again stops at once"
 
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""Signals that batch systems send some time before they end a job."""
+
+LAUNCHER = "SLEY_LAUNCHER"
+"""The environment variable in which a local launch gives its process id to the ranks that it starts."""
+
+ELASTIC = "TORCHELASTIC_RUN_ID"
+"""The variable that torchrun sets for its workers: on Linux these die with it too."""
+
 _LOOK_AGAIN = b"\0"
 _SHOW_CURSOR = b"\x1b[?25h"
 """A progress line may have hidden it."""
 
+_PR_SET_PDEATHSIG = 1
+_WATCH_INTERVAL_S = 0.5
+
+_has_launcher = False
+
+
+def has_launcher() -> bool:
+    """Returns whether this process is a rank of a local launch, whose launcher shows its errors."""
+    return _has_launcher
+
+
+def die_with_launcher() -> None:
+    """Makes this process end with its launcher, ours or torchrun, even after the launcher's `kill -9`; does nothing if neither
+    started it.
+
+    On Linux the kernel sends the signal, even while the rank hangs in a driver; elsewhere a thread watches the parent. Called
+    before slow imports. If the launcher has already died, this process ends here.
+    """
+    global _has_launcher
+    # Taken away, so that a process that the rank starts does not mistake itself for one.
+    launcher = int(os.environ.pop(LAUNCHER, 0))
+    _has_launcher = launcher != 0
+    if not _has_launcher and ELASTIC not in os.environ:
+        return
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    elif _has_launcher:
+        threading.Thread(target=_watch_parent, args=(launcher,), name="sley-watch-launcher", daemon=True).start()
+    if _has_launcher and os.getppid() != launcher:
+        os._exit(1)
+
+
+def _watch_parent(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(_WATCH_INTERVAL_S)
+    os._exit(1)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process with exit code `code`.
+
+    A rank that failed ends at once, without destructors: those of communicators may wait for peers that are gone. Its
+    `multiprocessing` children are killed, since Python's exit handlers do not run.
+    """
+    if code and "RANK" in os.environ:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        _kill_workers()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _kill_workers() -> None:
+    if "multiprocessing" in sys.modules:
+        for child in sys.modules["multiprocessing"].active_children():
+            child.kill()
+
 
 class Terminated(BaseException):
-    """Raised by SIGTERM while there was no step to finish; ends the process with exit code `code`.
+    """Raised by SIGTERM while there is no step to finish; ends the process with exit code `code`.
 
-    No SystemExit, which a factory of the user's may raise, and which is told as its failure.
+    No SystemExit, which a factory of the user's may raise, and which is reported as its failure.
     """
 
     def __init__(self, code: int) -> None:
@@ -69,14 +136,10 @@ def terminated_s(plan: Plan) -> float:
     return SAVING_S if saves else TERMINATED_S
 
 
-WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-"""What batch systems send some time before they end a job."""
-
-
 def codes(warnings: Iterable[str] = ()) -> dict[int, int]:
     """Returns the signals that end a run in an orderly way, each with the exit code of such a run: 128 and its number.
 
-    warnings: names of those among `WARNINGS` that do.
+    warnings: the names of those among `WARNINGS` that do.
     """
     found: dict[int, int] = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -87,9 +150,9 @@ def codes(warnings: Iterable[str] = ()) -> dict[int, int]:
 class Stopping(AbstractContextManager["Stopping"]):
     """Handles SIGINT, SIGTERM, SIGHUP and `warnings` of this process while it is entered.
 
-    say: tells the user that the signal was heard; None if a launcher has said so. late: called, in another thread,
-    before ending a process that SIGTERM could not end within `terminated_s`. Does nothing outside of the main thread,
-    as Python allows no handlers there.
+    A thread does this, woken from C: the main thread may be inside a collective that never returns. say: tells the user that
+    the signal was heard; None if a launcher does. late: called, in the thread, before it ends a process that SIGTERM could not
+    end within `terminated_s`. Does nothing outside of the main thread, where Python allows no handlers.
     """
 
     def __init__(
@@ -115,7 +178,7 @@ class Stopping(AbstractContextManager["Stopping"]):
 
     @property
     def exit_code(self) -> int | None:
-        """That of the first signal that came, such as 130; None before."""
+        """The exit code of the first signal that came, such as 130; None before."""
         return None if self._first is None else self._codes[self._first]
 
     def working(self, stop: Callable[[], None]) -> None:
@@ -131,7 +194,6 @@ class Stopping(AbstractContextManager["Stopping"]):
             os.write(self._writer, _LOOK_AGAIN)
 
     def __enter__(self) -> Stopping:
-        """Installs the handlers and starts the thread."""
         if not self._is_main:
             return self
         self._reader, self._writer = os.pipe()
@@ -144,7 +206,6 @@ class Stopping(AbstractContextManager["Stopping"]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restores the handlers and ends the thread."""
         if not self._is_main:
             return
         for number, handler in self._before.items():
@@ -173,31 +234,23 @@ class Stopping(AbstractContextManager["Stopping"]):
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated(self._codes[number])
 
     def _watch(self) -> None:
-        """Runs in the thread: waits for signals and deadlines."""
+        """Runs in the thread: waits for signals, deadlines and reminders."""
         while not self._closed:
-            ready, _, _ = select.select([self._reader], [], [], self._wait_s())
-            if not ready:
-                self._tick()
+            if self._deadline is not None:
+                wait_s: float | None = max(0.0, self._deadline - time.monotonic())
             else:
+                wait_s = None if self._first is None or self._say is None else REMIND_S
+            if select.select([self._reader], [], [], wait_s)[0]:
                 for number in os.read(self._reader, 64):
                     if number in self._codes:
                         self._heard(number)
-
-    def _wait_s(self) -> float | None:
-        """Returns the seconds until the next deadline or reminder; None if only a signal can bring one."""
-        if self._deadline is not None:
-            return max(0.0, self._deadline - time.monotonic())
-        return None if self._first is None or self._say is None else REMIND_S
-
-    def _tick(self) -> None:
-        """Reminds the user of an unfinished step, or ends the process at its deadline."""
-        if self._deadline is None:
-            if self._say is not None and self._is_working:
-                self._say(STILL.format(time.monotonic() - self._heard_at))
-        elif time.monotonic() >= self._deadline:
-            if self._late is not None:
-                self._late()
-            _leave(self._deadline_code)
+            elif self._deadline is None:
+                if self._say is not None and self._is_working:
+                    self._say(STILL.format(time.monotonic() - self._heard_at))
+            elif time.monotonic() >= self._deadline:
+                if self._late is not None:
+                    self._late()
+                _end_now(self._deadline_code)
 
     def _heard(self, number: int) -> None:
         """Acts on a signal: asks the run to stop, sets a deadline, or ends the process at once."""
@@ -212,7 +265,7 @@ class Stopping(AbstractContextManager["Stopping"]):
             else:
                 self._limit(TEAR_DOWN_S, code)
         elif number == signal.SIGINT and (self._say is not None or now - self._heard_at > TOGETHER_S):
-            _leave(code)
+            _end_now(code)
         if number != signal.SIGINT and number not in WARNINGS:
             if self._terminated_at is None:
                 self._terminated_at = now
@@ -225,9 +278,9 @@ class Stopping(AbstractContextManager["Stopping"]):
             self._deadline, self._deadline_code = deadline, code
 
 
-def _leave(code: int) -> None:
-    """Ends this process now, from any thread; unflushed buffers are lost."""
+def _end_now(code: int) -> None:
+    """Ends this process, from any thread; unflushed buffers are lost."""
     if os.isatty(2):
         os.write(2, _SHOW_CURSOR)
-    end_workers()
+    _kill_workers()
     os._exit(code)

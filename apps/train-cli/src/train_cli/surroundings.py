@@ -1,31 +1,35 @@
-"""Sets the environment of local ranks: their launcher, threads and loopback.
+"""Facts that can change a run beside its plan: cores, versions, devices, variables; and `start.json`, which records them.
 
-Variables that the user has set are kept, except that a local run never communicates beyond loopback.
+`start.json` in a run's folder says when and on what rank 0 was started, and the origin of each value of its plan; the resolved
+plan beside it has the values. A run that resumes writes it anew.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import platform
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import distributions
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
-from train_cli.lifeline import LAUNCHER
+from sley_core.errors import dotted
+from sley_core.json_text import write_json
+from sley_core.plan.write import leaves
 
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
 
-def of_ranks(num_ranks: int, environ: Mapping[str, str], launcher: int) -> dict[str, str]:
-    """Returns the variables that `num_ranks` ranks get beyond `environ`; `launcher` is the process that they die with."""
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    threads = max(1, num_cores() // num_ranks)
-    defaults = {"OMP_NUM_THREADS": str(threads)}
-    return {
-        LAUNCHER: str(launcher),
-        "GLOO_SOCKET_IFNAME": loopback,
-        "NCCL_SOCKET_IFNAME": loopback,
-        **{name: value for name, value in defaults.items() if name not in environ},
-    }
+START = "start.json"
+
+_GROUPS = ("[sley.plugins]", "[sley.commands]")
+_VARIABLES = ("SLEY_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MKL_", "MALLOC_")
+"""Prefixes of the environment variables that change a run; others are private and not recorded."""
 
 
 def num_cores() -> int:
@@ -39,7 +43,7 @@ def num_cores() -> int:
 
 def cgroup_cores(root: Path) -> float:
     """Returns how many cores' time the cgroups of this process may take, v1 or v2; infinity without a limit. root: of the file
-    system, where tests have another one.
+    system, another one in tests.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text("utf-8").splitlines()
@@ -53,29 +57,73 @@ def cgroup_cores(root: Path) -> float:
         own = PurePosixPath(path.lstrip("/"))
         # A limit further up counts too. Within a container its own cgroup may be what it sees as the root.
         groups = [root / "sys/fs/cgroup" / mount / group for mount in mounts for group in (own, *own.parents)]
-        limits += [_share(group) for group in groups]
+        for group in groups:
+            for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+                with suppress(OSError, ValueError):  # no such file; or "max": no limit
+                    quota, period = map(float, " ".join((group / name).read_text("utf-8") for name in names).split())
+                    limits += [quota / period] if quota > 0 else []
     return min(limits)
 
 
-def _share(group: Path) -> float:
-    """Returns how many cores' time one cgroup may take; infinity without a limit."""
-    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        with suppress(OSError, ValueError):
-            quota, period = " ".join((group / name).read_text("utf-8") for name in names).split()
-            return float(quota) / float(period) if float(quota) > 0 else math.inf  # "max", and -1 before: no limit
-    return math.inf
+def machine_facts(*, names_gpus: bool = True) -> dict[str, Any]:
+    """Returns platform, Python, cores, versions of torch and of Sley's packages, GPUs and variables, by name.
 
-
-@contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables of this process within the block, and restores them; an agent starts its ranks with a copy."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    names_gpus: whether the GPUs are looked at, which makes a CUDA context in this process.
+    """
+    python = f"{platform.python_version()} ({sys.executable})"
+    found: dict[str, Any] = {"platform": platform.platform(), "python": python, "cores": num_cores()}
     try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        import torch
+    except ImportError as error:
+        found["torch"] = f"cannot be imported: {error}"
+    else:
+        found |= {"torch": torch.__version__, "cuda": torch.version.cuda or "none"}
+        if names_gpus and torch.cuda.is_available():
+            nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch has no types here
+            found["nccl"] = ".".join(map(str, nccl))
+            for number in range(torch.cuda.device_count()):
+                found[f"gpu {number}"] = torch.cuda.get_device_name(number)
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    return {**found, **sley_versions(), **variables}
+
+
+def sley_versions() -> dict[str, str]:
+    """Returns versions by distribution, sorted by name; reads metadata only."""
+    found: dict[str, str] = {}
+    for dist in distributions():
+        name = dist.metadata["Name"] or ""
+        text = "" if name.startswith("sley-") else dist.read_text("entry_points.txt") or ""
+        if name.startswith("sley-") or any(group in text for group in _GROUPS):
+            found.setdefault(name, dist.version)  # the first on sys.path is what an import finds
+    return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True)
+class StartRecord:
+    """Holds the record of one start.
+
+    time: UTC, in ISO 8601. origins: of each key of the plan (`run.steps`), file and line, `--set #1` or default. machine: the
+    output of `train-cli env`, by name.
+    """
+
+    time: str
+    origins: dict[str, str]
+    machine: dict[str, Any]
+
+
+def write_start(folder: Path, plan: Plan, *, names_gpus: bool) -> None:
+    """Writes the record of a start that happens now. plan: resolved by the run. names_gpus: as of `machine_facts`."""
+    time = datetime.now(UTC).isoformat(timespec="seconds")
+    origins = {dotted(path): plan.origin(path) for path, _ in leaves(plan.tables)}
+    write_json(folder / START, vars(StartRecord(time, origins, machine_facts(names_gpus=names_gpus))))
+
+
+def read_start(folder: Path) -> StartRecord | None:
+    """Returns the record of the last start; None in a folder without one. Raises OSError, and ValueError for another file."""
+    path = folder / START
+    if not path.exists():
+        return None
+    try:
+        return StartRecord(**json.loads(path.read_text("utf-8")))
+    except TypeError as error:
+        raise ValueError(f"`{path}` is not as a run writes it") from error

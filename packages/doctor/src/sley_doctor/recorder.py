@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sley_doctor.reports.fault_report import LaunchReport, forget, write_launch
-from train_cli.recorder import RunRecorder
+from train_cli.run_folder import RunRecorder
 
 if TYPE_CHECKING:
     from sley_core.comm.world import World

@@ -1,17 +1,39 @@
-"""`train-cli check`: every mistake of one or more plans at once, without torch unless the model is to be checked."""
+"""`train-cli check`, `needs`, `schema`, `env`: plans before they are run, without torch unless the model is to be checked."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from pydantic.json_schema import models_json_schema
 
-from sley_core.errors import PlanError, SleyError
-from sley_core.plan.check import check_plan, sums_ties
-from sley_core.plan.load import load_plan
+from sley_core.discovery import CORE, EXAMPLES, folder_of
+from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError
+from sley_core.plan.check import check_plan, sums_ties, timer_package
+from sley_core.plan.document import Document
+from sley_core.plan.kinds import COMPONENTS, ComponentTable
+from sley_core.plan.load import load_plan, resolve
+from sley_core.plan.loader import FIRST_PARTY, Loader
+from sley_core.plan.read import read_file
+from sley_core.plan.tables import EXTENDS, FORMAT, OPTIONAL, SOURCE_FOLDER, TABLES
+from sley_core.records import Record
+from sley_core.table import Table
 from train_cli.console import say
-from train_cli.options import NodesOption, PerNodeOption, SetOption, WorldOption, given_world
+from train_cli.options import (
+    FormatOption,
+    NodesOption,
+    OutputFormat,
+    PerNodeOption,
+    PlanArgument,
+    SetOption,
+    WorldOption,
+    given_world,
+)
 
 
 def check(
@@ -51,9 +73,223 @@ def _check(path: Path, overrides: list[str], world: int | None, model: bool) -> 
     if problems := check_plan(plan, size):
         raise PlanError.many(problems)
     if model:
-        from train_cli.model_check import check_model
+        from train_cli.on_meta import check_model
 
         for note in check_model(plan, size, calls_layers=True):
             say(f"{path}: {note}")
     elif plan.parallel.pp > 1 and not sums_ties(plan):
         say(f"{path}: no gradient handler sums weights that stages share; only --model sees whether there are any")
+
+
+def env(form: FormatOption = OutputFormat.text) -> None:
+    """Print versions and devices, to paste into an issue."""
+    from train_cli.surroundings import machine_facts
+
+    found = machine_facts()
+    width = max(map(len, found))
+    lines = [f"{name:{width}}  {value}" for name, value in found.items()]
+    typer.echo(json.dumps(found, indent=2) if form is OutputFormat.json else "\n".join(lines))
+
+
+_RECORD = re.compile(r"([A-Za-z_]\w*)\.[A-Za-z_]\w*")
+
+
+def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
+    """Print a requirement for each package that the plan needs; in a clone of Sley: pip install $(train-cli needs plan.toml)
+
+    Sley's own packages are folders of a clone, since no index has them; plugins of others are pinned as here.
+    """
+    document = read_file(plan, overrides or [])
+    loader = Loader()
+    extras = _extras(document)
+    lines = {CORE: f"-e {folder_of(CORE)}", "train-cli": "-e apps/train-cli"}
+    paths = dict(reversed([*_named_plugins(document, loader)]))  # the first path of each
+    timer = ""
+    try:
+        resolved = resolve(document, loader)
+    except SleyError:
+        names = [*reversed(paths)]
+        note = "the plan cannot be resolved here: call this again with these installed, as their records may need more"
+    else:  # knows also the plugins that a default or a record names
+        names, timer, note = [*resolved.plugins], timer_package(resolved), ""
+    unknown: list[Diagnostic] = []
+    for name in names:
+        if name in lines:
+            continue
+        try:
+            lines[name] = _requirement(name, loader, extras)
+        except PluginError as error:
+            lines[name] = ""
+            unknown += [document.diagnostic(each.code, each.message, paths[name], each.hint) for each in error.diagnostics]
+    if unknown:
+        raise PluginError.many(unknown)
+    if timer:
+        ours = timer.startswith("sley_")
+        lines[timer] = f"-e {folder_of(timer.removeprefix('sley_'))}" if ours else timer
+    for line in lines.values():
+        typer.echo(line)
+    say("Sley's own packages are on no index: give these lines to pip in a clone of its repository")
+    if note:
+        say(note)
+
+
+def _extras(document: Document) -> dict[str, str]:
+    """Returns the extras that the plan needs, separated by commas, by the plugin that has them."""
+    named = {value for _, value in _strings(document.tables.get("metrics"))}
+    writers = (writer for writer in ("tensorboard", "wandb") if f"metrics.{writer}" in named)
+    return {"metrics": ",".join(writers), "data": "tokenizers" if "tokenizer" in _table(document, "data") else ""}
+
+
+def _requirement(name: str, loader: Loader, extras: Mapping[str, str]) -> str:
+    """Returns the line for pip of plugin `name`; raises PluginError if it is neither ours nor installed."""
+    if name in FIRST_PARTY or name in EXAMPLES:
+        return f"-e {folder_of(name, extras.get(name, ''))}"
+    match loader.found(name):
+        case [dist]:
+            return f"{dist.dist}=={dist.version}" if dist.version != "0" else dist.dist
+    loader.load(name)
+    raise AssertionError(f"plugin {name} was neither found nor missing")
+
+
+def _named_plugins(document: Document, loader: Loader) -> Iterator[tuple[str, KeyPath]]:
+    """Yields the plugins of the records that the plan names, and of the default of each table without `use`, with their paths.
+
+    Which fields beside `use` name records only the plugin knows, and it may not be installed: the values of other fields count
+    if they have the form of a record of a known plugin.
+    """
+    known = {*FIRST_PARTY, *EXAMPLES, *loader.names()}
+    known -= {"data", "metrics"}  # only `use` names their records: `data.json` is a file
+    for path, value in _strings(document.tables):
+        match = _RECORD.fullmatch(value)
+        if match and (path[-1] == "use" or match[1] in known):
+            yield match[1], path
+    for spec in COMPONENTS:
+        is_open = not {"use", "factory"} & _table(document, spec.key).keys()
+        if spec.default and is_open and (spec.only_with is None or spec.only_with in document.tables):
+            yield spec.default.partition(".")[0], (spec.key,)
+
+
+def _strings(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Yields path and value of every string of the plan; strings in arrays (files) and in `options` are skipped."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key != "options":
+                yield from _strings(inner, (*path, key))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            if isinstance(inner, dict):
+                yield from _strings(inner, (*path, number))
+    elif isinstance(value, str):
+        yield path, value
+
+
+def _table(document: Document, name: str) -> dict[str, Any]:
+    found = document.tables.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+ITEM_LIMITS = {"minLength": "minItems", "maxLength": "maxItems"}
+"""pydantic writes an array's limits as a string's if a validator precedes them; this maps them back."""
+
+
+def schema() -> None:
+    """Print the JSON Schema of a plan with the records of the installed plugins."""
+    typer.echo(json.dumps(json_schema(), indent=2))
+
+
+def json_schema(loader: Loader | None = None) -> dict[str, Any]:
+    """Returns the JSON Schema of a plan, for editors: core's tables, and for each component table one alternative per record of
+    the plugins that `loader` can load.
+
+    It checks types, ranges and keys. It accepts what only core can check (sizes that divide, files that exist).
+    """
+    loader = loader or Loader()
+    records: dict[str, dict[str, Record]] = {spec.key: {} for spec in COMPONENTS}
+    for name in loader.names():
+        try:
+            plugin = loader.load(name)
+        except PluginError:
+            continue
+        for spec in COMPONENTS:
+            records[spec.key] |= {f"{name}.{record.name}": record for record in plugin.records[spec.kind].values()}
+    models = [*TABLES.values(), *OPTIONAL.values(), *(spec.factory for spec in COMPONENTS if spec.factory)]
+    models += [record.config for named in records.values() for record in named.values()]
+    found, definitions = models_json_schema([(model, "validation") for model in dict.fromkeys(models)])
+    shared: dict[str, Any] = _for_toml(definitions.get("$defs", {}))
+
+    def schema_of(model: type[Table]) -> dict[str, Any]:
+        """Returns a copy of a model's full schema, for which pydantic gives a reference."""
+        return deepcopy(shared[found[model, "validation"]["$ref"].rpartition("/")[2]])
+
+    properties: dict[str, Any] = {
+        "plan": {"const": FORMAT, "description": "The format of the plan."},
+        "extends": {"type": "string", "description": EXTENDS},
+        "source_folder": {"type": "string", "description": SOURCE_FOLDER},
+    }
+    properties |= {name: schema_of(model) for name, model in {**TABLES, **OPTIONAL}.items()}
+    for spec in COMPONENTS:
+        choices = []
+        for name, record in records[spec.key].items():
+            choice = schema_of(record.config)
+            choice["properties"] = {"use": {"const": name}, **choice.get("properties", {})}
+            if name != spec.default and not spec.known:
+                choice["required"] = ["use", *choice.get("required", [])]
+            choices.append(choice)
+        properties[spec.key] = _component(spec, choices + ([schema_of(spec.factory)] if spec.factory else []))
+    required = [name for name, model in TABLES.items() if any(key.is_required() for key in model.model_fields.values())]
+    required += [spec.key for spec in COMPONENTS if not (spec.many or spec.named or spec.default or spec.only_with)]
+    return {
+        "$schema": DIALECT,
+        "title": "A plan of Sley",
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+        "$defs": _used(shared, properties),
+    }
+
+
+def _component(spec: ComponentTable, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the schema of a component table from its alternatives `choices`: one table, a list of them, or tables by name."""
+    # If the schedule gives the default, a table without `use` may be of any record.
+    alternatives = "anyOf" if spec.known else "oneOf"
+    table: dict[str, Any] = {"type": "object", alternatives: choices} if choices else {"type": "object"}
+    if spec.named:
+        return {"description": spec.summary, "type": "object", "additionalProperties": table}
+    if not spec.many:
+        return {"description": spec.summary, **table}
+    return {"description": spec.summary, "type": "array", "items": table}
+
+
+def _for_toml(schema: Any) -> Any:
+    """Returns a schema adapted to TOML: without null and titles, and with limits of arrays named as such."""
+    if isinstance(schema, list):
+        return [_for_toml(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {key: value for key, value in schema.items() if not (key == "title" and isinstance(value, str))}
+    if "default" in kept and kept["default"] is None:
+        del kept["default"]
+    arms = [arm for arm in kept.pop("anyOf", []) if arm != {"type": "null"}]
+    kept |= arms[0] if len(arms) == 1 else {"anyOf": arms} if arms else {}
+    if kept.get("type") == "array":
+        kept = {ITEM_LIMITS.get(key, key): value for key, value in kept.items()}
+    return {key: _for_toml(inner) for key, inner in kept.items()}
+
+
+def _used(shared: Mapping[str, Any], properties: Any) -> dict[str, Any]:
+    """Returns the shared definitions that `properties` refer to, directly or through another."""
+    used: dict[str, Any] = {}
+    waiting = [properties]
+    while waiting:
+        schema = waiting.pop()
+        if isinstance(schema, dict):
+            name = str(schema.get("$ref", "")).rpartition("/")[2]
+            if name in shared and name not in used:
+                used[name] = shared[name]
+                waiting.append(shared[name])
+            waiting += schema.values()
+        elif isinstance(schema, list):
+            waiting += schema
+    return dict(sorted(used.items()))

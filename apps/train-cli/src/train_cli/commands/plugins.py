@@ -1,25 +1,36 @@
-"""`train-cli plugins`: what is installed and what a plan can name; with a name, every option of its records."""
+"""`train-cli plugins`: what is installed and what a plan can name; with a name, every option of its records. `train-cli new
+KIND NAME`: a plugin package that is complete and passes its tests, to be changed from there.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from enum import StrEnum
+from importlib import resources
+from importlib.resources.abc import Traversable
+from importlib.util import find_spec
+from keyword import iskeyword
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from pydantic.fields import FieldInfo
 
+from sley_core.discovery import CORE, installed
 from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, PlanError, PluginError, UsageError
 from sley_core.plan.document import plain
 from sley_core.plan.kinds import COMPONENTS, words
-from sley_core.plan.loader import Loader, Plugin
-from sley_core.records import Record
+from sley_core.plan.loader import FIRST_PARTY, Loader, Plugin
 from sley_core.words import suggestion, takes
-from train_cli.completion import plugin_ids
-from train_cli.lazy import module_of
-from train_cli.options import FormatOption, OutputFormat
+from train_cli.console import say
+from train_cli.main import module_of
+from train_cli.options import FormatOption, OutputFormat, plugin_ids
 
 
 class Level(StrEnum):
@@ -108,11 +119,10 @@ def _overview(name: str, loader: Loader) -> dict[str, Any]:
     return entry
 
 
-def _overview_text(found: list[dict[str, Any]]) -> str:
-    """Returns the entries as text."""
+def _overview_text(entries: list[dict[str, Any]]) -> str:
     lines = []
-    width = max((len(words(kind)) + 1 for entry in found for kind in entry["records"]), default=0)
-    for entry in found:
+    width = max((len(words(kind)) + 1 for entry in entries for kind in entry["records"]), default=0)
+    for entry in entries:
         lines.append(f"{entry['name']}  ({entry['dist']} {entry['version']})")
         if entry["error"]:
             lines.append(f"  broken: {entry['error']}")
@@ -122,71 +132,170 @@ def _overview_text(found: list[dict[str, Any]]) -> str:
 
 
 def _described(plugin: Plugin, record_name: str) -> Iterator[dict[str, Any]]:
-    """Yields every record of the plugin, or those named `record_name` (several kinds may have one)."""
+    """Yields every record of the plugin, or those named `record_name` (several kinds may have one); raises PlanError
+    "unknown-record" if there is none.
+    """
     every = [(kind, record) for kind, named in plugin.records.items() for record in named.values()]
     chosen = [(kind, record) for kind, record in every if record_name in ("", record.name)]
     if not chosen:
-        raise _no_record(plugin, record_name, [record for _, record in every])
+        names = list(dict.fromkeys(f"{plugin.name}.{record.name}" for _, record in every))
+        listed = f"it has {', '.join(f'`{each}`' for each in names)}" if names else None
+        hint = suggestion(f"{plugin.name}.{record_name}", names, listed)
+        raise PlanError("unknown-record", f"{plugin.label} has no record `{record_name}`", hint=hint)
     headers = {spec.kind: spec.header for spec in COMPONENTS}
     for kind, record in chosen:
         yield {
             "name": f"{plugin.name}.{record.name}",
             "kind": words(kind),
             "table": headers.get(kind),
-            "summary": record.summary or _first_line(record.config.__doc__),
+            "summary": record.summary or (record.config.__doc__ or "").strip().split("\n")[0],
             "options": [_option(key, info) for key, info in record.config.model_fields.items()],
         }
 
 
-def _no_record(plugin: Plugin, name: str, records: list[Record]) -> PlanError:
-    """Returns the PlanError "unknown-record" for a record name that the plugin does not have."""
-    names = list(dict.fromkeys(f"{plugin.name}.{record.name}" for record in records))
-    listed = f"it has {', '.join(f'`{each}`' for each in names)}" if names else None
-    hint = suggestion(f"{plugin.name}.{name}", names, listed)
-    return PlanError("unknown-record", f"{plugin.label} has no record `{name}`", hint=hint)
-
-
 def _option(key: str, info: FieldInfo) -> dict[str, Any]:
     """Returns name, type, default and description of one option."""
-    option: dict[str, Any] = {"name": key, "takes": takes(info.annotation, info.metadata), "required": False}
-    if info.is_required():
-        option["required"] = True
-    elif info.default_factory is not None:
-        option["default"] = "computed"
-    else:
-        option["default"] = plain(info.default)
+    option: dict[str, Any] = {"name": key, "takes": takes(info.annotation, info.metadata), "required": info.is_required()}
+    if not info.is_required():
+        option["default"] = "computed" if info.default_factory is not None else plain(info.default)
     return {**option, "description": info.description}
 
 
-def _described_text(found: list[dict[str, Any]]) -> str:
-    """Returns the records as text."""
+def _described_text(records: list[dict[str, Any]]) -> str:
     lines = []
-    for record in found:
+    for record in records:
         where = f", for {record['table']}" if record["table"] else ""
         lines.append(f"{record['name']}  ({record['kind']}{where})")
         if record["summary"]:
             lines.append(f"  {record['summary']}")
         for option in record["options"]:
-            lines.append(f"  {option['name']}: {option['takes']}{_default(option)}")
+            lines.append(f"  {option['name']}: {option['takes']}{_default_text(option)}")
             lines += [f"      {line}" for line in (option["description"] or "").splitlines()]
         lines.append("")
     return "\n".join(lines).rstrip()
 
 
-def _default(option: dict[str, Any]) -> str:
-    """Returns in words an option's default, for the end of its line."""
+def _default_text(option: dict[str, Any]) -> str:
     if option["required"]:
         return " (required)"
     default = option["default"]
-    return " (may be left out)" if default is None else f" = {_toml(default)}"
-
-
-def _toml(value: Any) -> str:
-    if value == "computed":
-        return "computed from the others"
+    if default == "computed":
+        return " = computed from the others"
     # Of what a default can be, JSON and TOML write only tables differently, and those are empty.
-    return json.dumps(value)
+    return " (may be left out)" if default is None else f" = {json.dumps(default)}"
 
 
-def _first_line(text: str | None) -> str:
-    return (text or "").strip().split("\n")[0]
+OURS = frozenset({CORE, *FIRST_PARTY})
+"""Plugins of Sley's own, installed or not: a plan that names them means these."""
+
+_SUFFIX = ".in"
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+class PluginKind(StrEnum):
+    """The part that the plugin offers to plans."""
+
+    handler = "handler"
+    hook = "hook"
+    schedule = "schedule"
+    writer = "writer"
+    model = "model"
+
+
+def new(
+    kind: Annotated[
+        PluginKind,
+        typer.Argument(
+            help="handler: of gradients. hook: called around every action. schedule: of the learning rate. writer: of metrics. "
+            "model: a list of layers.",
+            show_default=False,
+        ),
+    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The plugin's name, which plans will say.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="A folder that does not exist yet, or is empty; sley-NAME if left out."),
+    ] = None,
+) -> None:
+    """Write a plugin package with a record, a table, a class and passing tests."""
+    folder = out or Path(f"sley-{name.replace('_', '-')}")
+    files = rendered(kind, name)
+    write(files, folder)
+    for path in files:
+        say(f"{folder / path}")
+    say(f"next: cd {folder} && pip install -e . pytest && pytest")
+
+
+def rendered(kind: str, name: str) -> dict[str, str]:
+    """Returns the files of a package by their path in its folder. Raises UsageError "plugin-name" as `check_name` does.
+
+    docs/write-a-plugin.md explains the one of a gradient handler, which is examples/plugins/sley-narrow too.
+    """
+    files = dict(_templates(resources.files("train_cli.templates") / kind))
+    check_name(name, files)
+    return {path.replace("NAME", name): _filled(text, name) for path, text in files.items()}
+
+
+def write(files: Mapping[str, str], out: Path) -> None:
+    """Writes the files into the folder `out`, all of them or none. Raises UsageError "new-folder" if it is not empty, or cannot
+    be written.
+    """
+    hint = "choose another `--out`"
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        raise UsageError("new-folder", f"`{out}` exists and is not an empty folder", hint=hint)
+    scratch = None
+    try:
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.absolute().parent))
+        for path, text in files.items():
+            (scratch / path).parent.mkdir(parents=True, exist_ok=True)
+            (scratch / path).write_text(text, "utf-8")
+        scratch.chmod(0o755)  # a temporary folder is its owner's alone
+        scratch.rename(out)  # over an empty folder too
+    except OSError as error:
+        raise UsageError("new-folder", f"cannot write `{out}`: {error.strerror or error}", hint=hint) from None
+    finally:
+        if scratch is not None:
+            with suppress(OSError):
+                shutil.rmtree(scratch)
+
+
+def check_name(name: str, files: Mapping[str, str] | None = None) -> None:
+    """Raises UsageError "plugin-name" for a name that is not valid in plans and in Python, is taken, or is a word of
+    `files`.
+    """
+    if not _NAME.fullmatch(name) or iskeyword(name):
+        message = f"`{name}` is not a name: small letters, digits and `_`, a letter first, and no word of Python"
+        raise UsageError("plugin-name", message, hint="take one such as `topk`")
+    if name in OURS:
+        raise UsageError("plugin-name", f"`{name}` is a plugin of Sley's own", hint=f"take another, such as `my_{name}`")
+    known = installed().get(name)
+    if known or find_spec(f"sley_{name}") is not None:
+        who = known[0].label if known else f"the module `sley_{name}`"
+        raise UsageError("plugin-name", f"`{name}` is taken: {who} is installed", hint="take another, or uninstall that")
+    code = "\n".join(text for path, text in (files or {}).items() if path.endswith(".py"))
+    in_code = set(re.findall(r"(?<!@)\b[A-Za-z_]\w*\b(?!@)", code))
+    if taken := in_code & {name, _class_name(name)}:
+        message = f"the package would have `{min(taken)}` in two meanings"
+        raise UsageError("plugin-name", message, hint=f"take a name that says more, such as `my_{name}`")
+
+
+def _templates(folder: Traversable, below: str = "") -> list[tuple[str, str]]:
+    """Returns path and text of each file of a template."""
+    files = []
+    for path in sorted(folder.iterdir(), key=lambda path: path.name):
+        if path.is_dir():
+            files += _templates(path, f"{below}{path.name}/")
+        elif path.name.endswith(_SUFFIX):
+            files.append((below + path.name.removesuffix(_SUFFIX), path.read_text("utf-8")))
+    return files
+
+
+def _filled(text: str, name: str) -> str:
+    text = text.replace("@name@", name).replace("@Name@", _class_name(name))
+    # Where the module's name stands among imports depends on the name.
+    return re.sub(r"(?:^from sley_.*\n)+", lambda found: "".join(sorted(found[0].splitlines(keepends=True))), text, flags=re.M)
+
+
+def _class_name(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))

@@ -2,7 +2,7 @@
 
 no launcher, one rank       in this process
 no launcher, several        this process checks everything, makes the run folder, starts the ranks and waits
-torchrun, SLURM, ...        this process is a rank; rank 0 makes the run folder and tells what is wrong
+torchrun, SLURM, ...        this process is a rank; rank 0 makes the run folder and says what is wrong
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,17 +20,14 @@ from sley_core.errors import EXIT_OK, PlanError, UsageError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
-from train_cli import console, lifeline
-from train_cli.as_rank import as_rank
+from train_cli import console
 from train_cli.console import Settings
-from train_cli.lazy import module_of
+from train_cli.main import module_of
 from train_cli.options import MessageFormat, PlanArgument, SetOption, WorldOption
-from train_cli.preflight import refuse_lone_worlds
+from train_cli.preflight import RankFaults, refuse_lone_worlds
 from train_cli.progress import draws_line, ranks
-from train_cli.recorder import FAULTS
-from train_cli.resume import AUTO, goes_on, is_again
-from train_cli.run_folder import check_run_folder, held_run_folder, is_restart, run_folder
-from train_cli.saved import check_given
+from train_cli.run_folder import FAULTS, check_run_folder, held_run_folder, is_restart
+from train_cli.saved import AUTO, check_given, goes_on, is_again, run_folder
 from train_cli.stopping import terminated_s
 
 _BETWEEN_RANKS = frozenset({"rank-died", "rank-hung", "collective-failed", "ranks-differ", "stages-differ"})
@@ -90,89 +85,94 @@ def run(
     if machine is not None and not estimate:
         raise UsageError("machine", "`--machine` belongs to `--estimate`")
     line = draws_line(sys.stderr, wanted=not no_progress)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        if nproc is not None:
-            raise UsageError("nproc", "`--nproc` is given, but a launcher has started this process already")
-        if estimate:
-            raise UsageError(
-                "estimate", "a rank that a launcher has started cannot estimate", hint="use `train-cli estimate`, before"
-            )
-        code = _as_rank(plan, changes, settings, overwrite=overwrite, resume=resume, line=line, verbose=verbose > 0)
+    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if is_rank and nproc is not None:
+        raise UsageError("nproc", "`--nproc` is given, but a launcher has started this process already")
+    if is_rank and estimate:
+        message = "a rank that a launcher has started cannot estimate"
+        raise UsageError("estimate", message, hint="use `train-cli estimate`, before")
+    if is_rank:
+        rank = int(os.environ["RANK"])
+        with RankFaults(rank, settings) as faults, ExitStack() as stack:
+            start = _start_of(resume, overwrite=overwrite)
+            resolved = load_plan(plan, changes)
+            check(resolved, int(os.environ["WORLD_SIZE"]))
+            _check_given(resolved, start)
+            folder = run_folder(resolved)
+            if rank == 0:
+                stays = goes_on(resolved, resume) or is_restart(folder)
+                stack.enter_context(held_run_folder(resolved, overwrite=overwrite, resume=stays))
+            from train_cli.rank import train
+
+            faults.has_begun = True
+            code = train(resolved, folder, resume=start, line=line, verbose=verbose > 0)
         raise typer.Exit(code)
     resolved = load_plan(plan, changes)
     size = check(resolved, nproc or resolved.world(num_devices(resolved)))
     stays = goes_on(resolved, resume)
-    resume = _resume(resume, overwrite=overwrite)
-    _check_given(resolved, resume)
+    start = _start_of(resume, overwrite=overwrite)
+    _check_given(resolved, start)
     check_run_folder(resolved, overwrite=overwrite, resume=stays)
     if sys.stderr.isatty() and settings.message_format is not MessageFormat.json:
         # torch takes seconds to come, in this process and in each rank.
         console.say(f"starting {resolved.run.name} on {ranks(size)}")
-    from train_cli.model_check import check_model
+    from train_cli.on_meta import check_model
 
     check_model(resolved, size)
-    found = None
-    if estimate:
-        found = _foresight().foreseen(resolved, size, machine)
+    foresight = module_of("estimate", "sley_estimate.commands.foresight", "`run --estimate`") if estimate else None
+    foreseen = foresight.foreseen(resolved, size, machine) if foresight else None
     with held_run_folder(resolved, overwrite=overwrite, resume=stays) as folder:
         if size > 1:
-            arguments = ["run", str(plan), *(part for change in changes for part in ("--set", change))]
-            arguments += ["--resume", resume] if resume else []
-            arguments += ["--no-progress"] if no_progress else []
-            arguments += ["--verbose"] if verbose else []
-            code = _launch(arguments, size, folder, settings, resolved, verbose=verbose)
+            arguments = {"path": str(plan), "changes": changes, "resume": start, "line": line, "verbose": verbose > 0}
+            code = _launch(arguments, size, folder, settings, resolved, verbose)
         else:
             from train_cli.rank import train
 
-            code = train(resolved, folder, resume=resume, line=line, verbose=verbose > 0)
-        if found is not None and code == EXIT_OK and (lines := _foresight().put_beside(found, folder)):
+            code = train(resolved, folder, resume=start, line=line, verbose=verbose > 0)
+        if foresight and code == EXIT_OK and (lines := foresight.put_beside(foreseen, folder)):
             console.say("\n".join(lines))
     raise typer.Exit(code)
-
-
-def _foresight() -> Any:
-    """Returns the module that estimates a run before it and compares afterwards; raises PluginError "command-missing"."""
-    return module_of("estimate", "sley_estimate.commands.foresight", "`run --estimate`")
 
 
 def _dry_run(plan: Plan, world: int | None) -> None:
     """Runs every distinct rank up to its first steps, without values and without peers. Raises whatever these steps raise."""
     size = check(plan, plan.world(None) if world is None else world)
-    from train_cli.model_check import check_model
+    from train_cli.on_meta import check_model
 
     estimates = module_of("estimate", "sley_estimate.commands.estimate", "`run --dry-run`")
 
     for note in check_model(plan, size):
         console.say(note)
-    most = max(estimates.stages(plan, size), key=lambda one: one.peak)
-    peak = estimates.shown(most.peak)
-    console.say(f"dry run on {ranks(size)}: steps can be taken; the most is {peak}, on stage {most.stage}")
+    largest = max(estimates.stages(plan, size), key=lambda stage: stage.peak)
+    peak = estimates.shown(largest.peak)
+    console.say(f"dry run on {ranks(size)}: steps can be taken; the most is {peak}, on stage {largest.stage}")
 
 
-def _resume(given: str | None, *, overwrite: bool) -> str | None:
+def _start_of(resume: str | None, *, overwrite: bool) -> str | None:
     """Returns the checkpoint to resume from: as given, or "auto" where torchrun or SLURM has started this run again."""
-    if given and overwrite:
+    if resume and overwrite:
         raise UsageError("resume", "`--resume` goes on with a run and `--overwrite` deletes it")
-    return given or (AUTO if is_again() else None)
+    return resume or (AUTO if is_again() else None)
 
 
-def _check_given(plan: Plan, resume: str | None) -> None:
+def _check_given(plan: Plan, start: str | None) -> None:
     """Raises UsageError "no-checkpoint" if the user has named a checkpoint that is not there. A run that was started again
-    resumes from its own checkpoints, and no longer needs the one at which it began.
+    resumes from its own checkpoints, and does not need the one at which it began.
     """
-    if resume is not None and resume != AUTO and not is_again():
-        check_given(plan, resume)
+    if start is not None and start != AUTO and not is_again():
+        check_given(plan, start)
 
 
-def _launch(arguments: Sequence[str], size: int, folder: Path, settings: Settings, plan: Plan, *, verbose: int) -> int:
+def _launch(arguments: dict[str, Any], size: int, folder: Path, settings: Settings, plan: Plan, verbose: int) -> int:
     """Starts the local ranks, waits for them and shows their failure; returns the exit code."""
     from train_cli.local_launch import launch
 
     if verbose > 1:
         logging.basicConfig(level=logging.INFO)
     if verbose:
-        console.say(f"starting {size} ranks: python -m train_cli {' '.join(arguments)}")
+        console.say(f"starting {size} ranks of {arguments['path']}")
     fault = launch(
+        "train_cli.rank:train_plan",
         arguments,
         size,
         folder,
@@ -185,29 +185,6 @@ def _launch(arguments: Sequence[str], size: int, folder: Path, settings: Setting
     if (folder / FAULTS).exists() and any(each.code in _BETWEEN_RANKS for each in fault.diagnostics):
         console.say(f"what each rank did: train-cli doctor {folder}")
     return fault.exit_code
-
-
-def _as_rank(
-    path: Path, overrides: Sequence[str], settings: Settings, *, overwrite: bool, resume: str | None, line: bool, verbose: bool
-) -> int:
-    """Runs this rank and returns its exit code. Errors that all ranks find are shown by rank 0 alone."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-    def begin(stack: ExitStack) -> Callable[[], int]:
-        found = _resume(resume, overwrite=overwrite)
-        plan = load_plan(path, overrides)
-        check(plan, size)
-        _check_given(plan, found)
-        folder = run_folder(plan)
-        # A launcher of ours has made the folder.
-        if rank == 0 and not lifeline.is_held():
-            stays = goes_on(plan, resume) or is_restart(folder)
-            stack.enter_context(held_run_folder(plan, overwrite=overwrite, resume=stays))
-        from train_cli.rank import train
-
-        return partial(train, plan, folder, resume=found, line=line, verbose=verbose)
-
-    return as_rank(rank, settings, begin)
 
 
 def check(plan: Plan, size: int) -> int:

@@ -1,17 +1,35 @@
-"""`train-cli sample RUN --prompt TEXT`: generates text from a run's weights."""
+"""`train-cli sample RUN --prompt TEXT` and `train-cli eval RUN`: text from a run's weights, and their held-out loss.
+
+The whole window is computed again for each token.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from itertools import chain, islice, takewhile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sley_core.errors import UsageError
+from sley_core.config import CrossEntropyConfig
+from sley_core.errors import PlanError, RunError, UsageError
+from sley_core.records import DatasetRecord
 from train_cli.console import say
-from train_cli.trained import plan_of, trained_run
+from train_cli.one_process import plan_of, trained_run
+from train_cli.progress import repeats
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from sley_core.data.dataset import TextIds
+    from sley_core.plan.plan import Plan
+    from sley_core.run import Run
 
 
 def sample(
@@ -36,9 +54,7 @@ def sample(
     plan = plan_of(run)
     import torch
 
-    from train_cli.sampling import generate, text_ids
-
-    known = text_ids(plan, tokenizer)
+    known = _text_ids(plan, tokenizer)
     ids = known.encode(prompt)
     if len(ids) == known.num_before:
         raise UsageError("empty-prompt", "the tokenizer knows nothing of the prompt", hint="give another `--prompt`")
@@ -46,9 +62,152 @@ def sample(
         say(which)
         generator = torch.Generator().manual_seed(seed)
         drawn = generate(model, ids, known.size, temperature=temperature, top_k=top_k, generator=generator)
-        written = takewhile(lambda one: one != known.end, islice(drawn, tokens))
+        written = takewhile(lambda token: token != known.end, islice(drawn, tokens))
         # The prompt's ids too, so that a decoder that looks back has them.
         for text in known.decode(chain(ids[known.num_before :], written)):
             sys.stdout.write(text)
             sys.stdout.flush()
     sys.stdout.write("\n")
+
+
+def _text_ids(plan: Plan, tokenizer: Path | None) -> TextIds:
+    """Returns the ids of the plan's text, or of `tokenizer`, if given, which sley-data reads.
+
+    Raises UsageError "no-vocabulary" if the plan's data do not say how their ids are text, and PluginError if sley-data is
+    needed and not installed.
+    """
+    record = plan.data.record if tokenizer is None else plan.loader.record("datasets", "data.text")
+    if not isinstance(record, DatasetRecord) or record.text_ids is None:
+        hint = "give the one that made its token ids: `--tokenizer PATH`"
+        raise UsageError("no-vocabulary", f"the data of this run, `{plan.data.name}`, has no tokenizer", hint=hint)
+    ids: TextIds = record.load(record.text_ids)(plan.data.config, tokenizer)
+    return ids
+
+
+def generate(
+    run: Run, ids: Sequence[int], size: int, *, temperature: float, top_k: int | None, generator: torch.Generator
+) -> Iterator[int]:
+    """Yields ids that follow `ids`, without end; the model is given as many of the last ones as a sample of its data has.
+
+    size: ids are below it. temperature: 0 takes the likeliest. top_k: draws from so many of the likeliest. Raises UsageError
+    "sample-fields" and "no-logits" for a model that is not one over tokens, RunError "not-finite".
+    """
+    import torch
+
+    roles = _roles(run)
+    window = run.dataset.info.sequence
+    known = list(ids)
+    for layer in run.layers:
+        layer.module.eval()
+    while True:
+        logits = _logits(run, roles, known[-window:] if window else known, size)
+        if not bool(logits.isfinite().all()):
+            raise RunError("not-finite", "the model gives logits that are not finite", hint="its weights may be damaged")
+        if temperature == 0:
+            token = int(logits.argmax())
+        else:
+            if top_k is not None and top_k < len(logits):
+                logits = logits.where(logits >= logits.topk(top_k).values[-1], -torch.inf)
+            # The largest first, so that no temperature overflows.
+            odds = ((logits - logits.max()) / temperature).exp()
+            token = int(torch.multinomial(odds, 1, generator=generator))
+        known.append(token)
+        yield token
+
+
+def _roles(run: Run) -> dict[str, str]:
+    """Returns for each batch field that the model reads its content: "tokens", or a name that follows from their number."""
+    info = run.dataset.info
+    ids = [name for name, field in info.fields.items() if field.ids == "token"]
+    roles = dict.fromkeys(ids[:1], "tokens") | {name: name for name in ("positions", "cu_seqlens")}
+    for layer in run.layers:
+        for name in layer.fields:
+            if name not in roles and not ids:
+                message = f"layer `{layer.name}` reads `{name}`, but no field of the data is declared as token ids"
+                table = f'`{name} = {{dtype = "int64", sequence_dim = 1, ids = "token"}}`'
+                hint = f"add them to [data.fields] of `plan.toml` in the run's folder, for example {table}"
+                raise UsageError("sample-fields", message, hint=hint)
+            if name not in roles:
+                message = f"layer `{layer.name}` reads the field `{name}`, which does not follow from a prompt"
+                hint = "`run.predict(batch)` in a program of your own takes such a batch: docs/how-to.md"
+                raise UsageError("sample-fields", message, hint=hint)
+    return {name: roles[name] for layer in run.layers for name in layer.fields}
+
+
+def _logits(run: Run, roles: Mapping[str, str], ids: Sequence[int], size: int) -> Tensor:
+    """Returns the logits of the next token for the ids below `size`: float64 [v], on the host."""
+    import torch
+
+    values = {"tokens": [list(ids)], "positions": [list(range(len(ids)))], "cu_seqlens": [[0, len(ids)]]}
+    declared = run.dataset.info.fields
+    device = run.world.device.torch_device
+    with torch.no_grad():
+        fields = {
+            name: torch.tensor(values[role], dtype=getattr(torch, declared[name].dtype), device=device)
+            for name, role in roles.items()
+        }
+        output: Any = None
+        for number, layer in enumerate(run.layers):
+            inputs = {name: fields[name] for name in layer.fields}
+            output = layer.module(output, **inputs) if number else layer.module(**inputs)
+    shape = (1, len(ids))
+    if not isinstance(output, torch.Tensor) or output.ndim != 3 or output.shape[:2] != shape or output.shape[2] < size:
+        what = f"a tensor of {list(output.shape)}" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
+        message = f"the model returns {what}, not logits [1, {len(ids)}, {size} or more]"
+        raise UsageError("no-logits", message, hint="only a model that gives each next token a logit can be sampled")
+    return output[0, -1, :size].double().cpu()
+
+
+def eval(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run: runs/NAME.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            metavar="KEY=VALUE",
+            help="Change a key of [data], such as 'held_out_files=[\"other.txt\"]'; VALUE is TOML. May be given several times.",
+        ),
+    ] = None,
+    batches: Annotated[
+        int | None,
+        typer.Option("--batches", metavar="N", min=1, help="Batches of batch.global_size; left out, evaluation.steps."),
+    ] = None,
+) -> None:
+    """Print the held-out loss of a run's weights; of a model over bytes, bits per byte too."""
+    plan = plan_of(run, data or [])
+    with ExitStack() as stack:
+        try:
+            model, which = stack.enter_context(trained_run(run, plan, evaluates=True, batches=batches))
+        except PlanError as error:
+            # The run has ended: a change of its plan is no remedy, and another split would hold out what it has trained on.
+            hint = "name other data: `--data 'held_out_files=[\"other.txt\"]'`"
+            found = (replace(each, hint=hint) if each.code == "held-out" else each for each in error.diagnostics)
+            raise PlanError.many(found) from error
+        say(which)
+        if data and (note := _trained_on(plan_of(run), plan)):
+            say(note)
+        loss = model.evaluate()
+        evaluation = model.plan.evaluation
+        assert evaluation is not None
+        assert model.held_out is not None
+        if note := repeats(model.held_out.num_samples, model.plan):
+            say(note)
+    typer.echo(f"held-out loss  {loss:.4f}  ({evaluation.steps} batches of {plan.batch.global_size} samples)")
+    if _is_nats_per_byte(plan):
+        typer.echo(f"bits per byte  {loss / math.log(2):.4f}")
+
+
+def _is_nats_per_byte(plan: Plan) -> bool:
+    record, loss = plan.data.record, plan.loss.config
+    if not isinstance(loss, CrossEntropyConfig) or loss.label_smoothing or not isinstance(record, DatasetRecord):
+        return False
+    return record.text_ids is not None and record.load(record.text_ids)(plan.data.config, None).is_bytes
+
+
+def _trained_on(own: Plan, plan: Plan) -> str:
+    """Returns in words which documents that `plan` evaluates the run was trained on. own: the run's plan, with its own data."""
+    record = plan.data.record
+    if not isinstance(record, DatasetRecord) or record.trained_on is None or own.data.name != plan.data.name:
+        return ""
+    words: str = record.load(record.trained_on)(own.data.config, plan.data.config)
+    return words

@@ -20,7 +20,7 @@ from sley_core.plan.plan import Plan
 from sley_core.plan.write import leaves
 from sley_core.records import GradientHandlerRecord
 from sley_core.topology import GroupEntry, Topology
-from train_cli.lazy import module_of
+from train_cli.main import module_of
 from train_cli.options import (
     FormatOption,
     NodesOption,
@@ -99,7 +99,7 @@ WIDTH = 110
 """Columns where there is no terminal that has a number of its own."""
 
 
-def timeline(plan: Plan, topology: Topology) -> Iterator[str]:
+def timeline_lines(plan: Plan, topology: Topology) -> Iterator[str]:
     """Yields the drawing, and each stage's idle share and peak; a full backward costs two forwards.
 
     Raises PlanError "no-pipeline" for a plan without one, and the errors of its schedule.
@@ -158,9 +158,7 @@ def show(
         known = seconds.machine_of(machine, per_node)
         typer.echo("\n".join(seconds.estimated(resolved, topology.world, known)))
     elif timeline:
-        from train_cli.commands.show import timeline as drawn
-
-        typer.echo("\n".join(drawn(resolved, topology)))
+        typer.echo("\n".join(timeline_lines(resolved, topology)))
     elif form is OutputFormat.json:
         typer.echo(json.dumps(_data(resolved, topology, rank), indent=2))
     else:

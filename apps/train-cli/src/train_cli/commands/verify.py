@@ -2,7 +2,7 @@
 `--plain` a plain loop takes the steps of the one process.
 
 this process     one process of the plan ──> numbers, gradients, weights of each step, in a temporary folder
-its ranks        the plan's layout       ──> each compares what it holds ──> findings
+its ranks        the plan's layout       ──> each compares its parts ──> findings
 this process     findings ──> what agrees, or what differs first
 
 With `--league` it takes plans of its own (`sley_testing.league`).
@@ -18,10 +18,9 @@ import typer
 
 from sley_core.errors import UsageError
 from sley_core.plan.load import load_plan
-from train_cli import lifeline
 from train_cli.commands.run import check, num_devices
 from train_cli.console import Settings
-from train_cli.lazy import module_of
+from train_cli.main import module_of
 from train_cli.one_process import has_layout
 from train_cli.options import FormatOption, OutputFormat, SetOption, WorldOption
 
@@ -60,12 +59,10 @@ def verify(
         str | None, typer.Option("--rows", metavar="NAME,...", help="The rows of the league to play; left out, all.")
     ] = None,
     form: FormatOption = OutputFormat.text,
-    against: Annotated[Path | None, typer.Option("--against", hidden=True)] = None,
 ) -> None:
     """Compare a plan's layout with one process of the same plan: loss, gradient norm, every gradient and weight."""
     settings = context.ensure_object(Settings)
-    is_rank = against is not None and lifeline.is_held()
-    if not is_rank and (against is not None or "RANK" in os.environ):
+    if "RANK" in os.environ:
         raise UsageError("verify-ranks", "`verify` starts its ranks itself", hint="call it without a launcher")
     of_plan = {"a plan": plan, "--set": overrides, "--steps": steps, "--tolerance": tolerance, "--world": world}
     of_plan["--plain"] = plain or None
@@ -74,11 +71,8 @@ def verify(
     from train_cli import verify as work
 
     if plan is None:
-        picked = work.chosen(rows)
-        raise typer.Exit(work.play_as_rank(picked, against, settings) if against else work.play_here(picked, form, settings))
+        raise typer.Exit(work.play_league(rows, form, settings))
     changes, steps = overrides or [], steps or STEPS
-    if against is not None:
-        raise typer.Exit(work.verify_as_rank(plan, changes, steps, against, settings))
     loaded = load_plan(plan, changes)
     size = check(loaded, world or loaded.world(num_devices(loaded)))
     if size == 1 and not has_layout(loaded) and not plain:
@@ -90,7 +84,7 @@ def verify(
     if steps > loaded.run.steps:
         hint = "give fewer `--steps`, or `--set run.steps=...`"
         raise UsageError("verify-steps", f"the plan has {loaded.run.steps} steps, not {steps}", hint=hint)
-    from train_cli.model_check import check_model
+    from train_cli.on_meta import check_model
 
     check_model(loaded, size)
     code = work.verify_plan(plan, changes, loaded, size, steps, tolerance, form, settings, is_plain=plain)

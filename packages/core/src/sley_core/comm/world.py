@@ -32,7 +32,7 @@ from sley_core.topology import GroupEntry, Topology
 T = TypeVar("T")
 
 
-class Met(Protocol):
+class Rendezvous(Protocol):
     """What a launcher that has all ranks meet before they join gives each of them."""
 
     store: Store
@@ -54,7 +54,7 @@ class World(AbstractContextManager["World"]):
     owns_default_group: bool = False
     simulation: Simulation | None = None
     made: list[Groups] = field(default_factory=list, repr=False)
-    meeting: Met | None = None
+    rendezvous: Rendezvous | None = None
 
     @classmethod
     def alone(cls, device: str | Device = "auto") -> World:
@@ -68,13 +68,13 @@ class World(AbstractContextManager["World"]):
         *,
         timeout_s: float = 600.0,
         environ: Mapping[str, str] | None = None,
-        meeting: Met | None = None,
+        rendezvous: Rendezvous | None = None,
     ) -> World:
         """Joins the world that the launcher's environment describes, and returns it; `alone` if there is no launcher.
         Blocks until all ranks have joined.
 
         A default group that exists already is used and left open. timeout_s: of start-up and of every collective on the
-        default group. meeting: where all ranks have met already; its store is used. Raises RunError `rendezvous-failed` when
+        default group. rendezvous: where all ranks have met already; its store is used. Raises RunError `rendezvous-failed` when
         peers do not come, or the environment does not define rank and size.
         """
         environ = os.environ if environ is None else environ
@@ -90,7 +90,7 @@ class World(AbstractContextManager["World"]):
         picked = _picked(device, local_rank, local_size)
         timeout = timedelta(seconds=timeout_s)
         try:
-            store = startup.store_at(environ, rank, size, timeout) if meeting is None else meeting.store
+            store = startup.store_at(environ, rank, size, timeout) if rendezvous is None else rendezvous.store
             store.set_timeout(timeout)
             dist.init_process_group(
                 picked.backend,
@@ -102,7 +102,7 @@ class World(AbstractContextManager["World"]):
             )
         except (RuntimeError, ValueError) as error:
             raise RunError("rendezvous-failed", f"it could not meet the others: {first_line(error)}") from error
-        return cls(rank, size, picked, owns_default_group=True, meeting=meeting)
+        return cls(rank, size, picked, owns_default_group=True, rendezvous=rendezvous)
 
     @classmethod
     def fake(cls, rank: int, size: int, device: Device | None = None, simulation: Simulation | None = None) -> World:
@@ -120,9 +120,9 @@ class World(AbstractContextManager["World"]):
 
     def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:
         """Returns a context manager for work that each rank does alone and that may fail on any: all ranks continue, or all
-        raise, if they have met (`Met.all_or_none`); without a meeting it does nothing.
+        raise, if they have met (`Rendezvous.all_or_none`); without a rendezvous it does nothing.
         """
-        return self.meeting.all_or_none(timeout_s) if self.meeting is not None else nullcontext()
+        return self.rendezvous.all_or_none(timeout_s) if self.rendezvous is not None else nullcontext()
 
     def from_first(self, make: Callable[[], T], what: str) -> T:
         """Calls `make` on the first rank and returns its result on all ranks; a blocking collective of start-up, over the

@@ -21,7 +21,7 @@ from sley_doctor.slow.judge import Judgement, judge
 from sley_doctor.slow.words import cause_in_words, last_seen, nobody, remedy, work_in_words
 from sley_doctor.verdict.verdict import RunState, Verdict, evidence, state_in_words, state_of, verdict
 from train_cli.options import FormatOption, OutputFormat
-from train_cli.recorder import FAULTS
+from train_cli.run_folder import FAULTS
 
 
 def doctor(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sley_core.json_text import to_json, write_whole
-from train_cli.recorder import FAULTS
+from train_cli.run_folder import FAULTS
 
 LAUNCHER = "launcher.json"
 FORMAT = 1

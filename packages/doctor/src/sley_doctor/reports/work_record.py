@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sley_core.json_text import to_json
-from train_cli.recorder import WORK
+from train_cli.run_folder import WORK
 
 FORMAT = 1
 """Of these files; others are not read."""

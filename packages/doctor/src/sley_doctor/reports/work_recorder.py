@@ -41,7 +41,7 @@ from sley_doctor.reports.work_record import (
     Window,
     line,
 )
-from train_cli.recorder import WORK
+from train_cli.run_folder import WORK
 
 if TYPE_CHECKING:
     from sley_core.comm.guard import Turn

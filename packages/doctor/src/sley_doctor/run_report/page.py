@@ -42,9 +42,8 @@ from sley_doctor.slow.blocks import Block, middle
 from sley_doctor.slow.judge import judge
 from sley_doctor.slow.words import SHOWN_S, cause_in_words, nobody, remedy, waits_of
 from sley_doctor.verdict.verdict import verdict
-from train_cli.progress import duration, memory_of, rate
-from train_cli.start_record import StartRecord, read_start
-from train_cli.summary import NAME as SUMMARY
+from train_cli.progress import SUMMARY, duration, memory_of, rate
+from train_cli.surroundings import StartRecord, read_start
 from train_cli.timeline_svg import draw_svg
 
 Row = Mapping[str, float | int | None]

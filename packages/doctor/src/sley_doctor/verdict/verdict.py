@@ -26,9 +26,9 @@ from sley_core.metrics.jsonl import rows
 from sley_doctor.reports.fault_report import FaultReport, FoundReports, LaunchReport, SeenExchange
 from sley_doctor.reports.work_record import WorkRecord
 from sley_doctor.verdict.divergence import Divergence, divergence, late_for
+from train_cli.progress import SUMMARY
 from train_cli.run_folder import TakenError, check_free
 from train_cli.stopping import WARNINGS
-from train_cli.summary import NAME as SUMMARY
 
 RUNNING, KILLED, UNKNOWN = "running", "killed", "unknown"
 """Beside the outcomes of a summary: finished, interrupted, failed."""

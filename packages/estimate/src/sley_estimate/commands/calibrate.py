@@ -9,13 +9,13 @@ from typing import Annotated
 
 import typer
 
-from sley_core.errors import UsageError
+from sley_core.errors import EXIT_OK, UsageError
 from sley_core.plan.load import load_plan
 from sley_estimate.machine.read import machine_text
 from sley_estimate.machine.tables import MachineFile
-from train_cli import console, failure_file
+from train_cli import console
 from train_cli.console import Settings
-from train_cli.faults import Fault
+from train_cli.faults import Fault, write_report
 from train_cli.options import SetOption
 
 TIMEOUT_S = 60.0
@@ -64,12 +64,17 @@ def _launch(settings: Settings, out: Path, plan: Path | None, overrides: list[st
     """Starts the local ranks and waits for them; returns the exit code."""
     from train_cli.local_launch import launch
 
-    arguments = ["calibrate", "--out", str(out), "--force"]
-    arguments += ["--plan", str(plan)] if plan else []
-    arguments += [part for change in overrides for part in ("--set", change)]
-    fault = launch(arguments, ranks, out.absolute().parent, say=console.say, terminated_s=TIMEOUT_S)
+    arguments = {"out": str(out), "plan": str(plan) if plan else None, "overrides": overrides}
+    target = "sley_estimate.commands.calibrate:measure_on_rank"
+    fault = launch(target, arguments, ranks, out.absolute().parent, say=console.say, terminated_s=TIMEOUT_S)
     console.show(fault, settings)
     return fault.exit_code
+
+
+def measure_on_rank(out: str, plan: str | None, overrides: list[str]) -> int:
+    """Measures as one rank of a local launch; returns its exit code."""
+    _measure(Path(out), Path(plan) if plan else None, overrides)
+    return EXIT_OK
 
 
 def _measure(out: Path, plan: Path | None, overrides: list[str]) -> None:
@@ -83,7 +88,7 @@ def _measure(out: Path, plan: Path | None, overrides: list[str]) -> None:
         with World.join(device, timeout_s=TIMEOUT_S) as world:
             machine = measure(world, resolved, TIMEOUT_S, leave_out=_say_left_out)
     except Exception as error:
-        failure_file.write(Fault.of(error))
+        write_report(Fault.of(error))
         raise
     if machine is not None:
         out.write_text(machine_text(machine), "utf-8")

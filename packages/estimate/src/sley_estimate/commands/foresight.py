@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sley_core.json_text import write_json
 from sley_estimate.machine.read import load_machine
-from train_cli.summary import NAME
+from train_cli.progress import SUMMARY
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -47,7 +47,7 @@ def put_beside(found: Foresight, folder: Path) -> list[str]:
     On a CPU the peak of a run's tensors is not measured: the parts are compared there, and of the peak only the estimate is
     given. Does nothing if the run left no summary.
     """
-    path = folder / NAME
+    path = folder / SUMMARY
     if not path.exists():
         return []
     summary = json.loads(path.read_text("utf-8"))

@@ -18,6 +18,7 @@ from sley_core.attempt import WEIGHTS
 from sley_core.weight_files.read import WeightFiles
 
 Cli = Callable[..., Result]
+EXAMPLES = Path(__file__).parents[3] / "examples" / "launch"
 
 NOTE = """#!/bin/bash
 env | grep -E '^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|OMP_NUM_THREADS)=' | sort > "$NOTES/$RANK"
@@ -34,57 +35,17 @@ failed=0; for task in $(jobs -p); do wait "$task" || failed=1; done; exit $faile
 """
 """Stands for srun: starts the tasks on this machine with the variables that SLURM gives them."""
 
-TORCHRUN = """#!/bin/bash
-echo "$@" >> "$NOTES/torchrun"
-"""
-
-RAY = """
-import os, threading
-class _Task:
-    def __init__(self, function): self.function = function
-    def options(self, **wanted): open(os.environ["NOTES"] + "/wanted", "a").write(repr(wanted) + "\\n"); return self
-    def remote(self, *given):
-        found = []
-        thread = threading.Thread(target=lambda: found.append(self.function(*given)))
-        thread.start()
-        return thread, found
-def remote(**options): return _Task
-def init(): pass
-def cancel(task, force): pass
-def get(task):
-    if task is None: return None
-    task[0].join(); return task[1][0]
-def wait(tasks):
-    tasks[0][0].join(); return tasks[:1], tasks[1:]
-import ray.util
-"""
-"""Stands for ray: a task is a thread of the program."""
-
-RAY_UTIL = "def get_node_ip_address(): return '127.0.0.1'"
-
-RAY_GROUP = """
-class placement_group:
-    def __init__(self, bundles, strategy): print(bundles, strategy)
-    def ready(self): return None
-"""
-
 
 @pytest.fixture
 def stubs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Programs of that name come first on PATH; what they note lies in the folder `notes`."""
-    programs = {"srun": SRUN, "train-cli": NOTE, "torchrun": TORCHRUN, "scontrol": "#!/bin/bash\necho localhost\n"}
+    programs = {"srun": SRUN, "train-cli": NOTE, "scontrol": "#!/bin/bash\necho localhost\n"}
     (folder / "bin").mkdir()
     (folder / "notes").mkdir()
     for name, text in programs.items():
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
-    modules = {"__init__": RAY, "util/__init__": RAY_UTIL, "util/placement_group": RAY_GROUP}
-    modules["util/scheduling_strategies"] = "PlacementGroupSchedulingStrategy = dict\n"
-    for module, text in modules.items():
-        (folder / "site/ray" / f"{module}.py").parent.mkdir(parents=True, exist_ok=True)
-        (folder / "site/ray" / f"{module}.py").write_text(text)
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(folder / "site"))
     monkeypatch.setenv("NOTES", str(folder / "notes"))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return folder
@@ -118,39 +79,22 @@ def test_slurm_gives_each_task_its_rank(cli: Cli, plan: Path, stubs: Path) -> No
         assert found["args"] == f"run {plan} --set parallel.dp=4"
 
 
-def test_ray_starts_torchrun_on_each_host(cli: Cli, plan: Path, stubs: Path) -> None:
-    program = cli("launch", plan, "--on", "ray", "--nodes", 2, changes=["run.device=auto"]).out
-    (stubs / "job.py").write_text(program)
-    assert executed(sys.executable, "job.py").stdout == "[{'CPU': 1, 'GPU': 1}, {'CPU': 1, 'GPU': 1}] STRICT_SPREAD\n"
-    first, second = sorted((stubs / "notes/torchrun").read_text().splitlines())
-    assert "--nnodes 2 --nproc-per-node 1 --node-rank 0 --master-addr 127.0.0.1 --master-port" in first
-    assert second == first.replace("--node-rank 0", "--node-rank 1")
-    assert f"-m train_cli run {plan} --set run.device=auto" in first
-    assert "'num_gpus': 1" in (stubs / "notes/wanted").read_text()
+def test_a_package_adds_an_engine(cli: Cli, plan: Path, install: Callable[..., None]) -> None:
+    source = "def script(job):\n    return f'{job.label} {job.nodes} {job.per_node} {job.uses_gpus} {job.arguments}'"
+    install("sley-flux", "flux", source, group="sley.launchers", attribute=":script")
+    told = cli("launch", plan, "--on", "flux", "--nodes", 2, changes=["run.device=auto"])
+    assert told.out == f"small 2 1 True ('run', '{plan}', '--set', 'run.device=auto')"
 
 
-def test_ray_ends_with_the_code_of_the_host_that_failed(cli: Cli, plan: Path, stubs: Path) -> None:
-    (stubs / "bin/torchrun").write_text("#!/bin/bash\nexit 7\n")
-    (stubs / "job.py").write_text(cli("launch", plan, "--on", "ray", "--nodes", 2).out)
-    assert subprocess.run([sys.executable, "job.py"], timeout=60, check=False, capture_output=True).returncode == 7
-
-
-TRAIN_JOB = {"apiVersion", "kind", "metadata", "spec"}
-TRAINER = {"image", "command", "args", "env", "numNodes", "resourcesPerNode", "numProcPerNode"}
-"""Fields of a TrainJob, and of its trainer, in the API trainer.kubeflow.org/v1alpha1."""
-
-
-def test_a_train_job_has_the_fields_of_its_api(cli: Cli, plan: Path) -> None:
-    told = cli("launch", plan, "--on", "kubeflow", "--nodes", 2, "--image", "me/sley:1", changes=["run.device=auto"])
-    job = yaml.safe_load(told.out)
-    assert job.keys() <= TRAIN_JOB
-    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
-    trainer = job["spec"]["trainer"]
-    assert trainer.keys() <= TRAINER
-    assert (trainer["numNodes"], trainer["numProcPerNode"], trainer["image"]) == (2, 1, "me/sley:1")
-    assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": "1"}}
-    assert trainer["command"][:5] == ["torchrun", "-m", "train_cli", "run", str(plan)]
-    assert job["spec"]["runtimeRef"] == {"name": "torch-distributed"}
+@pytest.mark.skipif(not EXAMPLES.exists(), reason="an sdist has no examples")
+def test_examples_of_other_engines_start_torchrun_on_each_host() -> None:
+    """The fields are those of a TrainJob, and of its trainer, in the API trainer.kubeflow.org/v1alpha1."""
+    job = yaml.safe_load((EXAMPLES / "trainjob.yaml").read_text("utf-8"))
+    assert (job.keys(), job["kind"]) == ({"apiVersion", "kind", "metadata", "spec"}, "TrainJob")
+    fields = {"image", "command", "args", "env", "numNodes", "resourcesPerNode", "numProcPerNode"}
+    assert job["spec"]["trainer"].keys() <= fields
+    assert job["spec"]["trainer"]["command"][:4] == ["torchrun", "-m", "train_cli", "run"]
+    compile((EXAMPLES / "ray_job.py").read_text("utf-8"), "ray_job.py", "exec")
 
 
 @pytest.mark.parametrize(("name", "label"), [("small", "small"), ("My_Run.2", "my-run-2"), ("7b", "sley-7b")])
@@ -165,8 +109,8 @@ def test_names_of_jobs_are_such_that_clusters_take_them(cli: Cli, plan: Path, na
         (("--on", "torchrun", "--nodes", "3"), "per-node", "2 ranks do not spread evenly over 3 hosts"),
         (("--on", "torchrun", "--nodes", "2", "--per-node", "2"), "layout", "4 != 1 x 2 x 1"),
         (("--on", "slurm", "--nodes", "2", "--set", 'parallel.dp="auto"'), "per-node", "--per-node N"),
-        (("--on", "kubeflow", "--nodes", "2"), "image", "--image NAME"),
-        (("--on", "slurm", "--nodes", "2", "--image", "x"), "image", "says nothing to slurm"),
+        (("--on", "slrm", "--nodes", "2"), "launch-engine", "did you mean `slurm`?"),
+        (("--on", "kubeflow", "--nodes", "2"), "launch-engine", "examples/launch"),
     ],
 )
 def test_a_world_that_the_plan_does_not_have_is_refused(
@@ -189,7 +133,7 @@ def test_hosts_and_ranks_of_each_say_the_world(cli: Cli, plan: Path, command: st
 
 @pytest.mark.campaign
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("engine", ["torchrun", "slurm", "ray"])
+@pytest.mark.parametrize("engine", ["torchrun", "slurm"])
 def test_every_engine_gives_the_weights_of_a_local_run(cli: Cli, plan: Path, stubs: Path, engine: str) -> None:
     here = Path(sys.executable).parent
     for name in ("train-cli", "torchrun"):
@@ -210,8 +154,6 @@ def test_every_engine_gives_the_weights_of_a_local_run(cli: Cli, plan: Path, stu
         case "slurm":
             given = {"SLURM_JOB_NODELIST": "a", "SLURM_JOB_ID": str(port - 20000), "TASKS": "2", "PER_NODE": "1"}
             executed("bash", "job", **given)
-        case "ray":
-            executed(sys.executable, "job", OMP_NUM_THREADS="1")
     assert cli("run", plan, changes=("run.steps=20", "run.name=local")).code == 0
     local, engines = (WeightFiles(stubs / "runs" / name / WEIGHTS) for name in ("local", "engine"))
     assert list(local.names) == list(engines.names)
