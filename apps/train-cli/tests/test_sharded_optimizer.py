@@ -148,7 +148,7 @@ def held(tables: Tables, folder: Path) -> tuple[int, dict[str, Any], dict[str, i
     """Bytes of masters, the spans of this rank by name, and how many ranks share a copy of each parameter."""
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()
-        spans = {one.name: one.span for one in states_of(run.stepper.update) if one.state == "exp_avg"}
+        spans = {one.name: one.elements for one in states_of(run.stepper.update) if one.state == "exp_avg"}
         shared = {param.name: run.store.num_shards(param) for param in run.store.params}
         expected = sum(buffer.data.numel() // buffer.num_shards for buffer in run.store.buffers) * 4
         assert run.stepper.update.masters.num_bytes == expected

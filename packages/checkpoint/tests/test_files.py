@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_checkpoint.reader import Checkpoint, read
-from sley_core.engine.buffers import Span
+from sley_core.engine.buffers import ElementRange
 from sley_core.engine.shards import Shard
 from sley_core.errors import RunError
 from sley_core.json_values import from_json, to_json
@@ -49,7 +49,7 @@ def test_the_parts_of_all_ranks_are_the_whole_and_nothing_twice(shape, count, sp
         own, numel = shard.cut(whole + 1), prod(shard.own_shape)
         ends = [numel * number // spans for number in range(spans + 1)]
         for first, last in pairwise(ends):
-            region = Region(shape, shard, Span(first, last))
+            region = Region(shape, shard, ElementRange(first, last))
             for rectangle, view in region.cut(own.reshape(-1)[first:last].view(region.own_shape)):
                 place = rectangle.slices_in(Rectangle.all_of(shape))
                 assert torch.equal(whole[place] + 1, view)

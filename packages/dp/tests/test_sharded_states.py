@@ -21,10 +21,10 @@ def held(tables, folder):
     """Bytes, states by name, and how the weights of this rank lie."""
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()
-        states = [(one.name, one.span, one.state, one.tensor.shape) for one in states_of(run.stepper.update)]
+        states = [(one.name, one.elements, one.state, one.tensor.shape) for one in states_of(run.stepper.update)]
         shapes = {param.name: param.shape for param in run.registry}
         padded = [(buffer.data.numel(), buffer.num_shards) for buffer in run.store.buffers]
-        spans = {param.name: run.store.span(param) for param in run.store.params}
+        spans = {param.name: run.store.elements(param) for param in run.store.params}
         sizes = {param.name: param.numel for param in run.registry}
         homes = {param.parameter.untyped_storage().data_ptr() for param in run.store.params if param.numel}
         same = run.registry["a.same.weight"] is run.registry["a.down.weight"]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sley_core.comm.copies import storage_id
-from sley_core.engine.buffers import Span
+from sley_core.engine.buffers import ElementRange
 from sley_core.engine.update import step_buckets
 from sley_core.errors import RunError
 from sley_core.factory import cause
@@ -320,4 +320,4 @@ def _flat(shape: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
     if not shape:
         return _whole(shape)
     ends = [0, 2, prod(shape)]
-    return [(last - first, Span(first, last).shape_in(shape)) for first, last in pairwise(ends)]
+    return [(last - first, ElementRange(first, last).shape_in(shape)) for first, last in pairwise(ends)]

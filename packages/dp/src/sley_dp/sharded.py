@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sley_core.api.comm import SentBytes
-from sley_core.api.parts import SHARD_ALIGNMENT, Cut, Layout, Sums, round_up, split_by_size
+from sley_core.api.parts import SHARD_ALIGNMENT, BufferShard, Layout, Sums, round_up, split_by_size
 from sley_core.errors import RunError
 from sley_core.protocols import GradientHandler
 from sley_dp.bucketed import Bucket, described
@@ -151,15 +151,15 @@ class _Sum:
 
 
 class WeightGathers:
-    """Gathers `buffers`, each in place, over the ranks of its cut; `parts.weights` asks for it (`Completion`).
+    """Gathers `buffers`, each in place, over the ranks of its shard; `parts.weights` asks for it (`Completion`).
 
-    buffers: in the order in which forwards need them, the same on all ranks of a cut.
+    buffers: in the order in which forwards need them, the same on all ranks that share it.
 
     update | gathers start, the first layer's first | layer 0 waits for its buckets | layer 1 ... | finish, before the next
     update
     """
 
-    def __init__(self, buffers: Sequence[tuple[WeightBuffer, Cut]], groups: Groups) -> None:
+    def __init__(self, buffers: Sequence[tuple[WeightBuffer, BufferShard]], groups: Groups) -> None:
         self.buffers = buffers
         self._groups = groups
         self._under_way: dict[int, Work] = {}
@@ -168,11 +168,11 @@ class WeightGathers:
     def start(self) -> None:
         """Starts to gather every buffer; this rank's part must not be written until `finish`."""
         self.finish()
-        for at, (buffer, cut) in enumerate(self.buffers):
+        for at, (buffer, shard) in enumerate(self.buffers):
             # Over the ranks that share a copy, on a separate lane, after the same updates, in the order of `buffers`.
-            transport = self._groups[cut.axis].transport(WEIGHTS)
+            transport = self._groups[shard.axis].transport(WEIGHTS)
             what = f"the weights from {buffer.params[0].name} on"
-            self._under_way[at] = transport.all_gather([buffer.data], [own_part(buffer, cut)], what=what)
+            self._under_way[at] = transport.all_gather([buffer.data], [own_part(buffer, shard)], what=what)
 
     def is_due(self, numbers: Iterable[int]) -> bool:
         """Returns whether `wait_for` would wait; depends only on the calls so far, so it is the same on all ranks that make the
@@ -200,9 +200,9 @@ class WeightGathers:
         self._leaving.clear()
 
 
-def own_part(buffer: WeightBuffer, cut: Cut) -> Tensor:
+def own_part(buffer: WeightBuffer, shard: BufferShard) -> Tensor:
     """Returns the part of the buffer that this rank steps, flat: a view."""
-    first, last = cut.bounds(buffer.data.numel())
+    first, last = shard.bounds(buffer.data.numel())
     return buffer.data[first:last]
 
 
@@ -229,9 +229,9 @@ class Sharded(GradientHandler):
         scatters = partial(ShardSums, parts.groups, is_async=parts.world.device.is_async)
         self.sums = parts.store.reduction.sums(parts.store, scatters, SentBytes(), SUMS)
         buffers = [bucket.buffer for bucket in self.buckets][::-1]  # filled in the backward's order
-        cuts = [buffer.cut for buffer in buffers if buffer.cut]
+        shards = [buffer.shard for buffer in buffers if buffer.shard]
         weights = parts.weights.lay_out([(buffer.params, buffer.num_shards) for buffer in buffers])
-        self.gathers = WeightGathers(list(zip(weights, cuts, strict=True)), parts.groups)
+        self.gathers = WeightGathers(list(zip(weights, shards, strict=True)), parts.groups)
         parts.weights.completed_by(self.gathers)
         self._let_layers_wait(parts)
 
@@ -248,9 +248,9 @@ class Sharded(GradientHandler):
             return
         bucket.missing -= 1
         if bucket.missing == 0:
-            assert bucket.buffer.cut is not None, "a buffer that is not cut is no reducer's of shards"
+            assert bucket.buffer.shard is not None, "a buffer that is not sharded is no reducer's of shards"
             bucket.buffer.is_whole = False
-            self.sums.start(bucket.buffer, self._parts.groups[bucket.buffer.cut.axis])
+            self.sums.start(bucket.buffer, self._parts.groups[bucket.buffer.shard.axis])
 
     def finish_step(self, step: StepState) -> None:
         """Blocks until this rank's parts hold their sums, and its weights may be written; asserts that every gradient was
@@ -267,7 +267,7 @@ class Sharded(GradientHandler):
             self.gathers.wait()
 
     def _plan(self, params: list[Param]) -> Layout:
-        """Returns buckets per family, filled in the order given, each with this rank's cut.
+        """Returns buckets per family, filled in the order given, each with this rank's shard.
 
         Ties across stages are ordered by name, so that ranks of all stages that hold one have the same elements of it.
         Parameters whose reduce group has one rank lie in no bucket, and are stepped in full.
@@ -277,16 +277,16 @@ class Sharded(GradientHandler):
         for param in params:
             alone = self._parts.groups[param.reduce_group].size == 1
             (loose if alone else families.setdefault(param.family, [])).append(param)
-        buckets, cuts = [], []
+        buckets, shards = [], []
         for family in families.values():
             is_tied = family[0].tie_group is not None
             ordered = sorted(family, key=lambda param: param.name) if is_tied else family
             group = self._parts.groups[shards_axis(family[0].reduce_group)]
             for bucket in split_by_size(ordered, self._num_bytes, self._cap_bytes):
                 buckets.append(bucket)
-                cuts.append(Cut(group.axis, group.size, group.coord))
+                shards.append(BufferShard(group.axis, group.size, group.coord))
         is_fixed = any(self._parts.groups[axis].size > 1 for axis in ("stage", "wdp"))
-        return Layout(buckets, params, loose, cuts, is_fixed)
+        return Layout(buckets, params, loose, shards, is_fixed)
 
     def _num_bytes(self, param: Param) -> int:
         """Returns the bytes of `param` in a flat buffer, alignment included."""

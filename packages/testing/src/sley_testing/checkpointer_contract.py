@@ -138,7 +138,7 @@ def stretch(
             run.save_checkpoint(save)
         found.weights = weights(run)
         held = states_of(run.stepper.update)
-        found.states = {f"{one.name}/{one.state}/{one.span}": one.tensor.detach().clone().cpu() for one in held}
+        found.states = {f"{one.name}/{one.state}/{one.elements}": one.tensor.detach().clone().cpu() for one in held}
     return found
 
 

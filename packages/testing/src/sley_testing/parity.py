@@ -167,19 +167,19 @@ def _wholes(run: Run) -> Iterator[tuple[str, Tensor]]:
                 continue
             dtype = run.stepper.update.masters.wide if one is None else one.tensor.dtype
             own = torch.zeros(param.parameter.shape, dtype=dtype, device=param.parameter.device)
-            if one is not None and one.span is not None:
-                own.view(-1)[one.span.first : one.span.last] = one.tensor.reshape(-1)
+            if one is not None and one.elements is not None:
+                own.view(-1)[one.elements.first : one.elements.last] = one.tensor.reshape(-1)
             elif one is not None:
                 own.copy_(one.tensor)
-            if run.store.span(param) is not None:
+            if run.store.elements(param) is not None:
                 _join(run, own, _axis_of(run, param))
             yield f"{param.name} {kind}", _unsharded(run, param, own)
 
 
 def _axis_of(run: Run, param: Param) -> str:
     buffer = next(buffer for buffer in run.store.buffers if param in buffer.params)
-    assert buffer.cut is not None, param
-    return buffer.cut.axis
+    assert buffer.shard is not None, param
+    return buffer.shard.axis
 
 
 def _unsharded(run: Run, param: Param, own: Tensor) -> Tensor:

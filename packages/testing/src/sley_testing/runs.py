@@ -129,8 +129,8 @@ def _from_parts(run: Run) -> dict[Param, Tensor]:
     """
     found: dict[Param, Tensor] = {}
     for buffer in run.store.buffers:
-        if buffer.cut is not None:
-            group = run.groups[buffer.cut.axis]
+        if buffer.shard is not None:
+            group = run.groups[buffer.shard.axis]
             whole = torch.empty_like(buffer.data)
             lane = next(iter(group.lanes))
             all_gather(whole, buffer.own, group, what="parts of gradients", lane=lane).wait()

@@ -2,7 +2,7 @@
 
 from sley_core.engine.accumulators import add_at
 from sley_core.engine.buffers import ALIGNMENT as SHARD_ALIGNMENT
-from sley_core.engine.buffers import Cut, FlatBuffer, GradientBuffer, Layout, Planner, offsets, views_of
+from sley_core.engine.buffers import BufferShard, FlatBuffer, GradientBuffer, Layout, Planner, offsets, views_of
 from sley_core.engine.direct import Handover, WeightQueue
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import Parts
@@ -15,7 +15,7 @@ from sley_core.sizes import ALIGNMENT_BYTES, round_up, split_by_size
 __all__ = [
     "ALIGNMENT_BYTES",
     "SHARD_ALIGNMENT",
-    "Cut",
+    "BufferShard",
     "FlatBuffer",
     "GradientBuffer",
     "GradientStore",

@@ -4,12 +4,12 @@
     0                 offset of b       offset of c
 
 One tensor has many aligned views, so an operation over the buffer is one call instead of one per tensor, and no step allocates
-memory for it. Of a buffer that is cut (ZeRO's partitions) each rank of a group keeps one part:
+memory for it. If a buffer is sharded (ZeRO's partitions), each rank of a group gets the sum of one part:
 
     buffer   | a a a a a . | b b b . . . | c c . . . . |
-    parts    | rank 0          | rank 1            |          rank 0: all of a, the first elements of b
+    shards   | rank 0          | rank 1            |         rank 0: all of a, the first elements of b
 
-A part may begin anywhere within a parameter, so only element-wise operations can work on parts.
+A shard may begin anywhere within a parameter, so only element-wise operations can work on it.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ def views_of(flat: Tensor, starts: Sequence[int], shapes: Sequence[Sequence[int]
 
 
 ALIGNMENT = 128
-"""Alignment, in elements, of the parameters of a buffer that is cut. Gradients, working weights and masters have the same
-offsets, at multiples of 256 bytes in every format of two bytes or more.
+"""Alignment, in elements, of the parameters of a sharded buffer. Gradients, working weights and masters have the same offsets,
+at multiples of 256 bytes in every format of two bytes or more.
 """
 
 
-class Span(NamedTuple):
+class ElementRange(NamedTuple):
     """Names the elements `first` to `last` (exclusive) of a flattened parameter, as this rank holds it."""
 
     first: int
@@ -114,7 +114,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cut:
+class BufferShard:
     """Names this rank's part of a buffer: number `index` of `count` equal ones, over the ranks of the group `axis`.
 
     If that group is only a part of the reduce group, the ranks of other such groups have copies of the part.
@@ -130,17 +130,9 @@ class Cut:
         assert rest == 0, f"{numel} elements over {self.count} ranks"
         return size * self.index, size * (self.index + 1)
 
-    def span(self, start: int, numel: int, total: int) -> Span:
-        """Returns the elements of this part, counted from `start`, of a parameter of `numel` that begins there in a buffer of
-        `total`.
-        """
-        begin, end = self.bounds(total)
-        first = min(max(begin - start, 0), numel)
-        return Span(first, max(first, min(end - start, numel)))
 
-
-WHOLE = Cut("", 1, 0)
-"""The cut of a buffer that is not divided: one part, the whole."""
+WHOLE = BufferShard("", 1, 0)
+"""The only shard of a buffer that is not divided."""
 
 
 class Layout(NamedTuple):
@@ -148,27 +140,21 @@ class Layout(NamedTuple):
 
     buffers: lists of parameters of one family. order: the same parameters; not their concatenation if buffers of several reduce
     groups are filled side by side. Equal on all ranks of every reduce group. loose: parameters of `order` in no buffer, because
-    nobody reduces them. cuts: for each buffer, the part whose sum this rank gets; None, or no list at all, for the whole.
+    nobody reduces them. shards: for each buffer, the part whose sum this rank gets; None, or no list at all, for the whole.
     is_fixed: whether masters and optimizer states follow it, so that no parameter may be frozen or unfrozen.
     """
 
     buffers: list[list[Param]]
     order: list[Param]
     loose: Sequence[Param] = ()
-    cuts: Sequence[Cut | None] = ()
+    shards: Sequence[BufferShard | None] = ()
     is_fixed: bool = False
-
-    @property
-    def cut_lists(self) -> list[tuple[list[Param], Cut | None]]:
-        """The buffers that are not empty, each with its cut."""
-        cuts = self.cuts or [None] * len(self.buffers)
-        return [(params, cut) for params, cut in zip(self.buffers, cuts, strict=True) if params]
 
     def check(self, trainable: Sequence[Param]) -> None:
         """Asserts that `order`, and `buffers` with `loose`, name each of `trainable`, in the registry's order, exactly once."""
         for params in (self.order, [param for buffer in (*self.buffers, self.loose) for param in buffer]):
-            named = sorted(param.index for param in params)
-            assert named == [param.index for param in trainable], "a layout names every trainable parameter once"
+            indices = sorted(param.index for param in params)
+            assert indices == [param.index for param in trainable], "a layout names every trainable parameter once"
 
 
 class NormGroup(NamedTuple):
@@ -202,19 +188,20 @@ def by_reduce_group(params: list[Param]) -> Layout:
 class GradientBuffer(FlatBuffer):
     """Holds the gradients of some parameters of one family, side by side in `memory`.
 
-    cut: the part whose sum this rank gets; None for all of it. is_whole: whether `data` holds this rank's own contributions or
-    the whole sum; false once a reducer has begun to sum a buffer that is cut.
+    shard: the part whose sum this rank gets; None for all of it. is_whole: whether `data` holds this rank's own contributions
+    or the whole sum; false once a reducer has begun to sum a buffer that is sharded.
     """
 
-    def __init__(self, params: Sequence[Param], memory: Tensor, cut: Cut | None = None) -> None:
+    def __init__(self, params: Sequence[Param], memory: Tensor, shard: BufferShard | None = None) -> None:
         shapes = [param.parameter.shape for param in params]
-        super().__init__(shapes, memory.dtype, memory.device, memory, **_spacing(cut))
+        super().__init__(shapes, memory.dtype, memory.device, memory, **_spacing(shard))
         self.params = list(params)
-        self.cut = cut
-        self.num_shards = cut.count if cut else 1
+        self.shard = shard
+        self.num_shards = shard.count if shard else 1
         self.is_whole = True
         self.reduce_group = params[0].reduce_group
         self.stages = params[0].stages
+        self._begin, self._end = (shard or WHOLE).bounds(self.data.numel())
         assert all(param.family == params[0].family for param in params), f"{params} do not reduce together"
 
     @cached_property
@@ -224,33 +211,31 @@ class GradientBuffer(FlatBuffer):
 
     @cached_property
     def own(self) -> Tensor:
-        """The part of `data` whose sum this rank gets, [numel / count]; `data` itself if nothing is cut."""
-        if self.cut is None:
-            return self.data
-        first, last = self.cut.bounds(self.data.numel())
-        return self.data[first:last]
+        """The part of `data` whose sum this rank gets, [numel / count]; `data` itself if the buffer is not sharded."""
+        return self.data if self.shard is None else self.data[self._begin : self._end]
 
     @cached_property
-    def spans(self) -> dict[Param, Span]:
+    def ranges(self) -> dict[Param, ElementRange]:
         """The elements of each parameter that lie in this rank's part; may be none."""
-        places = zip(self.params, self.offsets, strict=True)
-        cut = self.cut or WHOLE
-        return {param: cut.span(start, param.numel, self.data.numel()) for param, start in places}
+        ranges = {}
+        for param, start in zip(self.params, self.offsets, strict=True):
+            first = min(max(self._begin - start, 0), param.numel)
+            ranges[param] = ElementRange(first, max(first, min(self._end - start, param.numel)))
+        return ranges
 
     @cached_property
     def parts(self) -> dict[Param, Tensor]:
-        """Each parameter's gradient in this rank's part: views in the shape of its span (`Span.shape_in`)."""
+        """Each parameter's gradient in this rank's part: views in the shape of its `ElementRange.shape_in`."""
         return self.views_in(self.own)
 
     def views_in(self, memory: Tensor) -> dict[Param, Tensor]:
-        """Returns a view of `memory` [as long as `own`] for each parameter, at its place in this part, in its span's shape."""
-        begin, _ = (self.cut or WHOLE).bounds(self.data.numel())
-        found = {}
+        """Returns such a view of `memory`, as long as `own`, for each parameter, at its place in this part."""
+        views = {}
         for param, start in zip(self.params, self.offsets, strict=True):
-            span = self.spans[param]
-            first = max(start + span.first - begin, 0) if span.numel else 0
-            found[param] = memory[first : first + span.numel].view(span.shape_in(param.parameter.shape))
-        return found
+            elements = self.ranges[param]
+            first = max(start + elements.first - self._begin, 0) if elements.numel else 0
+            views[param] = memory[first : first + elements.numel].view(elements.shape_in(param.parameter.shape))
+        return views
 
     def check_whole(self, param: Param) -> None:
         """Raises RunError `gradient-sharded` once the buffer's reduction has begun, if this rank gets a part of the sum."""
@@ -258,7 +243,7 @@ class GradientBuffer(FlatBuffer):
             raise RunError(
                 "gradient-sharded",
                 f"the gradient of the parameter {param.name!r} is reduced to shards, of which this rank has one",
-                hint="read `store.part(param)`, the elements `store.span(param)` of it",
+                hint="read `store.part(param)`, the elements `store.elements(param)` of it",
             )
 
     def zero_padding(self) -> None:
@@ -268,17 +253,13 @@ class GradientBuffer(FlatBuffer):
 
     @cached_property
     def _gaps(self) -> list[Tensor]:
-        ends = [*self.offsets[1:], self.data.numel()]
-        begin, end = (self.cut or WHOLE).bounds(self.data.numel())
-        return [
-            self.data[max(start + param.numel, begin) : min(until, end)]
-            for param, start, until in zip(self.params, self.offsets, ends, strict=True)
-            if max(start + param.numel, begin) < min(until, end)
-        ]
+        starts = [max(start + param.numel, self._begin) for param, start in zip(self.params, self.offsets, strict=True)]
+        ends = [min(end, self._end) for end in (*self.offsets[1:], self.data.numel())]
+        return [self.data[start:end] for start, end in zip(starts, ends, strict=True) if start < end]
 
 
-def _spacing(cut: Cut | None) -> dict[str, Any]:
-    return {} if cut is None else {"alignment": ALIGNMENT, "multiple": cut.count}
+def _spacing(shard: BufferShard | None) -> dict[str, Any]:
+    return {} if shard is None else {"alignment": ALIGNMENT, "multiple": shard.count}
 
 
 class GradientMemory:
@@ -305,14 +286,18 @@ class GradientMemory:
         grow(self._data, self._num_freed)
         self._data.zero_()
 
-    def buffers(self, lists: Sequence[tuple[Sequence[Param], Cut | None]]) -> list[GradientBuffer]:
-        """Returns one zeroed buffer for each list of parameters. Buffers of the previous layout must not be used any more."""
+    def buffers(self, layout: Layout) -> list[GradientBuffer]:
+        """Returns the buffers of `layout`, zeroed, without empty ones. Buffers of the previous layout must not be used."""
+        shards = layout.shards or [None] * len(layout.buffers)
+        lists = [(params, shard) for params, shard in zip(layout.buffers, shards, strict=True) if params]
         plain = {"alignment": ALIGNMENT_BYTES // self._data.dtype.itemsize}
-        sizes = [offsets([param.parameter.shape for param in params], **(_spacing(cut) or plain))[1] for params, cut in lists]
+        sizes = [
+            offsets([param.parameter.shape for param in params], **(_spacing(shard) or plain))[1] for params, shard in lists
+        ]
         if self._data.numel() == sum(sizes):
             self._data.zero_()
         else:
             self.forget()
             self._data = self._data.new_zeros(sum(sizes))
         parts = torch.split(self._data, sizes)
-        return [GradientBuffer(params, part, cut) for (params, cut), part in zip(lists, parts, strict=True)]
+        return [GradientBuffer(params, part, shard) for (params, shard), part in zip(lists, parts, strict=True)]

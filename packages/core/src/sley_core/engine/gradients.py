@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sley_core.actions.action import Action
 from sley_core.engine.accumulators import Accumulator, LooseAccumulator, State, UnwatchedAccumulator, mark_irregular
-from sley_core.engine.buffers import GradientBuffer, GradientMemory, NormGroup, Planner, Span, by_reduce_group
+from sley_core.engine.buffers import ElementRange, GradientBuffer, GradientMemory, NormGroup, Planner, by_reduce_group
 from sley_core.engine.reduction import Reduction
 from sley_core.engine.registry import Param, ParameterRegistry, TrainedSet
 from sley_core.engine.shards import sharded_read
@@ -111,7 +111,7 @@ class GradientStore:
         return self._accumulators[param].view
 
     def part(self, param: Param) -> Tensor:
-        """Returns this rank's part of the gradient, a view: all of it, or the elements of `span`, in its shape."""
+        """Returns this rank's part of the gradient, a view: all of it, or the elements of `elements`, in its shape."""
         self._check_there()
         return self._parts[param] if param in self._parts else self.gradient(param)
 
@@ -121,9 +121,9 @@ class GradientStore:
         parts, whole = self._parts, self._accumulators
         return [parts[param] if param in parts else whole[param].view if param in whole else None for param in params]
 
-    def span(self, param: Param) -> Span | None:
+    def elements(self, param: Param) -> ElementRange | None:
         """Returns which elements of its gradient this rank gets, maybe none; None if each rank gets the whole gradient."""
-        return self._buffer_of[param].spans[param] if param in self._parts else None
+        return self._buffer_of[param].ranges[param] if param in self._parts else None
 
     def num_shards(self, param: Param) -> int:
         """Returns how many ranks of the reduce group share one copy of the reduced gradient; 1 if each has all of it."""
@@ -237,11 +237,11 @@ class GradientStore:
         self._is_fixed = layout.is_fixed
         known = {param: accumulator.expected_passes for param, accumulator in self._accumulators.items()}
         self._forget()
-        self.buffers = self._memory.buffers(layout.cut_lists)
+        self.buffers = self._memory.buffers(layout)
         views: dict[Param, Tensor | None] = dict.fromkeys(layout.loose)
         for buffer in self.buffers:
             self._buffer_of |= dict.fromkeys(buffer.params, buffer)
-            self._parts |= buffer.parts if buffer.cut else {}
+            self._parts |= buffer.parts if buffer.shard else {}
             views |= zip(buffer.params, buffer.views, strict=True)
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
         for param in layout.order:

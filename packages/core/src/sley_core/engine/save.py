@@ -109,8 +109,8 @@ class WeightSaver:
         self._is_first_copy = parts.groups[REDUCE_GROUP].coord == 0
         self._writes = self._is_first_copy and parts.groups[AXIS].coord == 0
         self._stepped = {one.param: one for one in masters.stepped}
-        # All ranks must take the same branch, so it depends on which buffers are cut, not on what this rank steps.
-        self._cuts = {param: buffer.cut for buffer in parts.store.buffers if buffer.cut for param in buffer.params}
+        # All ranks must take the same branch, so it depends on which buffers are sharded, not on what this rank steps.
+        self._shards = {param: buffer.shard for buffer in parts.store.buffers if buffer.shard for param in buffer.params}
 
     def check(self, folder: Path) -> None:
         """Raises RunError "weights-unsaved" on all ranks alike if `folder` has other files, "checkpoint-folder" if a rank that
@@ -239,15 +239,15 @@ class WeightSaver:
     def _full(self, param: Param) -> Tensor:
         """Returns the master of this rank's shard of `param`; parts that ranks step are summed over the reduce group."""
         parameter, wide = param.parameter, self._masters.wide
-        stepped, cut = self._stepped.get(param), self._cuts.get(param)
-        if cut is None:
+        stepped, shard = self._stepped.get(param), self._shards.get(param)
+        if shard is None:
             value = parameter.detach() if stepped is None else stepped.parameter.detach()
             return value.to(device=parameter.device, dtype=wide)
         flat = torch.zeros(parameter.numel(), dtype=wide, device=parameter.device)
         group = self._parts.groups[param.reduce_group]
         # Other ranks of the reduce group may have copies of the parts: only the first copy is added.
-        if stepped is not None and stepped.span is not None and group.ranks[0] in self._parts.groups[cut.axis].ranks:
-            flat[stepped.span.first : stepped.span.last] = stepped.parameter.detach().reshape(-1)
+        if stepped is not None and stepped.elements is not None and group.ranks[0] in self._parts.groups[shard.axis].ranks:
+            flat[stepped.elements.first : stepped.elements.last] = stepped.parameter.detach().reshape(-1)
         # Over the reduce group, all of whose ranks save the same parameters in the order of the registry.
         bits = flat.view(_BITS[flat.element_size()])
         all_reduce(bits, group, what=f"the master of {param.name}").wait()

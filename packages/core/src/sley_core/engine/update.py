@@ -49,7 +49,7 @@ from sley_core.optim.shared import (
 )
 
 if TYPE_CHECKING:
-    from sley_core.engine.buffers import Span
+    from sley_core.engine.buffers import ElementRange
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
@@ -244,13 +244,13 @@ MASTER = "master"
 class HeldState(NamedTuple):
     """Holds a tensor that this rank keeps for the parameter `name` of the registry.
 
-    span: the elements of its flattened parameter (of a shard, if weights are sharded) that it is for; None for all. state:
+    elements: those of its flattened parameter (of a shard, if weights are sharded) that it is for; None for all. state:
     `master`, or the optimizer's own key, such as `exp_avg`, for a nested state its path (`factors.0`); a counter, such as
     `step`, belongs to the whole parameter.
     """
 
     name: str
-    span: Span | None
+    elements: ElementRange | None
     state: str
     tensor: Tensor
 
@@ -259,9 +259,9 @@ def states_of(update: Update) -> Iterator[HeldState]:
     """Yields masters and optimizer states of this rank, live tensors; no states if the optimizer has not made them yet."""
     for stepped in update.masters.stepped:
         if update.masters.has_master(stepped):
-            yield HeldState(stepped.name, stepped.span, MASTER, stepped.parameter.detach())
+            yield HeldState(stepped.name, stepped.elements, MASTER, stepped.parameter.detach())
         for state, tensor in optimizer_states(update, stepped):
-            yield HeldState(stepped.name, stepped.span, state, tensor)
+            yield HeldState(stepped.name, stepped.elements, state, tensor)
 
 
 def optimizer_states(update: Update, stepped: Stepped) -> Iterator[tuple[str, Tensor]]:

@@ -5,11 +5,10 @@
                                                                └───────────────────────────────────────────────┘
 
 Weights lie in buffers only if a part of the run asks for it: `torch.save` of one such parameter saves its whole buffer, unless
-it is cloned. Only this module sets a parameter's `.data`, when masters are made; tied modules keep one object.
+it is cloned. Only this module sets a parameter's `.data`; tied modules keep one object.
 
 A bf16 weight of 1.0 cannot take an update of 0.001; its master can, and the working weight changes once updates have added up.
-The dtype in which gradients are accumulated is the store's, and does not depend on that of the weights. If a reducer leaves
-only a part of a gradient to this rank, only that part is stepped, and only that part has a master.
+If a reducer leaves only a part of a gradient to this rank, only that part is stepped, and only that part has a master.
 
 Between two steps a program may write to working weights (`load_state_dict` on a layer, `p.copy_` under no_grad, `p.data = `):
 the master takes those values over before the next step. If nobody wrote a weight, its master keeps its digits. Writes through
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.comm.copies import free, grow, storage_id
-from sley_core.engine.buffers import ALIGNMENT, FlatBuffer, Span
+from sley_core.engine.buffers import ALIGNMENT, ElementRange, FlatBuffer
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.registry import Param
 from sley_core.errors import RunError
@@ -38,9 +37,9 @@ from sley_core.model.tensors import is_kept, parameter_format
 class WeightBuffer(FlatBuffer):
     """Holds the working weights of `params`, side by side; the buffer divides into `num_parts` equal parts.
 
-    Each parameter has the same offset as its gradient in a gradient buffer of the same parameters that is cut into as many
-    parts. It has no memory until `build`, which the store calls for the first value that moves in: so one buffer at a time is
-    there beside the values as they were made. A read or write before that ends the process (`comm.copies.free`).
+    Each parameter has the same offset as its gradient in a gradient buffer of as many shards. It has no memory until `build`,
+    which the store calls for the first value that moves in: so one buffer at a time is there beside the values as they were
+    made. A read or write before that ends the process (`comm.copies.free`).
     """
 
     def __init__(self, params: Sequence[Param], dtype: torch.dtype, num_parts: int) -> None:
@@ -91,9 +90,8 @@ class WeightStore:
         self._is_laid_out = False
 
     def lay_out(self, lists: Iterable[tuple[Sequence[Param], int]]) -> list[WeightBuffer]:
-        """Makes a buffer for each list of parameters, which divides into the given number of parts; called before masters are
-        made, as by a gradient handler that is attached. The buffers have no memory until then. A parameter has one place at
-        most.
+        """Makes a buffer for each list of parameters and number of parts, without memory; called before masters are made, as by
+        a gradient handler that is attached. A parameter has one place at most.
         """
         assert not self._is_laid_out, "weights are laid out before masters are made"
         made = [WeightBuffer(params, self.dtype, num_parts) for params, num_parts in lists]
@@ -194,14 +192,14 @@ HOST = torch.device("cpu")
 class Stepped:
     """Holds the parameter that the optimizer steps for one parameter; its gradient is the store's `part`.
 
-    original: the working weight that the parameter's modules hold; the same object if there is no master and no span. span: the
-    elements of it that are stepped here, if other ranks step the others; `parameter` has the span's shape then.
+    original: the working weight that the parameter's modules hold; the same object if it is stepped itself. elements: those
+    that are stepped here, if other ranks step the others; `parameter` has their shape then.
     """
 
     param: Param
     parameter: nn.Parameter
     original: nn.Parameter
-    span: Span | None = None
+    elements: ElementRange | None = None
 
     @property
     def name(self) -> str:
@@ -210,7 +208,7 @@ class Stepped:
     @property
     def working(self) -> Tensor:
         """The elements of the working weight that `parameter` stands for, a view of the same shape."""
-        return _elements(self.original.detach(), self.span)
+        return _elements(self.original.detach(), self.elements)
 
     @property
     def decays(self) -> bool:
@@ -219,18 +217,18 @@ class Stepped:
 
 @dataclass(eq=False)
 class _Master:
-    """Holds the master of `working`, the elements `span` of `parameter`. seen: its state when both were last equal, rounded."""
+    """Holds the master of `working`, some elements of `parameter`. synced: its state when both were last equal, rounded."""
 
     master: Tensor
     parameter: nn.Parameter
-    span: Span | None
+    elements: ElementRange | None
 
     def __post_init__(self) -> None:
         self.look()
 
     def look(self) -> None:
-        self.working = _elements(self.parameter.detach(), self.span)
-        self.seen = self.state
+        self.working = _elements(self.parameter.detach(), self.elements)
+        self.synced = self.state
 
     @property
     def state(self) -> tuple[int, int, int]:
@@ -269,16 +267,16 @@ class Masters:
         added = []
         for param in params:
             self.weights.adopt(param)
-            parameter, span = param.parameter, self.store.span(param)
+            parameter, elements = param.parameter, self.store.elements(param)
             self._originals.append((param, parameter))
-            if span is not None and not span.numel:
+            if elements is not None and not elements.numel:
                 continue
             if param in masters:
-                self._masters[id(parameter)] = _Master(masters[param], parameter, span)
+                self._masters[id(parameter)] = _Master(masters[param], parameter, elements)
                 stepped = nn.Parameter(masters[param])
             else:
-                stepped = parameter if span is None else nn.Parameter(_elements(parameter.detach(), span))
-            added.append(Stepped(param, stepped, parameter, span))
+                stepped = parameter if elements is None else nn.Parameter(_elements(parameter.detach(), elements))
+            added.append(Stepped(param, stepped, parameter, elements))
         self.stepped += added
         return added
 
@@ -318,7 +316,7 @@ class Masters:
             if not (self.home is not None if are_sent is None else are_sent):
                 torch._foreach_copy_([one.working for one in every], [one.master for one in every])
             for one in every:
-                one.seen = one.state
+                one.synced = one.state
         for stepped in self.stepped:
             if stepped.parameter is not stepped.original:
                 stepped.parameter.grad = None
@@ -334,8 +332,8 @@ class Masters:
             if known is not None:
                 address = known.master.data_ptr()
             else:
-                assert stepped.span is not None, stepped.name
-                address = stepped.original.data_ptr() + stepped.span.first * stepped.original.element_size()
+                assert stepped.elements is not None, stepped.name
+                address = stepped.original.data_ptr() + stepped.elements.first * stepped.original.element_size()
             if stepped.parameter.data_ptr() != address:
                 place = stepped.working if known is None else known.master
                 place.copy_(stepped.parameter.detach())
@@ -350,13 +348,13 @@ class Masters:
         parameter.copy_(value)
         known = self._masters.get(id(parameter))
         if known is not None:
-            known.master.copy_(_elements(value, known.span))
+            known.master.copy_(_elements(value, known.elements))
             known.look()
 
     @property
     def were_written(self) -> bool:
         """Whether a program wrote to weights since masters last followed them; works while memory is away."""
-        return not self.weights.are_in_place or any(one.seen != one.state for one in self._masters.values())
+        return not self.weights.are_in_place or any(one.synced != one.state for one in self._masters.values())
 
     def follow(self) -> None:
         """Copies values that a program wrote to working weights into their masters; detected by version and storage, without a
@@ -372,7 +370,7 @@ class Masters:
                 )
         self.weights.hold()
         for one in self._masters.values():
-            if one.seen != one.state:
+            if one.synced != one.state:
                 one.look()
                 master, working = one.master, one.working.to(one.master.device)
                 # only elements whose rounded value differs: the others keep the digits that the working weight cannot hold
@@ -385,20 +383,20 @@ class Masters:
         if not params:
             return {}
         device = self.home or params[0].parameter.device
-        whole = [param for param in params if self.store.span(param) is None]
+        whole = [param for param in params if self.store.elements(param) is None]
         flat = FlatBuffer([param.parameter.shape for param in whole], self.wide, device)
         copies = dict(zip(whole, flat.views, strict=True))
         self._flats.append(flat)
         added = set(params)
         for buffer in self.store.buffers:
-            if buffer.cut and added.issuperset(buffer.params):
+            if buffer.shard and added.issuperset(buffer.params):
                 part = FlatBuffer([buffer.own.shape], self.wide, device)
                 copies |= buffer.views_in(part.data)
                 self._flats.append(part)
         for param, copy in copies.items():
-            copy.copy_(_elements(param.parameter.detach(), self.store.span(param)))
+            copy.copy_(_elements(param.parameter.detach(), self.store.elements(param)))
         return copies
 
 
-def _elements(value: Tensor, span: Span | None) -> Tensor:
-    return value if span is None else value.reshape(-1)[span.first : span.last].view(span.shape_in(value.shape))
+def _elements(value: Tensor, elements: ElementRange | None) -> Tensor:
+    return value if elements is None else value.reshape(-1)[elements.first : elements.last].view(elements.shape_in(value.shape))

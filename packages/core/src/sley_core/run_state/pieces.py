@@ -20,7 +20,7 @@ from sley_core.weight_files.read import TensorKind, Tensors
 from sley_core.weight_files.write import DTYPES
 
 if TYPE_CHECKING:
-    from sley_core.engine.buffers import Span
+    from sley_core.engine.buffers import ElementRange
     from sley_core.engine.registry import Param
     from sley_core.engine.shards import Shard
 
@@ -123,19 +123,19 @@ class TensorPiece:
 
 
 class Region(NamedTuple):
-    """Describes a rank's part of a tensor of the full `shape`. shard: the part of it, padded, that this rank has. span: the
+    """Describes a rank's part of a tensor of the full `shape`. shard: the part of it, padded, that this rank has. elements: the
     elements of the flattened shard (or whole) that this rank has of that.
     """
 
     shape: tuple[int, ...]
     shard: Shard | None = None
-    span: Span | None = None
+    elements: ElementRange | None = None
 
     @property
     def own_shape(self) -> tuple[int, ...]:
         """The shape of the rank's own tensor, padding included."""
         shape = self.shape if self.shard is None else self.shard.own_shape
-        return shape if self.span is None else self.span.shape_in(shape)
+        return shape if self.elements is None else self.elements.shape_in(shape)
 
     def cut(self, own: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
         """Yields rectangles of the whole tensor, each with the view of the rank's `own` tensor that it is; without padding."""
@@ -153,18 +153,18 @@ class Region(NamedTuple):
     def _runs(self, own: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
         """Yields rectangles of the shard, padding included, each with a view of its sizes."""
         shape = self.shape if self.shard is None else self.shard.own_shape
-        if self.span is None:
+        if self.elements is None:
             yield Rectangle.all_of(shape), own
             return
         start = 0
-        for rectangle in rectangles(shape, self.span.first, self.span.last):
+        for rectangle in rectangles(shape, self.elements.first, self.elements.last):
             yield rectangle, own.view(-1)[start : start + rectangle.numel].view(rectangle.sizes)
             start += rectangle.numel
 
 
-def region_of(param: Param, span: Span | None = None) -> Region:
-    """Returns the region of the parameter of `param`, or of the elements `span` of it, in the whole parameter."""
-    return Region(param.shape, param.shard, span)
+def region_of(param: Param, elements: ElementRange | None = None) -> Region:
+    """Returns the region of the parameter of `param`, or of the elements `elements` of it, in the whole parameter."""
+    return Region(param.shape, param.shard, elements)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,8 +122,8 @@ class RunTensors:
         for param in self.parts.registry:
             if param in stepped:
                 one = stepped[param]
-                yield from self._cut(WEIGHTS + param.name, region_of(param, one.span), one.parameter)
-            elif self.parts.store.span(param) is None or 0 in param.shape:
+                yield from self._cut(WEIGHTS + param.name, region_of(param, one.elements), one.parameter)
+            elif self.parts.store.elements(param) is None or 0 in param.shape:
                 yield from self._cut(WEIGHTS + param.name, region_of(param), param.parameter)
 
     def _states(self) -> Iterator[TensorPiece]:
@@ -164,7 +164,7 @@ def state_name(parameter: str, state: str) -> str:
 
 def state_region(stepped: Stepped, shape: tuple[int, ...]) -> Region:
     """Returns this rank's region of a state: that of the parameter, if the state has the parameter's shape; else all of it."""
-    return region_of(stepped.param, stepped.span) if shape == tuple(stepped.parameter.shape) else Region(shape)
+    return region_of(stepped.param, stepped.elements) if shape == tuple(stepped.parameter.shape) else Region(shape)
 
 
 def generators(device: Device) -> dict[str, Any]:
@@ -353,7 +353,7 @@ class Restoring:
         is_part = shape == tuple(stepped.param.shape)
         if not is_part:
             return self._own(name, Region(shape))
-        return self._own(name, region_of(stepped.param, stepped.span), stepped.parameter)
+        return self._own(name, region_of(stepped.param, stepped.elements), stepped.parameter)
 
     def _options(self, names: Sequence[str]) -> dict[str, Any]:
         """Returns the counters that the optimizer keeps in the groups of these parameters."""

@@ -29,7 +29,7 @@ MAX_UNDER_WAY = 2
 
 
 class TreeSums(Sums):
-    """Sums buffers of `store` over their groups; of a buffer that is cut, this rank's part. sent: counts bytes. lane: of the
+    """Sums buffers of `store` over their groups; of a sharded buffer, this rank's part. sent: counts bytes. lane: of the
     groups.
 
     Each start advances the earlier sums, in an order that is equal on all ranks of their groups.
@@ -95,13 +95,13 @@ class _TreeSum:
         sent.add(self._out, group, passes=1)
 
     def join(self) -> None:
-        """Waits for the exchange and adds the rows in the tree's order; starts to gather the sum, unless the buffer is cut."""
+        """Waits for the exchange and adds the rows in the tree's order; starts to gather the sum of a whole buffer."""
         if self._is_joined:
             return
         self._is_joined = True
         self.work.wait()
         own = self._joined()
-        if self.buffer.cut is not None:
+        if self.buffer.shard is not None:
             self.buffer.own.copy_(own)
             self.buffer.zero_padding()
             return
