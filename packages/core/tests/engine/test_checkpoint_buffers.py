@@ -10,9 +10,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
 from sley_testing.checkpointer_contract import assert_same_stretch, stretch
-from sley_testing.plans import changed
 
 NORMALISED = {"factory": "own_models:batch_norm", "options": {"declared": True}}
 DP = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "core.each"}]}
@@ -37,15 +35,6 @@ def test_each_rank_gets_its_own_running_statistics(ranks, small, own, tmp_path):
     assert not one.weights[name].equal(other.weights[name]), "ranks see other samples"
 
 
-def test_another_layout_gets_those_of_one_rank(ranks, small, own, tmp_path):
-    tables = small(model=NORMALISED, run__steps=9)
-    found = ranks(2)(stretch, changed(tables, **DP), 2, folder=own, save=tmp_path / "saved")
-    with assemble(plan_from_dict(tables, own), World.alone("cpu")) as run:
-        run.load_checkpoint(tmp_path / "saved")
-        (loaded,) = [buffer for name, buffer in buffers(run) if "running_mean" in name]
-    assert any(loaded.equal(*running(one.weights).values()) for one in found)
-
-
 def test_buffers_that_training_writes_and_nobody_declared_are_told_in_a_run_that_goes_on(small, own, tmp_path, monkeypatch):
     """Its first step is not the first of the run."""
     tables = small(model=NORMALISED, run__steps=9)
@@ -57,7 +46,3 @@ def test_buffers_that_training_writes_and_nobody_declared_are_told_in_a_run_that
         run.load_checkpoint(tmp_path / "saved")
         with pytest.raises(PlanError, match="model-buffer-written"):
             run.step()
-
-
-def buffers(run: Run):
-    return [pair for layer in run.layers for pair in layer.module.named_buffers(layer.name)]

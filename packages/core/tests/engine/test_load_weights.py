@@ -121,26 +121,6 @@ def test_masters_of_what_was_not_written_keep_their_digits(alone, small):
             torch.testing.assert_close(after[key].view(-1)[1:], value.view(-1)[1:], rtol=0, atol=1e-20)
 
 
-def test_loading_equals_a_plain_loop_that_loads(alone, small):
-    """Two steps from weights that were loaded after one step, with an optimizer that remembers nothing."""
-    with alone(small(optimizer={"use": "core.sgd", "lr": 0.1})) as run:
-        run.step()
-        state = given(run)
-        run.load_weights(state)
-        first = run.step()["loss"]
-    with alone(small(optimizer={"use": "core.sgd", "lr": 0.1})) as other:
-        other.feed.next()
-        with torch.no_grad():
-            for param in other.registry:
-                param.parameter.copy_(state[param.name])
-        batch = other.feed.next()
-        hidden = other.layers[0].module(batch["tokens"])
-        for layer in other.layers[1:]:
-            hidden = layer.module(hidden)
-        loss = torch.nn.functional.cross_entropy(hidden.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
-    assert first == pytest.approx(loss.item(), rel=1e-12)
-
-
 @pytest.mark.parametrize("as_pairs", [False, True])
 def test_what_does_not_fit_is_refused_by_name(alone, small, as_pairs):
     with alone(small(precision__compute="bf16")) as run:

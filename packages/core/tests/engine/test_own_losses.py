@@ -27,12 +27,6 @@ def test_a_mean_is_refused_at_the_first_batch_with_the_way_to_write_a_sum(alone,
         assert run.num_steps_done == 0
 
 
-def test_a_mean_over_one_micro_batch_is_what_it_says(own, small):
-    """Nothing is cut, and nothing is to be summed."""
-    tables = by_factory(small, "Mean", batch__micro_size=4)
-    assert record(tables, 1, folder=own).rows[0]["loss"] == pytest.approx(record(small(), 1, folder=own).rows[0]["loss"])
-
-
 def test_what_the_hint_says_is_the_loop_by_hand_with_labels_ignored_unevenly(own, small):
     import own_data
     import own_models
@@ -42,20 +36,6 @@ def test_what_the_hint_says_is_the_loop_by_hand_with_labels_ignored_unevenly(own
     found = record(by_factory(small, "Sum"), 3, folder=own, batches=batches)
     by_hand = partial(torch.optim.SGD, lr=0.1)
     assert_by_hand(found, own_models.plain(own_data.Rows.info), batches, by_hand, micro_size=1)
-
-
-def test_a_new_shape_is_looked_at_too(alone, small):
-    import own_data
-
-    with alone(by_factory(small, "Sum")) as run:
-        run.step(own_data.batch(0, 4))
-        weigh = run.stepper.executor.loss.weight
-        asked = []
-        run.stepper.executor.loss.weight = lambda batch: asked.append(len(batch["labels"])) or weigh(batch)
-        run.step(own_data.batch(0, 4))
-        assert asked == [4], "a shape that is known costs nothing more"
-        run.step(own_data.batch(0, 2))
-        assert asked == [4, 2, 1, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from typing import Annotated
 
 import pytest
 import torch
 from torch import Tensor
 
-from sley_core.attach import counts_of
 from sley_core.errors import PlanError
 from sley_core.hookspecs import hookimpl
 from sley_core.memory.pool import Pools
@@ -85,12 +83,3 @@ def test_none_is_made_before_it_is_asked_for(pools: Pools) -> None:
 def test_a_name_that_is_not_there_is_an_error(pools: Pools) -> None:
     with pytest.raises(PlanError, match="did you mean `large`"):
         pools("larg")
-
-
-def test_a_run_counts_them_by_their_names_in_the_plan(pools: Pools) -> None:
-    pools("large"), pools("own.sized")
-    executor = SimpleNamespace(weights=None, hooks=[], caller=SimpleNamespace(policy=None), crossing=SimpleNamespace(link=None))
-    nobody = SimpleNamespace(executor=executor, handlers=[])
-    plan = SimpleNamespace(weights=None, link=None, gradient_handlers=[], scheduler_hooks=[], activations=None, offload=[])
-    memory = SimpleNamespace(managers=[])
-    assert counts_of(plan, nobody, pools, memory) == {"pools.large": {"bytes": 256}, "own.sized": {"bytes": 32}}

@@ -1,4 +1,4 @@
-"""Cross-entropy: its weight and its sum do not depend on the cut, and it keeps no softmax."""
+"""Cross-entropy: weight and sum do not depend on the cut, no softmax is kept, and labels that are not shifted are refused."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sley_core.config import CrossEntropyConfig
 from sley_core.errors import PlanError, RunError
 from sley_core.losses import cross_entropy
-from sley_core.losses.cross_entropy import CrossEntropy, SumOfCrossEntropies, plain_sum
+from sley_core.losses.cross_entropy import CrossEntropy, SumOfCrossEntropies
 from sley_core.protocols import SplitLogits
 
 CLASSES = 11
@@ -79,20 +77,6 @@ def test_weights_and_losses_of_any_cut_add_up_to_the_whole(cuts: list[int], igno
     assert total == pytest.approx(loss.loss(logits, {"labels": labels}).item(), rel=1e-12)
 
 
-def test_the_weight_is_a_python_number_from_the_labels_alone() -> None:
-    weight = CrossEntropy(CrossEntropyConfig()).weight({"labels": torch.tensor([[1, -100, 2], [-100, -100, 0]])})
-    assert isinstance(weight, float)
-    assert weight == 3.0
-
-
-def test_another_field_and_another_ignored_label() -> None:
-    loss = CrossEntropy(CrossEntropyConfig(labels="targets", ignore_index=0))
-    batch = {"targets": torch.tensor([0, 1, 2, 0])}
-    assert loss.weight(batch) == 2.0
-    logits = torch.zeros(4, 3, dtype=torch.float64)
-    assert float(loss.loss(logits, batch)) == pytest.approx(2 * torch.tensor(3.0).double().log().item())
-
-
 class Split(SplitLogits):
     """Stands for logits that ranks share; remembers what it is asked."""
 
@@ -123,15 +107,6 @@ def test_without_a_label_that_counts_loss_and_gradient_are_zero(either_way: str)
     assert not gradient.any()
 
 
-def test_extreme_logits_stay_finite(either_way: str) -> None:
-    logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, 1e4, 0.0]] * 20, requires_grad=True)
-    labels = torch.tensor([0, 0] * 20)
-    total = CrossEntropy(CrossEntropyConfig()).loss(logits, {"labels": labels})
-    (gradient,) = torch.autograd.grad(total, logits)
-    assert total.item() == pytest.approx(20 * 2e4)
-    torch.testing.assert_close(gradient[1], torch.tensor([-1.0, 1.0, 0.0]))
-
-
 def test_the_chunked_sum_is_differentiated_rightly() -> None:
     logits, labels = samples(rows=2, positions=3)
     assert torch.autograd.gradcheck(lambda x: chunked_sum(x.reshape(-1, CLASSES), labels.view(-1), -100, 0.2), logits)
@@ -143,34 +118,6 @@ def test_nothing_but_logits_and_labels_is_kept_for_the_backward() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.data_ptr()), lambda none: none):
         chunked_sum(flat, labels.view(-1), -100, 0.0)
     assert kept == [flat.data_ptr(), labels.data_ptr()]
-
-
-class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Remembers the largest tensor of a type that any operation returns."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.dtype = dtype
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple) else (result,):
-            if isinstance(tensor, Tensor) and tensor.dtype == self.dtype:
-                self.numel = max(self.numel, tensor.numel())
-        return result
-
-
-def test_narrow_logits_are_widened_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 2 * CLASSES})
-    logits, labels = samples(rows=8, dtype=torch.bfloat16)
-    with Largest(torch.float32) as chunked:
-        total = CrossEntropy(CrossEntropyConfig()).loss(logits, {"labels": labels})
-        torch.autograd.grad(total, logits)
-    with Largest(torch.float32) as plain:
-        plain_sum(logits.reshape(-1, CLASSES), labels.view(-1), -100, 0.0)
-    assert plain.numel == logits.numel()
-    assert chunked.numel <= max(2 * CLASSES, labels.numel())
 
 
 @pytest.mark.parametrize("output", [(torch.zeros(2, 3, 4),), {"logits": torch.zeros(2, 3, 4)}, None])
@@ -190,12 +137,6 @@ def test_a_missing_field_of_labels_is_the_plans_fault() -> None:
     with pytest.raises(PlanError, match=r"`labels`, but a batch holds `images`, `tokens`") as error:
         CrossEntropy(CrossEntropyConfig()).weight({"tokens": torch.zeros(1), "images": torch.zeros(1)})
     assert error.value.diagnostics[0].path == ("loss", "labels")
-
-
-@pytest.mark.parametrize("smoothing", [-0.1, 1.0, "0.1", True])
-def test_smoothing_is_a_fraction_below_one(smoothing: Any) -> None:
-    with pytest.raises(ValidationError, match="label_smoothing"):
-        CrossEntropyConfig(label_smoothing=smoothing)
 
 
 def by_hand(logits: Tensor, labels: Tensor, ignored: int) -> tuple[float, Tensor, Tensor]:
@@ -249,3 +190,44 @@ def test_a_device_is_not_asked_for_the_highest_class() -> None:
     with pytest.raises(RunError, match=f"has the class {CLASSES + 4}"):
         loss.loss(logits, on_device)
     loss.loss(logits, on_device)
+
+
+IDS = torch.randint(50, (4, 9), generator=torch.Generator().manual_seed(1))
+REPEATED = torch.full((4, 8), 7)
+MASKED = torch.where(torch.arange(8) < 3, -100, IDS[:, :-1])
+
+
+def weight(batch: dict[str, Tensor], **table: bool) -> float:
+    return CrossEntropy(CrossEntropyConfig(**table)).weight(batch)
+
+
+@pytest.mark.parametrize("labels", [IDS[:, :-1], MASKED], ids=["all", "with a prompt that does not count"])
+@pytest.mark.parametrize("name", ["tokens", "input_ids"])
+def test_tokens_as_labels_are_refused(labels: Tensor, name: str) -> None:
+    batch = {name: IDS[:, :-1], "labels": labels}
+    with pytest.raises(RunError, match=f"`labels` equals `{name}`") as caught:
+        weight(batch)
+    assert caught.value.diagnostics[0].code == "labels-not-shifted"
+    assert weight(batch, copying=True) == float((labels != -100).sum())
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"tokens": IDS[:, :-1], "labels": IDS[:, 1:]},
+        {"tokens": REPEATED, "labels": REPEATED},
+        {"tokens": IDS[:, :-1], "labels": torch.full((4, 8), -100)},
+        {"tokens": IDS[:, 0], "labels": IDS[:, 0]},
+        {"positions": IDS[:, :-1], "labels": IDS[:, :-1]},
+        {"tokens": IDS[:, :-1].float(), "labels": IDS[:, :-1]},
+    ],
+    ids=["shifted", "repeated", "ignored", "a class per sample", "positions", "numbers"],
+)
+def test_what_may_be_right_is_left_alone(batch: dict[str, Tensor]) -> None:
+    assert weight(batch) == float((batch["labels"] != -100).sum())
+
+
+def test_only_the_first_batch_is_looked_at() -> None:
+    loss = CrossEntropy(CrossEntropyConfig())
+    loss.weight({"tokens": IDS[:, :-1], "labels": IDS[:, 1:]})
+    assert loss.weight({"tokens": IDS, "labels": IDS}) == 36.0

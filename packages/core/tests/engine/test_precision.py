@@ -1,31 +1,18 @@
-"""bf16 computes, fp32 remembers: gradients are accumulated and weights are stepped in fp32, in every layout."""
+"""bf16 computes, fp32 remembers; `[precision] keep` and the formats of buffers."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from sley_core.errors import PlanError
 from sley_core.protocols import GradientHandler
 from sley_core.sizes import ALIGNMENT_BYTES
-from sley_testing.parity import assert_close_gradients, assert_same_bits
-from sley_testing.runs import record, same_on_all
+from sley_testing.parity import assert_same_bits
+from sley_testing.runs import record, weights
 
-NEAR = 2**-7
 """How far a gradient may be from the one-process run's, relative to its norm (docs/internals.md, Parity)."""
-
-
-@pytest.mark.parametrize("num_micros", [1, 2])
-def test_gradients_of_two_ranks_are_those_of_one(ranks, own, small, num_micros):
-    tables = small(precision__compute="bf16", batch__micro_size=2 // num_micros)
-    reference = record(tables, 3, folder=own)
-    layouts = ranks(2)(record, tables, 3, folder=own)
-    same_on_all(layouts)
-    for layout in layouts:
-        assert_same_bits(reference.first, layout.first)
-        assert_close_gradients(reference.gradients[0], layout.gradients[0], NEAR)
-        assert layout.rows[0]["loss"] == pytest.approx(reference.rows[0]["loss"], rel=NEAR)
-        assert_close_gradients(reference.weights, layout.weights, NEAR)
-    assert {value.dtype for value in reference.weights.values()} == {torch.bfloat16}
 
 
 def test_64_equal_gradients_sum_exactly_on_any_number_of_ranks(ranks, own, small):
@@ -113,3 +100,83 @@ def test_what_is_frozen_is_bf16_too_and_has_no_master(alone, small):
         assert {param.parameter.dtype for param in run.registry} == {torch.bfloat16}
         assert run.memory.bytes["masters"] == 4 * padded(numels)
         assert run.memory.bytes["gradients"] == 4 * sum(numels)
+
+
+KEEP = {"compute": "bf16", "keep": ["*.router.*"]}
+
+
+def tables(small, precision=KEEP, **changes):
+    return small(model={"factory": "own_formats:layers"}, precision=precision, **changes)
+
+
+def by_hand(first, batches):
+    """Steps the layers with SGD, fp32 masters of what is narrow, and routers in fp32; returns losses and weights."""
+    import own_data
+    import own_formats
+
+    made = own_formats.layers(own_data.Rows.info)
+    named = {f"{name}.{key}": one for name, module in made for key, one in module.named_parameters()}
+    masters = {}
+    for name, one in named.items():
+        masters[name] = first[name].float().clone()
+        one.data = masters[name].clone() if ".router." in name else first[name].bfloat16()
+    losses = []
+    for batch in batches:
+        hidden = batch["tokens"]
+        for _, module in made:
+            hidden = module(hidden)
+        count = int((batch["labels"] != -100).sum())
+        loss = F.cross_entropy(hidden.float().flatten(0, 1), batch["labels"].flatten(), reduction="sum") / count
+        loss.backward()
+        losses.append(float(loss.detach()))
+        for name, one in named.items():
+            masters[name] -= 0.5 * one.grad.float()
+            one.data, one.grad = masters[name].to(one.dtype).clone(), None
+    return losses, {name: one.detach() for name, one in named.items()}
+
+
+def test_what_is_kept_is_computed_and_stepped_in_fp32(own, small):
+    import own_data
+
+    batches = [own_data.batch(4 * step, 4) for step in range(3)]
+    plan = tables(small, batch={"global_size": 4, "micro_size": 4}, optimizer={"use": "core.sgd", "lr": 0.5})
+    found = record(plan, 3, folder=own, batches=batches)
+    losses, wanted = by_hand(found.first, batches)
+    assert [row["loss"] for row in found.rows] == pytest.approx(losses, rel=2**-8)
+    for name, one in wanted.items():
+        value = found.weights[name]
+        assert value.dtype is (torch.float32 if ".router." in name else torch.bfloat16)
+        torch.testing.assert_close(value, one, rtol=2**-6, atol=2**-8)
+
+
+def test_it_goes_on_from_a_checkpoint_with_the_same_bits(own, small, alone, tmp_path):
+    with alone(tables(small)) as run:
+        run.step()
+        place = run.save_checkpoint(tmp_path / "checkpoint")
+        run.step()
+        wanted = weights(run)
+        run.load_checkpoint(place)
+        run.step()
+        assert_same_bits(wanted, weights(run))
+    with alone(tables(small)) as run:
+        run.load_checkpoint(place)
+        run.step()
+        assert_same_bits(wanted, weights(run))
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+def test_buffers_have_the_format_that_the_factory_gave_them(own, small, compute):
+    """The forward asks; without `keep` the router of a narrow model is narrow too."""
+    plan = tables(small, {"compute": compute, "keep": ["*.router.*"]})
+    assert record(plan, 1, folder=own).rows[0]["loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [(["*.routers.*"], "`*.routers.*` matches no parameter"), (["*.router.*", "nothing"], "`nothing` matches no parameter")],
+)
+def test_patterns_that_match_nothing_are_refused(small, alone, keep, message):
+    with pytest.raises(PlanError) as caught, alone(tables(small, {"compute": "bf16", "keep": keep})):
+        pass
+    (one,) = caught.value.diagnostics
+    assert (one.code, one.message) == ("precision-keep", message)

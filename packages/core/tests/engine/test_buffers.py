@@ -1,0 +1,153 @@
+"""Flat buffers, shards of weights, and norms over them; states have names."""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.engine.buffers import FlatBuffer
+from sley_core.engine.reduction import LONG, joined_norm
+from sley_core.engine.shards import Shard
+from sley_core.engine.update import MASTER, states_of
+from sley_core.plan.load import plan_from_dict
+from sley_core.sizes import ALIGNMENT_BYTES
+from sley_testing.plans import small_plan
+
+GRADIENTS = torch.randn(3_000_017, generator=torch.Generator().manual_seed(1)) * 1e-3
+
+
+@pytest.mark.parametrize("kind", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("size", [1000, LONG - 1, LONG, 1_000_003, len(GRADIENTS)])
+def test_a_norm_in_fp32_is_that_in_fp64(kind: float, size: int) -> None:
+    found = joined_norm(GRADIENTS.split(size), kind)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, torch.linalg.vector_norm(GRADIENTS.double(), kind), rtol=1e-6, atol=0)
+
+
+def test_what_has_gaps_counts_once() -> None:
+    matrix = GRADIENTS[:1_000_000].view(1000, 1000)
+    found = joined_norm([matrix[:, :500], matrix[:, 500:].t()], 2.0)
+    torch.testing.assert_close(found, torch.linalg.vector_norm(matrix.double()), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_what_is_no_number_is_not_lost(odd: float) -> None:
+    gradients = GRADIENTS.clone()
+    gradients[-1] = odd
+    assert not joined_norm([gradients], 2.0).isfinite()
+
+
+SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
+
+
+@settings(deadline=None)
+@given(SHAPES, st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+def test_views_are_aligned_disjoint_and_leave_the_padding_zero(shapes, dtype):
+    buffer = FlatBuffer(shapes, dtype, torch.device("cpu"))
+    start = buffer.data.data_ptr()
+    for number, (view, shape) in enumerate(zip(buffer.views, shapes, strict=True), start=1):
+        assert view.shape == shape
+        assert view.dtype == dtype
+        if view.numel():
+            assert (view.data_ptr() - start) % ALIGNMENT_BYTES == 0
+        view.fill_(number)
+    assert [view.unique().tolist() for view in buffer.views if view.numel()] == [
+        [number] for number, shape in enumerate(shapes, start=1) if torch.Size(shape).numel()
+    ]
+    expected = sum(number * torch.Size(shape).numel() for number, shape in enumerate(shapes, start=1))
+    assert buffer.data.double().sum().item() == expected
+
+
+@given(st.integers(1, 9), st.integers(1, 6), st.lists(st.integers(1, 3), max_size=2), st.integers(0, 2))
+def test_shards_cover_the_whole_once(length, count, rest, dim):
+    dim = min(dim, len(rest))
+    shape = (*rest[:dim], length, *rest[dim:])
+    whole = torch.arange(1.0, 1.0 + torch.Size(shape).numel()).view(shape)
+    shards = [Shard(shape, count, index, dim) for index in range(count)]
+    cuts = [shard.cut(whole) for shard in shards]
+    assert {tuple(cut.shape) for cut in cuts} == {shards[0].own_shape}, "alike on every rank"
+    assert all(cut.is_contiguous() for cut in cuts)
+    assert torch.equal(torch.cat(cuts, dim).narrow(dim, 0, length), whole)
+    assert sum(shard.own_size for shard in shards) == length
+    assert sum(cut.numel() - shard.padding for cut, shard in zip(cuts, shards, strict=True)) == whole.numel()
+    assert all(
+        not cut.narrow(dim, shard.own_size, shard.size - shard.own_size).any() for cut, shard in zip(cuts, shards, strict=True)
+    )
+    joined = shards[0].joined(torch.stack(cuts))
+    assert torch.equal(joined, whole)
+    assert joined.is_contiguous()
+
+
+def test_nested_states_have_the_way_to_them_in_their_names(texts):
+    """As of optimizers that keep factors of a matrix in a list; words and numbers among them are no tensors."""
+    plan = plan_from_dict(small_plan(precision__compute="bf16"), texts)
+    with World.join("cpu") as world, assemble(plan, world) as run:
+        run.step()
+        update = run.stepper.update
+        stepped = update.masters.stepped[0]
+        left, right = torch.ones(3), torch.ones(4)
+        update.optimizer.state[stepped.parameter]["factors"] = {"both": [left, (right, "unused")]}
+        update.optimizer.state["all"] = {"count": torch.ones(2)}
+        of_first = {one.state: one.tensor for one in states_of(update) if one.name == stepped.name}
+        assert list(of_first) == [MASTER, "step", "exp_avg", "exp_avg_sq", "factors.both.0", "factors.both.1.0"]
+        assert of_first["factors.both.0"] is left
+        assert of_first["factors.both.1.0"] is right
+        seen = {f"{one.name}.{one.state}" for one in states_of(update) if one.state != MASTER}
+        assert {name for name, _ in run.memory.holdings.everything("optimizer_states")} == {*seen, "optimizer.count"}
+
+
+class Layer(nn.Module):
+    """Words to logits, through a matrix that is the transpose of another, and a convolution in channels-last."""
+
+    def __init__(self, *, contiguous: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(256, 6)
+        self.across = nn.Parameter(torch.linspace(-0.5, 0.5, 24).view(4, 6).t())
+        self.mix = nn.Conv2d(4, 4, (1, 3), padding=(0, 1)).to(memory_format=torch.channels_last)
+        self.out = nn.Linear(4, 256)
+        if contiguous:
+            for parameter in self.parameters():
+                parameter.data = parameter.detach().contiguous()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        inner = self.table(tokens) @ self.across
+        mixed = self.mix(inner.transpose(1, 2).unsqueeze(2)).squeeze(2).transpose(1, 2)
+        logits: torch.Tensor = self.out(inner + mixed)
+        return logits
+
+
+def trained(tables, folder, contiguous, monkeypatch):
+    made = ModuleType("strided")
+    made.layers = lambda: [Layer(contiguous=contiguous)]
+    monkeypatch.setitem(sys.modules, "strided", made)
+    with World.alone("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        for _ in range(3):
+            run.step()
+        return {param.name: param.parameter.detach().clone() for param in run.registry}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("optimizer", ["core.adamw", "core.sgd"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("handlers", [[], [{"use": "core.each"}]])
+def test_the_order_in_memory_changes_nothing(texts, monkeypatch, optimizer, precision, handlers):
+    """torch's fused optimizers step weights by gradients of other strides without an error, and wrongly."""
+    tables = small_plan(
+        model={"factory": "strided:layers"},
+        optimizer={"use": optimizer, "lr": 0.05},
+        precision={"compute": precision},
+        gradient_handlers=handlers,
+    )
+    wanted = trained(tables, texts, True, monkeypatch)
+    found = trained(tables, texts, False, monkeypatch)
+    for name, weight in wanted.items():
+        assert torch.equal(weight, found[name]), name

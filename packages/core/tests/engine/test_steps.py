@@ -1,0 +1,102 @@
+"""Whole runs: contracts of the handlers, runs that must not change a bit, compiled layers, unused parameters."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import ClassVar
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from sley_testing.contract import GradientHandlerContract
+from sley_testing.parity import assert_close_gradients
+from sley_testing.plans import changed, small_plan
+from sley_testing.runs import alone, assert_parity, record, same_on_all
+
+
+class TestEach(GradientHandlerContract):
+    handler: ClassVar[dict] = {"use": "core.each"}
+
+
+class TestGradientNorms(GradientHandlerContract):
+    """An observer that adds numbers to the row."""
+
+    handler: ClassVar[dict] = {"use": "core.gradient_norms"}
+
+
+PLAN = small_plan(evaluation={"every": 2, "steps": 1}, learning_rate={"use": "core.cosine", "warmup_steps": 1})
+
+
+def check(ranks, texts, sizes, **changes):
+    tables = changed(PLAN, **changes)
+    reference = alone(tables, 3, folder=texts)
+    for size in sizes:
+        layouts = ranks(size)(record, tables, 3, folder=texts)
+        assert_parity(reference, layouts, tables["precision"]["compute"])
+        same_on_all(layouts)
+        for layout in layouts:
+            assert layout.held_out == pytest.approx(reference.held_out, rel=1e-9 if "64" in str(tables) else 1e-5)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("size", [2, 4])
+def test_sgd_whose_scale_shows(ranks, texts, size):
+    """Adam hides a wrong scale of the gradient; plain SGD without clipping does not."""
+    check(ranks, texts, [size], optimizer__use="core.sgd", optimizer__clip_norm=None, optimizer__lr=0.1, batch__micro_size=1)
+
+
+def test_recomputation_changes_no_bit(texts):
+    kept = record(PLAN, 3, folder=texts)
+    again = record(changed(PLAN, activations__use="core.recompute"), 3, folder=texts)
+    same_on_all([kept, again])
+
+
+def test_evaluation_changes_no_bit(texts):
+    without = changed(PLAN, evaluation=None)
+    with_it, plain = record(PLAN, 3, folder=texts), record(without, 3, folder=texts)
+    same_on_all([with_it, plain])
+    assert [row["loss"] for row in with_it.rows] == [row["loss"] for row in plain.rows]
+    assert "held_out_loss" in with_it.rows[1]
+    assert "held_out_loss" not in with_it.rows[0]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
+def test_a_compiled_run_equals_one_that_is_not(own, small, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    tables = small(model__options={"num_blocks": 1}, precision__compute="fp32", batch__micro_size=2)
+    plain = record(tables, 3, folder=own)
+    counters.clear()
+    tables["model"]["compile"] = True
+    compiled = record(tables, 3, folder=own)
+    # Three layers, whatever the number of micro-batches and steps.
+    assert counters["stats"]["unique_graphs"] == 3
+    assert not counters["graph_break"]
+    assert_close_gradients(plain.weights, compiled.weights, 1e-5)
+    for name in ("loss", "grad_norm"):
+        assert [row[name] for row in compiled.rows] == pytest.approx([row[name] for row in plain.rows], rel=1e-5)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("global_size", [2, 6])
+def test_what_one_rank_uses_is_summed_with_the_zeros_of_the_other(ranks, own, small, recompute, global_size):
+    """Samples go to ranks in halves: of 2 rank 0 has an even one and rank 1 an odd one, of 6 both have both kinds."""
+    tables = small(
+        model={"factory": "own_models:branches"},
+        batch={"global_size": global_size, "micro_size": 1},
+        data__shuffle=False,
+        activations={"use": "core.recompute" if recompute else "core.keep"},
+    )
+    reference = record(tables, 4, folder=own)
+    layouts = ranks(2)(record, tables, 4, folder=own)
+    assert_parity(reference, layouts, "fp64")
+    same_on_all(layouts)
+    for found in layouts:
+        for wanted, gradients in zip(reference.gradients, found.gradients, strict=True):
+            assert_close_gradients(wanted, gradients, 1e-10, floor=1e-12)
+            assert gradients["blocks.0.even.weight"].any()
+            assert gradients["blocks.0.odd.weight"].any()
+            assert not gradients["blocks.0.never.weight"].any()
+    for name, value in reference.first.items():
+        assert torch.equal(value, reference.weights[name]) == (".never." in name)

@@ -1,0 +1,273 @@
+"""Parameter groups and learning rates: the first match wins, curves are exact at their ends, senseless values are refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import nn
+
+from sley_core.errors import PlanError
+from sley_core.optim.build import frozen, parameter_groups, scale_learning_rate
+from sley_core.optim.config import (
+    AdamWConfig,
+    ConstantConfig,
+    CosineConfig,
+    FactoryOptimizerConfig,
+    GroupConfig,
+    LinearConfig,
+    OptimizerConfig,
+    SGDConfig,
+    WarmupStableDecayConfig,
+)
+from sley_core.optim.learning_rate import Factor, check_learning_rate, constant, cosine, linear, warmup_stable_decay
+from sley_core.plan.load import plan_from_dict
+from sley_core.plan.plan import Plan
+from sley_core.table import Table
+from sley_testing.plans import small_plan
+
+NAMES = ["embed.weight", "blocks.0.norm.weight", "blocks.0.linear.weight", "blocks.0.linear.bias", "head.weight"]
+
+
+@dataclass
+class Param:
+    name: str
+    parameter: torch.Tensor
+    decays: bool
+
+
+ENTRIES = [Param(name, nn.Parameter(torch.ones(2, 2)), not name.endswith(("norm.weight", "bias"))) for name in NAMES]
+
+
+def config(*groups: dict[str, Any], lr: float = 0.5, weight_decay: float = 0.1) -> OptimizerConfig:
+    return OptimizerConfig(lr=lr, weight_decay=weight_decay, groups=tuple(GroupConfig(**group) for group in groups))
+
+
+def found(of: OptimizerConfig) -> dict[str, tuple[float, float]]:
+    """(learning rate, weight decay) by name."""
+    by_parameter = {
+        id(parameter): (group["lr"], group["weight_decay"])
+        for group in parameter_groups(ENTRIES, of)
+        for parameter in group["params"]
+    }
+    return {param.name: by_parameter[id(param.parameter)] for param in ENTRIES}
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    assert found(config()) == {
+        "embed.weight": (0.5, 0.1),
+        "blocks.0.norm.weight": (0.5, 0.0),
+        "blocks.0.linear.weight": (0.5, 0.1),
+        "blocks.0.linear.bias": (0.5, 0.0),
+        "head.weight": (0.5, 0.1),
+    }
+
+
+def test_the_first_match_wins_and_options_left_out_are_the_optimizers() -> None:
+    table = config({"match": "*.bias", "weight_decay": 0.3}, {"match": "blocks.*", "lr": 0.25}, {"match": "blocks.0.n*"})
+    assert found(table) == {
+        "embed.weight": (0.5, 0.1),
+        "blocks.0.norm.weight": (0.25, 0.0),
+        "blocks.0.linear.weight": (0.25, 0.1),
+        "blocks.0.linear.bias": (0.5, 0.3),
+        "head.weight": (0.5, 0.1),
+    }
+
+
+def test_equal_options_share_a_group_in_the_order_of_the_entries() -> None:
+    groups = parameter_groups(ENTRIES, config({"match": "head.*", "lr": 0.5}))
+    assert [[id(p) for p in group["params"]] for group in groups] == [
+        [id(ENTRIES[index].parameter) for index in (0, 2, 4)],
+        [id(ENTRIES[index].parameter) for index in (1, 3)],
+    ]
+
+
+def test_a_rank_without_parameters_still_gets_an_optimizer() -> None:
+    groups = parameter_groups([], config())
+    torch.optim.AdamW(groups).step()
+    assert [group["params"] for group in groups] == [[]]
+
+
+def test_frozen_names_follow_the_first_match() -> None:
+    table = config({"match": "blocks.0.norm.*"}, {"match": "blocks.*", "freeze": True}, {"match": "e*", "freeze": True})
+    assert frozen(NAMES, table) == {"embed.weight", "blocks.0.linear.weight", "blocks.0.linear.bias"}
+
+
+def test_every_pattern_without_a_match_is_reported_with_close_names() -> None:
+    table = config({"match": "hed.weight"}, {"match": "blocks.*"}, {"match": "Blocks.0.linear.bias"})
+    with pytest.raises(PlanError) as error:
+        frozen(NAMES, table)
+    first, second = error.value.diagnostics
+    assert (first.code, first.path) == ("group-unmatched", ("optimizer", "groups", 0, "match"))
+    assert "`hed.weight`" in first.message
+    assert "`head.weight`" in (first.hint or "")
+    assert second.path == ("optimizer", "groups", 2, "match")
+    assert "`blocks.0.linear.bias`" in (second.hint or "")
+
+
+def test_a_pattern_whose_names_are_all_taken_is_reported() -> None:
+    table = config({"match": "blocks.*", "lr": 0.1}, {"match": "*.bias", "lr": 0.2})
+    with pytest.raises(PlanError, match=r"`\*\.bias` matches nothing that an earlier group, as `blocks\.\*`") as error:
+        frozen(NAMES, table)
+    assert error.value.diagnostics[0].path == ("optimizer", "groups", 1, "match")
+
+
+def test_a_model_with_nothing_left_to_train_is_refused() -> None:
+    with pytest.raises(PlanError, match="every one of the 5 parameters is frozen") as error:
+        frozen(NAMES, config({"match": "*", "freeze": True}))
+    assert error.value.diagnostics[0].code == "all-frozen"
+
+
+def test_the_factor_scales_every_groups_full_rate() -> None:
+    optimizer = torch.optim.SGD(parameter_groups(ENTRIES, config({"match": "head.*", "lr": 0.25})))
+    for factor in (0.5, 0.1, 1.0):
+        scale_learning_rate(optimizer, factor)
+        assert {group["lr"] for group in optimizer.param_groups} == {0.5 * factor, 0.25 * factor}
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        {"match": ""},
+        {"match": "*", "lr": 0.0},
+        {"match": "*", "weight_decay": -0.1},
+        {"match": "*", "freeze": True, "lr": 0.1},
+        {"match": "*", "freeze": True, "weight_decay": 0.0},
+        {"match": "*", "freeze": 1},
+        {"match": "*", "momentum": 0.1},
+    ],
+)
+def test_a_group_that_makes_no_sense_is_refused(group: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        GroupConfig(**group)
+
+
+FALLING: list[tuple[Any, Any]] = [
+    (linear, LinearConfig),
+    (cosine, CosineConfig),
+    (warmup_stable_decay, WarmupStableDecayConfig),
+]
+falling = pytest.mark.parametrize(("build", "table"), FALLING)
+
+
+def curve(factor: Factor, num_steps: int) -> list[float]:
+    return [factor(step) for step in range(num_steps)]
+
+
+def test_a_warm_up_starts_above_0_and_ends_at_1() -> None:
+    assert curve(constant(ConstantConfig(warmup_steps=4), 6), 6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_linear_between_exact_ends() -> None:
+    assert curve(linear(LinearConfig(min_ratio=0.0), 5), 5) == [1.0, 0.75, 0.5, 0.25, 0.0]
+    assert curve(linear(LinearConfig(warmup_steps=2, min_ratio=0.5), 6), 6) == [0.5, 1.0, 0.875, 0.75, 0.625, 0.5]
+
+
+def test_cosine_is_half_way_in_the_middle() -> None:
+    values = curve(cosine(CosineConfig(min_ratio=0.1), 101), 101)
+    assert (values[0], values[-1]) == (1.0, 0.1)
+    assert values[50] == pytest.approx(0.55)
+    assert values[25] == pytest.approx(0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2)
+
+
+def test_warmup_stable_decay_has_all_three_parts() -> None:
+    table = WarmupStableDecayConfig(warmup_steps=2, decay_steps=4, min_ratio=0.0)
+    assert curve(warmup_stable_decay(table, 10), 10) == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+
+
+@pytest.mark.parametrize(("shape", "middle"), [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - math.sqrt(0.5))])
+def test_the_shape_of_the_fall(shape: str, middle: float) -> None:
+    table = WarmupStableDecayConfig.model_validate({"decay_steps": 4, "shape": shape, "min_ratio": 0.0})
+    values = curve(warmup_stable_decay(table, 8), 8)
+    assert (values[3], values[7]) == (1.0, 0.0)
+    assert values[5] == pytest.approx(middle)
+
+
+@pytest.mark.parametrize(("build", "table"), FALLING[:2])
+def test_after_its_fall_a_rate_stays(build: Any, table: Any) -> None:
+    values = curve(build(table(decay_steps=3, min_ratio=0.25), 8), 8)
+    assert values[0] == 1.0
+    assert 0.25 < values[2] < values[1] < 1.0
+    assert values[3:] == [0.25] * 5
+
+
+@pytest.mark.parametrize(
+    ("values", "key"), [({"warmup_steps": 6, "decay_steps": 5}, "decay_steps"), ({"warmup_steps": 10}, "warmup_steps")]
+)
+def test_parts_that_do_not_fit_into_the_run_are_refused(values: dict[str, Any], key: str) -> None:
+    with pytest.raises(PlanError, match="> 10 steps") as error:
+        warmup_stable_decay(WarmupStableDecayConfig(**values), 10)
+    assert error.value.diagnostics[0].path == ("learning_rate", key)
+
+
+@falling
+@settings(deadline=None)
+@given(data=st.data())
+def test_any_rate_rises_then_falls_between_its_ends(build: Any, table: Any, data: st.DataObject) -> None:
+    num_steps = data.draw(st.integers(1, 200))
+    decay_steps = data.draw(st.integers(1, num_steps))
+    warmup_steps = data.draw(st.integers(0, num_steps - decay_steps))
+    min_ratio = data.draw(st.floats(0, 1))
+    config = table(warmup_steps=warmup_steps, decay_steps=decay_steps, min_ratio=min_ratio)
+    values = curve(build(config, num_steps), num_steps)
+    rise, fall = values[:warmup_steps], values[warmup_steps:]
+    assert rise == [(step + 1) / warmup_steps for step in range(warmup_steps)]
+    assert fall == sorted(fall, reverse=True)
+    assert all(min_ratio <= value <= 1.0 for value in fall)
+    if table is WarmupStableDecayConfig:
+        assert values[-1] == min_ratio
+        assert all(value == 1.0 for value in fall[: len(fall) - decay_steps])
+
+
+def plan_with(schedule: dict[str, Any]) -> Plan:
+    return plan_from_dict(small_plan(run__steps=10, learning_rate=schedule))
+
+
+def test_the_plans_check_finds_parts_that_do_not_fit() -> None:
+    plan = plan_with({"use": "core.warmup_stable_decay", "warmup_steps": 8, "decay_steps": 3})
+    (problem,) = check_learning_rate(plan)
+    assert (problem.code, problem.path) == ("learning-rate-steps", ("learning_rate", "decay_steps"))
+    assert "8 + 3 > 10" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("table", "values", "key"),
+    [
+        (AdamWConfig, {}, "lr"),
+        (AdamWConfig, {"lr": 0}, "lr"),
+        (AdamWConfig, {"lr": True}, "lr"),
+        (AdamWConfig, {"lr": "3e-4"}, "lr"),
+        (AdamWConfig, {"lr": float("inf")}, "lr"),
+        (AdamWConfig, {"lr": 1, "betas": [0.9]}, "betas"),
+        (AdamWConfig, {"lr": 1, "betas": [0.9, 1.0]}, "betas"),
+        (AdamWConfig, {"lr": 1, "betas": 0.9}, "betas"),
+        (AdamWConfig, {"lr": 1, "eps": 0.0}, "eps"),
+        (AdamWConfig, {"lr": 1, "weight_decay": -1.0}, "weight_decay"),
+        (AdamWConfig, {"lr": 1, "clip_norm": 0.0}, "clip_norm"),
+        (AdamWConfig, {"lr": 1, "clip_kind": 0.5}, "clip_kind"),
+        (AdamWConfig, {"lr": 1, "clip_kind": "max"}, "clip_kind"),
+        (AdamWConfig, {"lr": 1, "momentum": 0.9}, "momentum"),
+        (AdamWConfig, {"lr": 1, "groups": [{"lr": 0.1}]}, "groups"),
+        (SGDConfig, {"lr": 1, "momentum": 1.0}, "momentum"),
+        (SGDConfig, {"lr": 1, "nesterov": True}, "nesterov"),
+        (SGDConfig, {"lr": 1, "momentum": 0.9, "dampening": 0.1, "nesterov": True}, "nesterov"),
+        (FactoryOptimizerConfig, {"lr": 1, "factory": "torch.optim.Adam"}, "factory"),
+        (FactoryOptimizerConfig, {"lr": 1, "factory": "torch.optim:Adam", "options": [1]}, "options"),
+        (ConstantConfig, {"min_ratio": 0.1}, "min_ratio"),
+        (ConstantConfig, {"warmup_steps": -1}, "warmup_steps"),
+        (ConstantConfig, {"warmup_steps": 2.5}, "warmup_steps"),
+        (LinearConfig, {"min_ratio": 1.1}, "min_ratio"),
+        (CosineConfig, {"decay_steps": 0}, "decay_steps"),
+        (WarmupStableDecayConfig, {"shape": "exponential"}, "shape"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused_at_its_key(table: type[Table], values: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        table.model_validate(values)
+    assert {fault["loc"][0] for fault in error.value.errors()} == {key}
