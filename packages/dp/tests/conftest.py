@@ -1,4 +1,4 @@
-"""What the tests of `dp` share: a small plan over parts of their own, and how a run of it is recorded."""
+"""A small plan over parts of the tests' own, for all tests of `dp`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def batches(own: Path) -> Callable[..., list[dict[str, Any]]]:
 def small(own: Path) -> Callable[..., Tables]:
     """`small(table__key=value, ...)`: the tables of the small plan with these changes; None leaves the key out.
 
-    handler: the table of the reducer, or, where it does not name one, changes to that of `dp.bucketed`.
+    handler: the table of the reducer or, where it does not name one, changes to the table of `dp.bucketed`.
     """
 
     def small(handler: Tables | None = None, **changes: Any) -> Tables:

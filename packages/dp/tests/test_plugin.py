@@ -1,9 +1,10 @@
-"""What the plugin tells before a run: its records, what check finds, and that neither costs torch."""
+"""Records, checks and refusals before a run, and the contract of gradient handlers."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
 
@@ -13,82 +14,103 @@ from sley_core.errors import PlanError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_dp.config import BF16_TOLERANCE
+from sley_testing.contract import GradientHandlerContract
+from sley_testing.plans import small_plan
 
 HANDLERS = [{"use": "dp.bucketed"}, {"use": "dp.bucketed", "reduction": "bf16"}, {"use": "dp.sharded"}]
+SHARDED = {"use": "dp.sharded"}
+MUON = {"factory": "torch.optim:Muon", "lr": 0.1}
+ADAMW = {"factory": "their.own:AdamW", "lr": 0.1}
+
+
+class TestBucketed(GradientHandlerContract):
+    handler: ClassVar[dict] = {"use": "dp.bucketed"}
+
+
+@pytest.mark.campaign
+class TestOneBucketPerParameter(GradientHandlerContract):
+    handler: ClassVar[dict] = {"use": "dp.bucketed", "bucket_mb": 1e-5}
+
+
+class TestNarrow(GradientHandlerContract):
+    handler: ClassVar[dict] = {"use": "dp.bucketed", "bucket_mb": 1e-5, "reduction": "bf16"}
+
+
+class TestSharded(GradientHandlerContract):
+    handler: ClassVar[dict] = {"use": "dp.sharded", "bucket_mb": 1e-5}
 
 
 def test_records_are_listed_without_torch():
-    """Core and this package are enough, and a plan is checked without what a run needs."""
     code = (
         "import sys\n"
         "from sley_core.plan.loader import Loader\n"
-        "from sley_core.plan.load import plan_from_dict\n"
         "print([*Loader().load('dp').records['gradient_handlers']])\n"
-        "print([name for name in sys.modules if name.startswith(('torch', 'sley_dp.bucketed', 'sley_pp', 'sley_isp'))])\n"
+        "print([name for name in sys.modules if name.startswith(('torch', 'sley_dp.sums', 'sley_pp', 'sley_isp'))])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["['bucketed', 'sharded']", "[]"]
 
 
-@pytest.mark.parametrize("handler", HANDLERS)
-def test_check_has_nothing_against_them(small, handler):
-    """Inexact ones too: the plan names them, so the user wants them."""
-    plan = plan_from_dict(small(handler))
-    assert check_plan(plan, 2) == []
-    assert list(plan.plugins) == ["core", "dp"], "core first, then in order of appearance"
-
-
-def test_an_inexact_sum_says_so(small):
-    """What `tolerance_with` tells of each: 0 is the sum itself."""
-    found = []
-    for handler in HANDLERS:
-        (component,) = plan_from_dict(small(handler)).gradient_handlers
-        found.append((component.record.exact, component.record.tolerance_with(component.config)))
-    assert found == [(True, 0.0), (True, BF16_TOLERANCE), (True, 0.0)]
-
-
-def test_nothing_runs_that_the_plan_does_not_name(small):
-    """Installing this package changes no plan: the default stays core's."""
-    tables = small()
-    del tables["gradient_handlers"]
-    plan = plan_from_dict(tables | {"parallel": {"dp": 2}})
-    assert [handler.name for handler in plan.gradient_handlers] == ["core.each"]
-    assert list(plan.plugins) == ["core"]
+def test_plans_name_their_reducer_and_its_tolerance(small):
+    for handler, tolerance in zip(HANDLERS, (0.0, BF16_TOLERANCE, 0.0), strict=True):
+        plan = plan_from_dict(small(handler))
+        assert check_plan(plan, 2) == []
+        (component,) = plan.gradient_handlers
+        assert component.record.tolerance_with(component.config) == tolerance
+    default = plan_from_dict(small(gradient_handlers=None, parallel={"dp": 2}))
+    assert [handler.name for handler in default.gradient_handlers] == ["core.each"], "an installed package changes no plan"
 
 
 @pytest.mark.parametrize(
-    ("handler", "code", "words"),
+    ("handler", "code"),
     [
-        ({"bucket_mb": 0.0}, "out-of-range", "above 0"),
-        ({"reduction": "fp16"}, "wrong-value", '"same" or "bf16"'),
-        ({"start": "hope"}, "wrong-value", '"check" or "broadcast"'),
-        ({"use": "dp.powersgd"}, "unknown-record", "it is `powersgd.reducer` now"),
-        ({"use": "dp.buckets"}, "unknown-record", "has no"),
-        ({"use": "dp.sharded", "shards": 1}, "out-of-range", "at least 2"),
+        ({"bucket_mb": 0.0}, "out-of-range"),
+        ({"reduction": "fp16"}, "wrong-value"),
+        ({"start": "hope"}, "wrong-value"),
+        ({"use": "dp.powersgd"}, "unknown-record"),
+        ({"use": "dp.sharded", "shards": 1}, "out-of-range"),
     ],
 )
-def test_wrong_tables(small, handler, code, words):
+def test_wrong_tables(small, handler, code):
     with pytest.raises(PlanError) as caught:
         plan_from_dict(small(handler))
-    (found,) = caught.value.diagnostics
-    assert found.code == code
-    assert words in f"{found.message} {found.hint}"
+    assert [problem.code for problem in caught.value.diagnostics] == [code]
 
 
-@pytest.mark.parametrize("handler", HANDLERS)
-def test_every_rank_of_a_large_world_assembles_without_memory(handler):
-    """Nothing is reduced or broadcast there, and the buckets are the same on all ranks."""
-    tables = {
-        "run": {"name": "fake", "steps": 1},
-        "model": {"use": "models.llama", "num_layers": 2, "hidden": 512, "heads": 8},
-        "data": {"use": "data.text", "source": "python-stdlib", "sequence": 64},
-        "batch": {"global_size": 64, "micro_size": 1},
-        "optimizer": {"use": "core.adamw", "lr": 1e-3},
-        "gradient_handlers": [handler | {"bucket_mb": 1.0}],
-    }
-    seen = set()
+@pytest.mark.parametrize(
+    ("handler", "optimizer", "world", "codes"),
+    [
+        ({}, MUON, 2, ["optimizer-layout"]),
+        ({}, MUON, 1, []),
+        ({}, ADAMW, 2, ["optimizer-layout"]),
+        ({}, ADAMW | {"scope": "elementwise"}, 2, []),
+        ({"shards": 3}, {"use": "core.adamw", "lr": 0.1}, 4, ["shards-do-not-divide"]),
+        ({"shards": 2}, {"use": "core.adamw", "lr": 0.1}, 4, []),
+        ({"shards": 2}, {"use": "core.adamw", "lr": 0.1}, 1, []),
+    ],
+)
+def test_plans_that_cannot_keep_their_numbers_are_refused(small, own, handler, optimizer, world, codes):
+    plan = plan_from_dict(small(SHARDED | handler, optimizer=optimizer, batch__global_size=8), own)
+    assert [problem.code for problem in check_plan(plan, world)] == codes
+
+
+def test_a_parameter_in_another_format_cannot_lie_in_a_cut_buffer(texts):
+    precision = {"compute": "bf16", "keep": ["*norm*"]}
+    tables = small_plan(precision=precision, gradient_handlers=[SHARDED], parallel={"dp": 2})
+    with pytest.raises(PlanError) as caught, World.fake(0, 2) as world:
+        assemble(plan_from_dict(tables, texts), world)
+    assert [problem.code for problem in caught.value.diagnostics] == ["precision-keep"]
+
+
+@pytest.mark.parametrize("handler", [*HANDLERS, SHARDED | {"shards": 4}])
+def test_every_rank_of_a_large_world_assembles_without_memory(small, own, handler):
+    tables = small(handler | {"bucket_mb": 0.001}, model__factory="dp_parts:odd", batch__global_size=64)
+    layouts = set()
     for rank in (0, 31, 63):
-        with World.fake(rank, 64) as world, assemble(plan_from_dict(tables), world) as run:
-            assert all(buffer.data.is_meta for buffer in run.store.buffers)
-            seen.add(str([buffer.params for buffer in run.store.buffers]))
-    assert len(seen) == 1
+        with World.fake(rank, 64) as world, assemble(plan_from_dict(tables, own), world) as run:
+            assert all(buffer.data.is_meta for buffer in (*run.store.buffers, *run.parts.weights.buffers))
+            layouts.add(str([buffer.params for buffer in run.store.buffers]))
+            if "shards" in handler:
+                assert run.groups["dp.shards.stage"].ranks == tuple(range(rank // 4 * 4, rank // 4 * 4 + 4))
+                assert run.groups["dp.copies.stage"].ranks == tuple(range(rank % 4, 64, 4))
+    assert len(layouts) == 1, "all ranks have the same buckets"

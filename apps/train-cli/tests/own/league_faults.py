@@ -54,14 +54,14 @@ def mean_of_micro_batches(original: Any, self: Any, output: Any, batch: Any) -> 
     return original(self, output, batch) / self.weight(batch) * 55 / 8
 
 
-@wrong("sley_dp.bucketed:Exact.start", "uneven-ranks")
+@wrong("sley_dp.sums:Exact.start", "uneven-ranks")
 def mean_of_ranks(original: Any, self: Any, buffer: Any, group: Any) -> None:
     """Both ranks count alike: the one with 60 of the 68 labels, and the other."""
     buffer.data.mul_(68 / (2 * (60, 8)[group.coord]))
     original(self, buffer, group)
 
 
-@wrong("sley_dp.bucketed:Exact.start", "masked-ranks")
+@wrong("sley_dp.sums:Exact.start", "masked-ranks")
 def counts_ranks_without_labels(original: Any, self: Any, buffer: Any, group: Any) -> None:
     """A sum is divided by all ranks, though one of them has nothing to add."""
     buffer.data.div_(group.size)

@@ -1,4 +1,4 @@
-"""docs/parity.md has two parts, of which two campaigns each write one and leave the other as it is."""
+"""The part of docs/parity.md about the league, which `nox -s campaign -- -k league_is_written` writes."""
 
 from __future__ import annotations
 
@@ -34,26 +34,18 @@ What goes wrong elsewhere, and where it was reported:
 """
 
 
-def matrix() -> str:
-    """Returns the part about schedules and reducers."""
-    return PAGE.read_text("utf-8").partition(_LEAGUE)[0]
-
-
 def league() -> str:
     """Returns the part about the league, with its heading."""
     return "".join(PAGE.read_text("utf-8").partition(_LEAGUE)[1:])
 
 
-def write_matrix(text: str) -> None:
-    """Puts `text` in place of the part about schedules and reducers."""
-    PAGE.write_text(f"{text}\n{league()}", "utf-8")
-
-
 def write_league(told: Mapping[str, Any]) -> None:
-    """Puts what `train-cli verify --league --format json` has told in place of the part about the league."""
+    """Writes the output of `train-cli verify --league --format json` into the part about the league."""
     rows = "".join(_figures(row) for row in told["rows"])
     elsewhere = "".join(f"| `{row['name']}` | {row['elsewhere']} | {', '.join(row['seen'])} |\n" for row in told["rows"])
-    PAGE.write_text(f"{matrix()}{_LEAGUE}{_INTRODUCTION}{rows}{_ELSEWHERE}{elsewhere}", "utf-8")
+    PAGE.write_text(
+        f"{PAGE.read_text('utf-8').partition(_LEAGUE)[0]}{_LEAGUE}{_INTRODUCTION}{rows}{_ELSEWHERE}{elsewhere}", "utf-8"
+    )
 
 
 def _figures(row: Mapping[str, Any]) -> str:

@@ -48,18 +48,6 @@ def split(context: DataContext) -> Points:
     return Points()
 
 
-class Stream:
-    """Samples without end."""
-
-    info = Points.info
-
-    def __iter__(self):
-        index = 0
-        while True:
-            yield sample(index)
-            index += 1
-
-
 class Squares:
     """The sum of squared errors in fp64; every sample weighs one."""
 
@@ -122,24 +110,16 @@ class Branches(nn.Module):
         return self.left(hidden) - right
 
 
-class Tables(nn.Linear):
-    """Has buffers of several formats, one not saved and one not contiguous."""
+class Buffered(nn.Linear):
+    """Has buffers of several formats, one not saved and one not contiguous, with other values on every rank."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
-        shift = int(os.environ.get("RANK", 0)) if self.own_values else 0
+        shift = int(os.environ.get("RANK", 0))
         self.register_buffer("scale", torch.full((3,), 1.0 + shift))
         self.register_buffer("small", torch.full((2,), shift, dtype=torch.int16))
         self.register_buffer("turn", torch.full((2,), 1j + shift), persistent=False)
         self.register_buffer("turned", (torch.arange(6.0) + shift).view(2, 3).t())
-
-    own_values = False
-
-
-class OwnTables(Tables):
-    """Every rank has values of its own."""
-
-    own_values = True
 
 
 class Odd(nn.Module):
@@ -181,10 +161,6 @@ def branches() -> list[nn.Module]:
     return [Inputs(WIDTH, WIDTH), Branches(), Branches()]
 
 
-def tables() -> list[tuple[str, nn.Module]]:
-    return [("first", Inputs(WIDTH, WIDTH)), ("last", Tables())]
-
-
 def own_values() -> object:
     """Weights and buffers that differ from rank to rank."""
     from sley_core.model.layers import Model
@@ -195,7 +171,7 @@ def own_values() -> object:
             for parameter in module.parameters():
                 parameter.add_(float(os.environ.get("RANK", 0)))
 
-    return Model([("first", Inputs(WIDTH, WIDTH)), ("last", OwnTables())], init_weights=draw)
+    return Model([("first", Inputs(WIDTH, WIDTH)), ("last", Buffered())], init_weights=draw)
 
 
 class OnlyFlagged(nn.Linear):

@@ -1,4 +1,4 @@
-"""The model and the data of the parity matrix: `factory = "matrix_parts:layers"`."""
+"""A model whose second and third layer share both linears and declare them in opposite orders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOCAB, LENGTH, HIDDEN = 16, 6, 8
 
 
 class Rows:
-    """Tokens and the tokens after them; every label counts, so that a mean over micro-batches is the batch's mean."""
+    """Tokens, and the tokens after them as labels."""
 
     info = DataInfo({"tokens": Field("int64", sequence_dim=1), "labels": Field("int64", sequence_dim=1)}, VOCAB, LENGTH)
 
@@ -29,29 +29,6 @@ class Embed(nn.Embedding):
         return super().forward(tokens)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.inner = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + F.gelu(self.inner(self.norm(hidden)))
-
-
-class Head(nn.Linear):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden)
-
-
-def layers(tied: bool = False) -> list[tuple[str, nn.Module]]:
-    """Eight layers."""
-    embed, head = Embed(VOCAB, HIDDEN), Head(HIDDEN, VOCAB, bias=False)
-    if tied:
-        head.weight = embed.weight
-    return [("embed", embed), *((f"blocks.{at}", Block()) for at in range(6)), ("head", head)]
-
-
 class Pair(nn.Module):
     """Two linears, in the order of their names or in the opposite one."""
 
@@ -65,8 +42,7 @@ class Pair(nn.Module):
         return hidden + self.two(F.gelu(self.one(hidden)))
 
 
-def opposite() -> list[tuple[str, nn.Module]]:
-    """Four layers; the second and the third share both linears, and declare them in opposite orders."""
+def layers() -> list[tuple[str, nn.Module]]:
     one, two = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
     blocks = [(f"blocks.{at}", Pair(one, two, turned=bool(at))) for at in range(2)]
-    return [("embed", Embed(VOCAB, HIDDEN)), *blocks, ("head", Head(HIDDEN, VOCAB, bias=False))]
+    return [("embed", Embed(VOCAB, HIDDEN)), *blocks, ("head", nn.Linear(HIDDEN, VOCAB, bias=False))]

@@ -1,0 +1,136 @@
+"""Every row of the parity table gives the numbers of one process and of a plain PyTorch loop, step after step."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import parity_table as table
+import pytest
+import torch
+from parity_table import Row
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.config import CrossEntropyConfig
+from sley_core.losses.cross_entropy import CrossEntropy
+from sley_core.plan.load import plan_from_dict
+from sley_testing.parity import assert_same_bits
+from sley_testing.plain import PlainLoop, decay_groups
+from sley_testing.plans import Tables
+from sley_testing.runs import BF16_SUMS, Recorded, assert_parity_of_parts, gradients, weights
+
+NUM_STEPS = 3
+Key = tuple[str, str, str]
+"""The factors of the reference: model, compute, step."""
+
+
+def trained(tables: Tables, folder: Path, step: str, calls: int = 1) -> Recorded:
+    """Takes three steps of so many calls on this rank. step: skips the second one if that says so."""
+    recorded = Recorded()
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        recorded.first = weights(run)
+        if step == "second skipped" and world.rank == world.size - 1:
+            param = next(param for param in run.registry if "norm" in param.name)
+            param.parameter.register_hook(lambda grad: grad * math.nan if run.store.state.step == 1 else grad)
+        for number in range(NUM_STEPS):
+            for _ in range(calls - 1):
+                with run.accumulate():
+                    run.step()
+            row = run.step()
+            assert row.get("skipped", 0) == (step == "second skipped" and number == 1)
+            if not row.get("skipped"):
+                recorded.rows.append(row)
+                recorded.gradients.append(gradients(run))
+            if "memory.everything" in str(tables.get("offload")):
+                run.memory.offload()
+                run.memory.onload()
+        recorded.weights, recorded.held_out = weights(run), run.evaluate()
+    return recorded
+
+
+@cache
+def one_process(key: Key, folder: Path) -> Recorded:
+    return trained(table.reference(dict(zip(table.REFERENCE, key, strict=True))), folder, key[2])
+
+
+@cache
+def plain_loop(key: Key, folder: Path) -> Recorded:
+    """Takes the same steps with torch's own autograd, clipping and optimizer."""
+    plan = plan_from_dict(table.reference(dict(zip(table.REFERENCE, key, strict=True))), folder)
+    with World.alone("cpu") as world, assemble(plan, world) as run:
+        first = weights(run)
+        masters = {one.param.name: one.parameter.detach().clone() for one in run.stepper.update.masters.stepped}
+        batches = [run.samples.splitter.fed(run.feed.next()).micros for _ in range(NUM_STEPS)]
+        held_out = [run.held_out.next()]
+    config: Any = plan.optimizer.config
+    loop = PlainLoop(
+        [(layer.name, layer.module) for layer in run.layers],
+        CrossEntropy(CrossEntropyConfig()),
+        optimizer=lambda named: torch.optim.AdamW(decay_groups(named, 0.1), lr=3e-3, betas=(0.9, 0.95), eps=1e-3),
+        clip_norm=config.clip_norm,
+        clip_kind=float(config.clip_kind),
+    )
+    loop.load(first | masters)
+    recorded = Recorded(first=first)
+    for number, micros in enumerate(batches):
+        if not (key[2] == "second skipped" and number == 1):
+            taken, tokens = loop.step(micros), sum(micro["tokens"].numel() for micro in micros)
+            recorded.rows.append({"step": number + 1, "loss": taken.loss, "grad_norm": taken.grad_norm, "tokens": tokens})
+            recorded.gradients.append(taken.gradients)
+    recorded.weights, recorded.held_out = first | loop.weights, loop.evaluate(held_out)
+    return recorded
+
+
+def check(ranks: Any, folder: Path, row: Row) -> None:
+    """Compares losses, norms, gradients, weights and the held-out loss of each rank; replicas are equal bit for bit."""
+    size, calls = table.num_ranks(row), 2 if row["step"] == "two calls" else 1
+    found = ranks(size, 120)(trained, table.layout(row), folder, row["step"], calls)
+    precision = BF16_SUMS if row["reducer"] == "dp.bucketed in bf16" else row["compute"]
+    key = row["model"], row["compute"], row["step"]
+    assert_parity_of_parts(one_process(key, folder), found, precision)
+    if row["compute"] != "fp16":  # a plain loop has no loss scale
+        assert_parity_of_parts(plain_loop(key, folder), found, precision)
+    stage = size // int(row["pp"])
+    for rank, other in enumerate(found):
+        assert_same_bits(found[rank // stage * stage].weights, other.weights)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=", ".join(row.values()), marks=[pytest.mark.campaign] if at >= table.NUM_IN_CI else [])
+        for at, row in enumerate(table.rows())
+    ],
+)
+def test_a_row_of_the_table(ranks: Any, texts: Path, row: Row) -> None:
+    check(ranks, texts, row)
+
+
+@pytest.mark.campaign
+def test_rows_drawn_anew(ranks: Any, texts: Path) -> None:
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    for _ in range(100):
+        row = table.complete(draw, {})
+        assert row is not None
+        print(row, flush=True)
+        check(ranks, texts, row)
+
+
+def test_a_wrong_gradient_is_seen(texts: Path) -> None:
+    key = ("untied and cut", "fp32", "one call")
+    assert_parity_of_parts(plain_loop(key, texts), [one_process(key, texts)], "fp32")
+    wrong = copy.deepcopy(one_process(key, texts))
+    wrong.gradients[0]["blocks.0.attention_norm.weight"] *= 1 + 1e-5
+    with pytest.raises(AssertionError, match=r"blocks\.0\.attention_norm\.weight"):
+        assert_parity_of_parts(plain_loop(key, texts), [wrong], "fp32")
+
+
+def test_the_page_says_what_the_table_covers() -> None:
+    assert table.PAGE.read_text("utf-8").startswith(table.page()), "run python apps/train-cli/tests/own/parity_table.py"

@@ -1,0 +1,197 @@
+"""Gradients and weights of their own kind: unused, shared, frozen and odd parameters, norms, precision, and first values."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.backends import Direct
+from sley_core.comm.groups import make_groups
+from sley_core.comm.progress import SentBytes
+from sley_core.comm.world import World
+from sley_core.engine.buffers import FlatBuffer
+from sley_core.engine.registry import Param
+from sley_core.errors import RunError
+from sley_core.plan.load import plan_from_dict
+from sley_core.topology import Topology
+from sley_dp.sums import Narrow
+from sley_testing.collectives import can_read_peers
+from sley_testing.parity import assert_close_gradients, assert_same_bits
+from sley_testing.runs import assert_parity, record, same_on_all
+
+EVEN, ODD = (0, 2, 4, 6), (1, 3, 5, 7)
+"""Samples without and with the flag."""
+
+SMALL_BUCKETS = {"bucket_mb": 0.0005}
+BF16 = {"precision": {"compute": "bf16"}}
+
+
+@pytest.mark.parametrize("handler", [{"use": "core.each"}, SMALL_BUCKETS, {"reduction": "bf16"}])
+def test_parameters_that_some_ranks_or_none_use_count_as_zero_there(ranks, small, own, batches, handler):
+    """`never` is used on no rank; `flagged` on one rank, on the other, on both, on none; no rank waits."""
+    tables = small(handler, model__factory="dp_parts:sometimes", batch__global_size=8, batch__micro_size=2)
+    numbers = [EVEN + ODD, ODD + EVEN, ODD + ODD, EVEN + EVEN, EVEN + ODD]
+    given = batches(*numbers)
+    reference = record(tables, 5, folder=own, batches=given)
+    found = ranks(2, timeout_s=30)(record, tables, 5, folder=own, batches=given)
+    same_on_all(found)
+    within = 2**-7 if "reduction" in handler else 1e-5
+    for rank in found:
+        for number, (expected, gradients) in enumerate(zip(reference.gradients, rank.gradients, strict=True)):
+            assert_close_gradients(expected, gradients, within if number else min(within, 2**-8))
+            assert not gradients["some.never.weight"].any()
+            assert bool(gradients["some.flagged.weight"].any()) == any(sample % 2 for sample in numbers[number])
+
+
+def test_a_step_whose_gradients_miss_one_rank_altogether(ranks, small, own, batches):
+    """One rank's samples reach no parameter at all, so it has seen no order; it takes the other's and does not wait."""
+    tables = small(SMALL_BUCKETS, model__factory="dp_parts:only_flagged", precision__compute="fp64", batch__micro_size=2)
+    given = batches((0, 2, 1, 3), (1, 3, 5, 7), (1, 3, 0, 2))
+    reference = record(tables, 3, folder=own, batches=given)
+    for rank in ranks(2, timeout_s=30)(record, tables, 3, folder=own, batches=given):
+        for expected, gradients in zip(reference.gradients, rank.gradients, strict=True):
+            assert_close_gradients(expected, gradients, 1e-10)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_module_used_twice_under_recomputation(ranks, small, own, reentrant):
+    """Both uses count, in the first step and in those that overlap; torch's own checkpoint, either kind."""
+    tables = small(SMALL_BUCKETS, model={"factory": "dp_parts:twice", "options": {"reentrant": reentrant}})
+    tables |= {"precision": {"compute": "fp64"}}
+    found = ranks(2)(record, tables, 3, folder=own)
+    assert_parity(record(tables, 3, folder=own), found, "fp64")
+    same_on_all(found)
+
+
+def steps_with_frozen(tables, folder):
+    """Returns the gradients of each step: all trainable, `layer1` frozen, unfrozen, all but a bias frozen, all again; and the
+    weights.
+    """
+    found = []
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        for changes in ({}, {"layer1": False}, {"layer1": True}, {"": False, "first.bias": True}, {"": True}, {}):
+            for prefix, trainable in changes.items():
+                for param in run.registry:
+                    if param.name.startswith(prefix):
+                        param.parameter.requires_grad_(trainable)
+            run.step()
+            found.append({param.name: run.store.gradient(param).clone() for param in run.store.params})
+        return found, {param.name: param.parameter.detach().clone() for param in run.registry}
+
+
+@pytest.mark.parametrize("bucket_mb", [0.0005, 25.0])
+def test_freezing_and_unfreezing_between_steps(ranks, small, own, bucket_mb):
+    """Unfrozen parameters are reduced, frozen ones have no gradient and no place in a bucket."""
+    tables = small({"bucket_mb": bucket_mb}, precision__compute="fp64")
+    reference, weights = steps_with_frozen(tables, own)
+    assert [len(gradients) for gradients in reference] == [8, 6, 8, 1, 8, 8]
+    for found, after in ranks(2)(steps_with_frozen, tables, own):
+        for expected, gradients in zip(reference, found, strict=True):
+            assert_close_gradients(expected, gradients, 1e-10)
+        assert_close_gradients(weights, after, 1e-10)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("kind", [1.0, "inf", 2.0, 3.0])
+def test_norm_and_clip(ranks, small, own, kind):
+    """Parameters without gradients count as zeros in each norm."""
+    tables = small(
+        model__factory="dp_parts:sometimes", optimizer__clip_norm=0.01, optimizer__clip_kind=kind, precision__compute="fp64"
+    )
+    assert_parity(record(tables, 3, folder=own), ranks(2)(record, tables, 3, folder=own), "fp64")
+
+
+def without_collectives(tables, folder):
+    """Takes three steps in which no bucket may be summed by a collective."""
+
+    def refuse(*args, what, contents):
+        raise AssertionError(what)
+
+    Direct.all_reduce = refuse
+    return record(tables, 3, folder=folder)
+
+
+@pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
+def test_memory_of_peers_and_sockets_give_the_same_bits(ranks, small, own):
+    """On two ranks, where a sum has one order only."""
+    sockets = ranks(2)(record, small(parallel__cross_memory_attach=False), 3, folder=own)
+    memory = ranks(2)(without_collectives, small(), own)
+    same_on_all([*sockets, *memory])
+
+
+def test_gradients_are_summed_in_fp32_and_replicas_stay_equal(ranks, small, own):
+    """With bf16 weights, first gradients are those of one process to fp32's rounding, since each micro-batch's are."""
+    tables = small(optimizer={"use": "core.adamw", "lr": 1e-2}, batch__global_size=8, run__steps=20, **BF16)
+    reference = record(tables, 1, folder=own)
+    found = ranks(4)(record, tables, 20, folder=own)
+    same_on_all(found)
+    assert found[0].gradients[0]["layer0.weight"].dtype == torch.float32
+    assert_close_gradients(reference.gradients[0], found[0].gradients[0], 1e-6)
+
+
+def test_equal_gradients_sum_exactly(ranks, small, own, batches):
+    """64 equal micro-batches per rank give 64 times one; a sum in bf16 would stop growing long before."""
+    once = record(small(**BF16, batch__global_size=1), 1, folder=own, batches=batches((5,)))
+    for rank in ranks(2)(record, small(**BF16, batch__global_size=128), 1, folder=own, batches=batches((5,) * 128)):
+        assert_same_bits(once.gradients[0], rank.gradients[0])
+
+
+def test_updates_below_the_resolution_of_bf16_are_not_lost(ranks, small, own, batches):
+    """Each is less than half a unit in the last place of a weight; their sum arrives through the masters."""
+    tables = small(**BF16, optimizer__lr=3e-5, run__steps=100, run__seed=6)
+    wide = record(small(optimizer__lr=3e-5, run__seed=6), 1, folder=own, batches=batches((0, 1, 2, 3)))
+    for rank in ranks(2)(record, tables, 100, folder=own, batches=batches((0, 1, 2, 3)) * 100):
+        first, last = (weights["layer0.weight"].float() for weights in (rank.first, rank.weights))
+        update = 3e-5 * wide.gradients[0]["layer0.weight"].abs()
+        assert (update < first.abs() * 2**-10).any(), "plain bf16 weights would not move at all here"
+        moved = (first != last) & (update < first.abs() * 2**-10)
+        assert moved.sum() > moved.numel() / 4
+
+
+def test_the_size_of_a_bucket_changes_no_bit_of_sums_in_bf16(ranks, small, own):
+    tables = [small({"reduction": "bf16", "bucket_mb": size}, batch__global_size=12) for size in (0.0003, 25.0)]
+    reference = record(tables[0], 3, folder=own)
+    few, many = (ranks(4)(record, each, 3, folder=own) for each in tables)
+    same_on_all([*few, *many])
+    assert any(not torch.equal(value, few[0].gradients[0][name]) for name, value in reference.gradients[0].items()), "exact"
+
+
+def sum_of_ones(num_terms):
+    """Returns the sum over this world of so many equal terms, of which the first rank has already summed its own."""
+    topology, rank = Topology.of(torch.distributed.get_world_size()), torch.distributed.get_rank()
+    stage = make_groups(topology, rank, backend="gloo", timeout=timedelta(seconds=30))["stage"]
+    found = []
+    for numel in (1, 65, 1000):
+        buffer = FlatBuffer([(numel,)], torch.float32, torch.device("cpu"))
+        buffer.params = [Param("ones", (numel,), [])]
+        buffer.data.fill_(1.0 if rank else num_terms)
+        sums = Narrow(SentBytes())
+        sums.start(buffer, stage)
+        sums.finish()
+        found.append(buffer.data.unique().tolist())
+    return found
+
+
+def test_terms_are_added_in_fp32(ranks):
+    """256 + 1 + 1 + 1: added in bf16, whose numbers are 2 apart from there on, the ones would vanish one by one."""
+    for found in ranks(4)(sum_of_ones, 256.0):
+        assert found == [[260.0]] * 3, "259, rounded once"
+
+
+@pytest.mark.parametrize("use", ["dp.bucketed", "dp.sharded"])
+def test_replicas_that_start_with_other_values(ranks, small, own, use):
+    """They are refused by name, or the plan gives them the first one's values, buffers of any format included."""
+    tables = small({"use": use}, model__factory="dp_parts:own_values")
+    with pytest.raises(RunError) as caught:
+        ranks(2)(record, tables, 1, folder=own)
+    (problem,) = caught.value.diagnostics
+    assert problem.code == "ranks-differ"
+    assert "first.bias" in problem.message
+    first = record(tables, 0, folder=own).first
+    tables["gradient_handlers"] = [{"use": use, "start": "broadcast"}]
+    for rank in ranks(2)(record, tables, 1, folder=own):
+        assert len(rank.first) == 8
+        assert_same_bits(first, rank.first)

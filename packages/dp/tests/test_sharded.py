@@ -1,0 +1,280 @@
+"""`dp.sharded`: each rank steps only a part of every bucket, and yet a program finds and writes whole weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.engine.update import states_of
+from sley_core.errors import RunError
+from sley_core.plan.load import plan_from_dict
+from sley_testing.checkpointer_contract import assert_goes_on, assert_same_stretch, stretch
+from sley_testing.parity import assert_close_gradients, assert_same_bits
+from sley_testing.runs import WEIGHTS, assert_parity, record, same_on_all, weights
+
+SHARDED = {"use": "dp.sharded", "bucket_mb": 0.001}
+ADAMW = {"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1}
+MOMENTUM = {"use": "core.sgd", "lr": 0.05, "momentum": 0.9, "nesterov": True}
+UNUSUAL = {"factory": "dp_parts:Unusual", "lr": 0.1, "scope": "elementwise"}
+ODD = {"model__factory": "dp_parts:odd"}
+GROUPS = [{"match": "layer1.*", "lr": 0.1, "weight_decay": 0.5}, {"match": "layer2.bias", "freeze": True}]
+CASES: dict[str, dict[str, Any]] = {
+    "odd sizes in bf16": {"optimizer": ADAMW, "precision": {"compute": "bf16"}, **ODD},
+    "the largest element": {"optimizer": MOMENTUM | {"clip_norm": 0.01, "clip_kind": "inf"}},
+    "the 1-norm": {"optimizer": MOMENTUM | {"clip_norm": 0.1, "clip_kind": 1.0}},
+    "fp16": {"optimizer": ADAMW | {"clip_norm": 0.05}, "precision": {"compute": "fp16", "loss_scale": {"init_scale": 64.0}}},
+    "own decay and rate": {"optimizer": ADAMW | {"groups": GROUPS}},
+    "unused": {"optimizer": ADAMW, "model__factory": "dp_parts:sometimes"},
+    "an unusual optimizer": {"optimizer": UNUSUAL, **ODD},
+    "an unusual optimizer in bf16": {"optimizer": UNUSUAL, "precision": {"compute": "bf16"}},
+}
+
+
+def recorded(plans, folder):
+    """Runs one plan after the other in the same ranks: starting them takes longer than a small run."""
+    return [record(tables, 3, folder=folder) for tables in plans]
+
+
+@pytest.mark.parametrize(
+    ("size", "shards"), [(4, 2), *(pytest.param(size, None, marks=pytest.mark.campaign) for size in (2, 4))]
+)
+def test_parts_of_every_bucket_make_the_whole_step(ranks, small, own, size, shards):
+    handler = SHARDED | ({"shards": shards} if shards else {})
+    plans = [
+        small(handler, **{"precision": {"compute": "fp64"}, "batch__global_size": 8} | changes) for changes in CASES.values()
+    ]
+    by_rank = ranks(size, 240)(recorded, plans, own)
+    for at, (name, tables) in enumerate(zip(CASES, plans, strict=True)):
+        print(name)
+        found = [rank[at] for rank in by_rank]
+        assert_parity(record(tables | {"gradient_handlers": []}, 3, folder=own), found, tables["precision"]["compute"])
+        same_on_all(found)
+
+
+def between_steps(tables, folder):
+    """Returns the weights after each thing that a program does between two steps, and the held-out losses."""
+    found, losses = [], []
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+        found.append(weights(run))
+        losses.append(run.evaluate())
+        run.load_weights({name: value.double() * 0.75 for name, value in found[0].items() if name in run.registry.names})
+        found.append(weights(run))
+        run.step()
+        with torch.no_grad():
+            for param in run.registry:
+                param.parameter.mul_(1.25)
+        run.step()
+        found.append(weights(run))
+        parameter = run.registry["b.up.weight"].parameter
+        parameter.data = parameter.data.clone() + 0.125
+        run.registry["first.bias"].parameter.data = torch.ones_like(run.registry["first.bias"].parameter)
+        losses.append(run.evaluate())
+        run.step()
+        run.step()
+        found.append(weights(run))
+    found.append({param.name: param.parameter.detach().clone() for param in run.registry})
+    return found, losses
+
+
+@pytest.mark.parametrize(("size", "handler", "compute"), [(2, {}, "bf16"), (4, {"shards": 2}, "fp64")])
+def test_a_program_reads_and_writes_between_steps(ranks, small, own, size, handler, compute):
+    """Evaluations, loaded weights, writes in place and `.data` of other memory; in bf16 the shards' masters follow."""
+    evaluation = {"evaluation": {"every": 50, "steps": 1}, "data__factory": "dp_parts:split"}
+    tables = small(SHARDED | handler, optimizer=ADAMW, precision__compute=compute, **evaluation, **ODD)
+    expected, losses = between_steps(tables | {"gradient_handlers": []}, own)
+    for found, measured in ranks(size, 120)(between_steps, tables, own):
+        assert measured == pytest.approx(losses, rel=WEIGHTS[compute])
+        for reference, other in zip(expected, found, strict=True):
+            assert_close_gradients(reference, other, WEIGHTS[compute])
+
+
+class Late:
+    """A transport whose gathers begin when they are awaited: no result is right by luck."""
+
+    def __init__(self, transport):
+        self.transport = transport
+
+    def all_gather(self, *args, **kwargs):
+        return LateWork(lambda: self.transport.all_gather(*args, **kwargs))
+
+
+class LateWork:
+    def __init__(self, begin):
+        self.begin = begin
+
+    def wait(self):
+        self.work = self.begin()
+        self.work.wait()
+
+    def wait_sent(self):
+        self.work.wait_sent()
+
+
+def steps_of(tables, folder, mode):
+    """Returns weights after six steps: single ones, by `train` with a listener on one rank, or with a failure in between."""
+    found, due = [], []
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        gathers = run.stepper.handlers[0].gathers
+        transports = run.groups["dp.shards.stage"].transports
+        transports["weights"] = Late(transports["weights"])
+
+        def before_layer(*_):
+            due.append(gathers.is_due(range(len(gathers.buffers))))
+            if mode == "failure" and run.num_steps_done == 1 and not found:
+                raise ValueError("as asked")
+
+        run.layers[1].module.register_forward_pre_hook(before_layer)
+        if mode == "listener" and world.rank == 0:
+            run.listeners.append(lambda row: found.append(weights(run)))
+        if mode == "failure":  # in the second step of `train`, when weights of the first are still under way
+            states = []
+            run.readers.append(lambda row: states.append(run.feed.state()))
+            with pytest.raises(ValueError, match="as asked"):
+                run.train()
+            run.feed.restore(states[0])
+            found.append(weights(run))
+        if mode == "listener":
+            run.train()
+        while run.num_steps_done < 6:
+            run.step()
+        found.append(weights(run))
+    return found, any(due)
+
+
+def test_weights_come_while_the_next_step_runs_and_nobody_sees_half_of_them(ranks, small, own):
+    """In `train` layers wait for theirs; a listener, on one rank alone, and a program that catches an error, find all."""
+    tables = small(SHARDED, optimizer=ADAMW, precision__compute="fp64", run__steps=6, **ODD)
+    single, heard, failed = (ranks(2, 120)(steps_of, tables, own, mode) for mode in ("single", "listener", "failure"))
+    assert [late for _, late in (*single, *failed)] == [False, False, True, True]
+    for found in (heard, failed):
+        for (expected, _), (other, _) in zip(single, found, strict=True):
+            assert_same_bits(expected[-1], other[-1])
+    assert len(heard[0][0]) == 7
+    for whole in (failed[1][0][0], heard[0][0][0]):
+        assert_same_bits(failed[0][0][0], whole)
+
+
+def not_taken(tables, folder):
+    """Returns whether a step that is not taken left the weights, what the ranks were told, and the weights after the next."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+        before = weights(run)
+        if world.rank == 0:  # one rank's gradient, of which the other has a part
+            hook = run.registry["b.down.weight"].parameter.register_hook(lambda gradient: gradient * float("inf"))
+        try:
+            outcome = run.step()["skipped"]
+        except RunError as error:
+            outcome = error.diagnostics[0].message
+        if world.rank == 0:
+            hook.remove()
+        same = all(torch.equal(before[name], value) for name, value in weights(run).items())
+        run.step()
+        return same, outcome, weights(run)
+
+
+@pytest.mark.parametrize("compute", ["fp16", "fp32"])
+def test_a_step_that_is_not_taken_changes_nothing(ranks, small, own, compute):
+    """An overflow in one rank's shard is a skip on all; without a scale all refuse, and name the parameter."""
+    precision = {"compute": compute} | ({"loss_scale": {"init_scale": 64.0}} if compute == "fp16" else {})
+    first, second = ranks(2)(not_taken, small(SHARDED, optimizer=ADAMW, precision=precision, **ODD), own)
+    assert first[0]
+    assert first[:2] == second[:2]
+    assert first[1] == 1 if compute == "fp16" else "first in the gradient of 'b.down.weight'" in first[1]
+    assert_same_bits(first[2], second[2])
+
+
+def states(tables, folder):
+    """Returns the bytes, the states by name, the buckets, this rank's spans and all sizes; and how weights lie in memory."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+        found = [(one.name, one.elements, one.state, one.tensor.shape) for one in states_of(run.stepper.update)]
+        padded = [(buffer.data.numel(), buffer.num_shards) for buffer in run.store.buffers]
+        spans = {param.name: run.store.elements(param) for param in run.store.params}
+        shapes = {param.name: param.shape for param in run.registry}
+        homes = {param.parameter.untyped_storage().data_ptr() for param in run.store.params if param.numel}
+        assert run.layers[1].module.same.weight is run.layers[1].module.down.weight, "tied"
+        assert len(homes) == len(padded), "the weights of a bucket lie in one piece"
+        num_bytes = dict(run.memory.bytes) | {"masters": run.stepper.update.masters.num_bytes}  # parts of padding alone, too
+        return num_bytes, found, padded, spans, shapes
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("size", "shards"), [(4, 2), (4, 4), (2, 2)])
+def test_masters_and_states_are_this_ranks_part_and_no_more(ranks, small, own, size, shards):
+    """Masters take ceil(n / shards) of every padded bucket, states as many elements as the rank's spans have."""
+    tables = small(SHARDED | {"shards": shards}, optimizer=ADAMW, precision={"compute": "bf16"}, **ODD)
+    by_rank = ranks(size)(states, tables, own)
+    for num_bytes, found, padded, spans, shapes in by_rank:
+        assert num_bytes["masters"] == sum(-(-numel // count) for numel, count in padded) * 4
+        assert all(numel % (count * 128) == 0 and count == shards for numel, count in padded)
+        elements = sum(span.numel for name, span in spans.items() if shapes[name])  # a scalar's moments are scalars, as counts
+        assert num_bytes["optimizer_states"] == elements * 2 * 4, "two moments; counts are a few bytes"
+        kinds = ("master", "exp_avg", "exp_avg_sq", "step")
+        stepped = {(name, kind) for name, span in spans.items() if span.numel for kind in kinds}
+        assert {(name, state) for name, _, state, _ in found} == stepped
+        for name, span, state, shape in found:
+            assert span == spans[name]
+            assert shape == (() if state == "step" else span.shape_in(shapes[name]))
+    for name in by_rank[0][3]:
+        parts = sorted({rank[3][name] for rank in by_rank if rank[3][name].numel})
+        assert [part.first for part in parts] == [0, *(part.last for part in parts[:-1])][: len(parts)]
+        assert sum(part.numel for part in parts) == math.prod(by_rank[0][4][name]), "each element is on one rank of a copy"
+
+
+def refusals(tables, folder):
+    """Returns the codes of refusals in a run, in the order in which it is tried here."""
+    found = []
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        param = run.registry["layer1.weight"]
+        run.step()
+        before = run.feed.state()
+        try:
+            if world.rank == 1:
+                run.store.gradient(param)
+        except RunError as error:
+            found.append(error.diagnostics[0].code)
+        for trained in (False, True):
+            if world.rank == 0:
+                param.parameter.requires_grad_(trained)
+            try:
+                run.step()
+            except RunError as error:
+                found.append(error.diagnostics[0].code)
+            run.feed.restore(before)
+    return found
+
+
+def test_reading_a_part_as_a_whole_is_refused(ranks, small, own):
+    """A reduced gradient is never read whole; a freeze, on one rank alone, is refused on all, and the run goes on."""
+    assert ranks(2)(refusals, small(SHARDED, optimizer=ADAMW), own) == [["shards-fixed"], ["gradient-sharded", "shards-fixed"]]
+
+
+@pytest.mark.parametrize("handler", ["dp.bucketed", "dp.sharded"])
+def test_a_model_of_odd_parameters_resumes_in_another_layout(ranks, own, tmp_path, small, handler):
+    """A scalar, one without elements, and one of seven: parameters of which no rank steps an element are saved, too."""
+    tables = small({"use": handler, "bucket_mb": 0.001}, parallel={"dp": 2}, **ODD)
+    saved = ranks(2)(stretch, tables, 2, folder=own, save=tmp_path / "saved")
+    alone = tables | {"parallel": {}, "gradient_handlers": []}
+    expected = stretch(alone, 3, folder=own)
+    assert_goes_on(expected, ranks(2)(stretch, tables, 1, folder=own, load=tmp_path / "saved"), "fp32")
+    assert_goes_on(expected, [stretch(alone, 1, folder=own, load=tmp_path / "saved")], "fp32")
+    assert saved[0].weights["a.nothing"].shape == (0, 3)
+
+
+def there_and_back(tables, folder, path):
+    whole = stretch(tables, 6, folder=folder)
+    stretch(tables, 3, folder=folder, save=path)
+    return whole, stretch(tables, 3, folder=folder, load=path)
+
+
+def test_three_ranks_resume_bit_for_bit(ranks, own, tmp_path, small):
+    """Over sockets the order of a sum depends on the place in a bucket, from three ranks on: the bits need the kept order."""
+    tables = small(parallel={"dp": 3, "cross_memory_attach": False}, model__factory="dp_parts:branches", batch__global_size=3)
+    by_rank = ranks(3, 120)(there_and_back, tables, own, tmp_path / "saved")
+    assert_same_stretch([whole for whole, _ in by_rank], [resumed for _, resumed in by_rank])
