@@ -16,9 +16,9 @@ from sley_core.comm.copies import HostStream
 from sley_core.comm.device import Device
 from sley_core.memory.holdings import pieces_of
 from sley_core.memory.state import Moved, Where
-from sley_memory.offload.arena import Arena
-from sley_memory.offload.fingerprint import fingerprints
-from sley_memory.offload.parked import Parked, Streams
+from sley_memory.arena import HostArena
+from sley_memory.movers import HostCopy, Streams
+from sley_memory.shared import fingerprints
 
 MIB = 1 << 20
 CPU = Device(torch.device("cpu"))
@@ -29,8 +29,8 @@ def parked(tensors, bucket_bytes=1000, make=HostStream, budget=None):
     moved = Moved()
     named = [(str(at), tensor) for at, tensor in enumerate(tensors)]
     streams = Streams(make)
-    arena = Arena(CPU.host_memory, streams.wait, budget)
-    return Parked(lambda: pieces_of(named), streams, arena, bucket_bytes, moved), moved, arena
+    arena = HostArena(CPU.host_memory, streams.wait, budget)
+    return HostCopy(lambda: pieces_of(named), streams, arena, bucket_bytes, moved), moved, arena
 
 
 def around(unit):
@@ -145,8 +145,8 @@ def test_tensors_that_are_made_anew_take_the_places_of_those_before():
     """As an optimizer that replaces its states does."""
     state = {"basis": torch.ones(5000)}
     moved, streams = Moved(), Streams(HostStream)
-    arena = Arena(CPU.host_memory, streams.wait)
-    unit = Parked(lambda: pieces_of(state.items()), streams, arena, 1000, moved)
+    arena = HostArena(CPU.host_memory, streams.wait)
+    unit = HostCopy(lambda: pieces_of(state.items()), streams, arena, 1000, moved)
     for number in range(20):
         state["basis"] = torch.full((5000,), float(number))
         around(unit)
@@ -159,8 +159,8 @@ def test_what_changes_its_size_at_each_offload_does_not_take_more_of_the_host_ea
     """As a cache in a module's buffer does. A place that is too small now is freed, where nobody else lies in its block."""
     state = {"weight": torch.ones(2000), "cache": torch.ones(500)}
     moved, streams = Moved(), Streams(HostStream)
-    arena = Arena(CPU.host_memory, streams.wait)
-    unit = Parked(lambda: pieces_of(state.items()), streams, arena, 1000, moved)
+    arena = HostArena(CPU.host_memory, streams.wait)
+    unit = HostCopy(lambda: pieces_of(state.items()), streams, arena, 1000, moved)
     around(unit)
     first = arena.num_bytes
     for size in sizes:
@@ -188,22 +188,6 @@ def test_device_memory_grows_by_a_bucket_at_a_time():
     seen.clear()
     unit.onload()
     assert seen == [800, 800, 1600, 1600, 2400, 2400, 3200, 3200, 19_200]
-
-
-def test_a_budget_of_page_locked_memory_is_kept_with_one_warning():
-    made = []
-
-    def make(num_bytes):
-        made.append(num_bytes)
-        return CPU.host_memory(num_bytes)
-
-    arena, moved = Arena(make, lambda: None, budget=10_000), Moved()
-    arena.places([5000], moved)
-    with pytest.warns(RuntimeWarning, match=r"`host_budget_mb` allows 0.*pageable"):
-        (place,) = arena.places([20_000], moved)
-    arena.places([20_000], moved)
-    assert made == [5120]
-    assert place.numel() == 20_000
 
 
 def test_no_states_is_nothing_to_move():

@@ -149,7 +149,7 @@ def draws_anew(original: Any, self: Any, layer: str, micro: Any) -> int:
     return seed ^ is_again
 
 
-@wrong("sley_memory.offload.parked:Parked._send", "offload")
+@wrong("sley_memory.movers:HostCopy._send", "offload")
 def brings_back_older(original: Any, self: Any, placed: Any) -> None:
     """The host keeps what left first."""
     is_first, before = not self._given_back, [host.clone() for _, host, _ in placed]

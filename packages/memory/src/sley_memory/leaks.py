@@ -70,8 +70,9 @@ def find_leaks(run: Any, min_bytes: int = 4096) -> list[Leak]:
 def _leaks(run: Any, min_bytes: int) -> list[Leak]:
     """Returns what `find_leaks` does, of this moment."""
     holdings = run.memory.holdings
-    # By address: memory may have a second storage (`Device.again`).
-    places = {_address(tensor) for part in PARTS for _, tensor in holdings.everything(part) if tensor.device == holdings.device}
+    # By address: memory may have a second storage, which begins where the tensor does (`Device.again`).
+    tensors = [tensor for part in PARTS for _, tensor in holdings.everything(part) if tensor.device == holdings.device]
+    places = {address for tensor in tensors if _address(tensor) for address in (_address(tensor), tensor.data_ptr())}
     gc.collect()
     # tensors of a subclass, such as stand-ins of sharded weights, may refuse to be asked
     with torch._C.DisableTorchFunctionSubclass():

@@ -45,14 +45,14 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
 def sley_records() -> list[Record]:
     def record(name: str, config: type[OffloadConfig], summary: str) -> OffloadManagerRecord:
         return OffloadManagerRecord(
-            name=name, config=config, build="sley_memory.offload.manager:Manager", summary=summary, parts=_moves, scope=_scope
+            name=name, config=config, build="sley_memory.offload:Manager", summary=summary, parts=_moves, scope=_scope
         )
 
     return [
         MemoryPoolRecord(
             name="size_classes",
             config=SizeClassesConfig,
-            build="sley_memory.host_buffers:size_classes",
+            build="sley_memory.arena:size_classes",
             summary="Keeps blocks by rounded size and lends views of them, to users of many sizes.",
         ),
         ActivationPolicyRecord(
@@ -74,7 +74,7 @@ def sley_records() -> list[Record]:
         OffloadManagerRecord(
             name="host_optimizer",
             config=HostOptimizerConfig,
-            build="sley_memory.offload.host_optimizer:HostOptimizer",
+            build="sley_memory.host_optimizer:HostOptimizer",
             summary="Masters and optimizer states on the host, which steps them there.",
             parts=_moves,
             scope=_scope,

@@ -35,7 +35,7 @@ def poisoned():
         copies.grow(tensor, num_bytes)
         whole(tensor).fill_(255)
 
-    with patch("sley_memory.offload.parked.free", free), patch("sley_memory.offload.parked.grow", grow):
+    with patch("sley_memory.movers.free", free), patch("sley_memory.movers.grow", grow):
         yield
 
 

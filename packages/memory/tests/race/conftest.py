@@ -17,9 +17,9 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_memory.offload.between_steps import BetweenSteps
-from sley_memory.offload.parked import Parked
-from sley_memory.offload.shared import SharedCopies
+from sley_memory.movers import HostCopy
+from sley_memory.offload import BetweenSteps
+from sley_memory.shared import SharedCopies
 from sley_testing.drawn_copies import DrawnDevice
 from sley_testing.plans import Tables
 
@@ -96,7 +96,7 @@ def read_on_host(run: Run) -> None:
     for manager in run.memory.managers:
         for part in manager.parts:
             mover = getattr(manager, "_movers", {}).get(part)
-            if isinstance(mover, Parked) and run.memory.where[part] is Where.AWAY:
+            if isinstance(mover, HostCopy) and run.memory.where[part] is Where.AWAY:
                 for host in mover._places.values():
                     host.sum()
             if isinstance(mover, SharedCopies) and mover._host is not None and run.memory.where[part] is Where.AWAY:

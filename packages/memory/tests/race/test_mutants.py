@@ -74,7 +74,7 @@ def named(sites: Iterable[Site]) -> dict[Site, Named]:
     """The sites in this package's sources, by function and number; two classes' `wait` count as one function's."""
     count: Counter[tuple[str, str]] = Counter()
     found = {}
-    for site in sorted(set(sites), key=lambda site: (Path(site.file).name != "parked.py", site.line)):
+    for site in sorted(set(sites), key=lambda site: (Path(site.file).name != "movers.py", site.line)):
         if site.file.startswith(SOURCES):
             found[site] = (site.function, site.wait, count[site.function, site.wait])
             count[site.function, site.wait] += 1

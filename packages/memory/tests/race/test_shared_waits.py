@@ -10,9 +10,9 @@ import torch
 
 from sley_core.memory.holdings import pieces_of
 from sley_core.memory.state import Moved
-from sley_memory.offload.arena import Arena
-from sley_memory.offload.parked import Streams
-from sley_memory.offload.shared import SharedCopies
+from sley_memory.arena import HostArena
+from sley_memory.movers import Streams
+from sley_memory.shared import SharedCopies
 from sley_testing.drawn_copies import DrawnDevice, wait_sites, without
 
 ALONE: Any = SimpleNamespace(size=1, has_peers=False, coord=0, rank=0, ranks=(0,))
@@ -32,7 +32,7 @@ def moves(order: int) -> list[torch.Tensor]:
         streams = Streams(device.copy_stream)
         tensors = [torch.arange(200.0), torch.ones(300, dtype=torch.bfloat16), torch.arange(60).view(6, 10).t()]
         named = [(str(at), tensor) for at, tensor in enumerate(tensors)]
-        arena = Arena(device.host_memory, streams.wait)
+        arena = HostArena(device.host_memory, streams.wait)
         unit = SharedCopies("weights", lambda: pieces_of(named), ALONE, ALONE, streams, arena, 1024, Moved())
         for number in range(3):
             for tensor in tensors:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from sley_core.api.memory import CopyEvent, HostMemory, Moved, OffloadManager, Part, Where
-from sley_memory.offload.between_steps import by_bytes
-from sley_memory.offload.parked import Streams
+from sley_core.api.parts import ALIGNMENT_BYTES, round_up
+from sley_memory.movers import MB, Streams, by_bytes
 
 if TYPE_CHECKING:
     from sley_core.api.memory import Holdings, Stepped
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 RING = 2
 """Buckets whose gradients are on the host at once: one is stepped while the next arrives."""
-
-MB = 10**6
 
 
 class Landing(NamedTuple):
@@ -212,7 +210,7 @@ class HostOptimizer(OffloadManager):
 
 def _bytes(bucket: Sequence[Stepped], dtype: torch.dtype) -> int:
     """Returns the bytes that a bucket takes in `dtype`, each weight aligned to 256 bytes."""
-    return sum(-(-one.parameter.numel() * dtype.itemsize // 256) * 256 for one in bucket)
+    return sum(round_up(one.parameter.numel() * dtype.itemsize, ALIGNMENT_BYTES) for one in bucket)
 
 
 def _views(memory: Tensor, bucket: Sequence[Stepped], dtype: torch.dtype) -> list[Tensor]:
@@ -222,7 +220,7 @@ def _views(memory: Tensor, bucket: Sequence[Stepped], dtype: torch.dtype) -> lis
     for one in bucket:
         size = one.parameter.numel() * dtype.itemsize
         views.append(memory[start : start + size].view(dtype).view(one.parameter.shape))
-        start += -(-size // 256) * 256
+        start += round_up(size, ALIGNMENT_BYTES)
     return views
 
 

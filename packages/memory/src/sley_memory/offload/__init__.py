@@ -1,1 +1,0 @@
-"""Moves parts of a run's memory to the host and back."""
