@@ -15,7 +15,7 @@ from sley_checkpoint.reader import Checkpoint, read
 from sley_core.engine.buffers import ElementRange
 from sley_core.engine.shards import Shard
 from sley_core.errors import RunError
-from sley_core.json_values import from_json, to_json
+from sley_core.json_text import decode_value, encode_value
 from sley_core.run_state.pieces import Rectangle, Region, rectangles
 from sley_core.run_state.tensors import joined, leaves
 from sley_testing.checkpointer_contract import stretch
@@ -71,19 +71,19 @@ def test_what_two_rectangles_have_in_common():
 def test_values_come_back_as_they_were(value):
     import json
 
-    assert from_json(json.loads(json.dumps(to_json(value)))) == value
+    assert decode_value(json.loads(json.dumps(encode_value(value)))) == value
 
 
 @pytest.mark.parametrize("tensor", [torch.randn(2, 3), torch.empty(0, 2), torch.tensor(3, dtype=torch.bfloat16)])
 def test_tensors_among_values_come_back(tensor):
-    found = from_json(to_json(tensor))
+    found = decode_value(encode_value(tensor))
     assert found.dtype == tensor.dtype
     assert torch.equal(found, tensor)
 
 
 def test_what_is_no_plain_data_is_refused():
     with pytest.raises(TypeError, match=r"builtins\.set is no plain data"):
-        to_json({"a": {1}})
+        encode_value({"a": {1}})
 
 
 @pytest.mark.parametrize("state", [{"a": 1}, {"a": {"b": [1, 2, (3, {"c": 4})]}, "d": 5}, {"a": [], "b": ()}, {"empty": {}}])

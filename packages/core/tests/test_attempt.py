@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sley_core.attempt import Attempt, AttemptStart, going_on, new_attempt, read_attempt, steps_in_common, write_attempt
+from sley_core.attempt import Attempt, AttemptStart, new_attempt, read_attempt, resumed, steps_in_common, write_attempt
 from sley_core.errors import RunError
 
 A, B, C = AttemptStart("a", 0), AttemptStart("b", 10), AttemptStart("c", 4)
@@ -41,7 +41,7 @@ def test_what_an_attempt_has_taken_is_what_a_list_of_its_steps_says(seed):
         if steps:
             assert attempt.took(steps[-1], len(steps)) == (taken[: len(steps)] == steps)
         if drawn.random() < 0.5 and steps:
-            attempt = going_on(attempt, lineage, len(steps), "given", "path")
+            attempt = resumed(attempt, lineage, len(steps), "given", "path")
             taken = list(steps)
     assert not attempt.wrote(new_attempt().lineage)
 
@@ -51,10 +51,10 @@ def _same(one, other):
 
 
 def test_a_checkpoint_of_another_run_begins_a_lineage_of_its_own():
-    found = going_on(new_attempt(), (A, B), 14, "there", "/there/step-14")
+    found = resumed(new_attempt(), (A, B), 14, "there", "/there/step-14")
     assert [start.step for start in found.lineage] == [14]
     assert (found.given, found.origin, found.left, found.saved) == ("there", "/there/step-14", (), -1)
-    again = going_on(found, (A, B), 14, "", "/there/step-14")
+    again = resumed(found, (A, B), 14, "", "/there/step-14")
     assert (again.given, again.origin, again.left) == ("there", "/there/step-14", (found.id,))
 
 

@@ -54,15 +54,6 @@ def test_what_is_added_is_found(site: Path) -> None:
     assert {"odd", "even"} <= installed().keys()
 
 
-def test_what_is_added_in_the_tick_of_a_look_is_found(site: Path) -> None:
-    now = time.time()
-    set_time(site, now)
-    assert "even" not in installed()
-    add(site, "even")
-    set_time(site, now)
-    assert {"odd", "even"} <= installed().keys()
-
-
 def test_the_current_folder_is_the_one_of_now(
     site: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import builtins
 import inspect
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,23 +40,6 @@ def test_a_hook_has_the_fixed_lines_and_its_example_implements_it(name: str) -> 
     assert implementation.name == name
     assert [ast.unparse(decorator) for decorator in implementation.decorator_list] == ["hookimpl"]
     assert {argument.arg for argument in implementation.args.args} <= set(inspect.signature(function).parameters)
-
-
-def test_the_records_of_an_example_exist_with_those_fields() -> None:
-    for hook in reference.hooks():
-        for call in ast.walk(ast.parse(hook.lines["Example"])):
-            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id in vars(builtins):
-                continue
-            record = getattr(records, call.func.id)
-            inspect.signature(record).bind(*call.args, **{str(keyword.arg): None for keyword in call.keywords})
-
-
-def test_only_notifications_run_after_the_start_and_may_communicate() -> None:
-    for hook in reference.hooks():
-        if hook.name not in NOTIFICATIONS:
-            assert hook.lines["May communicate"] == "no", hook.name
-            assert "->" in hook.signature
-            assert not hook.signature.endswith("None"), hook.name
 
 
 class Everything:
@@ -134,14 +116,6 @@ def refused(plugin: SimpleNamespace) -> tuple[str, str | None]:
     return found.message, found.hint
 
 
-def test_a_hook_that_is_none_is_refused_beside_good_ones() -> None:
-    plugin = everything(Everything())
-    plugin.sley_step_finish = hookimpl(lambda: None)
-    message, hint = refused(plugin)
-    assert message.endswith("there is no hook `sley_step_finish`")
-    assert hint == "did you mean `sley_step_finished`?"
-
-
 def test_a_hook_whose_mark_was_forgotten_is_refused() -> None:
     """pluggy would pass it over, and the plan would run without its check."""
     plugin = everything(Everything())
@@ -149,22 +123,6 @@ def test_a_hook_whose_mark_was_forgotten_is_refused() -> None:
     message, hint = refused(plugin)
     assert message.endswith("its `sley_check_plan` would never be called: it is not marked as a hook")
     assert hint == "write `@hookimpl` above it, of `sley_core.hookspecs`"
-
-
-@pytest.mark.parametrize(
-    ("docstring", "complaint"),
-    [
-        (None, "no line `Called:`"),
-        ("One line.\n\nCalled: now\nReturns: x\nRanks: all\nMay communicate: no\nSince: 1\nExample:\n    f()", "`Returns:`"),
-        ("One line.\n\nCalled:\nRanks: all\nMay communicate: no\nReturns: x\nSince: 1\nExample:\n    f()", "`Called:`"),
-    ],
-)
-def test_a_docstring_out_of_form_is_named(docstring: str | None, complaint: str) -> None:
-    def sley_example() -> None: ...
-
-    sley_example.__doc__ = docstring
-    with pytest.raises(ValueError, match=f"sley_example: .*{complaint}"):
-        reference.read_hook("sley_example", sley_example)
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of the sdist")

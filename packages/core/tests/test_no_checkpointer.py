@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -27,31 +25,6 @@ def bare(texts: Path, folder: Path | None = None) -> Run:
     """Returns a run of the small plan where no checkpointer is installed."""
     plan = plan_from_dict(small_plan(), texts, loader=loader_without())
     return assemble(plan, World.alone("cpu"), folder=folder)
-
-
-IMPORTS = """
-import subprocess
-import sys
-from pathlib import Path
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
-from sley_core.plan.load import plan_from_dict
-from sley_testing.plans import small_plan
-
-with assemble(plan_from_dict(small_plan(), Path(sys.argv[1])), World.alone("cpu"), folder=Path(sys.argv[2])) as run:
-    run.train()
-print([name for name in sys.modules if name.startswith("sley_checkpoint")])
-"""
-
-
-def test_a_run_imports_nothing_of_what_would_save_it(texts, tmp_path):
-    command = [sys.executable, "-c", IMPORTS, str(texts), str(tmp_path)]
-    assert subprocess.run(command, capture_output=True, check=True, timeout=120, text=True).stdout == "[]\n"
-
-
-def test_a_plan_that_wants_checkpoints_says_what_to_install(texts):
-    with pytest.raises(PluginError, match=r"plugin-missing.*`checkpoint` is not installed(?s:.*)packages/checkpoint"):
-        plan_from_dict(small_plan(checkpoint={"every_steps": 1}), texts, loader=loader_without())
 
 
 def test_a_save_and_a_load_say_what_to_install(texts, tmp_path):

@@ -21,17 +21,6 @@ def test_as_many_cases_as_the_longest_axis_has_values_have_every_value(sizes):
     assert set().union(*(cases[at] for at in kept)) == set().union(*cases)
 
 
-def test_cases_that_share_nothing_are_evenly_spread():
-    cases = [{("size", number)} for number in range(17)]
-    assert sample(cases, 2) == {0, 16}
-    assert sample(cases, 3) == {0, 8, 16}
-    assert sample(cases, 5) == {0, 4, 8, 12, 16}
-
-
-def test_all_are_kept_where_there_are_no_more():
-    assert sample([{("size", 0)}, {("size", 1)}], 5) == {0, 1}
-
-
 PAIRS = [("keep", 1), ("keep", 2), ("keep", 3), ("recompute", 1)]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from itertools import pairwise
 from math import lcm
 
 import pytest
@@ -38,23 +37,6 @@ def test_sixteen_ranks_in_two_stages() -> None:
     assert groups_of(topology, "stage") == [tuple(range(8)), tuple(range(8, 16))]
     assert groups_of(topology, "model") == [(2 * i, 2 * i + 1, 2 * i + 8, 2 * i + 9) for i in range(4)]
     assert groups_of(topology, "control") == groups_of(topology, "all") == [tuple(range(16))]
-
-
-def test_eight_ranks_seen_twice() -> None:
-    """The drawing at the head of topology.py: a stage of 8 ranks, sp 4, wp 2."""
-    topology = Topology.of(8, sp=4, wp=2)
-    seen = [topology.coordinates(rank) for rank in range(8)]
-    assert [f"{at.dp}{at.sp}" for at in seen] == ["00", "01", "02", "03", "10", "11", "12", "13"]
-    assert [f"{at.wdp}{at.wp}" for at in seen] == ["00", "01", "10", "11", "20", "21", "30", "31"]
-
-
-@settings(deadline=None)
-@given(topologies())
-def test_both_factorizations_hold(topology: Topology) -> None:
-    assert topology.world == topology.pp * topology.dp * topology.sp == topology.pp * topology.wdp * topology.wp
-    seen = [topology.coordinates(rank) for rank in range(topology.world)]
-    assert len({(at.stage, at.dp, at.sp) for at in seen}) == topology.world
-    assert len({(at.stage, at.wdp, at.wp) for at in seen}) == topology.world
 
 
 @settings(deadline=None, max_examples=200)
@@ -95,14 +77,6 @@ def test_the_members_of_a_group_differ_on_its_axis_alone(topology: Topology) -> 
         places = [topology.coordinates(rank) for rank in ranks]
         assert [at.stage for at in places] == list(range(topology.pp))
         assert len({(at.dp, at.sp, at.wdp, at.wp) for at in places}) == 1
-
-
-@settings(deadline=None)
-@given(topologies())
-def test_stages_sequences_and_shards_are_contiguous(topology: Topology) -> None:
-    for axis in ("stage", "sp", "wp"):
-        for ranks in groups_of(topology, axis):
-            assert all(after == before + 1 for before, after in pairwise(ranks)), axis
 
 
 @settings(deadline=None)

@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
-from sley_core.plan.kinds import RECORDS, a_word, words
 from sley_core.table import Array, FactoryPath, Fraction, PlanPath, Positive, RecordReference, Table
-from sley_core.words import field_at, inner_table, shown, suggestion, takes
+from sley_core.words import field_at, inner_table, suggestion, takes
 
 
 class Inner(Table):
@@ -53,25 +52,6 @@ def test_types(annotation: Any, text: str) -> None:
     assert takes(annotation) == text
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (True, "the boolean true"),
-        (5, "5"),
-        (-0.5, "-0.5"),
-        (float("inf"), "inf"),
-        ("a\nb\x07", 'the string "a?b?"'),
-        ("x" * 50, f'the string "{"x" * 37}..."'),
-        ({}, "a table"),
-        ([1], "an array of 1"),
-        (date(2020, 1, 1), "a date or time"),
-        (2**90, "an integer of 91 bits"),
-    ],
-)
-def test_values(value: Any, text: str) -> None:
-    assert shown(value) == text
-
-
 def test_fields_are_found_inside_tables_arrays_and_unions() -> None:
     for path in (("one", "size"), ("many", 3, "size"), ("named", "x", "size")):
         found = field_at(Outer, path)
@@ -93,29 +73,6 @@ def test_tables_inside_fields() -> None:
         "pair": None,
         "free": None,
     }
-
-
-def test_kinds_have_names() -> None:
-    assert [words(kind) for kind in RECORDS] == [
-        "model",
-        "dataset",
-        "loss",
-        "optimizer",
-        "learning-rate schedule",
-        "partitioner",
-        "schedule",
-        "stage link",
-        "gradient handler",
-        "scheduler hook",
-        "weight communicator",
-        "sequence attention",
-        "memory pool",
-        "activation policy",
-        "offload manager",
-        "checkpointer",
-        "metrics writer",
-    ]
-    assert a_word("optimizers") == "an optimizer"
 
 
 def test_suggestions() -> None:

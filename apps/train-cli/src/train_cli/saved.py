@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sley_core.attempt import CHECKPOINTS, KEPT, PLAN, WEIGHTS, job, read_attempt, torchrun, with_kept
+from sley_core.attempt import CHECKPOINTS, COPIES, PLAN, WEIGHTS, job, read_attempt, torchrun, with_copies
 from sley_core.errors import SleyError, UsageError
 from sley_core.plan.load import resolve
 from sley_core.plan.loader import Loader
@@ -47,7 +47,7 @@ def keep_files(plan: Plan, folder: Path) -> None:
     """Copies into the run's folder what its export and its samples need: the tokenizer, and the small files beside the weights
     from which it started. Raises OSError.
     """
-    for (table, key), name in KEPT.items():
+    for (table, key), name in COPIES.items():
         source = getattr(getattr(plan, table).config, key, None)
         if not isinstance(source, Path) or source.resolve().is_relative_to(folder.resolve()):
             continue
@@ -72,7 +72,7 @@ def document_of_run(folder: Path, changes: Sequence[str] = ()) -> Document:
     """Returns the plan of the run in `folder` with `changes`, before it is resolved. Raises as `plan_of_run`."""
     if not (folder / PLAN).is_file():
         raise UsageError("no-run", f"`{folder}` is not the folder of a run: it has no `{PLAN}`")
-    return with_kept(read_file(folder / PLAN, changes), folder)
+    return with_copies(read_file(folder / PLAN, changes), folder)
 
 
 def is_remote(path: str) -> bool:

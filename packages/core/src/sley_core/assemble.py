@@ -1,7 +1,7 @@
-"""Assembles a run from a plan, in one order on every rank; up to the parameter registry the same in a fake world of any size.
+"""Builds a run from a plan, in one order on every rank.
 
-checks ──> layers on meta, ties ──> groups, agree ──> shards ──> first values ──> registry ──> store, handlers, optimizer
-──> data ──> executor
+draft: data set, layers on meta, stages ──> groups, over which ranks compare plan, versions and model ──> shards ──> first
+values ──> parameter registry ──> `Parts` ──> plugins attached, optimizer, executor ──> feed ──> run
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from sley_core.attach import AssemblyFacts, memory_of, move_numbers, outputs_of, samples_of, state_of, stepper_of
+from sley_core.attach import AssemblyFacts, memory_of, outputs_of, samples_of, state_of, stepper_of
 from sley_core.comm.collectives import agree
 from sley_core.comm.groups import Groups
 from sley_core.data.batches import POSITIONS, sliced_info
@@ -37,6 +37,7 @@ from sley_core.engine.step_state import StepState
 from sley_core.engine.weights import WeightStore
 from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
 from sley_core.memory.pool import Pools
+from sley_core.memory.run_memory import MoveNumbers
 from sley_core.model.buffers import notes_of, train
 from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Model
@@ -53,110 +54,94 @@ from sley_core.topology import AXES, GroupEntry
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sley_core.comm.groups import Group
     from sley_core.comm.world import World
     from sley_core.data.dataset import AnyDataset, DataInfo
     from sley_core.engine.boundary import Description
     from sley_core.engine.shards import Shards
+    from sley_core.memory.state import OffloadManager
     from sley_core.model.layers import Layer
     from sley_core.plan.loader import Plugin
     from sley_core.plan.plan import Plan
     from sley_core.protocols import SequenceCommunicator, WeightCommunicator
+    from sley_core.records import OffloadManagerRecord
     from sley_core.topology import Topology
 
 
 def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Draft | None = None) -> Run:
     """Returns the run of `plan` on this rank of `world`; every rank calls it, and it communicates.
 
-    folder: where rank 0's metrics writers and every rank's profiler write; if it is None (on all ranks alike) nothing
-    is written. draft: of this plan and a world of this size, of which no run was made; left out, it is made here. In a fake
-    world nothing is allocated and no data is read; on meta the run can be inspected, not stepped.
+    folder: where rank 0's metrics writers and every rank's profiler write; None (on all ranks alike) writes nothing. draft: of
+    this plan and a world of this size, without a run so far; by default a new one. In a fake world nothing is allocated and no
+    data is read; on meta the run can be inspected, not stepped.
 
     Raises PlanError for all that the plan's checks find, RunError if ranks disagree; then the model has no patches.
     """
-    undo = ExitStack()
-    try:
-        return _assemble(plan, world, folder, draft, undo)
-    except BaseException:
-        undo.close()
-        raise
-
-
-def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None, undo: ExitStack) -> Run:
-    """Assembles the run as `assemble` describes. undo: collects what detaches each part from the model; the run closes it."""
-    if problems := check_plan(plan, world.size):
-        raise PlanError.many(problems)
-    if not plan.model.config.compile:
-        leave_compiler_out()
-    topology = plan.topology(world.size)
-    draft = draft or draft_of(plan, world)
-    dataset, model, notes = draft.dataset, draft.model, [*draft.notes]
-    names, sizes = names_of(model.layers), model.num_parameters()
-    stage = draft.stage.at(topology.coordinates(world.rank).stage)
-    groups = join(plan, world, topology, model, stage, dataset)
-    simulation = world.simulation
-    communicator: WeightCommunicator | None = plan.weights.build() if plan.weights else None
-    if communicator is not None:
-        communicator.prepare(model.layers)
-    shards = shards_of(model.layers, communicator.cuts, groups[AXIS]) if communicator else {}
-    check_hooks(stage.stages, shards, topology.sp)
-    notes += left_whole(model.layers, shards)
-    notes += formats_of(plan, model, shards)
-    reduction_class(plan.parallel.reduction).check_model(stage.stages, model.per_rank_buffers)
-    announced, has_values = None, True
-    if simulation is None:
-        shards = _place(plan, world, model, stage, shards)
-    else:
-        announced, has_values = simulation.announced(plan, stage, dataset, dtypes(plan)[0]), False
-    apart = _attach_attention(plan, groups, model, undo)
-    registry = ParameterRegistry(stage.chunks, stage.stages, shards)
-    if simulation is not None:
-        cut_on_meta(stage.layers, shards)
-        simulation.fill(stage.layers, dtypes(plan)[1])
-    with world.device.in_use():
-        parts = make_parts(plan, world, topology, groups, stage.layers, registry, announced)
-        numbers = move_numbers(plan, parts)
-        stepper = stepper_of(plan, parts, model, stage, dataset.info, communicator, undo, apart, checks=has_values)
-        samples = samples_of(plan, parts, model, dataset, stepper, has_feed=has_values)
-        memory = memory_of(plan, parts, stepper, numbers, undo)
-    if has_values:
-        check_extra_states(stage.layers)
-        refuse_left_over(model, stage.layers)  # last, since the code above still uses other ranks' layers
-    facts = AssemblyFacts(*sizes, notes, draft.found)
-    state = state_of(plan, parts, stepper, samples, memory, model, folder, facts)
-    return Run(
-        plan,
-        parts,
-        stepper,
-        samples,
-        outputs_of(plan, world, stepper, topology, folder),
-        memory,
-        WeightLoader(names, parts, stepper.update.masters),
-        state,
-        facts,
-    )
-
-
-def _attach_attention(plan: Plan, groups: Groups, model: Model, undo: ExitStack) -> Sequence[str] | None:
-    """Attaches the plan's sequence attention to the model, if sequences are split, and returns its `apart`; `undo` detaches
-    it.
-    """
-    if plan.sequence is None or groups["sp"].size == 1:
-        return None
-    attention: SequenceCommunicator = plan.sequence.build(groups["sp"])
-    attention.attach(model.layers)
-    undo.callback(attention.detach)
-    return attention.apart
+    undo = ExitStack()  # detaches each part from the model; the run closes it
+    with ExitStack() as on_error:
+        on_error.callback(undo.close)
+        if problems := check_plan(plan, world.size):
+            raise PlanError.many(problems)
+        if not plan.model.config.compile:
+            leave_compiler_out()
+        topology = plan.topology(world.size)
+        draft = draft or draft_of(plan, world)
+        dataset, model, notes = draft.dataset, draft.model, [*draft.notes]
+        names, sizes = names_of(model.layers), model.num_parameters()
+        stage = draft.stage.at(topology.coordinates(world.rank).stage)
+        groups = join(plan, world, topology, model, stage, dataset)
+        simulation = world.simulation
+        communicator: WeightCommunicator | None = plan.weights.build() if plan.weights else None
+        if communicator is not None:
+            communicator.prepare(model.layers)
+        shards = shards_of(model.layers, communicator.cuts, groups[AXIS]) if communicator else {}
+        check_hooks(stage.stages, shards, topology.sp)
+        notes += left_whole(model.layers, shards)
+        notes += formats_of(plan, model, shards)
+        reduction_class(plan.parallel.reduction).check_model(stage.stages, model.per_rank_buffers)
+        announced, has_values = None, True
+        if simulation is None:
+            shards = _place(plan, world, model, stage, shards)
+        else:
+            announced, has_values = simulation.announced(plan, stage, dataset, dtypes(plan)[0]), False
+        apart: Sequence[str] | None = None
+        if plan.sequence is not None and topology.sp > 1:
+            attention: SequenceCommunicator = plan.sequence.build(groups["sp"])
+            attention.attach(model.layers)
+            undo.callback(attention.detach)
+            apart = attention.apart
+        registry = ParameterRegistry(stage.chunks, stage.stages, shards)
+        if simulation is not None:
+            cut_on_meta(stage.layers, shards)
+            simulation.fill(stage.layers, dtypes(plan)[1])
+        with world.device.in_use():
+            parts = make_parts(plan, world, topology, groups, stage.layers, registry, announced)
+            managers: list[OffloadManager] = [component.build() for component in plan.offload]
+            if managers:  # before all ranks agree on the names of such numbers
+                moved = [part for one in plan.offload for part in cast("OffloadManagerRecord", one.record).parts(one.config)]
+                MoveNumbers(parts.numbers, groups["all"].size, managers, moved)
+            stepper = stepper_of(plan, parts, model, stage, dataset.info, communicator, undo, apart, checks=has_values)
+            samples = samples_of(plan, parts, model, dataset, stepper, has_feed=has_values)
+            memory = memory_of(parts, stepper, managers, undo)
+        if has_values:
+            check_extra_states(stage.layers)
+            refuse_left_over(model, stage.layers)  # last, since the code above still uses other ranks' layers
+        facts = AssemblyFacts(*sizes, notes, draft.found)
+        outputs = outputs_of(plan, world, stepper, topology, folder)
+        state = state_of(plan, parts, stepper, samples, memory, model, folder, facts)
+        load_weights = WeightLoader(names, parts, stepper.update.masters)
+        run = Run(plan, parts, stepper, samples, outputs, memory, load_weights, state, facts)
+        on_error.pop_all()
+        return run
 
 
 def _place(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> Shards:
-    """Replaces the modules of this rank's layers, on meta, by modules with first values, of which parameters are cut. Returns
-    `shards` by the new parameters. Raises what `HostModel` raises.
+    """Gives this rank's layers their first values, of which parameters are cut. Returns `shards` by the new parameters. Raises
+    the errors of `HostModel`.
     """
     with world.all_or_none(plan.limits.collective_timeout_s), world.device.in_use():
         host, owned = HostModel(model), {layer.name for layer in stage.layers}
-        cut = {key: shard.cut for key, shard in shards.items()}
-        final = host.place(owned, dtype=dtypes(plan)[1], device=world.device.torch_device, cut=cut)
+        cuts = {key: shard.cut for key, shard in shards.items()}
+        final = host.place(owned, dtype=dtypes(plan)[1], device=world.device.torch_device, cut=cuts)
         host.drop_others(final, owned)
     if plan.run.keep_freed_memory and world.device.type == "cpu":
         keep_freed_memory()  # from now on: values of other ranks' layers have been freed
@@ -176,8 +161,8 @@ def make_parts(
     weights.
     """
     planner = loose if groups["stage"].size == 1 else by_reduce_group
-    device = world.device.torch_device
     reduction = reduction_class(plan.parallel.reduction)(groups, StepState())
+    gradients = DTYPES[plan.precision.gradients]
     return Parts(
         plan.run,
         plan.batch,
@@ -188,12 +173,12 @@ def make_parts(
         groups,
         layers,
         registry,
-        GradientStore(registry, DTYPES[plan.precision.gradients], device, reduction, planner),
+        GradientStore(registry, gradients, world.device.torch_device, reduction, planner),
         WeightStore(dtypes(plan)[0], plan.precision.keep),
         Waits(),
         WeightQueue(),
         StepNumbers(groups),
-        pool=Pools(plan.pools, lambda name: plan.build_named("memory_pools", name)),
+        Pools(plan.pools, lambda name: plan.build_named("memory_pools", name)),
         foretold=announced,
     )
 
@@ -203,14 +188,33 @@ def join(plan: Plan, world: World, topology: Topology, model: Model, stage: Stag
 
     model: on meta. Raises PluginError "plugin-failed" if a plugin lists invalid groups, and RunError "ranks-disagree", on every
     rank, if ranks have different plans, versions, groups, samples or models.
-
-    lines of the topology ──> ties of stages ──> groups of plugins, in the plan's order ──> groups ──> agree
     """
     extra = [*tie_groups(stage, topology), *plugin_groups(plan, topology)]
     attaches = plan.parallel.cross_memory_attach
     groups = world.groups(topology, plan.limits.collective_timeout_s, extra, attaches=attaches)
-    if world.simulation is None:
-        _agree(plan, [*topology.groups(), *extra], groups["control"], model, dataset)
+    if world.simulation is not None:
+        return groups
+    try:
+        num_samples = samples_per_epoch(dataset, plan.data.config)
+    except SleyError as error:
+        raise plan.located(error) from error.__cause__
+    tensors = sha256()  # a factory may build a different model on each rank
+    for layer in model.layers:
+        for kind in (layer.module.named_parameters, layer.module.named_buffers):
+            for name, value in kind(layer.name, remove_duplicate=False):
+                tensors.update(f"{name} {list(value.shape)} {value.dtype}\n".encode())
+    facts = {
+        "the plan": plan.digest,
+        "torch": torch.__version__,
+        "the group table": sha256("\n".join(entry.label for entry in [*topology.groups(), *extra]).encode()).hexdigest(),
+        "samples per epoch:": str(num_samples),
+        "the model": tensors.hexdigest(),
+    }
+    control = groups["control"]
+    if control.size > 1 and hasattr(dataset, "data_digest"):
+        facts["data with the digest"] = str(dataset.data_digest)
+    facts |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
+    agree(facts, control, {"the plan": partial(digested, plan)})  # over all ranks; blocks
     return groups
 
 
@@ -245,43 +249,12 @@ def _fault(record: object, topology: Topology, taken: dict[str, Plugin]) -> str:
     return ""
 
 
-def _agree(plan: Plan, table: Sequence[GroupEntry], control: Group, model: Model, dataset: AnyDataset) -> None:
-    """Compares plan, versions, group table, samples and model over all ranks; a blocking collective on `control`."""
-    try:
-        num_samples = samples_per_epoch(dataset, plan.data.config)
-    except SleyError as error:
-        raise plan.located(error) from error.__cause__
-    facts = {
-        "the plan": plan.digest,
-        "torch": torch.__version__,
-        "the group table": sha256("\n".join(param.label for param in table).encode()).hexdigest(),
-        "samples per epoch:": str(num_samples),
-        "the model": _digest(model),
-    }
-    if control.size > 1 and hasattr(dataset, "data_digest"):
-        facts["data with the digest"] = str(dataset.data_digest)
-    facts |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
-    agree(facts, control, {"the plan": partial(digested, plan)})
-
-
-def _digest(model: Model) -> str:
-    """Returns a hash of the names, shapes and dtypes of all parameters and buffers: a factory may build a different model per
-    rank.
-    """
-    held = sha256()
-    for layer in model.layers:
-        for kind in (layer.module.named_parameters, layer.module.named_buffers):
-            for name, value in kind(layer.name, remove_duplicate=False):
-                held.update(f"{name} {list(value.shape)} {value.dtype}\n".encode())
-    return held.hexdigest()
-
-
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Holds what a plan's run is made of before anything has memory. The model, on meta, and the dataset are for one run only.
+    """The parts of a run before anything has memory. The model, on meta, and the dataset are for one run only.
 
     stage: of any rank. notes: for the user. found: values of the resolved plan that only a run could determine, by their path.
     """
@@ -294,9 +267,8 @@ class Draft:
 
 
 def draft_of(plan: Plan, world: World) -> Draft:
-    """Returns the draft of a run on `world`. If the plan wants layers timed, it times them, and is a collective.
-
-    Raises what `open_dataset`, `draft_model` and `stage_of` raise.
+    """Returns the draft of a run on `world`; a collective if the plan's partition times layers. Raises the errors of
+    `open_dataset`, `draft_model` and `stage_of`.
     """
     with world.all_or_none(plan.limits.collective_timeout_s):  # one host may lack a file, or what a factory needs
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
@@ -320,7 +292,11 @@ def draft_model(plan: Plan, info: DataInfo) -> Model:
     """
     plan.model.load()  # imported before the build, so that parameters made by an import are no part of it
     model = build_on_meta(plan.model, sliced_info(info, plan.parallel.sp), plan.run.seed)
-    _check_positions(plan, model)
+    counts_positions = plan.sequence is not None and plan.parallel.sp > 1 and plan.sequence.config.positions
+    if counts_positions and not any(POSITIONS in layer.fields for layer in model.layers):
+        message = f"no layer takes the field `{POSITIONS}`, so each of `sp = {plan.parallel.sp}` slices would count from 0"
+        hint = f"name `{POSITIONS}` in the forward that needs them; or `[sequence] positions = false` if none does"
+        raise PlanError.many([plan.diagnostic("sequence-positions", message, ("parallel", "sp"), hint)])
     registry = ParameterRegistry([model.layers])
     optimizer: Any = plan.optimizer.config
     aliases = {alias: param.name for param in registry for alias in param.aliases}
@@ -328,16 +304,6 @@ def draft_model(plan: Plan, info: DataInfo) -> Model:
         registry[name].parameter.requires_grad_(False)
     train(model)
     return model
-
-
-def _check_positions(plan: Plan, model: Model) -> None:
-    """Raises PlanError "sequence-positions" if sequences are sliced and no layer takes the positions of its slice."""
-    if plan.sequence is None or plan.parallel.sp == 1 or not plan.sequence.config.positions:
-        return
-    if not any(POSITIONS in layer.fields for layer in model.layers):
-        message = f"no layer takes the field `{POSITIONS}`, so each of `sp = {plan.parallel.sp}` slices would count from 0"
-        hint = f"name `{POSITIONS}` in the forward that needs them; or `[sequence] positions = false` if none does"
-        raise PlanError.many([plan.diagnostic("sequence-positions", message, ("parallel", "sp"), hint)])
 
 
 def dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:

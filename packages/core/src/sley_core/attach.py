@@ -24,6 +24,7 @@ from sley_core.engine.call import LayerCaller, compile_layers
 from sley_core.engine.direct import add_directly
 from sley_core.engine.execute import Crossing, Executor
 from sley_core.engine.positions import OverPositions, PositionProbe, WholeSequences, is_of_whole_sequences
+from sley_core.engine.refusals import check_no_parameters
 from sley_core.engine.replicas import CopyComparison, WriteWatch
 from sley_core.engine.shards import close_stand_ins
 from sley_core.engine.step_batch import BatchSplitter
@@ -31,24 +32,21 @@ from sley_core.engine.stepper import Stepper
 from sley_core.engine.totals import LossScale, Skips
 from sley_core.engine.update import Update, named_tensors, optimizer_states
 from sley_core.engine.weights import Masters
-from sley_core.errors import KeyPath, PlanError, dotted
-from sley_core.memory.holdings import Held, Holdings
-from sley_core.memory.run_memory import CountsOf, MoveNumbers, RunMemory
+from sley_core.errors import KeyPath, dotted
+from sley_core.memory.holdings import Holdings
+from sley_core.memory.run_memory import CountsOf, RunMemory
 from sley_core.memory.state import Holds, HoldsMessages, Part, Trims
 from sley_core.metrics.throughput import Meter
 from sley_core.model.buffers import BufferWatch
 from sley_core.optim.build import EVERYWHERE_ALIKE, parameter_groups
-from sley_core.optim.config import scope_of
-from sley_core.optim.shared import PLAIN, Traits
-from sley_core.optimizer_probe import ToyParameters, Unfit, examine
+from sley_core.optim.shared import PLAIN
+from sley_core.optimizer_probe import traits_of
 from sley_core.protocols import Counts, Keeps, MetricsWriter, Rewinds
-from sley_core.records import GradientHandlerRecord, LossRecord, OffloadManagerRecord, steps_on_host
+from sley_core.records import GradientHandlerRecord, LossRecord, steps_on_host
 from sley_core.run_state.state import TrainingState
 from sley_core.run_state.tensors import RunTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from sley_core.comm.world import World
     from sley_core.data.dataset import AnyDataset, DataInfo
     from sley_core.engine.parts import Parts
@@ -61,6 +59,9 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Component, Plan
     from sley_core.protocols import ActivationPolicy, GradientHandler, SchedulerHook, StageLink, WeightCommunicator
     from sley_core.topology import Topology
+
+
+NamedTensors = Iterator[tuple[str, Tensor]]
 
 
 def stepper_of(
@@ -92,11 +93,12 @@ def stepper_of(
     # A hook, or a handler that does not support shards, may read weights at any time.
     records = [handler.record for handler in plan.gradient_handlers if isinstance(handler.record, GradientHandlerRecord)]
     parts.weights.is_eager = bool(hooks) or not all(one.takes_shards or one.result == "shard" for one in records)
-    crossing = Crossing(stage.lists.placement, stage.lists.stage, _link(plan, parts))
+    link: StageLink | None = None
+    if plan.link is not None and topology.pp > 1:
+        link = plan.link.build()
+        link.prepare(parts)
     loss = plan.loss.build()
     if not type(loss).__module__.startswith("sley_core."):
-        from sley_core.engine.refusals import check_no_parameters
-
         check_no_parameters(loss)
     if hasattr(loss, "attach"):
         loss.attach(parts)
@@ -111,7 +113,11 @@ def stepper_of(
     parts.numbers.agree()
     standing = parts.groups.progress.standing = parts.store.state.standing
     fields = sliced_info(info, topology.sp).fields
-    is_asked = checks and apart is not None and topology.sp > 1
+    is_sliced = topology.sp > 1
+    is_whole = is_sliced and is_of_whole_sequences(plan)
+    # Core's own loss is a sum over positions.
+    is_additive = isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits
+    asks = checks and is_sliced
     caller = LayerCaller(
         device,
         plan.run.seed,
@@ -122,15 +128,13 @@ def stepper_of(
         standing,
         plan.limits.data_timeout_s,
         WriteWatch(parts, model.per_rank_buffers) if checks else None,
-        PositionProbe(fields, (info.sequence or 0) // topology.sp, apart or ()) if is_asked else None,
+        PositionProbe(fields, (info.sequence or 0) // topology.sp, apart)
+        if checks and is_sliced and apart is not None
+        else None,
     )
-    is_additive = isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits  # core's own: a sum over positions
-    is_whole = topology.sp > 1 and is_of_whole_sequences(plan)
-    asks = checks and topology.sp > 1 and not is_additive and not is_whole
-    over_positions = OverPositions(loss, fields) if asks else None
     executor = Executor(
         stage.chunks,
-        crossing,
+        Crossing(stage.lists.placement, stage.lists.stage, link),
         caller,
         loss,
         fields,
@@ -138,7 +142,7 @@ def stepper_of(
         hooks,
         parts.queue,
         communicator,
-        over_positions,
+        OverPositions(loss, fields) if asks and not is_additive and not is_whole else None,
         WholeSequences(fields, parts.groups["sp"]) if is_whole else None,
         keeps_apart=parts.store.reduction.fixed_order,
     )
@@ -149,21 +153,10 @@ def stepper_of(
     return stepper
 
 
-def _link(plan: Plan, parts: Parts) -> StageLink | None:
-    """Returns the plan's stage link, prepared; None if there is only one stage."""
-    if plan.link is None or parts.topology.pp == 1:
-        return None
-    link: StageLink = plan.link.build()
-    link.prepare(parts)
-    return link
-
-
 def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Update:
-    """Builds masters and optimizer for the trainable parameters, and rounds the frozen ones to the working dtype; returns the
-    update. model: the whole one, whose parameters say on what kinds an optimizer of the user's own is tried. checks: whether it
-    is tried.
-
-    Raises PlanError `optimizer-unfit`, the same on every rank, if it cannot be stepped right.
+    """Builds masters and optimizer for the trainable parameters, rounds the frozen ones to the working dtype, and returns the
+    update. model: the whole one. checks: whether an optimizer of the user's own is tried first, which may raise PlanError
+    `optimizer-unfit`.
     """
     config: Any = plan.optimizer.config
     device = parts.world.device
@@ -179,7 +172,7 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     groups_of = partial(parameter_groups, config=config, more=EVERYWHERE_ALIKE if is_alike else None)
     factor = plan.learning_rate.build(plan.run.steps)
     is_tried = checks and not plan.optimizer.name.startswith("core.")
-    traits = _traits(plan, parts, model, factor, masters.wide, place) if is_tried else PLAIN
+    traits = traits_of(plan, parts, model, factor, masters.wide, place) if is_tried else PLAIN
     return Update(
         parts.store,
         masters,
@@ -199,96 +192,29 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     )
 
 
-def _traits(
-    plan: Plan, parts: Parts, model: Model, factor: Callable[[int], float], dtype: torch.dtype, place: torch.device
-) -> Traits:
-    """Returns the traits of the plan's optimizer. Raises PlanError `optimizer-unfit` if a run cannot step it right."""
-    every = {one.ndim for layer in model.layers for one in layer.module.parameters() if one.requires_grad}
-    changes = any(factor(step) != 1.0 for step in range(0, plan.run.steps, 1 + plan.run.steps // 100))
-    traits, faults = try_optimizer(plan, every, dtype, place, lr_changes=changes)
-    if traits.draws and parts.store.reduction.fixed_order and _is_cut(plan):
-        message = "draws random numbers for the parameters that a rank steps, so layouts that cut the model differ"
-        faults.append(Unfit(message, 'use `reduction = "fast"`, or leave `pp`, `wp` and shards out'))
-    if traits.has_modes and any(_steps_apart(component) for component in plan.offload):
-        message = "switches weights between training and evaluation, which needs all of its states on the device at once"
-        faults.append(Unfit(message, 'use `when = "idle"`, or `memory.host_optimizer`'))
-    if faults:
-        raise PlanError.many(
-            plan.diagnostic(
-                "optimizer-unfit", f"`{plan.optimizer.name}` {one.message}", ("optimizer", one.key), one.hint or None
-            )
-            for one in faults
-        )
-    return traits
-
-
-def try_optimizer(
-    plan: Plan, ndims: Collection[int], dtype: torch.dtype, place: torch.device, *, lr_changes: bool = True
-) -> tuple[Traits, list[Unfit]]:
-    """Tries the plan's optimizer on two small parameters of `dtype`, of the most and of the fewest dims of a model's; returns
-    its traits, and what a run cannot do right with it. lr_changes: whether it must follow a learning rate that changes.
-    """
-    config: Any = plan.optimizer.config
-    rates = {"lr": config.lr, "initial_lr": config.lr}
-    options = [{**rates, "weight_decay": config.weight_decay}, {**rates, "weight_decay": 0.0}]
-    given = ToyParameters(options, (max(ndims, default=1), min(ndims, default=1)), dtype, place)
-    build = partial(_built, plan.optimizer, place)
-    return examine(build, given, scope_of(plan.optimizer.record, plan.optimizer.config), lr_changes=lr_changes)
-
-
-def _built(optimizer: Component, place: torch.device, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    built: torch.optim.Optimizer = optimizer.build(groups, place)
-    return built
-
-
-def _is_cut(plan: Plan) -> bool:
-    """Returns whether ranks step other elements than one process does."""
-    shards = any(getattr(one.record, "result", "full") == "shard" for one in plan.gradient_handlers)
-    return plan.parallel.pp > 1 or plan.parallel.wp > 1 or shards
-
-
-def _steps_apart(component: Component) -> bool:
-    """Returns whether a manager brings only the states of what is stepped at a time to the device."""
-    record = component.record
-    assert isinstance(record, OffloadManagerRecord), component.name
-    return record.scope(component.config) != "global" and not steps_on_host(record)
-
-
 def counts_of(plan: Plan, stepper: Stepper, pools: Pools, memory: RunMemory) -> dict[str, dict[str, float]]:
-    """Returns the counts of the run's parts that implement `protocols.Counts`, and of its offload managers, by their names
-    in the plan.
-
-    A name that the plan lists twice is followed by its number.
+    """Returns the numbers of parts that implement `protocols.Counts`, and of offload managers, by their names in the plan; a
+    name that the plan lists twice is followed by its number.
     """
     parts = [*parts_of(plan, stepper), *zip(plan.offload, map(CountsOf, memory.managers), strict=True)]
-    found: dict[str, dict[str, float]] = {}
+    counts: dict[str, dict[str, float]] = {}
     for component, part in parts:
-        if component is not None and isinstance(part, Counts):
-            same = sum(name.split(" ")[0] == component.name for name in found)
-            found[f"{component.name} {same + 1}" if same else component.name] = dict(part.counts())
-    return found | {name: dict(pool.counts()) for name, pool in pools.labels().items() if isinstance(pool, Counts)}
+        if isinstance(part, Counts):
+            same = sum(name.split(" ")[0] == component.name for name in counts)
+            counts[f"{component.name} {same + 1}" if same else component.name] = dict(part.counts())
+    return counts | {name: dict(pool.counts()) for name, pool in pools.labels().items() if isinstance(pool, Counts)}
 
 
-def parts_of(plan: Plan, stepper: Stepper) -> list[tuple[Component | None, object]]:
-    """Returns pairs of the plan's component that made a live part of a run (None if the plan has no such
-    table) and that part.
-    """
-    return [
+def parts_of(plan: Plan, stepper: Stepper) -> list[tuple[Component, object]]:
+    """Returns the plan's components, each with the object that it has made for this run."""
+    pairs = [
         (plan.weights, stepper.executor.weights),
         (plan.link, stepper.executor.crossing.link),
         *zip(plan.gradient_handlers, stepper.handlers, strict=True),
         *zip(plan.scheduler_hooks, stepper.executor.hooks, strict=False),
         (plan.activations, stepper.executor.caller.policy),
     ]
-
-
-def keepers_of(plan: Plan, stepper: Stepper) -> dict[str, Keeps]:
-    """Returns those parts that keep something for a checkpoint, by their place: `gradient_handlers.0 dp.powersgd`."""
-    found: dict[str, Keeps] = {}
-    for component, part in parts_of(plan, stepper):
-        if component is not None and isinstance(part, Keeps):
-            found[f"{dotted(component.path)} {component.name}"] = part
-    return found
+    return [(component, part) for component, part in pairs if component is not None]
 
 
 @dataclass(frozen=True)
@@ -311,14 +237,14 @@ class Samples:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Holds what writes into the run's folder; empty if it has none. writers: on rank 0 only."""
+    """The writers into the run's folder; none without one. writers: of metrics, on rank 0 only."""
 
     writers: Sequence[MetricsWriter] = ()
     timeline: StepTimeline | None = None
     profiler: StepProfiler | None = None
 
     def rewind(self, step: int) -> None:
-        """Drops what was written about steps after `step`, which are taken again."""
+        """Drops the rows of steps after `step`, which are taken again."""
         for writer in self.writers:
             if isinstance(writer, Rewinds):
                 writer.rewind(step)
@@ -326,10 +252,10 @@ class Outputs:
 
 @dataclass(frozen=True)
 class AssemblyFacts:
-    """Holds what the assembly found out.
+    """The results of an assembly that a user may want to know.
 
-    num_parameters, num_trained: elements of the whole model's parameters, and of those that are not frozen. notes: what a user
-    should know. found: values of the plan that only the run could determine.
+    num_parameters, num_trained: elements of the whole model's parameters, and of those that are not frozen. notes: for the
+    user. found: values of the plan that only the run could determine.
     """
 
     num_parameters: int
@@ -416,106 +342,75 @@ def state_of(
     folder: Path | None,
     facts: AssemblyFacts,
 ) -> TrainingState:
-    """Returns what a checkpointer is built with. folder: the run's."""
-    tensors = RunTensors(parts, stepper.update, memory, model.per_rank_buffers, keepers_of(plan, stepper))
+    """Returns the state that a checkpointer saves. folder: the run's."""
+    keepers = {
+        f"{dotted(component.path)} {component.name}": part  # such as `gradient_handlers.0 dp.powersgd`
+        for component, part in parts_of(plan, stepper)
+        if isinstance(part, Keeps)
+    }
+    tensors = RunTensors(parts, stepper.update, memory, model.per_rank_buffers, keepers)
     own = plan.checkpoint.config.folder if plan.checkpoint else None
     where = own or (None if folder is None else str(folder.absolute() / CHECKPOINTS))
-    attempt = RunAttempt(folder, parts.world.rank)
-    return TrainingState(plan, tensors, samples.feed, attempt, where, facts.found, facts.notes)
+    return TrainingState(plan, tensors, samples.feed, RunAttempt(folder, parts.world.rank), where, facts.found, facts.notes)
 
 
-def memory_of(plan: Plan, parts: Parts, stepper: Stepper, numbers: MoveNumbers | None, undo: ExitStack) -> RunMemory:
-    """Builds the plan's offload managers, attaches them to a run whose other parts are attached, and returns the run's memory.
-    `undo` gets a call that detaches each.
+def memory_of(parts: Parts, stepper: Stepper, managers: Sequence[OffloadManager], undo: ExitStack) -> RunMemory:
+    """Attaches offload managers to a run whose other parts are attached, and returns the run's memory. `undo` detaches them."""
+    update, crossing = stepper.update, stepper.executor.crossing
 
-    numbers: what a plan with managers adds to each row; it is told of the managers. None without.
-    """
-    update = stepper.update
-    sources: dict[Part, Held] = {
+    def buffers() -> NamedTensors:
+        for layer in parts.layers:
+            yield from layer.module.named_buffers(layer.name)
+
+    def states() -> NamedTensors:
+        """In the order of the parameters, then those under other keys, as `optimizer.<state>`; none before the first step."""
+        names = {id(stepped.parameter) for stepped in update.masters.stepped}
+        for stepped in update.masters.stepped:
+            yield from states_of(stepped)
+        for key, state in update.optimizer.state.items():
+            if id(key) not in names:
+                yield from _under("optimizer", named_tensors(state))
+
+    def states_of(stepped: Stepped) -> NamedTensors:
+        return _under(stepped.name, optimizer_states(update, stepped))
+
+    def held_by(objects: Iterable[object]) -> NamedTensors:
+        for one in objects:
+            if isinstance(one, Holds):
+                yield from one.held()
+
+    def messages() -> NamedTensors:
+        yield from held_by([crossing.link])
+        for handler in stepper.handlers:
+            if isinstance(handler, HoldsMessages):
+                yield from handler.messages()
+
+    def trim(part: Part) -> int:
+        """Frees what the objects of `part` can allocate anew; returns the bytes."""
+        objects: dict[Part, Iterable[object]] = {
+            "pools": parts.pool.pools.values(),
+            "messages": [crossing.link, *stepper.handlers],
+        }
+        return sum(one.trim() for one in objects.get(part, ()) if isinstance(one, Trims))
+
+    sources: dict[Part, Callable[[], NamedTensors]] = {
         "weights": lambda: ((param.name, param.parameter) for param in parts.registry),
-        "buffers": lambda: _buffers(parts),
+        "buffers": buffers,
         "masters": update.masters.held,
-        "optimizer_states": lambda: _states(update),
+        "optimizer_states": states,
         "gradients": parts.store.held,
-        "handlers": lambda: _all_held(stepper.handlers),
+        "handlers": lambda: held_by(stepper.handlers),
         "pools": parts.pool.held,
-        "messages": lambda: _messages(stepper),
+        "messages": messages,
     }
-    trims: dict[Part, Callable[[], Iterable[object]]] = {
-        "pools": parts.pool.pools.values,
-        "messages": lambda: [stepper.executor.crossing.link, *stepper.handlers],
-    }
-    holdings = Holdings(
-        parts.world.device.torch_device, parts.store, sources, partial(_states_of, update), partial(_trim, trims)
-    )
-    managers: list[OffloadManager] = [component.build() for component in plan.offload]
-    for manager in managers if parts.world.device.type != "meta" else ():  # nothing moves where nothing has memory
+    device = parts.world.device
+    holdings = Holdings(device.torch_device, parts.store, sources, states_of, trim)
+    for manager in managers if device.type != "meta" else ():  # nothing moves where nothing has memory
         manager.attach(parts, holdings)
         undo.callback(manager.detach)
-    if numbers is not None:
-        numbers.managers = managers
-    return RunMemory(parts.world.device, holdings, managers, update.masters, parts.events.came_back)
+    return RunMemory(device, holdings, managers, update.masters, parts.events.came_back)
 
 
-def move_numbers(plan: Plan, parts: Parts) -> MoveNumbers | None:
-    """Adds numbers of how much memory moved to each row, and returns what fills them; None for a plan without `[[offload]]`. To
-    be called before all ranks agree on the names of such numbers.
-    """
-    if not plan.offload:
-        return None
-    moved = [part for one in plan.offload for part in _parts_of(one)]
-    return MoveNumbers(parts.numbers, parts.groups["all"].size, moved)
-
-
-def _parts_of(manager: Component) -> Sequence[str]:
-    record = manager.record
-    assert isinstance(record, OffloadManagerRecord), manager.name
-    return record.parts(manager.config)
-
-
-def _buffers(parts: Parts) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and tensor of all buffers of this rank's layers."""
-    for layer in parts.layers:
-        yield from layer.module.named_buffers(layer.name)
-
-
-def _states(update: Update) -> Iterator[tuple[str, Tensor]]:
-    """Yields name, `<parameter>.<state>`, and tensor of all optimizer states, in the order of the parameters; then those that
-    the optimizer keeps under other keys, as `optimizer.<state>`. None before its first step.
-    """
-    names = {id(stepped.parameter): stepped.name for stepped in update.masters.stepped}
-    for stepped in update.masters.stepped:
-        yield from _states_of(update, stepped)
-    for key, state in update.optimizer.state.items():
-        if id(key) not in names:
-            yield from _under("optimizer", named_tensors(state))
-
-
-def _states_of(update: Update, stepped: Stepped) -> Iterator[tuple[str, Tensor]]:
-    """Returns name and tensor of the optimizer's states of one parameter."""
-    return _under(stepped.name, optimizer_states(update, stepped))
-
-
-def _under(name: str, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _under(name: str, tensors: Iterable[tuple[str, Tensor]]) -> NamedTensors:
     """Returns the tensors with `name.` in front of their names."""
     return ((f"{name}.{inner}" if inner else name, tensor) for inner, tensor in tensors)
-
-
-def _all_held(objects: Iterable[object]) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and tensor of what those of `objects` hold that tell it."""
-    for one in objects:
-        if isinstance(one, Holds):
-            yield from one.held()
-
-
-def _messages(stepper: Stepper) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and tensor of the buffers of stage links and handlers for what is on its way."""
-    yield from _all_held([stepper.executor.crossing.link])
-    for handler in stepper.handlers:
-        if isinstance(handler, HoldsMessages):
-            yield from handler.messages()
-
-
-def _trim(of_part: Mapping[Part, Callable[[], Iterable[object]]], part: Part) -> int:
-    """Lets the objects of `part` free what they can allocate anew; returns the bytes, 0 for a part that has none."""
-    return sum(one.trim() for one in of_part[part]() if isinstance(one, Trims)) if part in of_part else 0

@@ -1,5 +1,5 @@
-"""The attempts of a run: which start of it took which steps. The run's folder and each checkpoint say it, so that a run resumes
-from what it wrote itself, or not at all.
+"""The attempts of a run, and the steps that each has taken. The run's folder and each checkpoint name them, so that a run
+resumes from a checkpoint of its own, or from none.
 
     attempt A    steps 1 to 14, then killed; its newest checkpoint is that of step 10
     attempt B    steps 11 to 20, by `--resume auto`                                       lineage of B: (A, 0), (B, 10)
@@ -30,14 +30,14 @@ WEIGHTS = "weights"
 CHECKPOINTS = "checkpoints"
 """In a run's folder: its plan, its final weights, and its checkpoints, where the plan names no other folder for them."""
 
-KEPT = {("data", "tokenizer"): "tokenizer", ("model", "weights"): "start"}
-"""Keys of the plan that name files, and the folder in the run's own in which a run keeps copies of the small ones."""
+COPIES = {("data", "tokenizer"): "tokenizer", ("model", "weights"): "start"}
+"""Keys of the plan that name files, and the folder within the run's own where a run keeps copies of the small ones."""
 
 
-def with_kept(document: Document, folder: Path) -> Document:
-    """Returns the plan's document with the files that the run in `folder` has kept in place of those that it names."""
+def with_copies(document: Document, folder: Path) -> Document:
+    """Returns the plan's document with the copies of files in the run's `folder` in place of the originals."""
     tables: dict[str, Any] = dict(document.tables)
-    for (table, key), name in KEPT.items():
+    for (table, key), name in COPIES.items():
         if key in tables.get(table, {}) and (folder / name).is_dir():
             tables[table] = {**tables[table], key: str((folder / name).absolute())}
     return replace(document, tables=tables)
@@ -46,27 +46,27 @@ def with_kept(document: Document, folder: Path) -> Document:
 NAME = "attempt.json"
 
 ID_LENGTH = 12
-"""Of an attempt, in hexadecimal digits."""
+"""Hexadecimal digits of an attempt's id."""
 
 NEVER_ANEW = "never-anew"
-"""The code of a load that would begin work again which has been done."""
+"""The error code of a load that would repeat finished work."""
 
 _WITHOUT_END = 2**63
 
 
 class AttemptStart(NamedTuple):
-    """Names an attempt, and the number of steps that were done when it began."""
+    """An attempt, and the number of steps done when it began."""
 
     id: str
     step: int
 
 
 Lineage = tuple[AttemptStart, ...]
-"""The attempts that took the steps of a run, the latest last: each took the steps from its own start to that of the next."""
+"""The attempts that took the steps of a run, the latest last: each those from its own start to the start of the next."""
 
 
 def lineage_of(pairs: Iterable[Sequence[Any]]) -> Lineage:
-    """Returns the lineage that JSON has as pairs. Raises ValueError, TypeError."""
+    """Returns the lineage of JSON's pairs. Raises ValueError, TypeError."""
     return tuple(AttemptStart(str(name), int(step)) for name, step in pairs)
 
 
@@ -81,11 +81,11 @@ def steps_in_common(one: Lineage, other: Lineage) -> int:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Says which attempts took the steps of the run in a folder.
+    """The attempt of the run in a folder.
 
-    left: earlier attempts of this run, of which it has no step any more. given: the checkpoint that the user has named; origin:
-    the path of the one that was loaded for it. saved: the step of the newest checkpoint, -1 for none. job, torchrun: which
-    SLURM job and which torchrun have started it; "" for none.
+    lineage: of its steps. left: earlier attempts of this run without a step in the lineage. given: the checkpoint that the user
+    has named; origin: the path of the one that was loaded for it. saved: the step of the newest checkpoint, -1 for none. job,
+    torchrun: the SLURM job and the torchrun that have started it; "" for none.
     """
 
     lineage: Lineage
@@ -120,28 +120,23 @@ class Attempt:
 
 
 def new_attempt(step: int = 0) -> Attempt:
-    """Returns an attempt that nobody has begun before."""
+    """Returns a new attempt, which begins after `step` steps."""
     return Attempt((AttemptStart(secrets.token_hex(ID_LENGTH // 2), step),), job=job(), torchrun=torchrun())
 
 
-def going_on(before: Attempt | None, lineage: Lineage, step: int, given: str, path: str) -> Attempt:
-    """Returns the attempt that goes on after the first `step` steps of `lineage`, from the checkpoint at `path`.
+def resumed(before: Attempt | None, lineage: Lineage, step: int, given: str, path: str) -> Attempt:
+    """Returns the attempt that resumes after the first `step` steps of `lineage`, from the checkpoint at `path`.
 
-    before: of the folder; a checkpoint that none of its attempts wrote begins a lineage of its own. given: the path that the
-    user has named; "" if the run has found the checkpoint itself.
+    before: the folder's attempt; a checkpoint that none of its attempts wrote begins a lineage of its own. given: the path that
+    the user has named; "" if the run has found the checkpoint itself.
     """
     new = new_attempt(step)
     if before is not None and before.wrote(lineage):
         new = replace(new, lineage=(*(start for start in lineage if start.step < step), *new.lineage))
-        new = replace(new, left=_left(before, new))
+    left = () if before is None else tuple(sorted(before.ids - {start.id for start in new.lineage}))
     if given or before is None:
-        return replace(new, given=given, origin=path)
-    return replace(new, left=_left(before, new), given=before.given, origin=before.origin, saved=before.saved)
-
-
-def _left(before: Attempt, new: Attempt) -> tuple[str, ...]:
-    """Returns the attempts of `before` of which `new` has no step."""
-    return tuple(sorted(before.ids - {start.id for start in new.lineage}))
+        return replace(new, left=left if before is not None and before.wrote(lineage) else (), given=given, origin=path)
+    return replace(new, left=left, given=before.given, origin=before.origin, saved=before.saved)
 
 
 def job() -> str:
@@ -159,8 +154,8 @@ def read_attempt(folder: Path) -> Attempt | None:
     """Returns the attempt of the run in `folder`; None if none has begun. Raises RunError "attempt" for a damaged file."""
     path = folder / NAME
     try:
-        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        attempt = Attempt(**{**found, "lineage": lineage_of(found["lineage"]), "left": tuple(found["left"])})
+        fields: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        attempt = Attempt(**{**fields, "lineage": lineage_of(fields["lineage"]), "left": tuple(fields["left"])})
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -181,8 +176,8 @@ def write_attempt(folder: Path, attempt: Attempt) -> None:
 
 
 class RunAttempt:
-    """Keeps the record of the attempts in `folder`, the run's; None if the run has none. current: the attempt of this process,
-    None before it begins; on rank 0 alone.
+    """The attempt file in a run's `folder`; None if the run has none. current: the attempt of this process, None before it
+    begins; on rank 0 alone.
     """
 
     def __init__(self, folder: Path | None, rank: int) -> None:
@@ -193,7 +188,7 @@ class RunAttempt:
 
     @property
     def known(self) -> Attempt | None:
-        """The attempt of this process, or else that which the folder names. Raises RunError "attempt"."""
+        """The attempt of this process, or else the folder's. Raises RunError "attempt"."""
         return self.current or (None if self.folder is None else read_attempt(self.folder))
 
     def begin(self, step: int) -> None:
@@ -221,7 +216,7 @@ class RunAttempt:
     def resume(self, lineage: Lineage, step: int, given: str, path: str) -> tuple[int, str]:
         """Makes the next step the first of an attempt that goes on after the first `step` steps of `lineage`.
 
-        given: as of `going_on`. Returns how many steps the attempts before it in the run's folder have in common with the
+        given: as of `resumed`. Returns how many steps the attempts before it in the run's folder have in common with the
         checkpoint at `path`, and a note for the user; 0 and "" on ranks other than 0.
         """
         if not self._is_first_rank:
@@ -232,7 +227,7 @@ class RunAttempt:
         if before is not None and common < step and before.origin != path:
             whose = "an earlier attempt of this run" if before.wrote(lineage) else "another run"
             note = f"{path} is of {whose}: rows of other steps than its own are dropped"
-        self.current, self._is_begun = going_on(before, lineage, step, given, path), False
+        self.current, self._is_begun = resumed(before, lineage, step, given, path), False
         return min(step, common), note
 
     def refuse_to_begin_anew(self, where: str, others: Sequence[str] = ()) -> None:

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import (
-    Distribution,
-    EntryPoint,
-    MetadataPathFinder,
-    PackageMetadata,
-    PackageNotFoundError,
-    distributions,
-    version,
-)
+from importlib.metadata import Distribution, EntryPoint, PackageMetadata, PackageNotFoundError, distributions, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,8 +49,9 @@ def installed() -> Mapping[str, list[Found]]:
     """
     found: dict[str, list[Found]] = {}
     seen: set[str] = set()
-    for entry in sys.path:
-        for name, plugins in _in_folder(entry):
+    for entry in map(Path, sys.path):  # an empty entry is the current folder
+        changed = entry.stat().st_mtime_ns if entry.exists() else 0
+        for name, plugins in _read(str(entry.absolute()), changed):
             if name not in seen:
                 seen.add(name)
                 for one in plugins:
@@ -67,28 +59,12 @@ def installed() -> Mapping[str, list[Found]]:
     return found
 
 
-def _in_folder(entry: str) -> list[tuple[str, list[Found]]]:
-    """Returns the distributions with plugins at one entry of `sys.path`, by canonical name; cached until the folder changes.
-
-    Called for each plan that is loaded, and reading the files of an environment's hundred distributions takes 4 ms. As for
-    imports, a folder has changed if its time has. A folder that has just changed is not cached, since a later change may have
-    the same time.
+@cache
+def _read(entry: str, changed: int) -> list[tuple[str, list[Found]]]:
+    """Returns the distributions with plugins at one entry of `sys.path`, by canonical name. changed: the time of the folder, by
+    which the result is cached: reading an environment takes 4 ms, for each plan that is loaded.
     """
-    try:
-        folder = Path(entry).stat()  # an empty entry is the current folder, as for Python
-    except OSError:
-        return list(_read(entry))
-    key = folder.st_dev, folder.st_ino, folder.st_mtime_ns
-    if key not in _kept:
-        if abs(time.time() - folder.st_mtime) < _SETTLED_S:
-            MetadataPathFinder().invalidate_caches()  # importlib also caches names by the folder's time
-            return list(_read(entry))
-        _kept[key] = list(_read(entry))
-    return _kept[key]
-
-
-def _read(entry: str) -> Iterator[tuple[str, list[Found]]]:
-    """Yields the distributions with plugins at one entry of `sys.path`, read from their files."""
+    found = []
     for dist in distributions(path=[entry]):
         text = _entry_points(dist)
         if GROUP not in text:
@@ -98,14 +74,8 @@ def _read(entry: str) -> Iterator[tuple[str, list[Found]]]:
         # An egg-info has its requirements in a separate file, which `dist.requires` reads.
         requires = tuple(metadata.get_all("Requires-Dist") or dist.requires or ())
         points = [EntryPoint(key, value, GROUP) for key, value in _of_group(text)]
-        yield _canonical(name), [Found(point.name, name, number, point, requires) for point in points]
-
-
-_kept: dict[tuple[int, int, int], list[tuple[str, list[Found]]]] = {}
-"""The distributions of each folder, by device, inode and time of change (ns)."""
-
-_SETTLED_S = 2.0
-"""Seconds after which a change gets another time stamp on any file system."""
+        found.append((_canonical(name), [Found(point.name, name, number, point, requires) for point in points]))
+    return found
 
 
 def to_install(name: str, extra: str = "") -> str:

@@ -1,8 +1,9 @@
-"""Seeds the generators of this process for each use: torch's default one, `random` and numpy's, and those that modules hold.
+"""Seeds the generators of this process for each use: torch's default one, those of `random` and numpy, and generators in
+modules.
 
 A use is a layer in a micro-batch, or a sample that is read. Each has a seed that no layout changes, so it draws the same
 numbers on every rank, and again in recomputation. The data set is read by another thread while a forward runs; one that draws
-from these generators and a layer take turns (`IN_USE`).
+from these generators takes turns with layers (`IN_USE`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import random
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import sha256
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -24,10 +25,10 @@ from torch import Tensor, nn
 from sley_core.errors import PlanError
 
 IN_USE: Any = threading.RLock()
-"""Held by a thread while generators are seeded for its use, by a layer or where a sample is read."""
+"""The lock of the generators, while they are seeded for a layer or for a sample that is read."""
 
 _STATE: Any = threading.RLock()
-"""Held for a moment, while states are saved and restored."""
+"""The lock of saved states, for a moment."""
 
 for _lock in (IN_USE, _STATE):
     os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # another thread may hold it then, which the child lacks
@@ -70,7 +71,7 @@ def set_host_state(state: State) -> None:
 
 
 class _Seeded:
-    """Is a use of generators that are restored after it. before: the states to restore."""
+    """A use of generators that are restored after it. before: the states to restore."""
 
     running: ClassVar[_Seeded | None] = None
 
@@ -149,43 +150,36 @@ def seed_own(generators: Iterable[Any], seed: int) -> None:
 
 
 def own_generators(module: nn.Module, name: str) -> list[Any]:
-    """Returns the generators that a module and its submodules hold: in attributes, in containers and plain objects there, and
-    those that their functions name.
+    """Returns the generators of a module and its submodules: in attributes, in containers and plain objects there, and those
+    that their functions name.
 
     Raises PlanError "model-random" for one that cannot be seeded. name: the module's, for the error.
     """
-    found: dict[int, Any] = {}
+    generators: dict[int, Any] = {}
     seen: set[int] = set()
     for path, part in module.named_modules(prefix=name):
-        for generator in _held(part, ("_parameters", "_buffers", "_modules"), seen):
-            found.setdefault(id(generator), _checked(generator, f"the module {path!r}", "model"))
-    return list(found.values())
+        for generator in _generators_of(part, ("_parameters", "_buffers", "_modules"), seen):
+            generators.setdefault(id(generator), _checked(generator, f"the module {path!r}", "model"))
+    return list(generators.values())
 
 
 def generators_of_function(function: Any) -> list[Any]:
-    """Returns the generators that a function encloses or names, or a partial one binds: not those that classes name."""
+    """Returns the generators that a function encloses or names, or a partial one binds, but not those of classes."""
     return list(_generators_in(function, set(), _DEPTH))
 
 
 def generators_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Returns the generators that an optimizer holds, as `own_generators` does. Raises PlanError "model-random"."""
-    held = _held(optimizer, ("state", "param_groups"), set())
-    found = {id(one): _checked(one, f"the optimizer {type(optimizer).__name__}", "optimizer") for one in held}
-    return list(found.values())
+    """Returns the generators of an optimizer, as `own_generators` does. Raises PlanError "model-random"."""
+    owner, every = f"the optimizer {type(optimizer).__name__}", _generators_of(optimizer, ("state", "param_groups"), set())
+    return list({id(one): _checked(one, owner, "optimizer") for one in every}.values())
 
 
-def _held(owner: object, without: Sequence[str], seen: set[int]) -> Iterator[Any]:
-    """Yields the generators that an object holds, in attributes other than `without` and by its class."""
+def _generators_of(owner: object, without: Sequence[str], seen: set[int]) -> Iterator[Any]:
+    """Yields the generators in attributes of an object other than `without`, and in its class and bases, torch's left out."""
+    bases = [base for base in type(owner).__mro__ if base is not object and not base.__module__.startswith("torch.")]
     values = [value for key, value in vars(owner).items() if key not in without]
-    for value in (*values, *_of_class(type(owner))):
+    for value in (*values, *(value for base in bases for value in vars(base).values())):
         yield from _generators_in(value, seen, _DEPTH)
-
-
-def _of_class(kind: type) -> Iterator[Any]:
-    """Yields the methods and attributes of a class and of its bases, without torch's."""
-    for base in kind.__mro__:
-        if base is not object and not base.__module__.startswith("torch."):
-            yield from vars(base).values()
 
 
 def _generators_in(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
@@ -200,36 +194,30 @@ def _generators_in(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
         yield from _generators_in(part, seen, depth - 1)
 
 
-def _parts(value: Any) -> Iterable[Any]:
-    """Returns what `value` refers to: items, attributes, or what a function encloses and names."""
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, list | tuple | set | frozenset):
-        return list(value)
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, MethodType | BuiltinFunctionType):
-        return [value.__self__, getattr(value, "__func__", None)]
-    if isinstance(value, FunctionType):
-        return list(_of_function(value))
-    return list(getattr(value, "__dict__", {}).values())
-
-
-def _of_function(function: FunctionType) -> Iterator[Any]:
-    """Yields a function's enclosed values and defaults, and of the globals that it names, generators, containers, and functions
-    of its own file.
+def _parts(value: Any) -> Iterator[Any]:
+    """Yields the objects to which `value` refers: items, attributes, and for a function its enclosed values and defaults, and
+    of the globals that it names generators, containers, and functions of its own file.
     """
-    yield from (function.__defaults__ or (), function.__kwdefaults__ or {}, getattr(function, "__wrapped__", None))
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-    for name in _names(function.__code__):
-        value = function.__globals__.get(name)
-        is_own = isinstance(value, FunctionType) and value.__module__ == function.__module__
-        if is_own or isinstance(value, list | tuple | dict) or _is_generator(value):
-            yield value
+    if isinstance(value, Mapping):
+        yield from list(value.values())
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from list(value)
+    elif isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, MethodType | BuiltinFunctionType):
+        yield from (value.__self__, getattr(value, "__func__", None))
+    elif isinstance(value, FunctionType):
+        yield from (value.__defaults__ or (), value.__kwdefaults__ or {}, getattr(value, "__wrapped__", None))
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # not filled yet
+                yield cell.cell_contents
+        for name in _names(value.__code__):
+            known = value.__globals__.get(name)
+            is_own = isinstance(known, FunctionType) and known.__module__ == value.__module__
+            if is_own or isinstance(known, list | tuple | dict) or _is_generator(known):
+                yield known
+    else:
+        yield from list(getattr(value, "__dict__", {}).values())
 
 
 def _names(code: CodeType) -> Iterator[str]:

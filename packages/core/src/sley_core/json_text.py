@@ -1,10 +1,14 @@
-"""Makes JSON that every reader accepts, and writes files completely or not at all. Imports no torch."""
+"""JSON that every reader accepts, values that come back from JSON unchanged, and files that appear complete or not at all.
+Imports no torch by itself.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import sys
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,3 +59,57 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
+
+
+_TAG = "sley:"
+
+
+def encode_value(value: Any) -> Any:
+    """Returns `value` as JSON, from which `decode_value` makes an equal value: None, numbers, strings, bytes, tensors, and
+    lists, tuples and dicts of them, which plain JSON would change. Raises TypeError for anything else.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is list:
+        return [encode_value(one) for one in value]
+    if type(value) is tuple:
+        return {_TAG + "tuple": [encode_value(one) for one in value]}
+    if isinstance(value, bytes | bytearray):
+        return {_TAG + "bytes": b64encode(value).decode()}
+    if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        name, text = (str(value.dtype).removeprefix("torch."), b64encode(flat.view(torch.uint8).numpy().tobytes()).decode())
+        return {_TAG + "tensor": [name, list(value.shape), text]}
+    if isinstance(value, dict):
+        if all(isinstance(key, str) and not key.startswith(_TAG) for key in value):
+            return {key: encode_value(one) for key, one in value.items()}
+        return {_TAG + "dict": [[encode_value(key), encode_value(one)] for key, one in value.items()]}
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a number of numpy's
+        return encode_value(value.item())
+    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is no plain data")
+
+
+def decode_value(value: Any) -> Any:
+    """Returns the value that was given to `encode_value`."""
+    if isinstance(value, list):
+        return [decode_value(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) != 1 or not (tag := next(iter(value))).startswith(_TAG):
+        return {key: decode_value(one) for key, one in value.items()}
+    inner = value[tag]
+    match tag.removeprefix(_TAG):
+        case "tuple":
+            return tuple(decode_value(one) for one in inner)
+        case "bytes":
+            return b64decode(inner)
+        case "dict":
+            return {decode_value(key): decode_value(one) for key, one in inner}
+        case "tensor":
+            name, shape, text = inner
+            import torch
+
+            flat = torch.frombuffer(bytearray(b64decode(text)), dtype=torch.uint8) if text else torch.empty(0)
+            dtype: torch.dtype = getattr(torch, name)
+            return flat.view(dtype).reshape(shape) if text else torch.empty(shape, dtype=dtype)
+    raise ValueError(f"a value is marked {tag!r}, which this version does not know")

@@ -8,7 +8,7 @@ once and one by one, whole and cut, without a stop and resumed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,10 +20,11 @@ from torch.utils._pytree import tree_leaves
 from sley_core.comm.copies import storage_id
 from sley_core.engine.buffers import ElementRange
 from sley_core.engine.update import step_buckets
-from sley_core.errors import RunError
+from sley_core.errors import PlanError, RunError
 from sley_core.factory import cause
 from sley_core.generators import comparable_state, generators_of_optimizer, seed_host, seed_own, seeded
-from sley_core.json_values import from_json, to_json
+from sley_core.json_text import decode_value, encode_value
+from sley_core.optim.config import scope_of
 from sley_core.optim.shared import (
     Traits,
     attributes_of,
@@ -39,9 +40,13 @@ from sley_core.optim.shared import (
     shared_values,
     with_own_gradients,
 )
+from sley_core.records import OffloadManagerRecord
 from sley_core.run_state.tensors import StateLeaf, joined, leaves
 
 if TYPE_CHECKING:
+    from sley_core.engine.parts import Parts
+    from sley_core.model.layers import Model
+    from sley_core.plan.plan import Plan
     from sley_core.records import Scope
 
 Groups = list[dict[str, Any]]
@@ -132,6 +137,54 @@ class Trial:
 
 class _Stepped(NamedTuple):
     parameter: nn.Parameter
+
+
+def traits_of(
+    plan: Plan, parts: Parts, model: Model, factor: Callable[[int], float], dtype: torch.dtype, place: torch.device
+) -> Traits:
+    """Returns the traits of the plan's optimizer. factor: of the learning rate at a step. dtype, place: of the parameters that
+    it steps. Raises PlanError `optimizer-unfit`, the same on every rank, if a run cannot step it right.
+    """
+    ndims = {one.ndim for layer in model.layers for one in layer.module.parameters() if one.requires_grad}
+    lr_changes = any(factor(step) != 1.0 for step in range(0, plan.run.steps, 1 + plan.run.steps // 100))
+    traits, faults = try_optimizer(plan, ndims, dtype, place, lr_changes=lr_changes)
+    # Where ranks step other elements than one process does, they draw other numbers.
+    shards = any(getattr(one.record, "result", "full") == "shard" for one in plan.gradient_handlers)
+    is_cut = plan.parallel.pp > 1 or plan.parallel.wp > 1 or shards
+    if traits.draws and parts.store.reduction.fixed_order and is_cut:
+        message = "draws random numbers for the parameters that a rank steps, so layouts that cut the model differ"
+        faults.append(Unfit(message, 'use `reduction = "fast"`, or leave `pp`, `wp` and shards out'))
+    for manager in plan.offload if traits.has_modes else ():
+        record = manager.record
+        assert isinstance(record, OffloadManagerRecord), manager.name
+        if record.scope(manager.config) != "global" and not record.steps_on_host:
+            message = "switches weights between training and evaluation, which needs all of its states on the device at once"
+            faults.append(Unfit(message, 'use `when = "idle"`, or `memory.host_optimizer`'))
+    if faults:
+        name = plan.optimizer.name
+        raise PlanError.many(
+            plan.diagnostic("optimizer-unfit", f"`{name}` {one.message}", ("optimizer", one.key), one.hint or None)
+            for one in faults
+        )
+    return traits
+
+
+def try_optimizer(
+    plan: Plan, ndims: Collection[int], dtype: torch.dtype, place: torch.device, *, lr_changes: bool = True
+) -> tuple[Traits, list[Unfit]]:
+    """Tries the plan's optimizer on two small parameters of `dtype`, with the most and the fewest dims of a model's; returns
+    its traits, and what a run cannot do right with it. lr_changes: whether it must follow a learning rate that changes.
+    """
+    config: Any = plan.optimizer.config
+    rates = {"lr": config.lr, "initial_lr": config.lr}
+    options = [{**rates, "weight_decay": config.weight_decay}, {**rates, "weight_decay": 0.0}]
+    given = ToyParameters(options, (max(ndims, default=1), min(ndims, default=1)), dtype, place)
+
+    def build(groups: Groups) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = plan.optimizer.build(groups, place)
+        return optimizer
+
+    return examine(build, given, scope_of(plan.optimizer.record, plan.optimizer.config), lr_changes=lr_changes)
 
 
 def examine(
@@ -300,7 +353,7 @@ def _resumed(build: Build, given: ToyParameters) -> list[Tensor]:
 
 def _saved(value: Any) -> Any:
     """Returns a value as it comes out of a checkpoint."""
-    return value.clone() if isinstance(value, Tensor) else from_json(json.loads(json.dumps(to_json(value))))
+    return value.clone() if isinstance(value, Tensor) else decode_value(json.loads(json.dumps(encode_value(value))))
 
 
 def _whole(shape: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.data.feed import Feed
 from sley_core.errors import PlanError, RunError
-from sley_core.json_values import from_json, to_json
+from sley_core.json_text import decode_value, encode_value
 
 
 class Stream:
@@ -230,7 +230,7 @@ def test_a_stream_that_is_resumed_again_and_again_gives_every_sample_once(kind: 
     while len(found) < 30:
         with Feed(kind(num_samples), seed=1, batch_size=batch_size, rows=range(batch_size)) as feed:
             if state is not None:
-                feed.restore(from_json(json.loads(json.dumps(to_json(state)))))
+                feed.restore(decode_value(json.loads(json.dumps(encode_value(state)))))
             for _ in range(min(drawn.randint(1, 12), 30 - len(found))):
                 found.append(feed.next()["x"].tolist())
             state = feed.state()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 
 import pytest
@@ -72,22 +71,6 @@ def test_a_call_without_a_label_that_counts(alone, small, empty):
         with pytest.raises(RunError, match="nothing-counts"):
             accumulated(run, [without_labels(part) for part in parts])
         assert_same_bits(before, weights(run))
-
-
-def test_a_number_that_is_none_refuses_the_step(alone, small):
-    with alone(small()) as run, alone(small()) as other:
-        first, second = cut(run.feed.next(), 2, 2)
-        before = weights(run)
-        hook = run.layers[0].module.register_forward_hook(lambda _, __, output: output * math.nan)
-        with run.accumulate():
-            assert math.isnan(run.step(first)["loss"])
-            hook.remove()
-        with pytest.raises(RunError, match="not-finite"):
-            run.step(second)
-        assert_same_bits(before, weights(run))
-        assert run.num_steps_done == 1
-        other.num_steps_done = 1
-        assert run.step(first)["loss"] == other.step(first)["loss"], "nothing of the refused step is left"
 
 
 BETWEEN = {

@@ -6,7 +6,6 @@ import importlib
 from collections import Counter
 
 import pytest
-import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
@@ -70,64 +69,6 @@ def test_micro_batches_that_come_apart_are_the_batch_that_they_make(own, small):
     assert ragged.rows[0]["tokens"] == sum(lengths)
 
 
-def test_own_batches_are_the_plans_own_where_they_are_equal(own, small):
-    """Without shuffling step n of the plan's data holds samples 4n to 4n + 3."""
-    tables = small(data__shuffle=False)
-    batch = importlib.import_module("own_data").batch
-    assert_parity(
-        record(tables, 3, folder=own), [record(tables, 3, folder=own, batches=[batch(4 * n, 4) for n in range(3)])], "fp64"
-    )
-
-
-def accumulate(tables, folder, num_steps):
-    """By step: which micro-batch was running as each gradient became ready; and the weights at the end."""
-    ready = []
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-
-        def note(param):
-            action = run.store.state.action
-            ready[-1].append(None if action is None else action.micro)
-
-        run.store.on_ready.append(note)
-        for _ in range(num_steps):
-            ready.append([])
-            run.step()
-        return ready, weights(run)
-
-
-def test_gradients_are_ready_once_a_step_and_in_its_last_backward_only(ranks, own, small):
-    """Whatever the number of micro-batches and ranks; after three batches the weights are the same."""
-    found = {}
-    for micro_size in (1, 2, 4):
-        tables = small(batch={"global_size": 8, "micro_size": micro_size})
-        found[micro_size, 1] = [accumulate(tables, own, 3)]
-        found[micro_size, 2] = ranks(2)(accumulate, tables, own, 3)
-    reference = found[4, 1][0][1]
-    for (micro_size, num_ranks), of_ranks in found.items():
-        last = 8 // (micro_size * num_ranks) - 1
-        for ready, values in of_ranks:
-            assert_close_gradients(reference, values, 1e-9)
-            for step, micros in enumerate(ready):
-                assert len(micros) == 19
-                # The first step learns what to expect; and where nobody reduces, nobody watches the backward.
-                assert set(micros) == ({None} if step == 0 or num_ranks == 1 else {last})
-
-
-def test_a_restored_feed_gives_the_batches_that_would_have_come(alone, small):
-    with alone(small()) as run:
-        for _ in range(3):
-            run.step()
-        place = run.feed.state()
-        wanted = [run.feed.next() for _ in range(3)]
-    with alone(small()) as later:
-        later.step()
-        later.feed.restore(place)
-        for batch in wanted:
-            found = later.feed.next()
-            assert found.keys() == batch.keys()
-            assert all(torch.equal(found[name], batch[name]) for name in batch)
-
-
 def samples_of(tables, folder, num_steps):
     """The dataset's index of every sample of this rank, step by step."""
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
@@ -147,10 +88,3 @@ def test_every_sample_comes_once_an_epoch_and_none_is_dropped(ranks, own, small)
     assert len(set(epochs)) > 1
     first, second = ranks(2)(samples_of, tables, own, 10)
     assert [index for pair in zip(first, second, strict=True) for step in pair for index in step] == alone
-
-
-def test_a_stream_without_a_length_trains_alike_in_every_layout(ranks, own, small):
-    tables = small(data={"factory": "own_data:Stream"})
-    reference = record(tables, 3, folder=own)
-    assert_parity(reference, ranks(2)(record, tables, 3, folder=own), "fp64")
-    assert_parity(reference, [record(small(data__shuffle=False), 3, folder=own)], "fp64")

@@ -43,20 +43,6 @@ def test_in_recomputation_too(waited):
     assert seen == uses([*LAYERS, "blocks.1", "blocks.0"])
 
 
-def test_in_evaluation_too(waited):
-    with waited(evaluation={"every": 1, "steps": 3}) as (run, seen):
-        run.evaluate()
-    assert seen == 3 * uses(LAYERS)
-
-
-def test_a_layer_that_waits_for_nothing_is_not_held_up(alone, small):
-    seen = []
-    with alone(small(batch__global_size=1)) as run:
-        run.before_layer("blocks.2", lambda: seen.append("blocks.2"))
-        run.step()
-    assert seen == ["blocks.2"]
-
-
 def test_a_wait_comes_before_the_seed(alone, small):
     """What a wait draws must not shift the masks of the layer."""
     losses = []

@@ -28,35 +28,12 @@ def test_two_ranks_draw_what_one_draws(ranks, own, tables):
     same_on_all(layouts)
 
 
-def test_there_is_something_to_draw(own, tables, small):
-    without = record(small(batch__micro_size=2), 1, folder=own)
-    other_seed = tables(run__seed=4)
-    assert len({record(plan, 1, folder=own).rows[0]["loss"] for plan in (tables(), other_seed)}) == 2
-    assert record(tables(), 1, folder=own).rows[0]["loss"] != without.rows[0]["loss"]
-
-
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_recomputation_draws_it_again(own, tables, fraction):
     kept = record(tables(), 3, folder=own)
     again = record(tables(activations={"use": "core.recompute", "fraction": fraction}), 3, folder=own)
     same_on_all([kept, again])
     assert [row["loss"] for row in kept.rows] == [row["loss"] for row in again.rows]
-
-
-def test_a_run_that_goes_on_draws_what_it_would_have_drawn(alone, tables):
-    with alone(tables(run__steps=4)) as whole:
-        rows = []
-        for _ in range(2):
-            rows.append(whole.step())
-        place = whole.feed.state()
-        values = {param.name: param.parameter.detach().clone() for param in whole.registry}
-        rows += [whole.step(), whole.step()]
-    with alone(tables(run__steps=4)) as later:
-        later.num_steps_done = 2
-        later.feed.restore(place)
-        for param in later.registry:
-            param.parameter.detach().copy_(values[param.name])
-        assert [later.step()["loss"] for _ in range(2)] == [row["loss"] for row in rows[2:]]
 
 
 def masks(run, num_steps):
@@ -89,44 +66,6 @@ def test_slices_of_one_sample_draw_different_masks():
     assert torch.equal(masks[0], LayerCaller(World.alone("cpu").device, 1, Keep())(layer, (ones,), {}, micro))
     for one, other in itertools.combinations(masks[1:], 2):
         assert 64 < int((one != other).sum()) < 192
-
-
-def test_an_evaluation_drops_nothing_and_shifts_nothing(alone, small):
-    model = {"factory": "own_models:keeper"}
-    with alone(small(model=model, evaluation={"every": 1, "steps": 1})) as watched, alone(small(model=model)) as run:
-        watched.evaluate()
-        for layer in watched.layers[1:-1]:
-            assert all(mask.eq(1).all() for mask in layer.module.masks)
-            layer.module.masks.clear()
-            assert layer.module.training
-        assert watched.step()["loss"] == run.step()["loss"]
-
-
-def test_a_dataset_may_draw_from_the_generator_of_the_forward(ranks, own, tables):
-    """It reads ahead while a forward runs: each must draw as if the other did not."""
-    plan = tables(data={"factory": "own_data:Drawing"})
-    reference = record(plan, 3, folder=own)
-    assert_parity(reference, ranks(2)(record, plan, 3, folder=own), "fp64")
-    assert reference.rows[0]["loss"] != record(tables(), 1, folder=own).rows[0]["loss"]
-
-
-def test_a_dataset_may_draw_from_a_generator_of_its_own(ranks, own, tables):
-    plan = tables(data={"factory": "own_data:OwnGenerator"})
-    reference = record(plan, 3, folder=own)
-    assert_parity(reference, ranks(2)(record, plan, 3, folder=own), "fp64")
-    assert reference.rows[0]["loss"] != record(tables(), 1, folder=own).rows[0]["loss"]
-
-
-@pytest.mark.parametrize("what", ["step", "train", "evaluate"])
-def test_a_programs_own_draws_go_on_as_if_nothing_had_run(alone, tables, what):
-    """Else ranks that draw one global batch each from one seed would draw different ones after their first step."""
-    with alone(tables(evaluation={"every": 2, "steps": 1})) as run:
-        torch.manual_seed(11)
-        wanted = torch.rand(6)
-        torch.manual_seed(11)
-        first = torch.rand(2)
-        getattr(run, what)()
-        assert torch.equal(torch.cat([first, torch.rand(4)]), wanted)
 
 
 def test_a_model_in_evaluation_mode_drops_as_one_in_training_mode(alone, own, tables, small):

@@ -7,10 +7,10 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.errors import RunError, UsageError
+from sley_core.errors import UsageError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
-from sley_testing.runs import record, weights
+from sley_testing.runs import weights
 
 EVERY_2 = {"every": 2, "steps": 3}
 
@@ -64,25 +64,6 @@ def evaluate(tables, folder):
         return run.evaluate()
 
 
-def test_all_ranks_have_the_loss_of_one_process(ranks, own, small):
-    tables = small(evaluation=EVERY_2)
-    wanted = evaluate(tables, own)
-    first, second = ranks(2)(evaluate, tables, own)
-    assert first == second == pytest.approx(wanted, rel=1e-12)
-
-
-def test_a_token_beyond_the_vocabulary_is_told_here_too(alone, small):
-    tables = small(data={"factory": "own_data:BadHeldOut"}, evaluation={"every": 1, "steps": 12})
-    with alone(tables) as run, pytest.raises(RunError, match=r"`tokens` has the token id \d+ in sample 2 at position 0"):
-        run.evaluate()
-
-
 def test_a_plan_without_evaluation_says_so(alone, small):
     with alone(small()) as run, pytest.raises(UsageError, match=r"no \[evaluation\] table"):
         run.evaluate()
-
-
-def test_a_dataset_without_held_out_data_is_refused_before_the_first_step(own, small):
-    tables = small(data={"factory": "own_data:Stream"}, evaluation=EVERY_2)
-    with pytest.raises(Exception, match="does not take `context`"):
-        record(tables, 1, folder=own)

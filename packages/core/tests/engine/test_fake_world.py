@@ -18,7 +18,7 @@ PLAN = {
 }
 
 
-@pytest.mark.parametrize("size", [16, pytest.param(64, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("size", [16])
 def test_assemble_for_every_rank(size):
     tables = set()
     for rank in range(size):

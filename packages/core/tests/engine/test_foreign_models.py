@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import small_plan
-from sley_testing.runs import assert_parity, record, same_on_all
 
 MODELS = Path(__file__).parents[4] / "examples" / "models"
 HF_LLAMA = small_plan(
@@ -42,37 +40,6 @@ def folder(own, monkeypatch):
     """The plans' own modules, and those of the examples."""
     monkeypatch.syspath_prepend(MODELS)
     return own
-
-
-def records(plans, folder):
-    """One after the other in one process: importing transformers takes a rank seconds."""
-    return [record(plan, 3, folder=folder) for plan in plans]
-
-
-TIED = tables(HF_LLAMA, "fp32", tie=True)
-
-
-@pytest.mark.parametrize(
-    "cases",
-    [
-        [(CONV_TIE, "fp32"), (CONV_TIE, "fp64")],
-        pytest.param(list(product((HF_LLAMA, TIED), ("fp32", "fp64"))), marks=pytest.mark.campaign),
-    ],
-    ids=["conv_tie", "hf_llama"],
-)
-def test_two_ranks_are_one(ranks, folder, cases):
-    """With the first weights bit for bit, ties and buffers that are not saved among them: nothing was broadcast."""
-    plans = [tables(base, precision) for base, precision in cases]
-    for plan, *layouts in zip(plans, *ranks(2)(records, plans, folder), strict=True):
-        reference = record(plan, 3, folder=folder)
-        assert_parity(reference, layouts, plan["precision"]["compute"])
-        same_on_all(layouts)
-        assert len({row["loss"] for row in reference.rows}) == 3
-        unsaved = [name for name in reference.first if name.endswith((".taps", ".rotary.inv_freq"))]
-        assert len(unsaved) == 2, "one in each of two blocks"
-        ends = {"0.table.weight", "3.weight", "embed.embed_tokens.weight", "head.lm_head.weight"}
-        is_tied = plan["model"]["options"].get("tie", True)
-        assert len(ends & reference.first.keys()) == (1 if is_tied else 2)
 
 
 @pytest.mark.sample(2)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -89,22 +86,3 @@ def test_a_result_with_a_graph_refuses_to_be_read():
     for read in (lambda: torch.ones(2) * first.scale, first.scale.item, lambda: first.scale.backward()):
         with pytest.raises(RunError, match=r"a forward reads `first.scale`, which .* with a graph"):
             read()
-
-
-def test_shapes_and_names_of_what_is_left_may_be_asked():
-    weight = rank_of({"second"})["first"].module.linear.weight
-    assert isinstance(weight, nn.Parameter)
-    assert weight.shape == (4, 4)
-    assert weight.numel() == 16
-    assert weight.is_meta
-    assert weight.dtype is torch.float32
-    assert "LeftParameter" in type(weight).__name__
-    with pytest.raises(RunError):
-        copy.deepcopy(weight)
-
-
-def test_a_run_says_which_layer_reads_what(small, alone, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    read = pytest.raises(RunError, match=r"a forward reads `1.scale`, which .* with a graph")
-    with alone(small(model={"factory": "test_left_over:layers"})) as run, read:
-        run.step()

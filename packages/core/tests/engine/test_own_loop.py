@@ -34,24 +34,22 @@ def alone(cwd):
     runpy.run_path(str(PROGRAM), run_name="__main__")
 
 
-def under_torchrun(cwd, as_users_do):
-    """What the program prints. as_users_do: its ranks are interpreters of their own, as of a file; else forked, as a module."""
+def under_torchrun(cwd):
+    """Returns the output of the program, whose ranks are forked."""
     environ = {name: value for name, value in os.environ.items() if name not in NOT_OURS}
     environ |= {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "OMP_NUM_THREADS": "1"}
     environ |= {"PYTHONPATH": str(PROGRAM.parent)}
-    program = [str(PROGRAM)] if as_users_do else ["-m", PROGRAM.stem]
-    done = ForkedProgram("torch.distributed.run", [*TORCHRUN, *program, *CHANGES], cwd=cwd, env=environ)
+    done = ForkedProgram("torch.distributed.run", [*TORCHRUN, "-m", PROGRAM.stem, *CHANGES], cwd=cwd, env=environ)
     with done.stdout as out, done.stderr as err:
         printed, said = out.read(), err.read()
     assert done.wait(100) == 0, said
     return printed
 
 
-@pytest.mark.parametrize("as_users_do", [False, pytest.param(True, marks=pytest.mark.campaign)])
-def test_alone_and_under_torchrun_the_losses_are_the_same(ranks, tmp_path, capsys, no_children, as_users_do):
+def test_alone_and_under_torchrun_the_losses_are_the_same(ranks, tmp_path, capsys, no_children):
     ranks(1, 100, init=False)(alone, tmp_path)
     of_one = losses(capsys.readouterr().out.replace("[rank 0] ", ""))
     assert of_one[0] == pytest.approx(math.log(256), abs=0.2)
     assert of_one[-1] < 2
-    assert losses(under_torchrun(tmp_path, as_users_do)) == pytest.approx(of_one, rel=1e-4)
+    assert losses(under_torchrun(tmp_path)) == pytest.approx(of_one, rel=1e-4)
     assert list(tmp_path.iterdir()) == [], "a loop of one's own writes nothing"

@@ -44,8 +44,3 @@ def test_what_the_hint_says_is_the_loop_by_hand_with_labels_ignored_unevenly(own
 def test_parameters_of_a_loss_are_refused_by_name(alone, small, name, parameter):
     with pytest.raises(PlanError, match=rf"loss-parameters.*`{parameter}`.*\n.*last layer"), alone(by_factory(small, name)):
         pass
-
-
-def test_frozen_parameters_of_a_loss_are_welcome(alone, small):
-    with alone(by_factory(small, "Tempered", options={"options": {"trained": False}})) as run:
-        run.step()

@@ -74,12 +74,6 @@ def test_one_pool_for_all_who_name_it(pools: Pools) -> None:
     assert [name for name, _ in pools.held()] == ["large.all", "own.sized.all"]
 
 
-def test_none_is_made_before_it_is_asked_for(pools: Pools) -> None:
-    assert list(pools.held()) == []
-    pools("large")
-    assert list(pools.pools) == ["large"]
-
-
 def test_a_name_that_is_not_there_is_an_error(pools: Pools) -> None:
     with pytest.raises(PlanError, match="did you mean `large`"):
         pools("larg")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from types import SimpleNamespace
 
 import pluggy
@@ -93,26 +92,6 @@ def test_a_loop_of_ones_own_tells_the_same(heard, ends):
     assert listener.told == [("started", 0), *STEPS, ("finished", "finished")]
 
 
-def test_a_loop_of_ones_own_that_fails_says_so(heard):
-    listener = Listener()
-
-    def loop():
-        with heard(listener) as run:
-            run.step()
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        loop()
-    assert listener.told == [("started", 0), STEPS[0], ("finished", "failed")]
-
-
-def test_a_run_that_takes_no_step_tells_nothing(heard):
-    listener = Listener()
-    with heard(listener):
-        pass
-    assert listener.told == []
-
-
 def test_an_interrupted_run_says_so_after_the_step_in_progress(heard):
     listener = Listener()
     with heard(listener) as run:
@@ -192,26 +171,6 @@ def test_one_rank_that_asks_to_stop_stops_all_in_the_same_step(ranks, own, small
     assert ranks(2)(stop_one, small(run__steps=9), own) == [("interrupted", 2)] * 2
 
 
-def fail_one(tables, folder):
-    """The sample whose loss is NaN belongs to rank 1."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-        try:
-            run.train()
-        except RunError as error:
-            return run.num_steps_done, str(error.diagnostics[0])
-    return None
-
-
-def test_a_loss_that_is_nan_on_one_rank_stops_all_in_the_same_step(ranks, own, small):
-    """Steps of four samples: the one that starts with the token 7 is the last of the second."""
-    model = {"factory": "own_models:poisoned", "options": {"token": 7}}
-    found = ranks(2)(fail_one, small(model=model, data__shuffle=False), own)
-    assert found[0] == found[1]
-    steps, message = found[0]
-    assert steps == 2, "a step that was not taken keeps its number"
-    assert message.startswith("error[not-finite]: step 2: loss nan, gradient norm nan")
-
-
 def test_what_fails_to_close_keeps_nothing_else_open(own, small, tmp_path):
     run = assemble(plan_from_dict(small(), own), World.alone("cpu"), folder=tmp_path)
     run.step()
@@ -230,22 +189,3 @@ def test_what_fails_to_close_keeps_nothing_else_open(own, small, tmp_path):
     end()
     assert closed == ["feed", "writer"]
     assert not any(param.parameter._post_accumulate_grad_hooks for param in run.registry)
-
-
-def test_a_row_has_the_rate_that_a_program_has_set(alone, small):
-    tables = small(optimizer={"use": "core.sgd", "lr": 0.1, "groups": [{"match": "*.bias", "lr": 0.5}]})
-    with alone(tables) as run:
-        assert run.step()["lr"] == 0.1
-        for group in run.stepper.update.optimizer.param_groups:
-            group["initial_lr"] /= 2
-        assert run.step()["lr"] == 0.05
-
-
-def test_a_data_set_that_takes_too_long_is_an_error_that_names_its_limit(alone, small, monkeypatch):
-    with alone(small(limits={"data_timeout_s": 0.3})) as run:
-        awake = threading.Event()
-        given = type(run.dataset).__getitem__
-        monkeypatch.setattr(type(run.dataset), "__getitem__", lambda rows, index: awake.wait() and given(rows, index))
-        with pytest.raises(RunError, match=r"data-timeout.*within 0\.3 s[\s\S]*data_timeout_s"):
-            run.train()
-        awake.set()

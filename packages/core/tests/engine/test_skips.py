@@ -11,7 +11,6 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.totals import Skips
 from sley_core.errors import RunError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
@@ -85,19 +84,6 @@ def test_a_gradient_of_one_rank_skips_the_step_on_all(ranks, own, small, layout,
     as_if_it_never_was(found, expected)
 
 
-def test_one_process_skips_what_two_skip(ranks, own, small):
-    """The sample that starts with token 7 is the last of the second step, and rank 1's of two."""
-    tables = skipping(small, model={"factory": "own_models:poisoned", "options": {"token": 7}}, data__shuffle=False)
-    reference = record(tables, 5, folder=own)
-    layouts = ranks(2)(record, tables, 5, folder=own)
-    assert [row["skipped"] for row in reference.rows] == [0, 1, 0, 0, 0]
-    assert [row["step"] for row in reference.rows] == [1, 2, 3, 4, 5]
-    for other in layouts:
-        assert [row["skipped"] for row in other.rows] == [0, 1, 0, 0, 0]
-        assert [row["lr"] for row in other.rows] == [row["lr"] for row in reference.rows]
-    same_on_all(layouts)
-
-
 def attempt(tables, folder, steps, rank, num):
     """`num` calls of `run.step`: what each came to, and the weights at the end."""
     found = []
@@ -154,35 +140,6 @@ def test_a_step_that_is_read_while_the_next_one_runs_does_not_count_for_its_lear
     assert [row[-1] for row in rows] == [0, 1, 1, 0, 0, 0]
     assert rows[1][1] == rows[2][1] == rows[3][1], "what was skipped does not count"
     assert_same_bits(after, other)
-
-
-def test_a_batch_of_which_nothing_counts_is_still_an_error(alone, small):
-    with alone(skipping(small)) as run:
-        batch = tokens(0)
-        batch["labels"][:] = -100
-        with pytest.raises(RunError, match="nothing-counts"):
-            run.step(batch)
-        assert run.step(tokens(1))["skipped"] == 0
-
-
-def test_a_handler_asks_the_device_only_if_it_wants_to_know(alone, small, monkeypatch):
-    """Whether the last step was taken; on a device that is ahead of the host that is a wait."""
-    asked = []
-    with alone(skipping(small)) as run:
-        state = run.store.state
-        run.step(tokens(0))
-        state.taken_if(lambda: bool(asked.append(1)))
-        assert asked == []
-        assert (state.was_taken, state.was_taken, asked) == (False, False, [1])
-        run.step(tokens(1))
-        assert state.was_taken
-
-
-def test_counts_are_gone_on_from():
-    skips = Skips(2)
-    skips.restore({"num_skipped": 5, "num_in_a_row": 3})
-    assert skips.are_too_many
-    assert skips.state() == {"num_skipped": 5, "num_in_a_row": 3}
 
 
 def test_a_limit_where_nothing_is_skipped_is_refused(own, small):

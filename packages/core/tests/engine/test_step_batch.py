@@ -76,10 +76,6 @@ def test_micro_batches_may_differ_in_length() -> None:
     assert [micro["tokens"].shape for micro in found.micros] == [(2, 8), (2, 3), (2, 8)]
 
 
-def test_a_rank_where_the_model_does_not_end_weighs_nothing() -> None:
-    assert splitter(weighs=False).given(apart(a_batch())).weight == 0.0
-
-
 @pytest.mark.parametrize(
     ("given", "code", "match"),
     [

@@ -13,7 +13,6 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.update import step_buckets
 from sley_core.errors import RunError
-from sley_core.optim.build import with_late_gradients
 from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import small_plan
@@ -144,21 +143,3 @@ def test_an_optimizer_whose_number_depends_on_what_it_steps_is_refused():
     with pytest.raises(RunError, match=r"optimizer-counts-steps.*Counting computes its option 'sum'"):
         step_buckets(optimizer, stepped, one_by_one, optimizer.step)
     assert len(optimizer.param_groups[0]["params"]) == 2
-
-
-def test_parameters_that_get_their_first_gradient_late_move_to_a_group_of_their_own():
-    """In a bucket as in one step: nothing is stepped twice afterwards."""
-    found = []
-    for is_whole in (True, False):
-        stepped: list[Any] = [One() for _ in range(4)]
-        optimizer: Any = with_late_gradients(
-            torch.optim.SGD([one.parameter for one in stepped], lr=0.1, momentum=0.9, fused=True)
-        )
-        for step in range(4):
-            for one in stepped:
-                one.parameter.grad = torch.full((2,), 0.5)
-            stepped[1].parameter.grad = None if step == 0 else stepped[1].parameter.grad
-            optimizer.step() if is_whole else step_buckets(optimizer, stepped, by_threes, optimizer.step)
-        assert sum(len(group["params"]) for group in optimizer.param_groups) == 4
-        found.append([one.parameter.tolist() for one in stepped])
-    assert found[0] == found[1]

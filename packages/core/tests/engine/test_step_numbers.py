@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.parts import StepNumbers
-from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 
 NORMS = [{"use": "core.each"}, {"use": "core.gradient_norms"}]
@@ -57,17 +54,6 @@ def test_they_are_those_of_unscaled_gradients_in_fp16(small, own):
         assert row[f"gradient_norm/{name}"] == pytest.approx(norm, rel=1e-6)
 
 
-def test_they_are_written_to_the_files(small, own, tmp_path):
-    tables = small(gradient_handlers=NORMS, metrics=[{"use": "core.jsonl"}])
-    with World.alone("cpu") as world, assemble(plan_from_dict(tables, own), world, folder=tmp_path) as run:
-        row = run.step()
-    (line,) = (tmp_path / "metrics.jsonl").read_text("utf-8").splitlines()
-    written = json.loads(line)
-    norms = {name for name in row if name.startswith("gradient_norm/")}
-    assert norms
-    assert {name: written[name] for name in norms} == {name: row[name] for name in norms}
-
-
 def test_a_frozen_parameter_has_none_until_it_is_trained_again(small, own, alone):
     with alone(small(gradient_handlers=NORMS)) as run:
         param = run.registry.trainable[0]
@@ -97,31 +83,6 @@ def of_some_ranks(tables, folder):
 def test_a_number_of_some_ranks_is_one_of_all(ranks, small, own):
     names = ("own/both", "own/second")
     assert ranks(2)(of_some_ranks, small(), own) == [(names, {"own/both": 3.0, "own/second": 3.0})] * 2
-
-
-def in_two_ways(tables, folder):
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-        numbers = StepNumbers(run.groups)
-        numbers.add("own/one", lambda: 1.0, of="sum" if world.rank else "root")
-        with pytest.raises(RunError, match=re.escape("'own/one' is a sum on one rank and a root on another")):
-            numbers.agree()
-    return True
-
-
-def test_ranks_that_mean_another_number_by_a_name_are_refused(ranks, small, own):
-    assert ranks(2)(in_two_ways, small(), own) == [True, True]
-
-
-def test_names_that_are_taken_or_could_be_cores_are_refused(small, alone):
-    with alone(small()) as run:
-        numbers = StepNumbers(run.groups)
-        numbers.add("own/one", lambda: 1.0)
-        for name, why in {"own/one": "is there already", "loss": "has no slash"}.items():
-            with pytest.raises(RunError, match=f"the number {name!r} {why}"):
-                numbers.add(name, lambda: 1.0)
-        with pytest.raises(RunError, match="comes after plugins are attached") as raised:
-            run.parts.numbers.add("own/late", lambda: 1.0)
-        assert raised.value.diagnostics[0].code == "number-late"
 
 
 def correct(tables, folder):

@@ -45,19 +45,7 @@ def test_a_step_without_a_pipeline(own, small, tmp_path):
     assert next(iter(spans(tmp_path / "timeline.json"))) == "measured, step 2"
 
 
-def test_every_replica_has_its_rows(ranks, own, small, tmp_path):
-    ranks(2)(train, small(timeline={"step": 1}), own, tmp_path, 2)
-    assert list(spans(tmp_path / "timeline.json"))[:2] == ["measured, step 1, ranks 0", "measured, step 1, ranks 1"]
-
-
-@pytest.mark.parametrize(("step", "taken"), [(2, 1), (None, 2)])
-def test_nothing_is_drawn_unless_asked_for_and_reached(own, small, tmp_path, step, taken):
-    tables = small() if step is None else small(timeline={"step": step})
-    train(tables, own, tmp_path, taken)
-    assert not list(tmp_path.glob("timeline*"))
-
-
-@pytest.mark.parametrize(("step", "drawn"), [(1, 4), (2, 4), (3, 3)])
+@pytest.mark.parametrize(("step", "drawn"), [(2, 4), (3, 3)])
 def test_a_run_that_goes_on_behind_the_step_draws_its_second_one(own, small, tmp_path, step, drawn):
     """A run that was brought to its next machines has other times: nothing was drawn there, and nothing said."""
     with World.join("cpu") as world, assemble(plan_from_dict(small(), own), world) as run:
@@ -69,10 +57,6 @@ def test_a_run_that_goes_on_behind_the_step_draws_its_second_one(own, small, tmp
         run.load_checkpoint(tmp_path / "saved")
         run.train()
     assert next(iter(spans(tmp_path / "timeline.json"))) == f"measured, step {drawn}"
-
-
-def test_drawing_changes_no_number(own, small, tmp_path):
-    assert train(small(timeline={"step": 2}), own, tmp_path, 3) == train(small(), own, None, 3)
 
 
 def test_a_step_beyond_the_run_is_refused(own, small):

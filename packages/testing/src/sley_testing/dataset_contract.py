@@ -29,7 +29,7 @@ from sley_core.data.batches import check_tokens, collate_of
 from sley_core.data.dataset import AnyDataset, Batch, DataContext, Dataset, Field, Sample, Split, is_stream
 from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
-from sley_core.json_values import from_json, to_json
+from sley_core.json_text import decode_value, encode_value
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import small_plan
 
@@ -122,7 +122,7 @@ class DatasetContract:
         """From the position that a checkpoint stores, with a dataset that is opened again."""
         undisturbed = list(islice(self._fed(folder, range(BATCH)), NUM_BATCHES))
         for done in (1, NUM_BATCHES - 2):
-            state = from_json(json.loads(json.dumps(to_json(undisturbed[done - 1].state))))
+            state = decode_value(json.loads(json.dumps(encode_value(undisturbed[done - 1].state))))
             notes: list[str] = []
             again = list(islice(self._fed(folder, range(BATCH), state, notes), NUM_BATCHES - done))
             assert not notes, f"a run that goes on after batch {done} has another batch {done}: {notes[0]}"

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.assemble import assemble
-from sley_core.attach import try_optimizer
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.errors import SleyError
@@ -32,6 +31,7 @@ from sley_core.generators import derive, generators_of_optimizer, seed_own, seed
 from sley_core.optim.build import parameter_groups
 from sley_core.optim.config import scope_of
 from sley_core.optim.shared import in_training
+from sley_core.optimizer_probe import try_optimizer
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_core.run_state.state import checkpoint_files

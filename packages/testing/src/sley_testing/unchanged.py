@@ -64,7 +64,6 @@ TORCHS = {
 
 MEANT = {
     "sley_cma.connection._kept",  # of the whole process, as peers of failed runs may still write there
-    "sley_core.discovery._kept",  # by the folder's time: of use as long as the folder stays as it is
     "sley_core.plan.loader._sound",  # of use as long as the module is the same
     "sley_testing.preload.before",
     "torch.distributed.distributed_c10d._backend",  # what the last group had, and where it met

@@ -42,8 +42,8 @@ _REFUSALS, _WEIGHT = 4, 5
 No other exchange of these ranks has its length.
 """
 
-_SEEN_BYTES = 1 << 12
-"""How many bytes of each batch field are hashed at its beginning, and as many at its end."""
+_END_BYTES = 1 << 12
+"""Bytes of each batch field that are hashed at its beginning, and at its end."""
 
 _HINTS = {
     NEXT: "all ranks call the same methods of a run in the same order; was an error caught on some of them?",
@@ -82,7 +82,7 @@ class Agreement:
         """Starts the comparison: one asynchronous all-reduce over all ranks on the host. Every rank calls it, and `check` after
         it.
 
-        what: describes, for the error, what all ranks begin now. refusal: why this rank cannot; if any rank has one, `check`
+        what: the name, for the error, of the work that begins. refusal: why this rank cannot; if any rank has one, `check`
         raises it on all. batch: the samples of this rank. Their weights are summed as well: all samples of the global batch lie
         on the ranks of one stage, and on ranks without the loss they weigh 0.
         """
@@ -148,16 +148,16 @@ class Agreement:
         axes = [axis for axis in ("pp", "sp") if self.groups[axis].size > 1]
         if not axes:
             return {}
-        seen = tuple(
+        described = tuple(
             f"{name} {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
             for part in batch.whole
             for name, value in sorted(part.items())
         )
-        number = checksum(seen)
+        number = checksum(described)
         for part in batch.whole:
             for _, value in sorted(part.items()):
-                number = zlib.crc32(_seen(value), number)
-        return dict.fromkeys(axes, (seen, number))
+                number = zlib.crc32(_ends(value), number)
+        return dict.fromkeys(axes, (described, number))
 
     def _differing(self) -> RunError:
         """Returns the error `ranks-differ` from all ranks' views. A blocking collective on `control`: all saw the same sum."""
@@ -205,6 +205,6 @@ def _message(fact: int, found: Mapping[int, View]) -> str:
     return f"{differing[0]} is trained on rank {trains} and frozen on rank {freezes}{more}"
 
 
-def _seen(value: Tensor) -> bytes:
+def _ends(value: Tensor) -> bytes:
     data = value.detach().contiguous().reshape(-1).view(torch.uint8)
-    return bytes(data[:_SEEN_BYTES].numpy()) + bytes(data[-_SEEN_BYTES:].numpy())
+    return bytes(data[:_END_BYTES].numpy()) + bytes(data[-_END_BYTES:].numpy())

@@ -1,16 +1,13 @@
 """The one function through which every layer is called, and the activation policies: what a layer keeps for its backward.
 
-    wait for what the layer needs ──> seed its generators ──> activation policy ──> layer
-        `Waits`                        (seed, step, micro, layer)
+    wait for the layer's weights ──> seed its generators ──> activation policy ──> layer
+        `Waits`                       (seed, step, micro, layer)
 
-Recomputation passes through it again, with phase `recompute`: that is how scheduler hooks see it. Nothing necessary may depend
-on code that runs after the layer, since recomputation stops as soon as it has what it needs.
+Recomputation, torch's non-reentrant checkpoint, passes through it again, with phase `recompute`: that is how scheduler hooks
+see it. The generators' states need not be saved, since they are seeded before every call. Nothing necessary may depend on code
+that runs after the layer: recomputation stops as soon as it has its tensors.
 
-`core.keep` keeps everything that autograd saves; `core.recompute` keeps a layer's inputs only. Recomputation is torch's
-non-reentrant checkpoint. The generators' states need not be saved: they are seeded before every layer, in recomputation as in
-the first forward.
-
-A layer may put its results into the dict, list or object that it is given. So its second run is given copies of these, made
+A layer may put its results into the dict, list or object that it is given, so its second run is given copies of these, made
 before the first one, around the same tensors. torch's checkpoint detects that a tensor argument was written in place since, but
 it does not look into tuples and dicts, and would recompute from the changed values without an error. So the version counters of
 all tensors in the arguments are compared here; in the first step also their bits, for writes that no counter counts.
@@ -53,8 +50,7 @@ _ASIDE = ContextVar("aside", default=False)
 @contextmanager
 def aside() -> Iterator[None]:
     """Returns a context manager for calls, within a layer's forward, that are no part of its computation, as when an attention
-    is tried out: a second run of the layer does not repeat them, so policies keep none of their results for it. Calls that
-    autograd would record must be made under `torch.no_grad()`, too.
+    is tried out: policies keep none of their results. Calls that autograd would record need `torch.no_grad()`, too.
     """
     token = _ASIDE.set(True)
     try:
@@ -97,20 +93,20 @@ class Recompute(ActivationPolicy):
         if name not in self.names:
             return layer(*args, **fields)
         kept = copied((args, dict(fields)))
-        given = _Given(name, kept, with_bits=self._num_steps == 1)
+        inputs = _Inputs(name, kept, with_bits=self._num_steps == 1)
         first = [(args, fields)]  # dropped after the first run, which may put its output there: that owns the graph
 
         def run(kept: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Any:
             if first:
                 args, fields = first.pop()
             else:
-                given.check(kept)  # a later layer may have written in place
+                inputs.check(kept)  # a later layer may have written in place
                 args, fields = copied(kept)
             return layer(*args, **fields)
 
         # In a tuple, whose tensors checkpoint keeps as they are: autograd saves none of torch's inference mode.
         output = checkpoint(run, kept, use_reentrant=False, preserve_rng_state=False, context_fn=self.contexts)
-        given.check(kept)
+        inputs.check(kept)
         return output
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -118,8 +114,8 @@ class Recompute(ActivationPolicy):
         return nullcontext(), nullcontext()
 
 
-class _Given:
-    """Remembers the versions of all tensors that layer `name` is given, without keeping these. with_bits: their bits too."""
+class _Inputs:
+    """The versions of all tensors that layer `name` is given, without these. with_bits: their bits too."""
 
     def __init__(self, name: str, given: Any, *, with_bits: bool) -> None:
         self.name = name
@@ -137,16 +133,15 @@ class _Given:
             )
 
     def _look(self, given: Any) -> list[tuple[int, int]]:
-        found = [(version_of(one), sum_of_bits(one) if self.with_bits else None) for one in tensors_in((given,))]
-        return [(version, 0 if bits is None else int(bits)) for version, bits in found]
+        looks = [(version_of(one), sum_of_bits(one) if self.with_bits else None) for one in tensors_in((given,))]
+        return [(version, 0 if bits is None else int(bits)) for version, bits in looks]
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yields the tensors among `values`, those in nested containers and objects included, each once."""
-    return _tensors_in(values, {})
-
-
-def _tensors_in(values: Iterable[Any], seen: dict[int, Any]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any], seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
+    """Yields the tensors among `values`, those in nested containers and objects included, each once. seen: the values so far,
+    by id.
+    """
+    seen = {} if seen is None else seen
     for value in values:
         if id(value) in seen:
             continue
@@ -154,7 +149,7 @@ def _tensors_in(values: Iterable[Any], seen: dict[int, Any]) -> Iterator[Tensor]
         if isinstance(value, Tensor):
             yield value
         else:
-            yield from _tensors_in(parts_of(value), seen)
+            yield from tensors_in(parts_of(value), seen)
 
 
 def keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPolicy:
@@ -163,8 +158,8 @@ def keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPolicy:
 
 
 def recompute(config: RecomputeConfig, layer_names: Sequence[str]) -> ActivationPolicy:
-    """Builds `core.recompute` for the first blocks, as many as the fraction is of all, rounded half up. layer_names: of the
-    whole model, in order; the first and the last layer are no blocks.
+    """Builds `core.recompute` for the first blocks, a fraction of all, rounded half up. layer_names: of the whole model, in
+    order; the first and the last layer are no blocks.
     """
     blocks = layer_names[1:-1]
     # As the plan writes it: the float 0.285 is less, so that 0.285 x 100 would be 28.
@@ -180,12 +175,11 @@ generator uses of a seed (Steele et al., Fast Splittable Pseudorandom Number Gen
 
 @dataclass(eq=False)
 class LayerCaller:
-    """Calls layers under the activation policy. Before each call, recomputation included, it waits for what the layer needs
-    (`waits`).
+    """Calls layers under the activation policy, after a wait for the weights of each (`waits`).
 
-    slice_index: which slice of its sequences this rank has; slices of one sample draw different random numbers. standing: is
-    told which layer was called last. data_timeout_s: how long a layer waits for a data set that draws from the same generators.
-    writes: watches what layers write. probe: asks whether layers mix positions.
+    slice_index: the slice of its sequences that this rank has; slices of one sample draw different random numbers. standing: is
+    told the name of each layer that is called. data_timeout_s: how long a layer waits for a data set that draws from the same
+    generators. writes: watches the writes of layers. probe: asks whether layers mix positions.
     """
 
     device: Device
@@ -255,7 +249,7 @@ class LayerCaller:
             self.seed_for(layer, micro)
             output = layer.module(*args, **fields)
         except Exception as error:
-            note_origin(error, _words(layer, args, fields, micro), layer.module)
+            note_origin(error, _call_in_words(layer, args, fields, micro), layer.module)
             if hint := formats_hint(error):
                 error.add_note(hint)
             raise
@@ -263,8 +257,16 @@ class LayerCaller:
             IN_USE.release()
         if self.writes is not None:
             self.writes.check(layer, micro, before)
-        if is_new:
-            self._check_own(layer)
+        if is_new:  # a generator made by the first forward would begin in each layout with another call
+            known = {id(generator) for generator in self._own[layer.name]}
+            if any(id(generator) not in known for generator in own_generators(layer.module, layer.name)):
+                raise PlanError(
+                    "model-random",
+                    f"the forward of the layer {layer.name!r} makes a generator and keeps it: its first numbers would "
+                    "depend on the layout",
+                    path=("model",),
+                    hint="make it when the module is made; each micro-batch seeds it anew",
+                )
         return output
 
     def seed_for(self, layer: Layer, micro: MicroStep) -> None:
@@ -283,18 +285,6 @@ class LayerCaller:
                 f"`{what}` waited {self.data_timeout_s:g} s for the data set, which draws from the generators "
                 "of the forward while it reads a sample",
                 hint="let the data set draw from a generator of its own, or raise [limits] data_timeout_s",
-            )
-
-    def _check_own(self, layer: Layer) -> None:
-        """Raises PlanError "model-random" if the first forward made a generator and kept it: its state is the layout's."""
-        known = {id(generator) for generator in self._own[layer.name]}
-        if any(id(generator) not in known for generator in own_generators(layer.module, layer.name)):
-            raise PlanError(
-                "model-random",
-                f"the forward of the layer {layer.name!r} makes a generator and keeps it: its first numbers would depend on "
-                "the layout",
-                path=("model",),
-                hint="make it when the module is made; each micro-batch seeds it anew",
             )
 
     def _seed(self, layer: str, micro: MicroStep) -> int:
@@ -316,29 +306,25 @@ def tell_hooks(hooks: Sequence[SchedulerHook], event: str, *arguments: Any) -> N
             raise
 
 
-def _words(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> str:
+def _call_in_words(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> str:
     """Returns a text that identifies a call of a layer: `layer `2` (Linear) of micro-batch 0, given float32 [2, 16, 64]`."""
-    given = [_shape(value) for value in args] + [f"{name} {_shape(value)}" for name, value in fields.items()]
+
+    def shape(value: Any) -> str:
+        if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+            return type(value).__name__
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+    given = [shape(value) for value in args] + [f"{name} {shape(value)}" for name, value in fields.items()]
     kind = type(layer.module).__name__
     return f"layer `{layer.name}` ({kind}) of micro-batch {micro.micro}, given {', '.join(given) or 'nothing'}"
-
-
-def _shape(value: Any) -> str:
-    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-
-
-_KEPT = "_compiled_call_impl"
-"""The attribute in which `nn.Module.compile` stores the compiled call."""
 
 
 def compile_layers(layers: Iterable[Layer], undo: ExitStack) -> None:
     """Makes calls of `layers` go through torch.compile until `undo` closes, which restores each module's former call."""
     varlen()  # imported now: compiled code cannot import it
     for layer in layers:
-        kept = vars(layer.module)
-        before = {key: kept[key] for key in (_KEPT,) if key in kept}
+        attributes, compiled = vars(layer.module), "_compiled_call_impl"  # where `nn.Module.compile` stores the call
+        before = {key: attributes[key] for key in (compiled,) if key in attributes}
         layer.module.compile()
-        undo.callback(kept.update, before)
-        undo.callback(kept.pop, _KEPT, None)  # called first
+        undo.callback(attributes.update, before)
+        undo.callback(attributes.pop, compiled, None)  # called first

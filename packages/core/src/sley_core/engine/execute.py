@@ -1,14 +1,18 @@
-"""Executes a rank's lowered list of actions: moves micro-batches to the device, calls chunks, fires scheduler hooks, frees
-memory.
+"""Executes a rank's lowered list of actions, and holds the values of a chunk between its forward and its backward.
 
-The batch stays on the host. A micro-batch is moved when its first action starts, only the fields that this rank reads, and is
-dropped after its last action. Between forward and backward a chunk holds its inputs and the graph edges of its outputs.
+    batch, on the host ──moved at its first action──> fields ──┐
+    previous chunk ──link, or this rank's memory──> inputs ──> chunk ──> output ──> next chunk, or the loss
+                                                     └ gradients            └ edges: where the backward starts
+
+Between forward and backward a chunk holds its inputs and the `GradientEdge`s of its outputs, so the storage of a sent output is
+freed once nothing else needs it. Received tensors may lie in the link's memory, which the link reuses once nothing refers to
+them. A micro-batch leaves the device after its last action.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +47,8 @@ if TYPE_CHECKING:
 class Executor:
     """Executes lists of actions over `chunks`, this rank's layers per model chunk.
 
-    has_loss: whether this rank holds the model's last chunk. crossing: moves values into chunks and out of them. fields: what
-    the dataset declares of each batch field. over_positions: checks the loss if ranks have slices of sequences. whole: gives it
+    has_loss: whether this rank holds the model's last chunk. crossing: moves values into chunks and out of them. fields: the
+    data's declaration of each batch field. over_positions: checks the loss if ranks have slices of sequences. whole: gives it
     whole ones if it needs them. keeps_apart: whether losses are returned one per micro-batch, [micro-batches], in place of
     their sum. left_in_flight: whether a list is running or has failed, so that its messages and gathers may still be in flight
     until the next list begins.
@@ -70,8 +74,7 @@ class Executor:
         self._clock: ActionClock | None = None
         self._micros: dict[int, dict[str, Tensor]] = {}
         self._outputs: dict[int, Any] | None = None
-        self._is_predicting = False
-        self._held: dict[tuple[int, int], InFlight] = {}
+        self._in_flight: dict[tuple[int, int], InFlight] = {}
 
     def train(
         self,
@@ -85,16 +88,15 @@ class Executor:
     ) -> Tensor:
         """Runs a training list, with the exchanges in it; gradients go to `store`.
 
-        batch: this rank's micro-batches, on the host. weight: the loss weight of the global batch, by which every gradient is
-        divided once; None on ranks without the loss. clock: records when actions run. outputs: gets a copy of the model's
-        output of each micro-batch, on ranks with the loss.
+        batch: this rank's micro-batches, on the host. weight: the loss weight of the global batch, the divisor of every
+        gradient; None on ranks without the loss. clock: records when actions run. outputs: gets a copy of the model's output of
+        each micro-batch, on ranks with the loss.
 
         Returns the sum of the loss over this rank's samples, or one loss per micro-batch (`keeps_apart`): float64 on the
         device.
         """
         actions = actions_of(steps)
-        total = self._begin(batch, Phase.TRAIN, actions, clock)
-        self._outputs = outputs
+        total = self._begin(batch, Phase.TRAIN, actions, clock, outputs)
         last_of_micro = {action.micro: action for action in actions}
         last_of_chunk = {(action.chunk, action.micro): action for action in actions}
         for step in steps:
@@ -107,11 +109,11 @@ class Executor:
                 continue
             micro = state.micro_step(step, Phase.TRAIN)
             state.enter(step)
-            with self._weights_of(step):
+            with nullcontext() if self.weights is None else self.weights.during(step):
                 self._act(step, micro, batch, weight, total)
             state.leave(step)
             if last_of_chunk[step.chunk, step.micro] == step:
-                del self._held[step.chunk, step.micro]
+                del self._in_flight[step.chunk, step.micro]
             if last_of_micro[step.micro] == step:
                 self._micros.pop(step.micro, None)
         self.crossing.end()
@@ -119,44 +121,40 @@ class Executor:
         return total
 
     @torch.no_grad()
-    def evaluate(self, steps: Lowered, batch: Sequence[Batch], state: StepState) -> Tensor:
-        """Runs a forward-only list without saving activations. Returns the sum of the loss as `train` does."""
-        total = self._begin(batch, Phase.EVALUATE, actions_of(steps))
-        self._forward_all(steps, batch, state, total)
-        return total
-
-    @torch.no_grad()
-    def predict(self, steps: Lowered, batch: Sequence[Batch], state: StepState, outputs: dict[int, Any]) -> None:
-        """Runs a forward-only list without the loss; puts micro-batches' outputs into `outputs`, if it has the last chunk."""
-        total = self._begin(batch, Phase.EVALUATE, actions_of(steps))
-        self._outputs, self._is_predicting = outputs, True
-        self._forward_all(steps, batch, state, total)
-
-    def _forward_all(self, steps: Lowered, batch: Sequence[Batch], state: StepState, total: Tensor) -> None:
+    def evaluate(
+        self, steps: Lowered, batch: Sequence[Batch], state: StepState, outputs: dict[int, Any] | None = None
+    ) -> Tensor:
+        """Runs a forward-only list without saving activations. Returns the sum of the loss as `train` does. outputs: gets the
+        model's output of each micro-batch, in place of its loss.
+        """
+        total = self._begin(batch, Phase.EVALUATE, actions_of(steps), None, outputs)
         for step in steps:
             state.standing.comes(f"{step} of the evaluation")
             if isinstance(step, Transfer):
                 self.crossing.transfer(step)
                 continue
             micro = state.micro_step(step, Phase.EVALUATE)
-            with self._weights_of(step):
+            with nullcontext() if self.weights is None else self.weights.during(step):
                 self._forward(micro, InFlight(), batch, total)
             self._micros.pop(step.micro, None)
         self.crossing.end()
         self.left_in_flight = False
-
-    def _weights_of(self, action: Action) -> AbstractContextManager[None]:
-        return nullcontext() if self.weights is None else self.weights.during(action)
+        return total
 
     def _begin(
-        self, batch: Sequence[Batch], phase: Phase, actions: Sequence[Action], clock: ActionClock | None = None
+        self,
+        batch: Sequence[Batch],
+        phase: Phase,
+        actions: Sequence[Action],
+        clock: ActionClock | None,
+        outputs: dict[int, Any] | None,
     ) -> Tensor:
         """Discards the rest of a failed list, and announces `actions` to weights, policy and link. Returns the total, zero."""
         self.left_in_flight = True
         self._clock = clock
-        self._outputs, self._is_predicting = None, False
+        self._outputs = outputs
         self._micros.clear()
-        self._held.clear()
+        self._in_flight.clear()
         self.queue.clear()
         if self.weights is not None:
             self.weights.begin(actions, phase)
@@ -170,69 +168,64 @@ class Executor:
 
     def _act(self, action: Action, micro: MicroStep, batch: Sequence[Batch], weight: BatchWeight | None, total: Tensor) -> None:
         place = action.chunk, action.micro
-        self._ready()
+        self._inputs_are_here()
         match action.kind:
             case Kind.FORWARD:
-                held = self._held[place] = InFlight()
-                self._forward(micro, held, batch, total)
+                self._in_flight[place] = InFlight()
+                self._forward(micro, self._in_flight[place], batch, total)
             case Kind.BACKWARD:
-                self._backward(micro, self._held[place], weight)
+                self._backward(micro, self._in_flight[place], weight)
             case Kind.INPUT_GRADIENT:
                 with self.queue.collecting(place):
-                    self._backward(micro, self._held[place], weight)
-            case Kind.WEIGHT_GRADIENT:
-                self._weight_gradients(replace(micro, phase=Phase.WEIGHTS))
+                    self._backward(micro, self._in_flight[place], weight)
+            case Kind.WEIGHT_GRADIENT:  # the products that the I has deferred; no tensor crosses a boundary
+                weights_step = replace(micro, phase=Phase.WEIGHTS)
+                tell_hooks(self.hooks, "before_backward", weights_step, None)
+                self.queue.run(place)
+                tell_hooks(self.hooks, "after_backward", weights_step, None)
         if self._clock is not None:
             self._clock.stop(action)
 
-    def _ready(self) -> None:
-        """Restarts the clock once the inputs of the action have arrived: waiting for them does not count."""
+    def _inputs_are_here(self) -> None:
+        """Restarts the clock: the wait for inputs is no part of an action."""
         if self._clock is not None:
             self._clock.start()
 
-    def _forward(self, micro: MicroStep, held: InFlight, batch: Sequence[Batch], total: Tensor) -> None:
+    def _forward(self, micro: MicroStep, flight: InFlight, batch: Sequence[Batch], total: Tensor) -> None:
         """Runs the chunk's forward, then the loss or the next chunk's input. Keeps the graph edges for the backward."""
-        fields = self._fields(batch, micro.micro)
+        if micro.micro not in self._micros:
+            given = batch[micro.micro].items()
+            self._micros[micro.micro] = {name: self.device.move(value) for name, value in given if name in self._reads}
+        fields = self._micros[micro.micro]
+        layers = self.chunks[micro.chunk]
         args: tuple[Any, ...] = ()
         if self.crossing.placement.previous(self.crossing.stage, micro.chunk) is not None:
-            args = (held.enter(*self.crossing.bring("forward", micro.chunk, micro.micro)),)
-            self._ready()
+            args = (flight.enter(*self.crossing.bring("forward", micro.chunk, micro.micro)),)
+            self._inputs_are_here()
         tell_hooks(self.hooks, "before_forward", micro, args[0] if args else None)
         before = [version_of(value) for value in fields.values()]
-        for layer in self.chunks[micro.chunk]:
-            named = {name: fields[name] for name in layer.fields}
-            args = (self.caller(layer, args, named, micro),)
+        for layer in layers:
+            args = (self.caller(layer, args, {name: fields[name] for name in layer.fields}, micro),)
         if self.crossing.link is not None:
-            check_fields(self.chunks[micro.chunk], fields, before)
+            check_fields(layers, fields, before)
         self.caller.standing.has_called()
         (output,) = args
-        held.check_unwritten(self.chunks[micro.chunk][0].name)
+        flight.check_unwritten(layers[0].name)
         tell_hooks(self.hooks, "after_forward", micro, output)
-        if self._is_last(micro.chunk):
-            if self._outputs is not None:
-                self._outputs[micro.micro] = self._copied(output, self.chunks[micro.chunk][-1].name)
-            if self._is_predicting:
-                return
-            held.loss = self._loss(micro, output, fields, batch[micro.micro])
-            if self.whole is None or self.whole.counts:
-                place = total[micro.micro] if self.keeps_apart else total
-                place += held.loss.detach()
-        else:
-            description, tensors = describe(output, self.chunks[micro.chunk][-1].name)
-            held.edges = edges_of(description, tensors)
-            sent = [tensor.detach() for tensor in tensors]
-            self.crossing.give("forward", micro.chunk, micro.micro, (description, sent))
-
-    def _copied(self, output: Any, layer: str) -> Any:
-        """Returns the model's output for the program, without its graph, and copied if the loss follows, which may write in
-        place; whole logits if ranks share the classes, by a collective of them. Raises RunError `boundary-type` for a type that
-        cannot be taken apart. layer: the model's last.
-        """
-        with torch.no_grad():
-            if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
-                return output.logits()
-            tensors, structure = flatten(output, layer)
-            return unflatten([one.detach() if self._is_predicting else one.detach().clone() for one in tensors], structure)
+        if not self._is_last(micro.chunk):
+            description, tensors = describe(output, layers[-1].name)
+            flight.edges = edges_of(description, tensors)
+            self.crossing.give("forward", micro.chunk, micro.micro, (description, [tensor.detach() for tensor in tensors]))
+            return
+        is_predicted = self._outputs is not None and micro.phase is Phase.EVALUATE
+        if self._outputs is not None:
+            self._outputs[micro.micro] = _without_graph(output, layers[-1].name, copies=not is_predicted)
+        if is_predicted:
+            return
+        flight.loss = self._loss(micro, output, fields, batch[micro.micro])
+        if self.whole is None or self.whole.counts:
+            place = total[micro.micro] if self.keeps_apart else total
+            place += flight.loss.detach()
 
     def _loss(self, micro: MicroStep, output: Any, fields: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Returns the loss of one micro-batch, or of its whole sequences; calls the hooks `before_loss` and `after_loss`.
@@ -257,36 +250,34 @@ class Executor:
         tell_hooks(self.hooks, "after_loss", micro, loss)
         return loss
 
-    def _backward(self, micro: MicroStep, held: InFlight, weight: BatchWeight | None) -> None:
+    def _backward(self, micro: MicroStep, flight: InFlight, weight: BatchWeight | None) -> None:
         """Runs the chunk's backward from the loss or the next chunk's gradients; input gradients go to the previous chunk."""
-        if held.loss is not None:
+        if flight.loss is not None:
             assert weight is not None, "the loss without its weight"
-            gradients = [weight.inverse(held.loss)]
+            gradients = [weight.inverse(flight.loss)]
         else:
             _, gradients = self.crossing.bring("backward", micro.chunk, micro.micro)
-        self._ready()
-        tell_hooks(self.hooks, "before_backward", micro, gradients if held.loss is None else gradients[0])
-        made = held.backward(gradients)
-        tell_hooks(self.hooks, "after_backward", micro, None if held.description is None else made)
-        if held.description is not None:
-            payload = gradients_of(held.description), made
-            self.crossing.give("backward", micro.chunk, micro.micro, payload)
-
-    def _fields(self, batch: Sequence[Batch], micro: int) -> dict[str, Tensor]:
-        """Returns a micro-batch's fields on the device; moves them at the first call for it."""
-        if micro not in self._micros:
-            given = batch[micro].items()
-            self._micros[micro] = {name: self.device.move(value) for name, value in given if name in self._reads}
-        return self._micros[micro]
-
-    def _weight_gradients(self, micro: MicroStep) -> None:
-        """Runs the weight gradients that the I of this micro-batch deferred; no tensor crosses a boundary."""
-        tell_hooks(self.hooks, "before_backward", micro, None)
-        self.queue.run((micro.chunk, micro.micro))
-        tell_hooks(self.hooks, "after_backward", micro, None)
+        self._inputs_are_here()
+        tell_hooks(self.hooks, "before_backward", micro, gradients if flight.loss is None else gradients[0])
+        of_inputs = flight.backward(gradients)
+        tell_hooks(self.hooks, "after_backward", micro, None if flight.description is None else of_inputs)
+        if flight.description is not None:
+            self.crossing.give("backward", micro.chunk, micro.micro, (gradients_of(flight.description), of_inputs))
 
     def _is_last(self, chunk: int) -> bool:
         return self.crossing.placement.next(self.crossing.stage, chunk) is None
+
+
+@torch.no_grad()
+def _without_graph(output: Any, layer: str, *, copies: bool) -> Any:
+    """Returns the model's output for the program; whole logits if ranks share the classes, by a collective of them. copies: its
+    tensors, since the loss may write in place. Raises RunError `boundary-type` for a type that cannot be taken apart. layer:
+    the model's last.
+    """
+    if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
+        return output.logits()
+    tensors, structure = flatten(output, layer)
+    return unflatten([one.detach().clone() if copies else one.detach() for one in tensors], structure)
 
 
 def reads(chunks: Sequence[Sequence[Layer]], loss: Loss | None, fields: Mapping[str, Field]) -> frozenset[str]:
@@ -297,7 +288,7 @@ def reads(chunks: Sequence[Sequence[Layer]], loss: Loss | None, fields: Mapping[
 
 
 class Input:
-    """Holds one input tensor until the chunk takes it, and then its gradient, once the backward has reached it."""
+    """One input tensor of a chunk until the chunk takes it, and then its gradient, once the backward has reached it."""
 
     __slots__ = ("device", "gradient", "leaf", "tensor")
 
@@ -308,7 +299,7 @@ class Input:
         self.gradient: Tensor | None = None
 
     def enter(self) -> Tensor:
-        """Returns the tensor, and drops the reference; call once. If it needs a gradient, the graph ends here."""
+        """Returns the tensor, and drops the reference; called once. If it needs a gradient, the graph ends here."""
         assert self.tensor is not None, "entered twice"
         if self.leaf.has_gradient and torch.is_grad_enabled():
             entered: Tensor = _Enter.apply(_ROOT, self)  # type: ignore[no-untyped-call]  # torch's
@@ -326,24 +317,24 @@ class Input:
 
 
 class _Enter(torch.autograd.Function):
-    """Is the root of a chunk's graph: gives the input tensor a history that ends here.
+    """The root of a chunk's graph: gives the input tensor a history that ends here.
 
-    A leaf would do if layers did not write to their inputs (`ReLU(inplace=True)`), which autograd forbids on a leaf and on a
-    view of one. This tensor is neither, and it shares its version counter with the input: if a layer overwrites an output of
-    the same stage that an earlier graph has saved, autograd raises an error, as it does in one process.
+    A leaf would not do, since layers write to their inputs (`ReLU(inplace=True)`), which autograd forbids on a leaf and on a
+    view of one. This tensor shares its version counter with the input: if a layer overwrites an output of the same stage that
+    an earlier graph has saved, autograd raises an error, as it does in one process.
     """
 
     @staticmethod
-    def forward(ctx: Any, _root: Tensor, came: Input) -> Tensor:
-        assert came.tensor is not None, came.leaf
-        ctx.came = came
-        return came.tensor.detach()
+    def forward(ctx: Any, _root: Tensor, entry: Input) -> Tensor:
+        assert entry.tensor is not None, entry.leaf
+        ctx.entry = entry
+        return entry.tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        came: Input = ctx.came
+        entry: Input = ctx.entry
         (gradient,) = gradients
-        came.gradient = gradient if came.gradient is None else came.gradient + gradient
+        entry.gradient = gradient if entry.gradient is None else entry.gradient + gradient
         return None, None
 
 
@@ -352,7 +343,7 @@ _ROOT = torch.empty(0, requires_grad=True)
 
 @dataclass
 class InFlight:
-    """Holds one chunk and one micro-batch in flight.
+    """The values of one chunk and one micro-batch between forward and backward.
 
     inputs: the received tensors. description: of them; None on the first chunk. loss: the sum over the micro-batch, on the last
     chunk. edges: on other chunks, of the outputs that have a gradient.
@@ -369,10 +360,10 @@ class InFlight:
         self.description = description
         self.inputs = [Input(*pair) for pair in zip(description.leaves, tensors, strict=True)]
         entered: list[Tensor] = []
-        for came in self.inputs:
-            first = came.leaf.same_as
-            entered.append(came.enter() if first is None else entered[first])
-            if came.leaf.overlaps:
+        for entry in self.inputs:
+            first = entry.leaf.same_as
+            entered.append(entry.enter() if first is None else entered[first])
+            if entry.leaf.overlaps:
                 self._watched.append((entered[-1], version_of(entered[-1])))
         return unflatten(entered, description.structure)
 
@@ -408,7 +399,7 @@ class InFlight:
             torch.autograd.backward(self.edges, list(gradients))
         # The edges own the graph: dropping them frees what autograd saved, and the weights' stand-ins.
         self.loss, self.edges = None, []
-        return [came.take_gradient() for came in self.inputs if came.leaf.has_gradient]
+        return [entry.take_gradient() for entry in self.inputs if entry.leaf.has_gradient]
 
 
 def describe(value: Any, layer: str = "") -> tuple[Description, list[Tensor]]:
@@ -418,17 +409,15 @@ def describe(value: Any, layer: str = "") -> tuple[Description, list[Tensor]]:
     leaves = []
     for at, tensor in enumerate(tensors):
         first = firsts.setdefault(id(tensor), at)
-        if first == at:
-            leaves.append(Leaf(tensor.dtype, tuple(tensor.shape), tensor.requires_grad))
-        else:
-            leaves.append(Leaf(tensor.dtype, tuple(tensor.shape), has_gradient=False, same_as=first))
+        is_first = first == at
+        shape = tuple(tensor.shape)
+        leaves.append(Leaf(tensor.dtype, shape, is_first and tensor.requires_grad, None if is_first else first))
     return Description(tuple(leaves), structure), tensors
 
 
 def edges_of(description: Description, tensors: Sequence[Tensor]) -> list[GradientEdge]:
-    """Returns where the backward of an output starts: the gradient edge of each of `tensors` that will receive a gradient."""
-    pairs = zip(description.leaves, tensors, strict=True)
-    return [get_gradient_edge(tensor) for leaf, tensor in pairs if leaf.has_gradient]
+    """Returns the gradient edge of each of `tensors` that will receive a gradient: there the backward of an output starts."""
+    return [get_gradient_edge(tensor) for leaf, tensor in zip(description.leaves, tensors, strict=True) if leaf.has_gradient]
 
 
 Payload = tuple[Description, list[Tensor]]
@@ -448,11 +437,11 @@ class Crossing:
         self._neighbours = tuple(sorted({peer.stage for peer in peers if peer is not None} - {stage}))
         self._keys: Sequence[Hashable] = ()
         self._outgoing: dict[Spot, Payload] = {}
-        self._handed: dict[Spot, Payload] = {}
+        self._local: dict[Spot, Payload] = {}
 
     def begin(self, keys: Sequence[Hashable]) -> None:
         """Starts a list of actions; discards a failed one's values. keys: per micro-batch, all that determines its shapes."""
-        if self._outgoing or self._handed:
+        if self._outgoing or self._local:
             self.abort("the step before did not end")
         self._keys = keys
         if self.link is not None:
@@ -468,19 +457,19 @@ class Crossing:
             self.link.send(step, description, tensors, self._keys[step.micro])
 
     def bring(self, flow: Flow, chunk: int, micro: int) -> Payload:
-        """Returns what enters `chunk`: the previous chunk's output, or the gradients of its own. Waits for the link."""
+        """Returns the input of `chunk`: the previous chunk's output, or the gradients of its own. Waits for the link."""
         spot = (flow, chunk, micro)
-        if spot in self._handed:
-            return self._handed.pop(spot)
+        if spot in self._local:
+            return self._local.pop(spot)
         assert self.link is not None, f"nothing for {spot}"
         peer = self._peer(flow, chunk)
         return self.link.take(Transfer("post", flow, chunk, micro, peer.stage, peer.chunk))
 
     def give(self, flow: Flow, chunk: int, micro: int, payload: Payload) -> None:
-        """Keeps what leaves `chunk` for the neighbour. If that is on another stage, the list's next entry, a send, sends it."""
+        """Keeps a value for the neighbour of `chunk`. If that is on another stage, the list's next entry, a send, sends it."""
         peer = self._peer("backward" if flow == "forward" else "forward", chunk)
         if peer.stage == self.stage:
-            self._handed[flow, peer.chunk, micro] = payload
+            self._local[flow, peer.chunk, micro] = payload
         else:
             self._outgoing[flow, chunk, micro] = payload
 
@@ -493,7 +482,7 @@ class Crossing:
     def abort(self, why: str) -> None:
         """Discards all values in flight after a failure, without waiting for peers. why: for the peers' error messages."""
         self._outgoing.clear()
-        self._handed.clear()
+        self._local.clear()
         if self.link is not None:
             self.link.abort(why)
 

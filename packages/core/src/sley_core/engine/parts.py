@@ -1,7 +1,5 @@
-"""One rank's part of a run as plugins get it, complete and immutable, and what they register with in it.
-
-`Waits`: callbacks before a layer's weights are used. `StepEvents`: moments of a step. `StepNumbers`: numbers of each step's
-row.
+"""One rank's part of a run as plugins get it, complete and immutable, and the places in it where they register callbacks,
+numbers and pools.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Waits:
-    """Holds callbacks by the name of a layer, in the order in which they were registered."""
+    """Callbacks before the weights of a layer are used, by its name, in the order of registration."""
 
     def __init__(self) -> None:
         self._waits: dict[str, list[tuple[Callable[[], None], Callable[[], bool] | None]]] = {}
@@ -47,12 +45,12 @@ class Waits:
 
     def wait_for(self, name: str) -> bool:
         """Calls the due callbacks of layer `name`; returns whether there were any."""
-        found = False
+        has_waited = False
         for wait, is_due in self._waits.get(name, ()):
             if is_due is None or is_due():
                 wait()
-                found = True
-        return found
+                has_waited = True
+        return has_waited
 
     def is_due(self, name: str) -> bool:
         """Returns whether the next use of the weights of layer `name` would call anything."""
@@ -67,7 +65,7 @@ requested; the iterator is closed if that fails.
 
 @dataclass
 class StepEvents:
-    """Lists what a step calls, in the order of registration, on this rank alone: none of it may communicate.
+    """Callbacks of a step, in the order of registration, on this rank alone: none may communicate.
 
     began: before the first forward. gradients_done: all gradients are reduced, and nothing is updated yet. after_update: after
     the update of any step that did not raise, taken or not. step_in_buckets: makes the optimizer step one bucket at a time;
@@ -90,7 +88,7 @@ Of = Literal["sum", "root"]
 
 
 class StepNumbers:
-    """Collects the numbers that plugins add to the rows. names: of all ranks, in one order on all, once they have agreed."""
+    """The numbers that plugins add to the rows. names: of all ranks, in one order on all, once they have agreed."""
 
     def __init__(self, groups: Groups) -> None:
         self.names: tuple[str, ...] = ()
@@ -127,27 +125,23 @@ class StepNumbers:
         `number-name` on all ranks if one name is a sum on one rank and a root on another.
         """
         self._is_agreed = True
-        found: dict[str, Of] = {}
+        merged: dict[str, Of] = {}
         for kinds in gather_objects(self._kinds, self._groups["control"], what="the numbers that plugins add to rows"):
             for name, kind in kinds.items():
-                if found.setdefault(name, kind) != kind:
+                if merged.setdefault(name, kind) != kind:
                     raise RunError("number-name", f"the number {name!r} is a sum on one rank and a root on another")
-        self._kinds = dict(sorted(found.items()))
+        self._kinds = dict(sorted(merged.items()))
         self.names = tuple(self._kinds)
 
     def own(self, device: torch.device) -> Tensor:
         """Returns this rank's shares, float64 [numbers] on `device`; 0 for names that this rank did not add."""
         shares = [self._shares[name]() if name in self._shares else 0.0 for name in self.names]
-        values = torch.zeros(len(shares), dtype=torch.float64)
-        on_device: dict[int, Tensor] = {}
+        is_here = [isinstance(share, Tensor) and share.device.type != "cpu" for share in shares]
+        on_host = [0.0 if here else float(share) for share, here in zip(shares, is_here, strict=True)]
+        values = torch.tensor(on_host, dtype=torch.float64).to(device)  # one copy
         for at, share in enumerate(shares):
-            if isinstance(share, Tensor) and share.device.type != "cpu":
-                on_device[at] = share.detach()
-            else:
-                values[at] = float(share)
-        values = values.to(device)
-        for at, share in on_device.items():
-            values[at] = share
+            if is_here[at]:
+                values[at] = share.detach() if isinstance(share, Tensor) else share
         return values
 
     def row(self, sums: Sequence[float]) -> dict[str, float]:
@@ -158,7 +152,7 @@ class StepNumbers:
 
 @dataclass(frozen=True)
 class Parts:
-    """Holds what gradient handlers, scheduler hooks, stage links and weight communicators are attached to.
+    """One rank's part of a run, to which gradient handlers, scheduler hooks, stage links and weight communicators are attached.
 
     run, batch, precision, limits: the plan's own tables. world: this process and its device. topology: the ranks along each
     axis. groups: this rank's, by axis. layers: this rank's. registry: their parameters. store: the accumulated gradients.

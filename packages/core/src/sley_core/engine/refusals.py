@@ -28,7 +28,9 @@ _ANSWERED = FACE | OF_SHARD | GRADIENT | {Tensor.__repr__}
 
 
 class _Refusing:
-    """Raises RunError "weight-unregistered" in any torch function that reads its values. left_over: message and hint."""
+    """A tensor that raises RunError "weight-unregistered" in any torch function that reads its values. left_over: message and
+    hint.
+    """
 
     left_over: tuple[str, str]
 
@@ -46,41 +48,39 @@ class _Refusing:
 
 
 class LeftParameter(_Refusing, nn.Parameter):
-    """Stands for a parameter that no layer of this rank registers."""
+    """A parameter that no layer of this rank registers."""
 
 
 class LeftResult(_Refusing, Tensor):
-    """Stands for a tensor that autograd computed from parameters while the factory ran."""
+    """A tensor that autograd computed from parameters while the factory ran."""
 
 
 def refuse_left_over(model: Model, own: Iterable[Layer]) -> None:
     """Makes the parameters of layers of other ranks, and the `unreadable` tensors of this rank's layers `own`, raise RunError
     "weight-unregistered" when they are used.
 
-    A module that a layer holds without registering it (in a list, in a function) may hold parameters of other ranks' layers, or
-    of no layer. Whether a forward uses it cannot be known before, so the error is raised at the use, as for stand-ins
-    (`stand_in`).
+    A layer may hold such a module without registering it, in a list or a function. Whether a forward uses it cannot be known
+    before.
     """
     hint = "register it in the layer that uses it: `self.weight = other.weight` or `self.part = part`, a tie"
+
+    def refuse(tensor: Tensor, kind: type[_Refusing], message: str, hint: str = hint) -> None:
+        tensor.__class__ = kind  # type: ignore[assignment]
+        tensor.left_over = message, hint  # type: ignore[attr-defined]
+
     for layer in model.layers:
         for name, parameter in layer.module.named_parameters(layer.name):
             if parameter.is_meta:
                 message = f"a forward reads the parameter {name!r} of a layer of another rank, as neither parameter nor "
-                _refuse(parameter, LeftParameter, message + "submodule of its own layer", hint)
+                refuse(parameter, LeftParameter, message + "submodule of its own layer")
     for layer in own:
         for where, tensor in layer.unreadable.items():
             if isinstance(tensor, nn.Parameter):
                 message = f"a forward reads a parameter by `{where}`, as neither parameter nor submodule of its own layer"
-                _refuse(tensor, LeftParameter, message, hint)
+                refuse(tensor, LeftParameter, message)
             else:
                 message = f"a forward reads `{where}`, which the factory computed from parameters once, with a graph"
-                _refuse(tensor, LeftResult, message, "compute it in the forward, or `.detach()` what stays as it is")
-
-
-def _refuse(tensor: Tensor, kind: type[_Refusing], message: str, hint: str) -> None:
-    """Changes the class of `tensor` to `kind`, whose uses raise with this message and hint."""
-    tensor.__class__ = kind  # type: ignore[assignment]
-    tensor.left_over = message, hint  # type: ignore[attr-defined]
+                refuse(tensor, LeftResult, message, "compute it in the forward, or `.detach()` what stays as it is")
 
 
 def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:

@@ -27,7 +27,7 @@ from sley_core.comm.folder_probe import LocalScratch, probe
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.shards import AXIS, REDUCE_GROUP, wholes
 from sley_core.errors import RunError, SleyError
-from sley_core.json_values import from_json, to_json
+from sley_core.json_text import decode_value, encode_value
 from sley_core.weight_files.write import (
     Spec,
     TensorFiles,
@@ -62,7 +62,7 @@ def with_extra_state(layers: Iterable[Layer]) -> Iterator[tuple[str, nn.Module]]
 def extra_state(name: str, module: nn.Module) -> Tensor:
     """Returns the extra state of `module`, uint8 [bytes], on the host. Raises RunError `extra-state` if it is no plain data."""
     try:
-        text = json.dumps(to_json(module.get_extra_state()))
+        text = json.dumps(encode_value(module.get_extra_state()))
     except TypeError as error:
         raise RunError(
             "extra-state",
@@ -81,7 +81,7 @@ def check_extra_states(layers: Iterable[Layer]) -> None:
 
 def set_extra_state(module: nn.Module, value: Tensor) -> None:
     """Calls `set_extra_state` of `module` with what `extra_state` has returned."""
-    module.set_extra_state(from_json(json.loads(value.cpu().numpy().tobytes())))
+    module.set_extra_state(decode_value(json.loads(value.cpu().numpy().tobytes())))
 
 
 Precision = Literal["working", "full"]

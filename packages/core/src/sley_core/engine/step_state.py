@@ -1,7 +1,4 @@
-"""The one place that knows the running step and micro-batch, and which gradient action is a chunk's last.
-
-Store, handlers, communicators and offload read it instead of counting themselves.
-"""
+"""The running step, micro-batch and action of a rank, for store, handlers, communicators and offload."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from sley_core.comm.progress import Standing
 
 
 class Phase(StrEnum):
-    """Says why something runs: in training, recomputed in a backward, for deferred weight gradients, or in an evaluation."""
+    """The purpose of a call: training, recomputation in a backward, deferred weight gradients, or an evaluation."""
 
     TRAIN = "train"
     RECOMPUTE = "recompute"
@@ -24,9 +21,8 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class MicroStep:
-    """Names what is running: `chunk` and `micro` count per rank, `global_micro` over the whole batch in every layout.
-
-    layer: the layer's name if `LayerCaller` reports its recomputation, else empty.
+    """A call's place: `chunk` and `micro` count per rank, `global_micro` over the whole batch in every layout. layer: the
+    layer's name if `LayerCaller` reports its recomputation, else empty.
     """
 
     chunk: int
@@ -38,14 +34,14 @@ class MicroStep:
 
 
 class StepState:
-    """Tracks where this rank is in its list of actions.
+    """This rank's place in its list of actions.
 
              begin ──> enter(action) ──> leave(action) ──> enter ... ──> begin of the next step
 
-    step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step, or in this call if several calls add
-    up to a step. first_micro: the global number of its first one. is_last: whether the step ends with this list of actions.
-    after_first: called once, after the first action. done: chunks whose last gradient action is over. standing: the same, for
-    failure reports.
+    step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step, or in this call of several.
+    first_micro: the global number of its first one. is_last: whether the step ends with this list of actions. after_first:
+    called once, after the first action. done: chunks whose last gradient action is over. standing: the same, for failure
+    reports.
     """
 
     def __init__(self, within: Standing | None = None) -> None:

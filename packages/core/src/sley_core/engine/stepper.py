@@ -46,17 +46,16 @@ NO_VOTES = Votes()
 
 @dataclass
 class CallSums:
-    """Holds what the calls of a step have added up before its last one.
+    """The sums of a step's calls before its last one.
 
-    loss: this rank's sum, float64 on the device. total: the weight of their samples, of all ranks. divisor: what gradients are
-    divided by, until the last call knows the weight of all. num_micros: of all ranks.
+    loss: of this rank, float64 on the device. total: the weight of their samples, of all ranks. divisor: of their gradients,
+    until the last call knows the weight of all. num_micros: of all ranks.
     """
 
     loss: Tensor
     total: float
     divisor: float
     num_micros: int
-    num_calls: int
 
 
 STARTING_STEPS = 2
@@ -111,9 +110,9 @@ class Stepper:
     ) -> PendingTotals:
         """Trains on `batch`: forward, backward, reduction, update. All ranks call it, and it communicates.
 
-        step: counts from 0. votes: this rank's, for what comes after the step. clock: records when actions run. outputs: gets a
-        copy of the model's output of each micro-batch, on ranks with its last layer. On CUDA it returns before the device is
-        done; `read` of the result waits. After an exception the next call starts clean.
+        step: counts from 0. votes: this rank's. clock: records when actions run. outputs: gets a copy of the model's output of
+        each micro-batch, on ranks with its last layer. On CUDA it returns before the device is done; `read` of the result
+        waits. After an exception the next call starts clean.
         """
         if self.is_closed:
             raise closed("stepper")
@@ -166,7 +165,6 @@ class Stepper:
                 total + (before.total if before else 0.0),
                 before.divisor if before else total or 1.0,
                 num_micros + (before.num_micros if before else 0),
-                1 + (before.num_calls if before else 0),
             )
             # All ranks of the world, after their own call; stages without the loss add nothing.
             all_reduce(own, self.groups["all"], what="the loss of a call").wait()
@@ -176,31 +174,9 @@ class Stepper:
     def _run(
         self, step: int, batch: StepBatch, clock: ActionClock | None, outputs: dict[int, Any] | None, *, is_last: bool
     ) -> tuple[CallSums | None, Tensor]:
-        """Runs forwards and backwards of one call of the step, which begins with the first one and ends with the last one.
-        Returns the sums of the calls before, and the sum of this call's loss over this rank's samples.
+        """Runs forwards and backwards of one call of the step. Returns the sums of the calls before, and the sum of this call's
+        loss over this rank's samples. Raises RunError `accumulation-lost` if a call before has failed.
         """
-        before, self.sums = self._before(is_last), None
-        num_micros = batch.num_micros
-        steps = self.lists.training(num_micros)
-        first_micro = self.groups["dp"].coord * num_micros + (before.num_micros if before else 0)
-        self.state.begin(step, actions_of(steps), num_micros, first_micro, is_last=is_last)
-        self.left_in_flight = True
-        what = f"step {step + 1}" if is_last and before is None else f"a part of step {step + 1}"
-        if before is None:
-            self._begin(what, batch)
-        else:
-            self._has_lost = not is_last  # until this call has succeeded
-            self.store.resume()
-            self.agreement.begin(what, batch, self.store.refusal).check()
-        if before is not None and is_last and (total := before.total + self.agreement.weight):
-            self.store.scale(before.divisor / total)
-        weight = self._weight(before, is_last)
-        loss = self.executor.train(steps, batch.micros, self.state, self.store, weight, clock, outputs)
-        self._has_lost = False
-        return before, loss
-
-    def _before(self, is_last: bool) -> CallSums | None:
-        """Returns the sums of the step's calls so far. Raises RunError `accumulation-lost` if one of them has failed since."""
         if self._has_lost:
             self._has_lost = not is_last
             raise RunError(
@@ -208,29 +184,43 @@ class Stepper:
                 "a call within `run.accumulate()` has failed, and the gradients of the calls before it are gone with it",
                 hint="the call of `run.step` outside `run.accumulate()`, which fails too, ends this step: begin it anew then",
             )
-        return self.sums
-
-    def _begin(self, what: str, batch: StepBatch) -> None:
-        """Begins a step in store and handlers, and compares what ranks do: later, if nothing depends on it before."""
-        self.store.begin_step()
-        for event in self.events.began:
-            event()
-        for group in self.groups.values():
-            group.log.clear()
-        is_due = self.compare is not None and self._num_begun > 0 and self._num_begun % replicas.LOOK_EVERY == 0
-        if is_due:
-            self.agreement.first = self.compare
-        self.agreement.begin(what, batch, self.store.refusal)
-        self._num_begun += 1
-        if self.agreement.may_wait and self._num_begun > STARTING_STEPS and not is_due:
-            self.state.after_first = self.agreement.check
+        before, self.sums = self.sums, None
+        num_micros = batch.num_micros
+        steps = self.lists.training(num_micros)
+        first_micro = self.groups["dp"].coord * num_micros + (before.num_micros if before else 0)
+        self.state.begin(step, actions_of(steps), num_micros, first_micro, is_last=is_last)
+        self.left_in_flight = True
+        what = f"step {step + 1}" if is_last and before is None else f"a part of step {step + 1}"
+        if before is not None:
+            self._has_lost = not is_last  # until this call has succeeded
+            self.store.resume()
+            self.agreement.begin(what, batch, self.store.refusal).check()
+            if is_last and (total := before.total + self.agreement.weight):
+                self.store.scale(before.divisor / total)
         else:
-            self.agreement.check()
-        for handler in self.handlers:
-            handler.begin_step(self.state)
+            self.store.begin_step()
+            for event in self.events.began:
+                event()
+            for group in self.groups.values():
+                group.log.clear()
+            compares = self.compare is not None and self._num_begun > 0 and self._num_begun % replicas.LOOK_EVERY == 0
+            if compares:
+                self.agreement.first = self.compare
+            self.agreement.begin(what, batch, self.store.refusal)
+            self._num_begun += 1
+            if self.agreement.may_wait and self._num_begun > STARTING_STEPS and not compares:
+                self.state.after_first = self.agreement.check
+            else:
+                self.agreement.check()
+            for handler in self.handlers:
+                handler.begin_step(self.state)
+        weight = self._weight(before, is_last)
+        loss = self.executor.train(steps, batch.micros, self.state, self.store, weight, clock, outputs)
+        self._has_lost = False
+        return before, loss
 
     def _weight(self, before: CallSums | None, is_last: bool) -> BatchWeight | None:
-        """Returns what gradients are divided by, the known weight of the step's samples; None on ranks without the loss."""
+        """Returns the divisor of gradients, the known weight of the step's samples; None on ranks without the loss."""
         if not self.executor.has_loss:
             return None
         scale = self.update.scale.value if self.update.scale else 1.0
@@ -283,7 +273,7 @@ class Stepper:
         with self._evaluating() as state:
             steps = self._begin_forward("a prediction", 0, batch, state)
             outputs: dict[int, Any] = {}
-            self.executor.predict(steps, batch.micros, state, outputs)
+            self.executor.evaluate(steps, batch.micros, state, outputs)
             state.standing.comes(BETWEEN)
         return outputs
 

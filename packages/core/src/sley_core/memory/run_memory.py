@@ -253,11 +253,11 @@ class MoveNumbers:
     ranks, of copies whose end the host has seen; offload/gb_per_s, offload/weights_gb_per_s, ...: their mean rate. 0 if there
     was none.
 
-    managers: those of the run, once they are attached.
+    managers: those of the run.
     """
 
-    def __init__(self, numbers: StepNumbers, num_ranks: int, parts: Iterable[str]) -> None:
-        self.managers: Sequence[OffloadManager] = ()
+    def __init__(self, numbers: StepNumbers, num_ranks: int, managers: Sequence[OffloadManager], parts: Iterable[str]) -> None:
+        self.managers = managers
         self._num_ranks = num_ranks
         self._before: dict[str, tuple[float, float, float]] = {}
         # a plan's parts, in the order of `COPIED`: the same names on all ranks

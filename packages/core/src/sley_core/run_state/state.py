@@ -14,7 +14,7 @@ from sley_core.comm.collectives import gather_objects
 from sley_core.engine.agreement import Agreement
 from sley_core.errors import KeyPath, PlanError, PluginError, RunError, SleyError
 from sley_core.factory import cause
-from sley_core.json_values import from_json, to_json
+from sley_core.json_text import decode_value, encode_value
 from sley_core.plan.kinds import CHECKPOINTER
 from sley_core.plan.load import plan_from_text, with_values
 from sley_core.plan.write import changes, refuse_changes
@@ -128,7 +128,7 @@ class TrainingState:
                 "has_modes": update.traits.has_modes,
                 "scale": None if update.scale is None else update.scale.state(),
                 "skips": None if update.skips is None else update.skips.state(),
-                "data": None if self._feed is None else to_json(self._feed.state()),
+                "data": None if self._feed is None else encode_value(self._feed.state()),
             },
         )
 
@@ -179,7 +179,7 @@ class TrainingState:
         if update.skips is not None and state["skips"] is not None:
             update.skips.restore(state["skips"])
         if self._feed is not None and state["data"] is not None:
-            self._feed.restore(from_json(state["data"]))
+            self._feed.restore(decode_value(state["data"]))
         if about.layout["world"] == world.size:
             restore_generators(about.ranks[world.rank]["generators"], world.device)
         else:
@@ -217,7 +217,7 @@ class TrainingState:
             return ""
         self._feed.close()
         try:
-            return self._feed.changed_since(from_json(state))
+            return self._feed.changed_since(decode_value(state))
         except Exception as error:  # the other ranks wait for an answer
             return f"the data cannot be read: {cause(error)}"
 

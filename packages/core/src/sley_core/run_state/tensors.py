@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sley_core.attempt import with_kept
+from sley_core.attempt import with_copies
 from sley_core.engine.save import extra_state, set_extra_state, with_extra_state
 from sley_core.errors import RunError
 from sley_core.generators import host_state, set_host_state
-from sley_core.json_values import from_json, to_json
+from sley_core.json_text import decode_value, encode_value
 from sley_core.optim.shared import attributes_of, copied, in_training, load, options_to_save, shared_to_save, shared_values
 from sley_core.plan.load import resolve
 from sley_core.plan.loader import Loader
@@ -176,12 +176,12 @@ def generators(device: Device) -> dict[str, Any]:
     if of_numpy is not None:
         kind, keys, *rest = of_numpy
         found["numpy"] = (kind, keys.tolist(), *rest)
-    return {name: to_json(state) for name, state in found.items()}
+    return {name: encode_value(state) for name, state in found.items()}
 
 
 def restore_generators(states: Mapping[str, Any], device: Device) -> None:
     """Restores what `generators` returned."""
-    found = {name: from_json(state) for name, state in states.items()}
+    found = {name: decode_value(state) for name, state in states.items()}
     of_numpy = None
     if "numpy" in found:
         import numpy
@@ -195,7 +195,7 @@ def restore_generators(states: Mapping[str, Any], device: Device) -> None:
 
 def _plain(value: Any, parameter: str, name: str) -> Any:
     try:
-        return to_json(value)
+        return encode_value(value)
     except TypeError as error:
         raise RunError(
             "optimizer-state",
@@ -348,7 +348,7 @@ class Restoring:
     def _leaf(self, stepped: Stepped, name: str) -> Any:
         """Reads one state leaf of `stepped` from the checkpoint: a plain value, a whole tensor, or this rank's part of one."""
         if name in self.saved.description.values:
-            return from_json(self.saved.description.values[name])
+            return decode_value(self.saved.description.values[name])
         shape = self.saved.kind(name).shape
         is_part = shape == tuple(stepped.param.shape)
         if not is_part:
@@ -361,7 +361,7 @@ class Restoring:
         options = [values[OPTIONS + name] for name in names if OPTIONS + name in values]
         if any(one != options[0] for one in options):
             raise RunError("checkpoint-mismatch", f"the optimizer had other options for {names[0]!r} and {names[-1]!r}")
-        return {key: from_json(value) for key, value in options[0].items()} if options else {}
+        return {key: decode_value(value) for key, value in options[0].items()} if options else {}
 
     def _own(self, name: str, region: Region, like: Tensor | None = None) -> Tensor:
         """Returns this rank's part of a tensor, on the host, in the format of the file, padded with zeros.
@@ -393,8 +393,8 @@ def load_one(optimizer: torch.optim.Optimizer, saved: Saved, name: str) -> None:
     (parameter,) = optimizer.param_groups[0]["params"]
     values = saved.description.values
     every = _by_parameter(saved).get(name, [])
-    kept = (StateLeaf(path, from_json(values[one]) if one in values else saved.tensor(one)) for one, path in every)
-    options = from_json(values.get(OPTIONS + name, {}))
+    kept = (StateLeaf(path, decode_value(values[one]) if one in values else saved.tensor(one)) for one, path in every)
+    options = decode_value(values.get(OPTIONS + name, {}))
     dtype, begun = BY_NAME[saved.kind(WEIGHTS + name).dtype], copied(attributes_of(shared_values(optimizer)))
     key = id(parameter)
     load(optimizer, {key: joined(kept)}, [options], _shared(saved), begun, {key: dtype})
@@ -402,7 +402,7 @@ def load_one(optimizer: torch.optim.Optimizer, saved: Saved, name: str) -> None:
 
 def _shared(saved: Saved) -> Shared:
     """Returns the values that the optimizer keeps for all of its parameters together, besides options."""
-    every = (from_json(value) for name, value in saved.description.values.items() if name.startswith(SHARED))
+    every = (decode_value(value) for name, value in saved.description.values.items() if name.startswith(SHARED))
     return {tuple(place): value for place, value in every}
 
 
@@ -457,5 +457,5 @@ def plan_and_weights(saved: Saved) -> tuple[Plan, SavedWeights]:
     place of those that it names, if the checkpoint lies in the run's folder.
     """
     document = read_text(saved.description.plan, saved.place, Path())
-    plan = resolve(with_kept(document, Path(saved.place).parent.parent), Loader())
+    plan = resolve(with_copies(document, Path(saved.place).parent.parent), Loader())
     return plan, SavedWeights(saved, plan)

@@ -51,32 +51,3 @@ def batch(first: int, num_samples: int) -> dict[str, Tensor]:
     """Samples `first`, `first` + 1, ... as one batch."""
     rows = [Rows(DataContext())[first + at] for at in range(num_samples)]
     return {name: torch.stack([row[name] for row in rows]) for name in Rows.info.fields}
-
-
-class Drawing(Rows):
-    """Draws from torch's default generator where a sample is read."""
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sample = super().__getitem__(index)
-        sample["tokens"] = torch.where(torch.rand(SEQUENCE) < 0.1, 0, sample["tokens"])
-        return sample
-
-
-class OwnGenerator(Rows):
-    """Draws from a generator of its own."""
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sample = super().__getitem__(index)
-        chance = torch.rand(SEQUENCE, generator=torch.Generator().manual_seed(index))
-        sample["tokens"] = torch.where(chance < 0.1, 0, sample["tokens"])
-        return sample
-
-
-class BadHeldOut(Rows):
-    """One held-out sample has a token beyond the vocabulary."""
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sample = super().__getitem__(index)
-        if self.first and index == 2:
-            sample["tokens"] = sample["tokens"] + VOCABULARY
-        return sample

@@ -100,16 +100,6 @@ def system(data: DataInfo) -> Named:
     return _around([System()], data, 8)
 
 
-def of_numpy(data: DataInfo) -> Named:
-    """First values by numpy and `random`."""
-    named = _around([Draws("numpy")], data, 8)
-    for _, module in named:
-        for parameter in module.parameters():
-            draw = [random.gauss(0, 0.1) + np.random.randn() * 0.1 for _ in range(parameter.numel())]
-            parameter.data = torch.tensor(draw).view_as(parameter)
-    return named
-
-
 def _replaced(sample: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
     chance = {
         "torch": lambda: torch.rand(len(sample["tokens"])),

@@ -113,11 +113,6 @@ class Scale(nn.Module):
         return hidden * self.gain
 
 
-def without_init(data: DataInfo, hidden: int = 8) -> Named:
-    """A parameter whose module cannot say what it starts from."""
-    return _around([Scale(hidden)], data, hidden)
-
-
 class Branch(nn.Module):
     """Uses `even` where the first token of the micro-batch is even, `odd` where it is odd, and `never` not at all."""
 
