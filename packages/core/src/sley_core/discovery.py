@@ -24,9 +24,8 @@ NEWER_CORE = "a newer sley-core (`git pull` in the clone of Sley's repository th
 
 @dataclass(frozen=True)
 class Found:
-    """Describes a plugin as its distribution's metadata announce it.
-
-    entry_point: what to import; None if `module` is given instead. requires: the distribution's `Requires-Dist` lines.
+    """A plugin, by the metadata of its distribution. entry_point: None if `module` is given instead. requires: the
+    distribution's `Requires-Dist` lines.
     """
 
     name: str
@@ -43,9 +42,8 @@ class Found:
 
 
 def installed() -> Mapping[str, list[Found]]:
-    """Returns all plugins on `sys.path`, by name. A distribution whose metadata cannot be read has none.
-
-    Of a distribution that is on the path twice, the first counts, as for an import.
+    """Returns all plugins on `sys.path`, by name. A distribution whose metadata cannot be read has none; if it is on the path
+    twice, the first counts, as for an import.
     """
     found: dict[str, list[Found]] = {}
     seen: set[str] = set()

@@ -75,11 +75,11 @@ class SleyError(Exception):
     @classmethod
     def many(cls, diagnostics: Iterable[Diagnostic]) -> SleyError:
         """Returns one error that carries all `diagnostics`, in the order given; there must be at least one."""
-        found = tuple(diagnostics)
-        assert found, "an error without a diagnostic"
-        error = cls(found[0].code, found[0].message)
-        error.diagnostics = found
-        error.args = ("\n".join(str(diagnostic) for diagnostic in found),)
+        every = tuple(diagnostics)
+        assert every, "an error without a diagnostic"
+        error = cls(every[0].code, every[0].message)
+        error.diagnostics = every
+        error.args = ("\n".join(map(str, every)),)
         return error
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -96,7 +96,7 @@ class RunError(SleyError):
 
 
 class StateError(RunError):
-    """Something was asked of a run while memory that it needs is away; the message names the part, the hint the call."""
+    """A call needs memory of the run that is away, or comes within a step; the hint names the call that helps."""
 
 
 def closed(what: str) -> RunError:
@@ -126,9 +126,8 @@ _FOREIGN = "sley_is_foreign"
 
 
 def note_origin(error: BaseException, what: str, maker: object = None) -> None:
-    """Notes on an error where it arose: in `what`, which the plan names and the run called. The first, innermost, call decides.
-
-    maker: an object whose class tells whose fault it is: the user's, unless the class is one of Sley's.
+    """Adds a note to an error: it arose in `what`, which the plan names. The innermost call decides. maker: an object whose
+    class tells whose fault it is: the user's, unless the class is one of Sley's.
     """
     if isinstance(error, SleyError) or hasattr(error, _FOREIGN):
         return

@@ -18,7 +18,6 @@ from sley_core.words import suggestion
 
 def call_factory(name: str, path: KeyPath, folder: Path | None, options: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
     """Imports and calls the code `name` with `options`, and with those of `given` that its signature names; returns the result.
-
     path: the table, for the place of an error. folder: stays on `sys.path` from now on. Raises PlanError: "factory-import",
     "factory-options" (it does not take them), "factory-failed" (it raised).
     """
@@ -97,10 +96,8 @@ _STDLIB = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")]
 
 
 def is_installed(file: str) -> bool:
-    """Returns whether `file` belongs to Python or to an installed package; not to an editable one.
-
-    Compares whole folder names: a project may lie beside its environment, under a name that begins with the environment's, or
-    in it.
+    """Returns whether `file` belongs to Python or to an installed package, not to an editable one, nor to a project beside its
+    environment, or in it.
     """
     path = Path(file)
     return not LIBRARIES.isdisjoint(path.parts) or any(path.is_relative_to(folder) for folder in _STDLIB)

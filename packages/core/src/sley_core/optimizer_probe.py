@@ -64,7 +64,7 @@ FALLING = tuple(0.5**number for number in range(1, NUM_STEPS + 1))
 
 
 class Unfit(NamedTuple):
-    """Says what a run cannot do right with an optimizer, and what to do about it. key: of [optimizer], that is at fault."""
+    """A fault of an optimizer in a run, and what to do about it. key: of [optimizer], that is at fault."""
 
     message: str
     hint: str
@@ -83,13 +83,13 @@ class ToyParameters(NamedTuple):
 class Trial:
     """An optimizer over two small parameters, or over the parts into which `cut` cuts them. more: makes them larger."""
 
-    def __init__(self, build: Build, given: ToyParameters, cut: Cut | None = None, more: int = 0) -> None:
+    def __init__(self, build: Build, toys: ToyParameters, cut: Cut | None = None, more: int = 0) -> None:
         self._generator = torch.Generator().manual_seed(5)
-        self._given = given
-        self._shapes = [tuple(3 + more + at for at in range(ndim)) for ndim in given.ndims]
+        self._toys = toys
+        self._shapes = [tuple(3 + more + at for at in range(ndim)) for ndim in toys.ndims]
         self._cut = cut or _whole
         self.parameters = [[nn.Parameter(one) for one in self._parts(shape)] for shape in self._shapes]
-        groups = [{**one, "params": parts} for one, parts in zip(given.options, self.parameters, strict=True)]
+        groups = [{**one, "params": parts} for one, parts in zip(toys.options, self.parameters, strict=True)]
         self.optimizer = in_training(build(groups))
         self._generators = generators_of_optimizer(self.optimizer)
         self.begun = copied(attributes_of(shared_values(self.optimizer)))
@@ -111,7 +111,7 @@ class Trial:
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         seed_own(self._generators, number)
-        device = self._given.device
+        device = self._toys.device
         on_device = torch.cuda.default_generators[torch.cuda.current_device()] if device.type == "cuda" else None
         seed_host(number)
         before = comparable_state(), on_device and on_device.manual_seed(number).get_offset()
@@ -130,7 +130,7 @@ class Trial:
 
     def _parts(self, shape: tuple[int, ...]) -> list[Tensor]:
         flat = torch.randn(prod(shape), generator=self._generator, dtype=torch.float64)
-        flat = flat.to(self._given.device, self._given.dtype)
+        flat = flat.to(self._toys.device, self._toys.dtype)
         sizes, shapes = zip(*self._cut(shape), strict=True)
         return [part.clone().view(own) for part, own in zip(torch.split(flat, list(sizes)), shapes, strict=True)]
 
@@ -173,40 +173,40 @@ def try_optimizer(
     plan: Plan, ndims: Collection[int], dtype: torch.dtype, place: torch.device, *, lr_changes: bool = True
 ) -> tuple[Traits, list[Unfit]]:
     """Tries the plan's optimizer on two small parameters of `dtype`, with the most and the fewest dims of a model's; returns
-    its traits, and what a run cannot do right with it. lr_changes: whether it must follow a learning rate that changes.
+    its traits and its faults. lr_changes: whether it must follow a learning rate that changes.
     """
     config: Any = plan.optimizer.config
     rates = {"lr": config.lr, "initial_lr": config.lr}
     options = [{**rates, "weight_decay": config.weight_decay}, {**rates, "weight_decay": 0.0}]
-    given = ToyParameters(options, (max(ndims, default=1), min(ndims, default=1)), dtype, place)
+    toys = ToyParameters(options, (max(ndims, default=1), min(ndims, default=1)), dtype, place)
 
     def build(groups: Groups) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = plan.optimizer.build(groups, place)
         return optimizer
 
-    return examine(build, given, scope_of(plan.optimizer.record, plan.optimizer.config), lr_changes=lr_changes)
+    return examine(build, toys, scope_of(plan.optimizer.record, plan.optimizer.config), lr_changes=lr_changes)
 
 
 def examine(
-    build: Build, given: ToyParameters, scope: Scope | str = "unknown", *, lr_changes: bool = True
+    build: Build, toys: ToyParameters, scope: Scope | str = "unknown", *, lr_changes: bool = True
 ) -> tuple[Traits, list[Unfit]]:
-    """Returns the traits of the optimizer that `build` makes, and what a run cannot do right with it; nothing if all is well.
+    """Returns the traits of the optimizer that `build` makes, and its faults in a run.
 
     scope: as it is declared, or "unknown". lr_changes: whether the plan has more than one learning rate. Leaves all generators
     as they are.
     """
-    with seeded(0), torch.random.fork_rng(list(range(torch.cuda.device_count())) if given.device.type == "cuda" else []):
-        trial = Trial(build, given)
+    with seeded(0), torch.random.fork_rng(list(range(torch.cuda.device_count())) if toys.device.type == "cuda" else []):
+        trial = Trial(build, toys)
         start = trial.values()
         try:
             traits = _observe(trial)
-            larger = Trial(build, given, more=2)
+            larger = Trial(build, toys, more=2)
             for number in range(NUM_STEPS):
                 larger.step(number)
         except Exception as error:
-            fault = Unfit(f"cannot step two small parameters of {given.ndims[0]} and {given.ndims[1]} dims: {cause(error)}", "")
+            fault = Unfit(f"cannot step two small parameters of {toys.ndims[0]} and {toys.ndims[1]} dims: {cause(error)}", "")
             return Traits(), [fault]
-        compare = _Compare(build, given, start, trial.values())
+        compare = _Compare(build, toys, start, trial.values())
         faults = list(_out_of_reach(trial, larger))
         if not faults:
             faults += compare.resumed()
@@ -220,9 +220,9 @@ def examine(
 class _Compare:
     """Compares other trials with a first one, whose values were `start` and are `end` after all steps."""
 
-    def __init__(self, build: Build, given: ToyParameters, start: list[Tensor], end: list[Tensor]) -> None:
+    def __init__(self, build: Build, toys: ToyParameters, start: list[Tensor], end: list[Tensor]) -> None:
         self._build = build
-        self._given = given
+        self._toys = toys
         self._start = start
         self._end = end
 
@@ -230,7 +230,7 @@ class _Compare:
         self, cut: Cut | None = None, factors: Sequence[float] = (1.0,) * NUM_STEPS, *, one_by_one: bool = False
     ) -> list[Tensor]:
         """Returns the values of a new trial after all steps."""
-        trial = Trial(self._build, self._given, cut)
+        trial = Trial(self._build, self._toys, cut)
         for number, factor in enumerate(factors):
             trial.step(number, factor, one_by_one=one_by_one)
         return trial.values()
@@ -253,7 +253,7 @@ class _Compare:
     def resumed(self) -> Iterator[Unfit]:
         """Yields a fault if an optimizer that goes on from a checkpoint takes other steps."""
         try:
-            is_same = self.is_same(_resumed(self._build, self._given))
+            is_same = self.is_same(_resumed(self._build, self._toys))
         except Exception as error:
             why = error.diagnostics[0].message if isinstance(error, RunError) else cause(error)
             yield Unfit(f"cannot go on from a checkpoint: {why}", HINT)
@@ -330,9 +330,9 @@ def _tensors(trial: Trial) -> dict[str, list[torch.Size]]:
     return found
 
 
-def _resumed(build: Build, given: ToyParameters) -> list[Tensor]:
+def _resumed(build: Build, toys: ToyParameters) -> list[Tensor]:
     """Returns the values after all steps; a second optimizer, which has what a checkpoint has of the first, takes the last."""
-    first, second = Trial(build, given), Trial(build, given)
+    first, second = Trial(build, toys), Trial(build, toys)
     for number in range(RESUMED_AT):
         first.step(number)
     states, options = {}, []
@@ -344,7 +344,7 @@ def _resumed(build: Build, given: ToyParameters) -> list[Tensor]:
     for group in first.optimizer.param_groups:
         options.append(_saved(options_to_save(first.optimizer, group)))
     shared = {place: _saved(value) for place, value in shared_to_save(first.optimizer, first.begun).items()}
-    dtypes = dict.fromkeys(states, given.dtype)
+    dtypes = dict.fromkeys(states, toys.dtype)
     load(second.optimizer, states, options, shared, second.begun, dtypes)
     for number in range(RESUMED_AT, NUM_STEPS):
         second.step(number)

@@ -37,13 +37,11 @@ _MOST_BYTES = 32 << 20
 
 
 def keep_freed_memory(environ: Mapping[str, str] | None = None) -> bool:
-    """Tells glibc to keep freed memory; returns whether it did. For the whole process, and for memory mapped from now on.
+    """Tells glibc to keep freed memory of this process from now on; returns whether it did. Does nothing if the environment
+    tunes malloc already, or with another C library.
 
-    Does nothing if the environment tunes malloc already, or with another C library.
-
-    A backward frees what the forward kept, megabytes at a time. glibc's malloc maps large blocks one by one, or returns the top
-    of its heap to the system when enough of it is free, so every step costs thousands of page faults: up to 4 % of its time
-    (docs/measurements.md). The next step needs the same memory, so nothing is lost by keeping it.
+    Else glibc maps the large blocks of each step anew, or returns the top of its heap to the system: thousands of page faults,
+    up to 4 % of a step's time (docs/measurements.md).
     """
     environ = os.environ if environ is None else environ
     if any(name in environ for name in _TUNED) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):

@@ -18,6 +18,12 @@ Role = Literal["reducer", "tie", "transform", "observer"]
 Scope = Literal["elementwise", "per_matrix", "global"]
 
 
+def named(name: str) -> Any:
+    """Returns the object `"module:attribute"`; imports the module."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """Names something that a plan can use.
@@ -37,8 +43,7 @@ class Record:
 
         Raises ImportError or AttributeError as Python does; the loader adds the plugin's name.
         """
-        module, _, attribute = (what or self.build).partition(":")
-        return getattr(import_module(module), attribute)
+        return named(what or self.build)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,8 +268,7 @@ class TransportRecord:
 
     def load(self, what: str) -> Any:
         """Returns the object that the string `what` of this record names; imports its module."""
-        module, _, attribute = what.partition(":")
-        return getattr(import_module(module), attribute)
+        return named(what)
 
 
 @dataclass(frozen=True)

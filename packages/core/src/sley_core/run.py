@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -80,7 +81,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         self.notes = facts.notes
         if self.feed is not None:
             self.feed.notes = self.notes
-        memory.settle, memory.check_free = self._settle, self._check_free
+        self.memory = replace(memory, settle=self._settle, check_free=self._check_free)
         self._load_weights = load_weights
         self._outcome: Outcome = "finished"
         self._has_begun = self._is_closed = False

@@ -1,4 +1,4 @@
-"""What crosses from one stage to the next: tensors in containers, with a description on which both ends agree.
+"""Values that cross from one stage to the next: tensors in containers, with a description on which both ends agree.
 
 A description is plain data: equal for equal shapes, dtypes and structure, and JSON on the wire. A tensor that occurs in two
 places is still one tensor on the other side, even if that varies with the data: each place has a leaf, and the later leaves are
@@ -30,7 +30,7 @@ from torch.utils._pytree import SUPPORTED_NODES
 from sley_core.errors import RunError
 
 Context = Any
-"""What a type needs besides its parts, as JSON: names of fields, keys."""
+"""The data that a type needs besides its parts, as JSON: names of fields, keys."""
 
 
 def name_of(kind: type) -> str | None:
@@ -49,11 +49,8 @@ def find(name: str) -> Any:
 
 
 def take_apart(value: Any) -> tuple[Context, list[Any]] | None:
-    """Returns the parts of `value`, a container that is sent to another stage, and the context that `put_together` needs beside
-    its type and these: None, or JSON data.
-
-    Takes named tuples, torch's return types, the types that torch's pytrees know, and dataclasses that hold no more than their
-    fields; returns None for any other type.
+    """Returns the context of `value`, a container that is sent to another stage, and its parts, for `put_together`. None for a
+    type that is no named tuple, return type of torch, type of torch's pytrees, or dataclass that holds its fields alone.
     """
     kind = type(value)
     if isinstance(value, tuple) and (hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields")):
@@ -108,25 +105,25 @@ def copied(value: Any, known: dict[int, Any] | None = None) -> Any:
         parts = [copied(part, known) for part in value]
         return value if all(map(operator.is_, parts, value)) else put_together(type(value), None, parts)
     try:
-        made = known[id(value)] = copy.copy(value)
+        other = known[id(value)] = copy.copy(value)
     except Exception:  # a class may refuse
         return value
     places = value.items() if isinstance(value, MutableMapping) else enumerate(value) if isinstance(value, list) else ()
     for at, part in list(places):
         new = copied(part, known)
         if new is not part:
-            made[at] = new
+            other[at] = new
     for name, part in _attributes(value).items():
         new = copied(part, known)
         if new is not part:
-            object.__setattr__(made, name, new)
-    return made
+            object.__setattr__(other, name, new)
+    return other
 
 
 _FUNCTIONS = FunctionType, BuiltinFunctionType, MethodType
 _PLAIN = str, bytes, int, float, complex, type(None), torch.dtype, torch.device, Enum
 _WHOLE = Tensor, nn.Module, type, ModuleType, *_FUNCTIONS, *_PLAIN
-"""What is never copied, nor looked into."""
+"""Types that are never copied, nor looked into."""
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -137,8 +134,8 @@ def _attributes(value: Any) -> dict[str, Any]:
     for kind in type(value).__mro__:
         names = getattr(kind, "__slots__", ())
         slots += [names] if isinstance(names, str) else names
-    found = {name: getattr(value, name) for name in slots if name[:2] != "__" and hasattr(value, name)}
-    return found | getattr(value, "__dict__", {})
+    in_slots = {name: getattr(value, name) for name in slots if name[:2] != "__" and hasattr(value, name)}
+    return in_slots | getattr(value, "__dict__", {})
 
 
 Structure: TypeAlias = Any
@@ -153,7 +150,7 @@ _FIRST = 4
 
 @dataclass(frozen=True)
 class Leaf:
-    """Describes one tensor: its dtype and shape, and flags that may vary between micro-batches.
+    """One tensor: its dtype and shape, and flags that may vary between micro-batches.
 
     has_gradient: whether a gradient comes back for it. same_as: the number of an earlier leaf that is the same tensor; a
     gradient comes back for that one only. overlaps: it arrives as a copy, but shared memory with another leaf.
@@ -195,7 +192,7 @@ FLAG_BYTES = 4
 
 @dataclass(frozen=True)
 class Description:
-    """Describes a value at a boundary: its leaves in order, and the structure of the containers around them."""
+    """A value at a boundary: its leaves in order, and the structure of the containers around them."""
 
     leaves: tuple[Leaf, ...]
     structure: Structure
@@ -255,16 +252,15 @@ def with_overlaps(description: Description, tensors: Sequence[Tensor]) -> Descri
     output that is about to be copied, so that its tensors no longer share memory on the other side.
     """
     spans = {at: _span(tensors[at]) for at, leaf in enumerate(description.leaves) if leaf.same_as is None}
-    if len(spans) < 2:
-        return description
-    found = {
+    overlapping = {
         at
         for at, (start, end) in spans.items()
         if any(start < other_end and other < end for one, (other, other_end) in spans.items() if one != at)
     }
-    if not found:
+    if not overlapping:
         return description
-    return replace(description, leaves=tuple(replace(leaf, overlaps=at in found) for at, leaf in enumerate(description.leaves)))
+    leaves = tuple(replace(leaf, overlaps=at in overlapping) for at, leaf in enumerate(description.leaves))
+    return replace(description, leaves=leaves)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

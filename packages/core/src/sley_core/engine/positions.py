@@ -1,28 +1,25 @@
-"""Slices of sequences (`sp`): the loss of whole ones, and what the first step refuses because it looks from slice to slice.
+"""Slices of sequences (`sp`): the loss of whole ones, and checks in the first step that nothing else looks from slice to slice.
 
 `WholeSequences` gives a loss whole sequences (`[loss] sequence = "whole"`):
 
     rank 0   output of slice 0 ──┐ gathered   ┌── the loss of whole sequences ──> gradient of slice 0; counts
     rank 1   output of slice 1 ──┘  on both   └── the same loss               ──> gradient of slice 1
 
-Each rank computes the whole loss, and keeps the gradient of its own slice: nothing is exchanged in the backward. The loss and
-its weight count on the first rank alone. Each rank needs memory for the whole output.
+Each rank computes the whole loss, for which it needs the memory, and keeps the gradient of its own slice: nothing is exchanged
+in the backward. The loss and its weight count on the first rank alone.
 
-Any other loss must be a sum over positions, which `OverPositions` checks:
+Any other loss must be a sum over positions, which `OverPositions` checks on a few positions of this rank's own output:
 
     right    loss(positions 0 to 15) = loss(0 to 7) + loss(8 to 15)
     wrong    labels that the loss shifts itself, a term that compares neighbours, a mean over the sequence
 
-A term between two slices would be lost, and the weight of a batch does not show it. So the loss is evaluated, in the first
-forward that can show it, on a few positions of this rank's own output. No communication is needed.
-
 A layer that mixes positions beside its attention would see one slice alone, without an error. `PositionProbe` finds it:
 
-    first run     the layer, as it is called in training; its attentions' inputs and contexts are noted
-    second run    the same with another input at the first and the last position but one; attentions give the noted contexts
+    first run     the layer, as it is called in training; its attentions' inputs and contexts are recorded
+    second run    the same with another input at the first and the last position but one, and with the recorded contexts
 
-Whatever differs at other positions, in the layer's output or in its attentions' inputs, came there in another way than through
-attention. Each layer is asked at its first call in training; its second run makes no exchange of attention.
+A difference at another position, in the layer's output or in its attentions' inputs, came there in another way than through
+attention. The second run makes no exchange of attention.
 """
 
 from __future__ import annotations
@@ -61,7 +58,9 @@ def is_of_whole_sequences(plan: Plan) -> bool:
 
 
 class WholeSequences:
-    """Gathers what a loss needs over `sp`. fields: what the data declares of slices. counts: whether it counts on this rank."""
+    """Gathers the inputs of a loss over `sp`. fields: the data's declaration of slices. counts: whether it counts on this
+    rank.
+    """
 
     def __init__(self, fields: Mapping[str, Field], sp: Group) -> None:
         self.fields = fields
@@ -69,17 +68,15 @@ class WholeSequences:
         self.counts = sp.coord == 0
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor], micro: Batch) -> tuple[Any, dict[str, Tensor]]:
-        """Returns the output and the fields of whole sequences; blocks. All ranks of `sp` call it for the same micro-batches in
-        the same order, as they run the same list.
-
-        batch: the fields that the loss reads, on the device. micro: all fields of the micro-batch. Raises RunError
-        "outputs-apart" for an output without the dim of positions.
+        """Returns the output and the fields of whole sequences; blocks. All ranks of `sp` call it in the order of their list,
+        the same on all. batch: the fields that the loss reads, on the device. micro: all fields of the micro-batch. Raises
+        RunError "outputs-apart" for an output without the dim of positions.
         """
-        found = {}
+        fields = {}
         for name, value in batch.items():
             dim = self.fields[name].sequence_dim
-            found[name] = value if dim is None else gathered(value, dim, self.sp, f"the slices of `{name}`")
-        return whole(output, spot_of(micro, self.fields, "sequence_dim"), self.sp), found
+            fields[name] = value if dim is None else gathered(value, dim, self.sp, f"the slices of `{name}`")
+        return whole(output, spot_of(micro, self.fields, "sequence_dim"), self.sp), fields
 
 
 _OF_HALF = 2**-6
@@ -90,12 +87,12 @@ WINDOW = 16
 
 
 class OverPositions:
-    """Checks `loss` at each forward until one has shown that it is a sum. fields: what the dataset declares."""
+    """Checks `loss` at each forward until one has shown that it is a sum. fields: the data's declaration."""
 
     def __init__(self, loss: Loss, fields: Mapping[str, Field]) -> None:
         self.loss = loss
         self.fields = fields
-        self._is_shown = False
+        self._is_checked = False
 
     @torch.no_grad()
     def check(self, output: object, batch: Mapping[str, Tensor]) -> None:
@@ -103,7 +100,7 @@ class OverPositions:
         `batch`, whose fields are this rank's slice. Losses that draw random numbers are not checked, nor those that cannot be
         evaluated on a part: their output has no dim of positions.
         """
-        if self._is_shown or type(output) is not Tensor:
+        if self._is_checked or type(output) is not Tensor:
             return
         known = (
             (field.sequence_dim, batch[name].shape[field.sequence_dim])
@@ -114,8 +111,8 @@ class OverPositions:
         size = min(WINDOW, length) // 2 * 2
         if size < 2 or output.ndim <= dim or output.shape[dim] != length:
             return
-        shown = [self._ask(output, batch, dim, start, size) for start in sorted({0, (length - size) // 2, length - size})]
-        self._is_shown = any(shown)
+        results = [self._ask(output, batch, dim, start, size) for start in sorted({0, (length - size) // 2, length - size})]
+        self._is_checked = any(results)
 
     def _ask(self, output: Tensor, batch: Mapping[str, Tensor], dim: int, start: int, size: int) -> bool:
         """Compares the loss of a window with the sum over its halves; returns whether no further check is needed."""
@@ -126,12 +123,12 @@ class OverPositions:
             with torch.random.fork_rng(devices):
                 # Called on a copy: a loss may have state, such as a count of its calls.
                 loss = deepcopy(self.loss) if isinstance(self.loss, nn.Module) else copy(self.loss)
-                found = [_of(loss, self._window(output, batch, dim, *span)) for span in (*spans, spans[0])]
+                losses = [_of(loss, self._window(output, batch, dim, *span)) for span in (*spans, spans[0])]
         except Exception:  # a loss need not take a part of an output, nor another type, nor be copied
             return True  # it cannot be checked, and is not tried again in every forward
-        whole, left, right, again = (float(one) for one in found)
+        whole, left, right, again = (float(one) for one in losses)
         scale = max(abs(whole), abs(left), abs(right))
-        limit = 1e-6 if all(one.dtype == torch.float64 for one in found) else _OF_HALF
+        limit = 1e-6 if all(one.dtype == torch.float64 for one in losses) else _OF_HALF
         if not 0 < scale < float("inf"):
             return False  # no label counts in this window
         if abs(left + right - whole) <= limit * scale or whole != again:
@@ -167,20 +164,20 @@ def _of(loss: Loss, window: tuple[Tensor, dict[str, Tensor]]) -> Tensor:
 Call = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 """Calls a layer with arguments and fields."""
 
-Noted = tuple[list[Tensor], Tensor, Tensor]
-"""Of one attention: what it was given, its context, and the state of the device's generator after it."""
+AttentionCall = tuple[list[Tensor], Tensor, Tensor]
+"""The inputs of one attention, its context, and the state of the device's generator after it."""
 
 
 class Positions:
-    """Notes the attentions of a layer's first run, and gives their contexts to its second. dim: of positions, `length` in all;
-    the input differs at the first and at the last but one: one end shows also what reverses positions.
+    """Records the attentions of a layer's first run, and gives their contexts to its second. dim: of positions, `length` in
+    all; the input differs at the first and at the last but one, so that a layer that reverses positions shows it too.
     """
 
     def __init__(self, dim: int, length: int) -> None:
         self.dim, self.length = dim, length
         self.is_second = False
         self.is_mixed = False
-        self._noted: list[Noted] = []
+        self._calls: list[AttentionCall] = []
         self._next = 0
 
     def attend(self, tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tensor:
@@ -188,9 +185,9 @@ class Positions:
         if not self.is_second:
             context = attention()
             state = _generator(context.device).get_state()
-            self._noted.append(([one.detach().clone() for one in tensors], context.detach().clone(), state))
+            self._calls.append(([one.detach().clone() for one in tensors], context.detach().clone(), state))
             return context
-        before, context, state = self._noted[self._next]
+        before, context, state = self._calls[self._next]
         self._next += 1
         _generator(context.device).set_state(state)  # as if it had drawn
         self.is_mixed |= any(self.differ(one, other, 1) for one, other in zip(before, tensors, strict=True))
@@ -245,7 +242,7 @@ def attended(tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tens
 
 
 class PositionProbe:
-    """Asks each layer once. fields: what the data declares of a slice, of `length` positions. apart: patterns not to ask."""
+    """Asks each layer once. fields: the data's declaration of a slice, of `length` positions. apart: patterns not to ask."""
 
     def __init__(self, fields: Mapping[str, Field], length: int, apart: Sequence[str]) -> None:
         dims = [field.sequence_dim for field in fields.values() if field.sequence_dim is not None]
@@ -263,7 +260,7 @@ class PositionProbe:
 
     def call(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], first: Call, second: Call) -> Any:
         """Returns `first(args, fields)`, the layer's output. second: the same, without a policy. Raises RunError
-        "sequence-mixing" if the input at two positions changes what is at others.
+        "sequence-mixing" if the input at two positions changes other positions.
         """
         positions = Positions(self.dim, self.length)
         given = args, dict(fields)

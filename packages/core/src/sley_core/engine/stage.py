@@ -1,4 +1,4 @@
-"""Applies the plan's partition and schedule: which layers this rank holds, in which chunks, and its lowered lists of actions.
+"""Applies the plan's partition and schedule: this rank's layers, its chunks, and its lowered lists of actions.
 
 layers of the model ──partition──> positions ──placement──> chunks of each stage
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -49,9 +48,9 @@ class Lists:
 
     def at(self, stage: int) -> Lists:
         """Returns the lists of another stage, sharing this one's cache."""
-        found = Lists(self._generate, self.placement, stage)
-        found.of_all_stages = self.of_all_stages
-        return found
+        lists = Lists(self._generate, self.placement, stage)
+        lists.of_all_stages = self.of_all_stages
+        return lists
 
     def computing(self, micros: int) -> Sequence[Sequence[Action]]:
         """Returns the compute actions of all stages, which are not lowered: much cheaper, and not kept."""
@@ -72,9 +71,8 @@ class Lists:
 
 @dataclass(frozen=True)
 class Stage:
-    """Holds one rank's part of the model.
-
-    stages: all layers in model order, each part with the stage that holds it. chunks: this stage's layers, per chunk.
+    """One rank's part of the model. stages: all layers in model order, each part with its stage. chunks: this stage's
+    layers.
     """
 
     lists: Lists
@@ -100,8 +98,8 @@ class Stage:
 def stage_of(plan: Plan, topology: Topology, rank: int, model: Model, costs: Sequence[float]) -> Stage:
     """Returns the part of `model` (on meta) that `rank` holds. costs: one per layer, for the partition. Does not communicate.
 
-    Raises PlanError: what the partitioner finds, and "handler-missing" if stages share a parameter and no handler of the plan
-    sums its gradients.
+    Raises PlanError: errors of the partitioner, and "handler-missing" if stages share a parameter and no handler sums its
+    gradients.
     """
     number = topology.coordinates(rank).stage
     lists = lists_of(plan, topology, number)
@@ -116,14 +114,14 @@ def stage_of(plan: Plan, topology: Topology, rank: int, model: Model, costs: Seq
     positions = [model.layers[first:last] for first, last in pairwise(boundaries)]
     stages = [(placement.holder(at).stage, layers) for at, layers in enumerate(positions)]
     chunks = [positions[placement.position(number, chunk)] for chunk in range(placement.chunks)]
-    found = Stage(lists, stages, chunks)
-    if found.ties and not sums_ties(plan):
-        message = f"stages {list(found.ties[0])} share a parameter, and no gradient handler sums its gradients"
+    stage = Stage(lists, stages, chunks)
+    if stage.ties and not sums_ties(plan):
+        message = f"stages {list(stage.ties[0])} share a parameter, and no gradient handler sums its gradients"
         own = plan.pipeline.record.ties if isinstance(plan.pipeline.record, ScheduleRecord) else None
         known = f'`use = "{own}"`' if own else '`use = "pp.shared_modules"`, of sley-pp,'
         hint = f"add [[gradient_handlers]] with {known} behind the reducer"
         raise PlanError.many([plan.diagnostic("handler-missing", message, ("gradient_handlers",), hint)])
-    return found
+    return stage
 
 
 def lists_of(plan: Plan, topology: Topology, stage: int) -> Lists:
@@ -136,7 +134,7 @@ def lists_of(plan: Plan, topology: Topology, stage: int) -> Lists:
 
 
 def tie_groups(stage: Stage, topology: Topology) -> list[GroupEntry]:
-    """Returns the groups over which ties are summed: for each tie and place in a stage, that rank of all stages with a copy."""
+    """Returns the groups that sum ties: for each tie and place in a stage, that rank of all stages with a copy."""
     size = topology.ranks_per_stage
     return [
         GroupEntry(tie_axis(stages), DEFAULT_LANE, tuple(number * size + place for number in stages))
@@ -164,7 +162,5 @@ def timed_costs(plan: Plan, world: World, draft: Callable[[DataInfo], Model], dt
     """
     record = plan.partition.record if plan.partition else None
     assert isinstance(record, PartitionerRecord), record
-    assert record.timer is not None, record
-    module, _, attribute = record.timer.partition(":")
-    seconds: list[float] = getattr(import_module(module), attribute)(plan, world, draft, dtype)
+    seconds: list[float] = record.load(record.timer)(plan, world, draft, dtype)
     return seconds

@@ -1,15 +1,15 @@
-"""Turns what a step is given into micro-batches, once, and weighs them; no later code depends on the form in which samples
-came.
+"""The samples of a step as micro-batches, in whatever form a program gives them, and the model's outputs in that form.
 
     a batch of n micro-batches ──┐  fields, sizes    ┌──────────┐  this rank's slice   ┌──────────┐
-                                 ├─────────────────> │  whole   │ ───────────────────> │  micros  │
+                                 ├─────────────────> │  whole   │ ───────────────────> │  micros  │ ──> n outputs
     a list of n micro-batches ───┘  token ids        └──────────┘  of each sequence    └──────────┘
 
-The loss weight of the global batch is known from the data alone, before the first backward. Dividing once by it makes gradients
-independent of micro-batches, dp, sp and padding; a mean of means does not.
+    a batch of n micro-batches <── one output, its tensors joined along the dim of samples
+    a list of n micro-batches  <── a list of n outputs; with `join` of whole sequences, gathered over `sp`
 
-What adds up over samples (loss weight, tokens) is summed over the given pieces, not over micro-batches: the loss's `weight` is
-called once for a batch that came in one piece. If sums are canonical, it is called for each micro-batch.
+The loss weight of the global batch is known from the data alone, before the first backward. Dividing once by it makes gradients
+independent of micro-batches, dp, sp and padding; a mean of means does not. The loss's `weight` is called once for a batch that
+came in one piece; if sums are canonical, for each micro-batch.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from sley_core.protocols import Loss
 
 MOST_SHAPES = 16
-"""How many shapes of batch are checked."""
+"""Shapes of batches that are checked."""
 
 
 class BatchWeight:
-    """Holds the divisor of every gradient. total: returns the sum of all ranks' weights; called in the first backward, since
+    """The divisor of every gradient. total: returns the sum of all ranks' weights; called in the first backward, since
     the sum is exchanged during the first forward. scale: the factor of every gradient until the step ends (fp16).
     """
 
@@ -59,16 +59,16 @@ class Additive:
     def __init__(self, loss: Loss, fields: Mapping[str, Field]) -> None:
         self.loss = loss
         self.fields = fields
-        self._shown: set[tuple[object, ...]] = set()
+        self._known: set[tuple[object, ...]] = set()
 
     def check(self, batch: Mapping[str, Tensor], num_micros: int) -> None:
         """Raises RunError "loss-not-additive" for a loss that counts something once per micro-batch, as a mean does. Called on
         every rank of a replica alike, whether or not the model's last chunk is there.
         """
-        if num_micros == 1 or len(self._shown) >= MOST_SHAPES:
+        if num_micros == 1 or len(self._known) >= MOST_SHAPES:
             return
         shape = (num_micros, *(tuple(value.shape) for value in batch.values()))
-        if shape in self._shown:
+        if shape in self._known:
             return
         whole = self.loss.weight(batch)
         parts = [self.loss.weight(cut(batch, self.fields, micro, num_micros)) for micro in range(num_micros)]
@@ -81,16 +81,16 @@ class Additive:
                 hint='a loss returns a sum and not a mean, such as `F.cross_entropy(..., reduction="sum")`, and its weight '
                 'counts what is summed, such as `(batch["labels"] != -100).sum().item()`; a step divides by it once',
             )
-        self._shown.add(shape)
+        self._known.add(shape)
 
 
 GivenBatch: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
-"""What a program may give a step: one batch, or a list of its micro-batches, whose sequences may then differ in length."""
+"""One batch, or a list of its micro-batches, whose sequences may then differ in length."""
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Holds this rank's samples of one step or one evaluation, on the host.
+    """This rank's samples of one step or one evaluation, on the host.
 
     micros: {field: tensor} of each micro-batch, fields in the declared order, with this rank's slice of each sequence. whole:
     the same samples with whole sequences, in the pieces in which they were given. weights: of the pieces (of the micro-batches,
@@ -113,12 +113,12 @@ class StepBatch:
 
 
 class BatchSplitter:
-    """Makes a `StepBatch` of what a step is given.
+    """Cuts samples into a `StepBatch`.
 
-    info: what the data declares of whole samples. slices: takes this rank's part of each sequence. loss: None if only outputs
-    are asked for. weighs: whether this rank has the model's last chunk, so that it calls the loss's `weight`. weighs_micros:
-    whether for each micro-batch separately. weighs_whole: whether a weight is that of whole sequences, and not of this rank's
-    slice.
+    info: the data's declaration of whole samples. slices: takes this rank's part of each sequence. loss: None for outputs
+    alone.
+    weighs: whether this rank has the model's last chunk, and calls the loss's `weight`; weighs_micros: for each micro-batch;
+    weighs_whole: of whole sequences, in place of this rank's slice.
     """
 
     def __init__(
@@ -220,19 +220,19 @@ class ModelOutputs:
     def in_form(self, given: GivenBatch | None, fields: Mapping[str, Field], sp: Group, *, join: bool) -> Any:
         """Returns the outputs in the form of `given`, None for a batch of the plan's data; None if there are none.
 
-        fields: what the data declares. join: whether to gather whole sequences over `sp`, whose ranks then all call it. Raises
+        fields: the data's declaration. join: whether to gather whole sequences over `sp`, whose ranks then all call it. Raises
         RunError "outputs-apart" for a tensor without the dim along which it would be joined.
         """
         if not self.by_micro:
             return None
-        found = [self.by_micro[number] for number in range(len(self.micros))]
+        outputs = [self.by_micro[number] for number in range(len(self.micros))]
         is_one = given is None or isinstance(given, Mapping)
-        if is_one and len(found) > 1:
-            found = [_in_one(found, spot_of(self.micros[0], fields, "batch_dim"))]
+        if is_one and len(outputs) > 1:
+            outputs = [_in_one(outputs, spot_of(self.micros[0], fields, "batch_dim"))]
         if join and sp.size > 1:
             lengths = [spot_of(micro, fields, "sequence_dim") for micro in self.micros]
-            found = [whole(output, spot, sp) for output, spot in zip(found, lengths, strict=False)]
-        return found[0] if is_one else found
+            outputs = [whole(output, spot, sp) for output, spot in zip(outputs, lengths, strict=False)]
+        return outputs[0] if is_one else outputs
 
 
 def gathered(tensor: Tensor, dim: int, group: Group, what: str) -> Tensor:

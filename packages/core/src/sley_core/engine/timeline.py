@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class ActionClock:
-    """Records when the actions of one step run: call `begin`, then `start` and `stop(action)` around each."""
+    """Times of the actions of one step: call `begin`, then `start` and `stop(action)` around each."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -70,7 +70,7 @@ class ActionClock:
 TRACE = "timeline.json"
 
 NUM_DRAWN = 4
-"""How many replicas of the model `StepTimeline.drawn` has; the trace has all."""
+"""Replicas of the model in `StepTimeline.drawn`; the trace has all."""
 
 
 @dataclass(eq=False)
@@ -149,16 +149,14 @@ def _on_one_clock(everyone: Sequence[tuple[str, float, Sequence[Sequence[Any]]]]
     zero. everyone: of every rank its machine, the begin of its clock, and its spans as (stage, kind, chunk, micro, start, end).
     """
     machine, zero_s, _ = everyone[0]
-    found = []
-    for name, began_s, spans in everyone:
-        late_s = began_s - zero_s if name == machine else 0.0
-        found.append(
-            [
-                TimedAction(stage, Action(Kind[kind], chunk, micro), start_s + late_s, end_s + late_s)
-                for stage, kind, chunk, micro, start_s, end_s in spans
-            ]
-        )
-    return found
+    late_s = [began_s - zero_s if name == machine else 0.0 for name, began_s, _ in everyone]
+    return [
+        [
+            TimedAction(stage, Action(Kind[kind], chunk, micro), start_s + late, end_s + late)
+            for stage, kind, chunk, micro, start_s, end_s in spans
+        ]
+        for late, (_, _, spans) in zip(late_s, everyone, strict=True)
+    ]
 
 
 class StepProfiler:

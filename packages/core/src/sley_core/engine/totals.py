@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Votes(NamedTuple):
-    """Holds what this rank asks of all ranks. stop: to stop after the step. save: to save a checkpoint after it."""
+    """This rank's requests to all ranks. stop: to stop after the step. save: to save a checkpoint after it."""
 
     stop: bool = False
     save: bool = False
@@ -56,13 +56,12 @@ USUAL = [1.0, 1e9, 1.0, 0.0, 0.0, 0.0]
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Holds what ranks sum at the end of a step.
+    """The sums over all ranks at the end of a step.
 
-    values: float64 [6 or more] on the device, the same on all ranks: the sum of the loss over the global batch, the gradient
-    norm, the batch's weight, how many ranks ask to stop, how many for a checkpoint, and 0 if all ranks' unmarked exchanges were
-    the same; then, in fp16, how many ranks found a gradient that is not finite, and the sums of the numbers that plugins add.
-    own_loss, own_exchanges: this rank's share of the loss, a scalar, and its exchanges, to explain a failure. loss_scale: of
-    this step, only in fp16.
+    values: float64 [6 or more] on the device, the same on all ranks: the loss over the global batch, the gradient norm, the
+    batch's weight, the numbers of ranks that ask to stop and for a checkpoint, and 0 if all ranks' unmarked exchanges were the
+    same; then, in fp16, the number of ranks with a gradient that is not finite; then the numbers that plugins add. own_loss,
+    own_exchanges: this rank's share of the loss, a scalar, and its exchanges, to explain a failure. loss_scale: only in fp16.
     """
 
     values: Tensor
@@ -89,10 +88,9 @@ def allow_a_step(values: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Holds a step's totals on the host. loss: the mean over the global batch. weight: of the global batch.
-
-    ranks_differ: whether some ranks exchanged other things than the others. numbers: the sums of what plugins add to the row.
-    skipped: no rank's weights changed, because some rank's gradients overflowed in fp16.
+    """A step's totals on the host. loss: the mean over the global batch. weight: of the global batch. ranks_differ: whether
+    ranks made different exchanges. numbers: the sums of the numbers that plugins add to the row. skipped: no rank's weights
+    changed, because some rank's gradients overflowed in fp16.
     """
 
     loss: float
@@ -121,7 +119,7 @@ class StepResult:
 
 
 class PendingTotals:
-    """Holds totals that are being copied to the host. own_loss, own_exchanges: this rank's. ended: the end of the step."""
+    """Totals on their way to the host. own_loss, own_exchanges: this rank's. ended: the end of the step."""
 
     def __init__(self, totals: StepTotals, device: Device) -> None:
         self._device = device
@@ -145,7 +143,7 @@ LARGEST = 3.4028234663852886e38
 
 
 class LossScale:
-    """Holds the loss scale of the next step. value: the factor of its loss. num_skipped: steps skipped so far."""
+    """The loss scale of the next step. value: the factor of its loss. num_skipped: steps skipped so far."""
 
     def __init__(self, config: LossScaleTable) -> None:
         self.config = config
@@ -226,12 +224,12 @@ class Skips:
 
 
 SHOWN = 16
-"""How many samples a message names."""
+"""Samples that a message names."""
 
 
 class RankReport(NamedTuple):
-    """Holds one rank's knowledge. loss: its part of the sum. bad: place in the backward's order, and name, of the first
-    parameter whose gradient is not finite on this rank. samples: their numbers.
+    """One rank's report. loss: its part of the sum. bad: place in the backward's order, and name, of the first parameter whose
+    gradient is not finite on this rank. samples: their numbers.
     """
 
     loss: float
@@ -271,43 +269,43 @@ def refusal(
     own = RankReport(float(totals.own_loss), bad, tuple(samples[: SHOWN + 1]))
     # All ranks have the same totals, so all come here, in the same step. Reports travel as JSON.
     gathered = gather_objects(own, parts.groups["control"], what="losses that are not finite")
-    seen = [RankReport(*one) for one in gathered]
+    reports = [RankReport(*one) for one in gathered]
     if result.is_finite:
         return RunError(
             "nothing-counts",
             f"step {number}: the loss weight of the batch is {result.weight:g}, so there is no mean to take a step by"
-            + _samples(range(len(seen)), seen),
+            + _samples(range(len(reports)), reports),
             hint="look at the data of this step: all of its labels are ignored",
         )
     before = f"; the {num_skipped} before it were skipped" if num_skipped else ""
     return RunError(
         "not-finite",
-        f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}{before}{_where(parts, seen)}",
+        f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}{before}{_where(parts, reports)}",
         hint="lower the learning rate, add [optimizer] clip_norm, or look at the data of this step; no weight was changed",
     )
 
 
-def _where(parts: Parts, seen: Sequence[RankReport]) -> str:
+def _where(parts: Parts, reports: Sequence[RankReport]) -> str:
     """Returns in words which losses are not finite, which gradient of the last bad stage went bad first, and their samples."""
-    bad = [rank for rank, one in enumerate(seen) if not math.isfinite(one.loss)]
+    bad = [rank for rank, one in enumerate(reports) if not math.isfinite(one.loss)]
     text = ""
     if bad:
         whose = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
-        what = " or ".join(dict.fromkeys("NaN" if math.isnan(seen[rank].loss) else "infinite" for rank in bad))
-        text += f"; the loss of {whose} is {what}" if len(seen) > 1 else ""
+        what = " or ".join(dict.fromkeys("NaN" if math.isnan(reports[rank].loss) else "infinite" for rank in bad))
+        text += f"; the loss of {whose} is {what}" if len(reports) > 1 else ""
     size = parts.topology.ranks_per_stage
     for stage in reversed(range(parts.topology.pp)):
         # each rank of a stage may have its own part of every gradient
-        if found := [one.bad for one in seen[stage * size : (stage + 1) * size] if one.bad is not None]:
+        if found := [one.bad for one in reports[stage * size : (stage + 1) * size] if one.bad is not None]:
             _, name = min(map(tuple, found))
             text += f"; first in the gradient of {name!r}" + (f" (stage {stage})" if parts.topology.pp > 1 else "")
             break
-    return text + _samples(bad or range(len(seen)), seen)
+    return text + _samples(bad or range(len(reports)), reports)
 
 
-def _samples(ranks: Sequence[int], seen: Sequence[RankReport]) -> str:
+def _samples(ranks: Sequence[int], reports: Sequence[RankReport]) -> str:
     """Returns in words the first samples that `ranks` had in the step; "" if none is known."""
-    numbers = list(dict.fromkeys(number for rank in ranks for number in seen[rank].samples))
+    numbers = list(dict.fromkeys(number for rank in ranks for number in reports[rank].samples))
     if not numbers:
         return ""
     more = ", ..." if len(numbers) > SHOWN else ""

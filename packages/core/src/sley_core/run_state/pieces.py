@@ -1,4 +1,4 @@
-"""Parts of a tensor: that in a file, that of a rank, and their intersection.
+"""The parts of tensors in a checkpoint, and its description of the run.
 
 elements 2 to 9 of a [3, 4]     . . a a      three rectangles, each a run of the flattened tensor
                                 b b b b
@@ -29,7 +29,7 @@ WEIGHTS, OPTIMIZER, BUFFERS = "weights/", "optimizer/", "buffers/"
 
 
 class Rectangle(NamedTuple):
-    """Names the elements from `offsets` on, `sizes` along each dim; () and () for a scalar."""
+    """The elements from `offsets` on, `sizes` along each dim; () and () for a scalar."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -102,9 +102,8 @@ def _in_row(row: int, shape: Sequence[int], first: int, last: int) -> Iterator[R
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """Describes the part `rectangle` of the tensor `name`, whose full shape is `shape`; the name is the same in every layout.
-
-    tensor: of the rectangle's sizes, on the host or the device; often a view of live memory.
+    """The part `rectangle` of the tensor `name`, whose full shape is `shape`; the name is the same in every layout. tensor: of
+    the rectangle's sizes, on the host or the device; often a view of live memory.
     """
 
     name: str
@@ -123,8 +122,8 @@ class TensorPiece:
 
 
 class Region(NamedTuple):
-    """Describes a rank's part of a tensor of the full `shape`. shard: the part of it, padded, that this rank has. elements: the
-    elements of the flattened shard (or whole) that this rank has of that.
+    """A rank's part of a tensor of the full `shape`. shard: this rank's part of it, padded. elements: this rank's elements of the
+    flattened shard, or of the whole.
     """
 
     shape: tuple[int, ...]
@@ -169,12 +168,12 @@ def region_of(param: Param, elements: ElementRange | None = None) -> Region:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """Describes a saved run: everything that a checkpoint has besides tensors. All fields are JSON.
+    """The description of a saved run: all of a checkpoint but its tensors. All fields are JSON.
 
     run, step: identify it, with lineage: the attempts that took its steps. plan: resolved, as TOML. versions: of torch and of
     plugins. layout: ranks along each axis, and `world`. optimizer: its name in the plan. state: steps done, loss scale,
-    position in the data and the like. Of all ranks, by `with_ranks`: values: by name, what the optimizer keeps besides tensors;
-    paths: where a tensor lies in the nested state of its parameter; ranks: what each rank keeps for itself.
+    position in the data and the like. From all ranks, by `with_ranks`: values: of the optimizer besides tensors, by name;
+    paths: of tensors in the nested state of their parameter; ranks: the state of each rank for itself.
     """
 
     run: str
@@ -227,7 +226,7 @@ class Saved(Tensors, Protocol):
 
 
 class WholeTensors:
-    """Is a checkpoint whose tensors are all in memory: for a checkpointer that reads whole files."""
+    """A checkpoint whose tensors are all in memory, for a checkpointer that reads whole files."""
 
     def __init__(self, about: SavedRun, tensors: Mapping[str, Tensor], place: str = "the checkpoint") -> None:
         self.description = about

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -40,10 +39,10 @@ _SHOWN = 4
 
 
 class TrainingState:
-    """Has everything that one rank of a run keeps from step to step. All methods are called between two steps.
+    """The state that one rank of a run keeps from step to step. All methods are called between two steps.
 
-    attempt: of the run; folder: in which checkpoints go that have no path of their own, None if the run has none. found: values
-    that only the run could determine, by their path in the plan. notes: for the user, about saves and loads.
+    attempt: of the run. folder: of checkpoints without a path of their own, None if the run has none. found: values that only
+    the run could determine, by their path in the plan. notes: for the user, about saves and loads.
     """
 
     def __init__(
@@ -69,19 +68,18 @@ class TrainingState:
     @property
     def resolved_plan(self) -> Plan:
         """The plan completed by values that only the run could determine: ranks of the world, samples of an epoch, ..."""
-        found: dict[KeyPath, Any] = {**self._found, ("parallel", "dp"): self.parts.topology.dp}
+        values: dict[KeyPath, Any] = {**self._found, ("parallel", "dp"): self.parts.topology.dp}
         if self._feed is not None and self._feed.num_samples is not None:
-            found["data", "samples_per_epoch"] = self._feed.num_samples
-        return with_values(self.plan, found)
+            values["data", "samples_per_epoch"] = self._feed.num_samples
+        return with_values(self.plan, values)
 
     def agree(self, what: str) -> None:
         """Checks that all ranks are about to do `what`; a collective of all ranks. Raises RunError "ranks-differ"."""
         Agreement(self.parts.groups).begin(what).check()
 
     def all_or_none(self, work: Callable[[], T], what: str, code: str = "checkpoint-load") -> T:
-        """Returns `work()`, which each rank does alone; a collective of all ranks. what: describes it, for errors.
-
-        Raises RunError with `code` on all ranks alike if it fails on any.
+        """Returns `work()`, which each rank does alone; a collective of all ranks. Raises RunError with `code` on all ranks
+        alike if it fails on any. what: describes it, for errors.
         """
         failed, result = "", None
         try:
@@ -295,6 +293,5 @@ def checkpoint_files(loader: Loader, plan: Plan | None = None) -> CheckpointFile
     assert isinstance(record, CheckpointerRecord), record
     if record.files is None:
         return None
-    module, _, attribute = record.files.partition(":")
-    files: CheckpointFiles = getattr(import_module(module), attribute)()
+    files: CheckpointFiles = record.load(record.files)()
     return files

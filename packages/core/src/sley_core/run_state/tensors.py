@@ -71,7 +71,7 @@ class RunTensors:
         """
         self.memory.follow("a checkpoint")
         self._at_rest = self.memory.at_rest()
-        pieces = [*self._weights(), *self._states(), *self._all_buffers(), *self._kept()]
+        pieces = [*self._weights(), *self._states(), *self._all_buffers(), *self._keepers()]
         for piece in pieces:
             if piece.tensor.dtype not in DTYPES or piece.tensor.layout is not torch.strided:
                 kind = f"{piece.tensor.dtype}, {piece.tensor.layout}"
@@ -141,7 +141,7 @@ class RunTensors:
             if differs:
                 yield from self._cut(self.own_name(BUFFERS + name), Region(tuple(buffer.shape)), buffer)
 
-    def _kept(self) -> Iterator[TensorPiece]:
+    def _keepers(self) -> Iterator[TensorPiece]:
         kept = {place: keeper.kept() for place, keeper in self.keepers.items()}
         kept["extra"] = {name: extra_state(name, module) for name, module in with_extra_state(self.parts.layers)}
         for place, tensors in kept.items():
@@ -286,7 +286,7 @@ class Restoring:
         self._weights()
         self._buffers()
         self._optimizer()
-        self._kept()
+        self._keepers()
         self._extra()
 
     def _weights(self) -> None:
@@ -319,8 +319,8 @@ class Restoring:
         dtypes = {key: BY_NAME[self.saved.kind(WEIGHTS + one.name).dtype] for key, one in stepped.items()}
         load(update.optimizer, states, list(map(self._options, names)), _shared(self.saved), update.begun, dtypes)
 
-    def _kept(self) -> None:
-        """Restores the state of handlers if the layout is the same; else they start anew, with a note."""
+    def _keepers(self) -> None:
+        """Restores the state of handlers if the layout is the same; else they begin anew, with a note."""
         for place, keeper in self.tensors.keepers.items():
             prefix = self.tensors.own_name(f"{place}/")
             names = [name for name in self.saved.names if name.startswith(prefix)] if self.is_same_layout else []
@@ -451,10 +451,8 @@ class SavedWeights:
 
 
 def plan_and_weights(saved: Saved) -> tuple[Plan, SavedWeights]:
-    """Returns the resolved plan of the run that wrote the checkpoint `saved`, and its weights.
-
-    The plan names the folder from which its paths start; files that the run has kept take the
-    place of those that it names, if the checkpoint lies in the run's folder.
+    """Returns the resolved plan of the run that wrote the checkpoint `saved`, and its weights. Copies of files in the run's
+    folder take the place of those that the plan names, if the checkpoint lies in that folder.
     """
     document = read_text(saved.description.plan, saved.place, Path())
     plan = resolve(with_copies(document, Path(saved.place).parent.parent), Loader())
