@@ -122,7 +122,7 @@ class TensorPiece:
 
 
 class Region(NamedTuple):
-    """A rank's part of a tensor of the full `shape`. shard: this rank's part of it, padded. elements: this rank's elements of the
+    """A rank's part of a tensor of the full `shape`. shard: this rank's part of it, padded. elements: its elements of the
     flattened shard, or of the whole.
     """
 
