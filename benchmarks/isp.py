@@ -27,7 +27,6 @@ EACH = [{"use": "core.each"}]
 VARIANTS: dict[str, dict[str, Any]] = {
     "isp": {},
     "isp, sockets": {"cross_memory_attach": False},
-    "isp, not fused": {"fused": False},
     "isp, no overlap": {"overlap": False},
     "isp, everything ahead": {"ahead": 8, "reductions": 64},
 }

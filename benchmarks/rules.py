@@ -5,7 +5,7 @@ reference is InternEvo (https://github.com/InternLM/InternEvo), whose rules are 
 and G3 are our names for three of its generations: those of March, of the middle and of December 2024. G1 and G2 gather a
 block ahead in forwards and recomputations, and a linear ahead in backwards, by the order of registration; G3 forgets no
 gather that a recomputation leaves for its backward, and waits for a block's reductions one block later. Ours are the
-machine itself, and what sley_isp's reductions.py does with gradients.
+machine itself, and what sley_isp's reduce_scatter.py does with gradients.
 """
 
 from __future__ import annotations
@@ -211,15 +211,12 @@ class Ours:
         self.units = {weight: tuple(unit) for unit in (*units, [TABLE], [HEAD]) for weight in unit}
         self.machine = PrefetchPolicy(ahead=1)
         self.blocking = 0
-
-    @property
-    def demands(self) -> int:
-        return self.machine.num_demands - self.before
+        self.demands = 0
 
     def begin(self, device: Device) -> None:
         """A step of one micro-batch, on `device`."""
         self.device = device
-        self.before = self.machine.num_demands
+        self.demands = 0
         self.machine.begin(["forward", "backward"])
         self.open: tuple[Weight, ...] = ()
         self.under_way: list[tuple[int, float]] = []
@@ -228,13 +225,13 @@ class Ours:
         self.machine.enter()
 
     def forward(self, weight: Weight, recomputes: bool = False) -> None:
-        self._apply(self.machine.use(self.units[weight], pins=int(recomputes)))
+        self._use(weight, keep=int(recomputes))
         self._wait(weight)
         self.device.compute(0.0 if weight == TABLE else SIZES[weight.name])
 
     def backward(self, weight: Weight) -> None:
         if weight != TABLE:
-            self._apply(self.machine.use(self.units[weight], pins=-1))
+            self._use(weight, keep=-1)
         if weight not in self.open:
             self._start()
             self._finish(self.bound - 1)
@@ -270,10 +267,15 @@ class Ours:
         for one in self.units[weight]:
             self.device.until(self.device.there[one])
 
+    def _use(self, weight: Weight, keep: int) -> None:
+        decision = self.machine.use(self.units[weight], keep=keep)
+        self.demands += decision.unshard[:1] == [self.units[weight]]
+        self._apply(decision)
+
     def _apply(self, decision: Decision) -> None:
-        for weight in _weights(decision.drop):
+        for weight in _weights(decision.reshard):
             del self.device.there[weight]
-        for weight in _weights(decision.gather):
+        for weight in _weights(decision.unshard):
             self.device.gather(weight)
 
 

@@ -52,9 +52,9 @@ LAYOUTS: dict[str, Tables] = {
     "tied stages": {"parallel": {"pp": 2, "dp": 1}, **PIPELINE},
     "replicated stages": {"parallel": {"pp": 2, "dp": 2}, **PIPELINE, "gradient_handlers": [{"use": "dp.bucketed"}, TIE]},
     "shards": {**SHARDED, "weights": {"use": "isp.communicator"}},
-    "modules alone": {**SHARDED, "weights": {"use": "isp.communicator", "fused": False}},
+    "modules alone": {**SHARDED, "weights": {"use": "isp.communicator", "unit": "module"}},
     "modules gathered": {**SHARDED, "weights": {"use": "isp.communicator", "unit": "module", "reduce": "step"}},
-    "one after another": {**SHARDED, "weights": {"use": "isp.communicator", "fused": False, "overlap": False}},
+    "one after another": {**SHARDED, "weights": {"use": "isp.communicator", "unit": "module", "overlap": False}},
     "slices": {"parallel": {"sp": 2, "dp": 1}, "sequence": {"use": "isp.all_to_all", "positions": False}},
 }
 FROZEN = ("frozen by the factory", "frozen later", "layer frozen")

@@ -1,4 +1,4 @@
-"""What the tests of `isp` share: small plans, and how a layout is compared with one process."""
+"""What the tests of `isp` share: small plans, and how layouts are compared with one process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import Recorded, alone, assert_parity, record, same_on_all
 
@@ -25,8 +24,11 @@ PLAN = small_plan(
     evaluation={"every": 9, "steps": 1},
 )
 
+HELD_OUT = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 2**-7}
+"""Relative tolerance of held-out losses after three steps."""
 
-@pytest.fixture
+
+@pytest.fixture(autouse=True)
 def own(monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the plans' own modules; it is on the path, in ranks too."""
     monkeypatch.syspath_prepend(OWN)
@@ -35,9 +37,16 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def sharded() -> Callable[..., Tables]:
-    """`sharded(wp, weights={...}, **changes)`: the small plan with its weights over `wp` ranks; wp = 1 leaves them whole."""
+    """`sharded(wp, weights={...}, factory="", options={}, **changes)`: the small plan with its weights over `wp` ranks; wp = 1
+    leaves them whole. factory: a model of isp_models, with its data `Points` and loss `Squares`.
+    """
 
-    def sharded(wp: int, dp: int | None = None, weights: Tables | None = None, **changes: Any) -> Tables:
+    def sharded(
+        wp: int, dp: int | None = None, weights: Tables | None = None, factory: str = "", options: Any = None, **changes: Any
+    ) -> Tables:
+        if factory:
+            own = {"model": {"factory": f"isp_models:{factory}", "options": options or {}}}
+            changes = own | {"data": {"factory": "isp_models:Points"}, "loss": {"factory": "isp_models:Squares"}} | changes
         tables = changed(PLAN, **changes)
         tables["parallel"] = tables.get("parallel", {}) | {"dp": wp if dp is None else dp, "wp": wp}
         if wp > 1:
@@ -47,24 +56,6 @@ def sharded() -> Callable[..., Tables]:
     return sharded
 
 
-@pytest.fixture
-def parity(ranks: Any, texts: Path, sharded: Callable[..., Tables]) -> Callable[..., list[Recorded]]:
-    """`parity(world, wp=..., dp=..., weights=..., **changes)`: every rank's run, which equals that of one process."""
-
-    def parity(world: int, *, wp: int, dp: int | None = None, weights: Tables | None = None, **changes: Any) -> Any:
-        same = {
-            key: value for key, value in changes.items() if not key.startswith(("gradient_handlers", "parallel", "sequence"))
-        }
-        reference = alone(sharded(1, 1, **same), 3, folder=texts)
-        found = ranks(world, 120)(record, sharded(wp, dp, weights, **changes), 3, folder=texts)
-        assert_parity(reference, found, changes.get("precision__compute", "fp64"))
-        for one in found[1:]:
-            assert_same_bits(found[0].weights, one.weights)
-        return found
-
-    return parity
-
-
 def recorded(plans: list[Tables], folder: Path) -> list[Recorded]:
     """Each of several plans, run one after the other on the same ranks."""
     return [record(tables, 3, folder=folder) for tables in plans]
@@ -72,20 +63,23 @@ def recorded(plans: list[Tables], folder: Path) -> list[Recorded]:
 
 @pytest.fixture
 def parities(ranks: Any, texts: Path, sharded: Callable[..., Tables]) -> Callable[..., None]:
-    """`parities(world, cases, weights, **changes)`: for each case, (wp, dp, more changes), every rank equals one process."""
+    """`parities(world, cases, **changes)`: for each case, more arguments of `sharded`, every rank equals one process."""
 
-    def parities(world: int, cases: list[tuple[int, int, Tables]], weights: Tables, **changes: Any) -> None:
+    def parities(world: int, cases: list[Tables], **changes: Any) -> None:
         plans, references = [], []
-        for wp, dp, more in cases:
-            every = changes | more
-            same = {key: value for key, value in every.items() if key not in ("parallel", "sequence")}
+        for case in cases:
+            arguments = {"wp": world} | changes | case
+            layout = ("wp", "dp", "weights", "parallel", "sequence")
+            same = {key: value for key, value in arguments.items() if key not in layout}
             references.append(alone(sharded(1, 1, **same), 3, folder=texts))
-            plans.append(sharded(wp, dp, weights=weights, **every))
+            plans.append(sharded(**arguments))
         found = ranks(world, 180)(recorded, plans, texts)
-        for reference, layouts in zip(references, zip(*found, strict=True), strict=True):
-            assert_parity(reference, layouts, changes.get("precision__compute", "fp64"))
+        for case, reference, layouts in zip(cases, references, zip(*found, strict=True), strict=True):
+            print(case)
+            precision = (changes | case).get("precision__compute", "fp64")
+            assert_parity(reference, layouts, precision)
             same_on_all(layouts)
             for layout in layouts:
-                assert layout.held_out == pytest.approx(reference.held_out, rel=1e-9)
+                assert layout.held_out == pytest.approx(reference.held_out, rel=HELD_OUT[precision])
 
     return parities

@@ -1,6 +1,6 @@
 """A run with sharded weights or slices that is closed, or could not be assembled, leaves modules as their factory built them.
 
-Those whose weights are shards keep stand-ins of them, and say so when they are called.
+Modules whose weights are shards keep stand-ins for them, and refuse a call by that; those of slices take full sequences again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
@@ -19,15 +19,19 @@ from sley_core.errors import RunError, SleyError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_testing.collectives import assert_untouched, drafts_kept
+from sley_testing.plans import changed, small_plan
 
-WAYS: dict[str, dict[str, Any]] = {
-    "by layers": {},
-    "by modules": {"unit": "module"},
-    "launched": {"launch": "attention"},
-    "classes and columns": {"head": "vocabulary", "embedding": "hidden"},
-    "once per step": {"reduce": "step"},
-}
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"unit": "module", "reduce": "step"},
+    {"launch": "attention"},
+    {"head": "vocabulary", "embedding": "hidden"},
+]
 SPLIT: dict[str, Any] = {"dp": 1, "parallel": {"sp": 2}, "sequence": {"use": "isp.all_to_all"}}
+
+
+def fail(*args: Any, **more: Any) -> None:
+    raise ValueError("the test's failure")
 
 
 def finished(run: Run) -> None:
@@ -35,30 +39,26 @@ def finished(run: Run) -> None:
     run.evaluate()
 
 
-def asked_to_fail(*args: Any, **more: Any) -> None:
-    raise ValueError("asked to")
-
-
 def failed(run: Run, hook: Callable[..., None]) -> None:
-    """A step that fails on every rank at once, behind a gather, so that nobody waits for anybody."""
+    """Takes a step that fails on every rank at once, behind a gather, so that no rank waits for another."""
     run.step()
     handle = run.layers[1].module.register_forward_hook(hook)
-    with pytest.raises(ValueError, match="asked to"):
+    with pytest.raises(ValueError, match="the test's failure"):
         run.step()
     handle.remove()
 
 
 def failed_forward(run: Run) -> None:
-    failed(run, asked_to_fail)
+    failed(run, fail)
 
 
 def failed_backward(run: Run) -> None:
-    failed(run, lambda module, args, result: [result.register_hook(asked_to_fail)].clear())
+    failed(run, lambda module, args, result: [result.register_hook(fail)].clear())
 
 
-def left(plans: list[dict[str, Any]], folder: Path, use: Callable[[Run], None]) -> list[list[str]]:
-    """What each layer says when it is called after a run that `use` used; it left nothing in its model."""
-    found = []
+def codes_after(plans: list[dict[str, Any]], folder: Path, use: Callable[[Run], None]) -> set[str]:
+    """The error codes of calls of all layers after a run that `use` used; it left nothing in its model."""
+    codes = set()
     for tables in plans:
         with World.join("cpu") as world, drafts_kept() as kept:
             with assemble(plan_from_dict(tables, folder), world) as run:
@@ -66,51 +66,38 @@ def left(plans: list[dict[str, Any]], folder: Path, use: Callable[[Run], None]) 
             run.close()
             ((model, traces),) = kept
             assert_untouched(traces, model.layers)
-            found.append([said(layer.module) for layer in run.layers])
-    return found
+            codes.update(code_of(layer.module) for layer in run.layers)
+    return codes
 
 
-def said(module: nn.Module) -> str:
-    tokens = torch.zeros(1, 24, dtype=torch.int64)
-    first: Any = (
-        tokens
-        if any(isinstance(part, nn.Embedding) for part in module.modules())
-        else torch.zeros(1, 24, 16, dtype=torch.float64)
-    )
-    with pytest.raises(RunError, match="after its run was closed") as caught, torch.no_grad():
-        module(first, **({"positions": torch.arange(24)[None]} if hasattr(module, "attention") else {}))
+def code_of(module: nn.Module) -> str:
+    is_first = any(isinstance(part, nn.Embedding) for part in module.modules())
+    x: Any = torch.zeros(1, 24, dtype=torch.int64) if is_first else torch.zeros(1, 24, 16, dtype=torch.float64)
+    with pytest.raises(RunError) as caught, torch.no_grad():
+        module(x, **({"positions": torch.arange(24)[None]} if hasattr(module, "attention") else {}))
     return caught.value.diagnostics[0].code
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("use", [finished, failed_forward, failed_backward])
 def test_a_closed_run(ranks, texts, sharded, use):
-    plans = [sharded(2, weights=WAYS[way]) for way in (WAYS if use is finished else list(WAYS)[2:])]
-    if use is finished:
-        plans.append(sharded(2, weights=WAYS["classes and columns"], **SPLIT))
-    for found in ranks(2, 120)(left, plans, texts, use):
-        assert all(code == "weights-sharded" for codes in found for code in codes)
-
-
-@pytest.mark.campaign
-def test_a_closed_run_of_slices(ranks, texts, sharded):
-    for found in ranks(2, 120)(left, [sharded(2, weights=way, **SPLIT) for way in WAYS.values()], texts, finished):
-        assert all(code == "weights-sharded" for codes in found for code in codes)
+    plans = [sharded(2, weights=way) for way in WAYS[2 * (use is not finished) :]]
+    plans.append(sharded(2, weights=WAYS[-1], **SPLIT))
+    assert ranks(2, 120)(codes_after, plans, texts, use) == [{"weights-sharded"}] * 2
 
 
 def refused(plans: list[tuple[dict[str, Any], str]], folder: Path) -> list[str]:
-    """What the assembly of each plan says that fails, at the place named with it if there is one; it leaves nothing."""
-    found = []
+    """The error of the assembly of each plan, at the place named with it if there is one; it leaves nothing."""
+    errors = []
     for tables, place in plans:
         with World.join("cpu") as world, drafts_kept() as kept, pytest.MonkeyPatch.context() as patch:
             if place:
-                patch.setattr(place, asked_to_fail)
+                patch.setattr(place, fail)
             with pytest.raises((SleyError, ValueError)) as caught:
                 assemble(plan_from_dict(tables, folder), world)
             ((model, traces),) = kept
             assert_untouched(traces, model.layers)
-            found.append(caught.value.diagnostics[0].code if isinstance(caught.value, SleyError) else str(caught.value))
-    return found
+            errors.append(caught.value.diagnostics[0].code if isinstance(caught.value, SleyError) else str(caught.value))
+    return errors
 
 
 def test_an_assembly_that_fails(ranks, texts, sharded):
@@ -119,9 +106,48 @@ def test_an_assembly_that_fails(ranks, texts, sharded):
     cases = [
         (sharded(1, 1, parallel={"sp": 2}, sequence=sequence), "", "sequence-attention"),
         (sharded(2, weights={"launch": "nowhere"}, **SPLIT), "", "launch-point"),
-        (sharded(2, **SPLIT), "sley_core.assemble.samples_of", "asked to"),
+        (sharded(2, **SPLIT), "sley_core.assemble.samples_of", "the test's failure"),
     ]
-    for place in ("communicator.stand_in", "reductions.GradientBuckets.add", "units.Launches.take"):
-        cases.append((sharded(2, weights=WAYS["classes and columns"]), f"sley_isp.{place}", "asked to"))
-    wanted = [said for _, _, said in cases]
-    assert ranks(2, 120)(refused, [(tables, place) for tables, place, _ in cases], texts) == [wanted, wanted]
+    for place in ("communicator.stand_in", "reduce_scatter.GradientReducer.register", "communicator.prefetch_points"):
+        cases.append((sharded(2, weights=WAYS[-1]), f"sley_isp.{place}", "the test's failure"))
+    errors = [error for _, _, error in cases]
+    assert ranks(2, 120)(refused, [(tables, place) for tables, place, _ in cases], texts) == [errors, errors]
+
+
+def called_after(plans: list[dict[str, Any]], folder: Path) -> list[Tensor]:
+    """For each plan: the output for full sequences of its model, after a run that has taken a step and closed."""
+    outputs = []
+    for tables in plans:
+        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+            run.step()
+        hidden: Any = (torch.arange(32) % 11).view(2, 16)
+        positions = torch.arange(16)[None].expand(2, 16)
+        with torch.no_grad():
+            for layer in run.layers:
+                hidden = layer.module(hidden, **({"positions": positions} if "positions" in layer.fields else {}))
+        outputs.append(hidden)
+    return outputs
+
+
+def test_models_of_slices_take_full_sequences_after_their_run(ranks, own):
+    """In whatever way their attention was found."""
+    plan = small_plan(
+        run__steps=1,
+        data={"use": "data.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
+        batch={"global_size": 2, "micro_size": 1},
+        optimizer={"use": "core.sgd", "lr": 1e-2},
+    )
+    models: list[tuple[dict[str, Any], list[str]]] = [
+        ({"use": "models.llama", "num_layers": 1, "hidden": 16, "heads": 4, "ffn_hidden": 16}, []),
+        ({"factory": "attentive:layers", "options": {"wrapped": True}}, []),
+        ({"factory": "attentive:layers"}, ["*.attend"]),
+    ]
+    plans = [changed(plan, model=model) for model, _ in models]
+    split = [
+        tables | {"parallel": {"dp": 1, "sp": 2}, "sequence": {"use": "isp.all_to_all", "modules": modules}}
+        for tables, (_, modules) in zip(plans, models, strict=True)
+    ]
+    references = called_after(plans, own)
+    for outputs in ranks(2, 60)(called_after, split, own):
+        for output, reference in zip(outputs, references, strict=True):
+            torch.testing.assert_close(output, reference, rtol=1e-10, atol=1e-10)

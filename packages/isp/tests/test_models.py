@@ -1,65 +1,42 @@
-"""Any model given as layers trains sharded as it does whole."""
+"""Any model given as layers trains sharded as it does whole: its weights are used in many ways, or its options meet."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
-from sley_core.engine.shards import REDUCE_GROUP
-from sley_core.plan.load import plan_from_dict
 from sley_testing.runs import record
 
-
-@pytest.fixture
-def foreign(own):
-    """`foreign("isp_parts:mixed", **options)`: the changes that make the small plan train a model of its own."""
-
-    def foreign(model, **options):
-        return {
-            "model": {"factory": model, "options": options},
-            "data": {"factory": "isp_parts:Points"},
-            "loss": {"factory": "isp_parts:Squares"},
-        }
-
-    return foreign
+APART = {"batch__micro_size": 1, "run__seed": 1}
+"""A seed under which the first micro-batches of two ranks take different branches."""
 
 
-@pytest.mark.parametrize("unit", ["layer", "module"])
-def test_linears_of_all_sizes_with_attention_of_their_own(parity, foreign, unit):
-    """No two of one size, some without bias, one used twice, so that its gradients are summed."""
-    parity(2, wp=2, weights={"unit": unit}, **foreign("isp_parts:mixed"))
+def test_models_of_their_own(parities):
+    """No two linears of one size, some without bias, one used twice; adapters, trained biases of frozen weights, a frozen
+    start; the row of a padding token; a model that recomputes itself by torch's older checkpoint.
+    """
+    models = ["mixed", "adapted", "frozen_start", "padded_tokens", "recomputing"]
+    parities(2, [{"factory": name, "options": {"reentrant": True} if name == "recomputing" else {}} for name in models])
 
 
-@pytest.mark.parametrize("unit", ["layer", pytest.param("module", marks=pytest.mark.campaign)])
-def test_the_order_of_registration_means_nothing(parity, foreign, unit):
-    """The order of gathers is that of use: modules registered in another order train alike."""
-    parity(2, wp=2, weights={"unit": unit}, **foreign("isp_parts:mixed", turned=True))
+def test_models_that_use_their_weights_in_other_ways(parities):
+    """A bias alone is sharded; torch runs a block in another way in evaluations; sizes of weights scale; parametrized weights,
+    replaced forwards, calls with other tensors, by name; a parameter that a module of another kind holds stays whole.
+    """
+    direct = {"precision": {"compute": "fp64", "accumulation": "direct"}}
+    models = ["half_sharded", "encoder", "by_size", "replaced", "tied_to_no_linear"]
+    parities(2, [{"factory": name} for name in models] + [{"factory": "half_sharded"} | direct])
 
 
-@pytest.mark.parametrize(
-    ("unit", "reentrant"),
-    [
-        ("layer", True),
-        pytest.param("module", False, marks=pytest.mark.campaign),
-        pytest.param("layer", False, marks=pytest.mark.campaign),
-        pytest.param("module", True, marks=pytest.mark.campaign),
-    ],
-)
-def test_a_model_that_recomputes_by_itself(parity, foreign, reentrant, unit):
-    """With either of torch's checkpoints, reentrant or not."""
-    parity(2, wp=2, weights={"unit": unit}, **foreign("isp_parts:recomputing", reentrant=reentrant))
+def test_a_layer_that_calls_one_of_its_linears_by_the_data(parities):
+    """Ranks take different ones in the same step, and their gradients are reduced together."""
+    parities(2, [{"weights": {"reduce": reduce}} for reduce in ("micro_batch", "step")], factory="branches", **APART)
 
 
-@pytest.mark.parametrize("name", ["adapted", "frozen_start", "padded_tokens"])
-def test_partly_frozen(parity, foreign, name):
-    """Adapters, trained biases of frozen weights, a frozen start; the row of a padding token."""
-    parity(2, wp=2, **foreign(f"isp_parts:{name}"))
-
-
-def test_autocast(ranks, sharded, texts, foreign):
+def test_autocast(ranks, sharded, texts):
     """With and without bias; sharded and whole runs round alike but for the order of sums."""
-    changes = foreign("isp_parts:autocast") | {"precision__compute": "fp32"}
+    changes = {"factory": "autocast", "precision__compute": "fp32"}
     reference = record(sharded(1, 1, **changes), 2, folder=texts)
     for found in ranks(2)(record, sharded(2, **changes), 2, folder=texts):
         assert found.rows[1]["loss"] == pytest.approx(reference.rows[1]["loss"], rel=2**-7)
@@ -67,46 +44,48 @@ def test_autocast(ranks, sharded, texts, foreign):
             assert (found.gradients[0][name] - gradient).norm() <= 2**-7 * gradient.norm() + 1e-6, name
 
 
-def test_what_other_code_holds_stays_whole(parity, foreign):
-    """A parameter that a module of another kind holds too is not sharded, whoever else holds it."""
-    parity(2, wp=2, **foreign("isp_parts:tied_to_no_linear"))
+def drawn_case(draw: random.Random, world: int) -> dict[str, object]:
+    """Arguments of `sharded` for `world` ranks."""
+    sp = draw.choice([size for size in (1, 2, 4) if world % size == 0])
+    wp = draw.choice([size for size in (1, 2, 4) if world % size == 0 and size * sp > 1] or [world])
+    tied = draw.random() < 0.5
+    weights = {
+        "overlap": draw.random() < 0.8,
+        "unit": draw.choice(["layer", "module"]),
+        "ahead": draw.choice([0, 1, 2, 5]),
+        "reduce": draw.choice(["micro_batch", "step"]),
+        "head": draw.choice(["gather", "vocabulary"]),
+        "embedding": "gather" if tied else draw.choice(["gather", "hidden"]),
+    }
+    if weights["unit"] == "layer":
+        weights["launch"] = draw.choice(["*", "attention.output", "feed_forward.*"])
+    split = {"sequence": {"use": "isp.all_to_all"}, "parallel": {"sp": sp}} if sp > 1 else {}
+    return {
+        "wp": wp,
+        "dp": world // sp,
+        "weights": weights,
+        "model__heads": 4,
+        "model__kv_heads": draw.choice([1, 2, 4]),
+        "model__num_layers": draw.choice([1, 2, 3]),
+        "model__tie_embeddings": tied,
+        "model__ffn_hidden": draw.choice([24, 27, 33]),
+        "data__documents": draw.choice(["pack", "cut", "pad"]),
+        "batch": {"global_size": 8, "micro_size": draw.choice([1, 2])},
+        "loss": {"use": "core.cross_entropy", "label_smoothing": draw.choice([0.0, 0.1])},
+        "activations": {"use": "core.recompute", "fraction": draw.choice([0.0, 0.25, 0.5, 0.75, 1.0])},
+        "optimizer__groups": draw.choice([[], [{"match": "*value*", "freeze": True}]]),
+        **split,
+    }
 
 
-def shards(tables, folder):
-    """Of each parameter, over which group its gradient is partial, and the shape that this rank holds."""
-    from sley_core.assemble import assemble
-    from sley_core.comm.world import World
-    from sley_core.plan.load import plan_from_dict
-
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-        found = {param.name: (param.reduce_group, tuple(param.parameter.shape)) for param in run.registry}
-        return found, run.registry.num_parameters, run.memory.bytes["weights"]
+@pytest.mark.parametrize(("world", "number"), [(2, 2), (4, 1), pytest.param(4, 30, marks=pytest.mark.campaign)])
+def test_drawn_options(parities, world, number):
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    parities(world, [drawn_case(draw, world) for _ in range(number)])
 
 
-def test_a_rank_holds_its_rows_only(ranks, sharded, texts, foreign):
-    """13 x 4 numbers of a table of 11 rows are 6 rows each, one of them padding; norms stay whole."""
-    first, second = ranks(2)(shards, sharded(2, **foreign("isp_parts:mixed")), texts)
-    assert first[0] == second[0]
-    assert first[0]["embed.table.weight"] == (REDUCE_GROUP, (6, 6))
-    assert first[0]["block0.up.weight"] == (REDUCE_GROUP, (4, 6))
-    assert first[0]["block1.up.bias"] == (REDUCE_GROUP, (6,))
-    assert first[0]["block0.norm.weight"] == ("stage", (6,))
-    (whole,) = ranks(1)(shards, sharded(1, **foreign("isp_parts:mixed")), texts)
-    replicated = 4 * 2 * 6
-    assert first[1] + second[1] - replicated == whole[1], "padding counts for nobody"
-    assert first[2] < 0.6 * whole[2]
-
-
-@pytest.mark.parametrize(
-    ("model", "note"),
-    [
-        ("isp_readers:stacked", ["`wp` shards 47 % of this model's parameters; not sharded: blocks.* (Stacked, 2)"]),
-        ("isp_parts:experts", []),
-    ],
-)
-def test_what_stays_whole_is_said(sharded, own, foreign, model, note):
-    """By `check --model` too, which assembles in a fake world."""
-    options = {} if model.endswith("stacked") else {"number": 8}
-    plan = plan_from_dict(sharded(2, **foreign(model, **options)), own)
-    with World.fake(0, 2) as world, assemble(plan, world) as run:
-        assert run.notes == note
+def test_narrow_precision(parities):
+    """fp32; bf16 shards with fp32 masters, once per step in wider gradients."""
+    parities(2, [{"precision__compute": "fp32"}, {"precision__compute": "bf16", "weights": {"reduce": "step"}}])

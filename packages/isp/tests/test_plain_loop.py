@@ -1,11 +1,10 @@
-"""Models and options, drawn by numbers that are printed: what a plain PyTorch loop gives, or an error with a name."""
+"""Models and options, drawn by numbers that are printed: they train as in a plain PyTorch loop, or are refused by name."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ STEPS, GLOBAL = 3, 8
 
 
 class CrossEntropies:
-    """By torch alone: whatever is negative is ignored."""
+    """By torch alone: every negative label is ignored."""
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
         return float((batch["labels"] >= 0).sum())
@@ -46,7 +45,6 @@ def drawn_plan(seed: int, world: int) -> dict[str, Any]:
         "overlap": draw.random() < 0.8,
         "unit": draw.choice(["layer", "module"]),
         "ahead": draw.choice([0, 1, 2, 5]),
-        "fused": draw.random() < 0.5,
         "reduce": draw.choice(["micro_batch", "step"]),
         "head": draw.choice(["gather", "vocabulary"]),
         "embedding": "gather" if tied else draw.choice(["gather", "hidden"]),
@@ -66,61 +64,51 @@ def drawn_plan(seed: int, world: int) -> dict[str, Any]:
     }
 
 
-def batches_of(data: Any) -> list[dict[str, Tensor]]:
+def batches_of(split: str) -> list[dict[str, Tensor]]:
+    from drawn import Rows
+
+    data = Rows(DataContext(0, split))
     rows = [[data[at] for at in range(GLOBAL * step, GLOBAL * (step + 1))] for step in range(len(data) // GLOBAL)]
     return [{name: torch.stack([row[name] for row in step]) for name in step[0]} for step in rows]
 
 
 def recorded(plans: Sequence[dict[str, Any]], folder: Path, batches: Any) -> list[Recorded | str]:
-    """Each run of this rank, or what it is refused with."""
-    found: list[Recorded | str] = []
+    """Each run of this rank, or the code of its refusal."""
+    runs: list[Recorded | str] = []
     for tables in plans:
         try:
-            found.append(record(tables, STEPS, folder=folder, batches=batches))
+            runs.append(record(tables, STEPS, folder=folder, batches=batches))
         except SleyError as error:
-            found.append(error.diagnostics[0].code)
-    return found
+            runs.append(error.diagnostics[0].code)
+    return runs
 
 
-def assert_plain(
-    layers: Any, tables: dict[str, Any], ranks: Sequence[Recorded | str], batches: Any, held_out: Any, allowed: set[str]
-) -> str:
-    """That each rank saw what the loop over `layers` gives, or was refused as it may be; how it ended."""
-    ended = {rank if isinstance(rank, str) else "right" for rank in ranks}
-    assert ended & allowed, f"{ended}, not {allowed}"
-    seen = [rank for rank in ranks if isinstance(rank, Recorded)]
-    if len(seen) < len(ranks):
-        return min(ended & allowed)
-    size = tables["batch"]["micro_size"]
-    loop = plain_loop(layers, tables)
-    loop.load(seen[0].first)
-    for number in range(STEPS):
-        step = loop.step(cut(batches[number], size))
-        for rank in seen:
-            last = rank.weights if number == STEPS - 1 else {}
-            assert_step(step, rank.rows[number], rank.gradients[number], last)
-    if "evaluation" not in tables:
-        return "right"
-    evaluated = loop.evaluate(cut(held_out[0], size))
-    for rank in seen:
-        assert rank.held_out is not None
-        assert isclose(rank.held_out, evaluated, rel_tol=1e-9), f"{rank.held_out} of what is held out, not {evaluated}"
-    return "right"
+Case = tuple[dict[str, Any], Any, set[str]]
+"""A plan, its layers, and how its run may end: "right", or with a code."""
 
 
-def allowed_of(tables: dict[str, Any]) -> set[str]:
-    """How a run may end: "right", or refused, where experts of which ranks run others travel each alone, or read weights."""
-    from drawn import kinds_of
+def check(ranks: Any, folder: Path, world: int, cases: Sequence[Case]) -> None:
+    """Asserts that each run equals the loop over its layers, or ends as it may."""
+    batches, held_out = batches_of("train"), batches_of("held_out")
+    found = zip(*ranks(world, 580)(recorded, [tables for tables, _, _ in cases], folder, batches), strict=True)
+    ends: Counter[str] = Counter()
+    wrong = []
+    for (tables, layers, allowed), runs in zip(cases, found, strict=True):
+        try:
+            codes = {run if isinstance(run, str) else "right" for run in runs}
+            assert codes & allowed, f"{codes}, not {allowed}"
+            ends[min(codes & allowed)] += 1
+            if codes == {"right"}:
+                assert_plain(layers, tables, runs, batches, held_out)
+        except AssertionError as error:
+            wrong.append(f"{tables}: {error}")
+    print(dict(ends))
+    assert not wrong, "\n".join(wrong)
 
-    kinds = kinds_of(tables["model"]["options"]["seed"])
-    if "Reading" in kinds:
-        return {"sharded-weight-read"}
-    is_alone = tables["weights"]["unit"] == "module" or not tables["weights"]["fused"]
-    return {"right", "ranks-differ"} if is_alone and "Experts" in kinds else {"right"}
 
-
-def plain_loop(layers: Any, tables: dict[str, Any]) -> PlainLoop:
-    optimizer = tables["optimizer"]
+def assert_plain(layers: Any, tables: dict[str, Any], runs: Sequence[Recorded], batches: Any, held_out: Any) -> None:
+    """Asserts that every rank's steps and evaluation are those of the loop over `layers`."""
+    size, optimizer = tables["batch"]["micro_size"], tables["optimizer"]
     for _, module in layers if isinstance(layers, list) else [(one.name, one.module) for one in layers]:
         module.double()
 
@@ -128,33 +116,33 @@ def plain_loop(layers: Any, tables: dict[str, Any]) -> PlainLoop:
         groups = decay_groups(named, optimizer["weight_decay"])
         return torch.optim.SGD(groups, lr=optimizer["lr"], momentum=optimizer["momentum"])
 
-    return PlainLoop(layers, CrossEntropies(), optimizer=sgd, clip_norm=optimizer["clip_norm"])
+    loop = PlainLoop(layers, CrossEntropies(), optimizer=sgd, clip_norm=optimizer["clip_norm"])
+    loop.load(runs[0].first)
+    for number in range(STEPS):
+        step = loop.step(cut(batches[number], size))
+        for run in runs:
+            assert_step(step, run.rows[number], run.gradients[number], run.weights if number == STEPS - 1 else {})
+    if "evaluation" in tables:
+        evaluated = loop.evaluate(cut(held_out[0], size))
+        assert all(isclose(run.held_out or 0.0, evaluated, rel_tol=1e-9) for run in runs), evaluated
 
 
 def cut(batch: Mapping[str, Tensor], size: int) -> list[dict[str, Tensor]]:
     return [{name: value[at : at + size] for name, value in batch.items()} for at in range(0, GLOBAL, size)]
 
 
-def check_drawn(ranks: Any, own: Path, world: int, seeds: Sequence[int]) -> None:
-    from drawn import Rows, kinds_of, model
+def drawn_case(seed: int, world: int) -> Case:
+    """Experts, of which ranks call others, are refused if each is gathered alone; so are reads of weights."""
+    from drawn import kinds_of, model
 
-    batches, held_out = (batches_of(Rows(DataContext(0, split))) for split in ("train", "held_out"))
-    plans = [drawn_plan(seed, world) for seed in seeds]
-    ended: Counter[str] = Counter()
-    wrong = []
-    for tables, of_ranks in zip(plans, zip(*ranks(world, 580)(recorded, plans, own, batches), strict=True), strict=True):
-        try:
-            made = model(**tables["model"]["options"])
-            ended[assert_plain(made, tables, of_ranks, batches, held_out, allowed_of(tables))] += 1
-        except AssertionError as error:
-            seed = tables["model"]["options"]["seed"]
-            wrong.append(f"seed {seed} of {world} ranks, {kinds_of(seed)}, {tables}: {error}")
-    print(dict(ended))
-    assert not wrong, "\n".join(wrong)
+    tables, kinds = drawn_plan(seed, world), kinds_of(seed)
+    is_alone = tables["weights"]["unit"] == "module" and "Experts" in kinds
+    allowed = {"sharded-weight-read"} if "Reading" in kinds else {"right", *(["ranks-differ"] if is_alone else [])}
+    return tables, model(**tables["model"]["options"]), allowed
 
 
-def test_drawn_models_and_options_give_what_a_plain_loop_gives(ranks, own):
-    check_drawn(ranks, own, 2, range(5))
+def test_drawn_models_and_options(ranks, own):
+    check(ranks, own, 2, [drawn_case(seed, 2) for seed in range(5)])
 
 
 @pytest.mark.campaign
@@ -162,7 +150,7 @@ def test_drawn_models_and_options_give_what_a_plain_loop_gives(ranks, own):
 def test_more_of_them(ranks, own, world):
     first = random.SystemRandom().randrange(10**6)
     print(f"seeds from {first}")
-    check_drawn(ranks, own, world, [*range(5, 8), *range(first, first + 40)])
+    check(ranks, own, world, [drawn_case(seed, world) for seed in [*range(5, 8), *range(first, first + 40)]])
 
 
 REFUSED = {
@@ -175,69 +163,42 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("unit", ["layer", pytest.param("module", marks=pytest.mark.campaign)])
-def test_habits_around_a_sharded_linear(ranks, own, unit):
-    """What people write around a linear gives the numbers of the loop, or is refused by name."""
+def test_habits_around_a_sharded_linear(ranks, own):
+    """What people write around a linear."""
     from drawn import Rows
 
-    data = Rows(DataContext(0, "train"))
-    batches, held_out = (batches_of(Rows(DataContext(0, split))) for split in ("train", "held_out"))
-    plans = []
-    habits = HABITS | OF_WHOLE_GRADIENTS
-    for habit in habits:
+    cases: list[Case] = []
+    for habit in HABITS | OF_WHOLE_GRADIENTS:
         tables = drawn_plan(1, 2) | {"model": {"factory": "sley_testing.habits:model", "options": {"habit": habit}}}
-        tables["batch"] = {"global_size": GLOBAL, "micro_size": 4}
-        del tables["evaluation"]  # for which some habits have no forward
-        plans.append(tables | {"weights": {"use": "isp.communicator", "unit": unit}, "activations": {"use": "core.keep"}})
-    for habit, tables, of_ranks in zip(
-        habits, plans, zip(*ranks(2, 240)(recorded, plans, own, batches), strict=True), strict=True
-    ):
-        wanted = {REFUSED.get(habit, "right")}
-        if habit.startswith("Adaptive") and unit == "module":
-            wanted |= {"ranks-differ"}
-        ended = assert_plain(habit_layers(data.info, habit), tables, of_ranks, batches, held_out, wanted)
-        print(habit, ended)
+        tables |= {"batch": {"global_size": GLOBAL, "micro_size": 4}, "weights": {"use": "isp.communicator"}}
+        tables["activations"] = {"use": "core.keep"}
+        del tables["evaluation"]  # some habits have no forward for it
+        cases.append((tables, habit_layers(Rows(DataContext(0, "train")).info, habit), {REFUSED.get(habit, "right")}))
+    check(ranks, own, 2, cases)
 
 
-WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {}),
-    ({"overlap": False}, {}),
-    ({"overlap": False, "reduce": "step"}, {}),
-    ({"reduce": "step"}, {"cross_memory_attach": False}),
-]
-BY_DATA: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
-    "taken_by_data:often": WAYS,
-    "taken_by_data:looked": WAYS,
-    "taken_by_data:added": WAYS,
-    "tied_by_data:layers": [({"reduce": "step"}, {})],
-}
-EVERY_WAY = [(factory, *way) for factory, ways in BY_DATA.items() for way in ways]
+def test_layers_that_use_their_weights_by_the_data(ranks, own):
+    """Ranks with other data exchange in the same order, with exchanges that are waited for at once and that are not."""
+    from isp_models import by_data
 
-
-@pytest.mark.parametrize("cases", [EVERY_WAY[::3], pytest.param(EVERY_WAY, marks=pytest.mark.campaign)])
-def test_layers_that_use_their_weights_as_their_data_say(ranks, own, cases):
-    """In the same order on ranks whose data are others, with exchanges that are waited for at once and that are not."""
-    from drawn import Rows
-
-    batches, held_out = (batches_of(Rows(DataContext(0, split))) for split in ("train", "held_out"))
-    first = [[int(row[0]) for row in batches[number]["tokens"]] for number in range(STEPS)]
+    first = [[int(row[0]) for row in batch["tokens"]] for batch in batches_of("train")[:STEPS]]
     for kinds in (2, 3):
         last = [(tokens[GLOBAL // 2 - 1] % kinds, tokens[-1] % kinds) for tokens in first]
-        assert any(one != other for one, other in last), "or ranks do the same where a step's gradients leave"
-    plans = []
-    for factory, weights, parallel in cases:
-        tables = drawn_plan(1, 2) | {"model": {"factory": factory}, "batch": {"global_size": GLOBAL, "micro_size": 1}}
-        tables["weights"] = {"use": "isp.communicator", **weights}
-        tables["parallel"] = {"dp": 2, "wp": 2, **parallel}
-        tables["activations"] = {"use": "core.keep"}
-        del tables["evaluation"]  # in other micro-batches, whose first tokens are others
-        plans.append(tables)
-    wrong = []
-    for tables, of_ranks in zip(plans, zip(*ranks(2, 240)(recorded, plans, own, batches), strict=True), strict=True):
-        module, _, name = tables["model"]["factory"].partition(":")
-        try:
-            layers = getattr(import_module(module), name)()
-            assert_plain(layers, tables, of_ranks, batches, held_out, {"right"})
-        except AssertionError as error:
-            wrong.append(f"{tables['model']}, {tables['weights']}, {tables['parallel']}: {error}")
-    assert not wrong, "\n".join(wrong)
+        assert any(one != other for one, other in last), "or ranks do the same where a step's gradients are sent"
+    ways: list[tuple[str, dict[str, Any], bool]] = [
+        ("repeats", {}, True),
+        ("repeats", {"overlap": False, "reduce": "step"}, True),
+        ("looks", {"overlap": False}, True),
+        ("looks", {"reduce": "step"}, False),
+        ("adds", {}, True),
+        ("adds", {"reduce": "step"}, True),
+        ("tied", {"reduce": "step"}, True),
+    ]
+    cases: list[Case] = []
+    for kind, options, attaches in ways:
+        tables = drawn_plan(1, 2) | {"model": {"factory": "isp_models:by_data", "options": {"kind": kind}}}
+        tables |= {"batch": {"global_size": GLOBAL, "micro_size": 1}, "weights": {"use": "isp.communicator", **options}}
+        tables |= {"parallel": {"dp": 2, "wp": 2, "cross_memory_attach": attaches}, "activations": {"use": "core.keep"}}
+        del tables["evaluation"]  # its micro-batches have other first tokens
+        cases.append((tables, by_data(kind), {"right"}))
+    check(ranks, own, 2, cases)

@@ -1,10 +1,6 @@
-"""What the machine decides, for any order of uses, passes and depths."""
+"""What the prefetch policy decides, for any order of uses, passes and depths."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
-import time
 
 import pytest
 from hypothesis import given
@@ -18,38 +14,43 @@ BACKWARD = ["head", *reversed(BLOCKS)]
 
 
 class Rank:
-    """Carries decisions out, and fails where one does not make sense: a unit that is there is gathered, or is not dropped."""
+    """Carries decisions out, and fails if one makes no sense: it unshards an unsharded group, or reshards a sharded one."""
 
     def __init__(self, ahead: int) -> None:
-        self.machine = PrefetchPolicy(ahead)
-        self.here: set[str] = set()
+        self.policy = PrefetchPolicy(ahead)
+        self.unsharded: set[str] = set()
         self.gathers: list[str] = []
+        self.num_demands = 0
         self.peak = 0
 
     def apply(self, decision):
-        for unit in decision.drop:
-            self.here.remove(unit)
-        for unit in decision.gather:
-            assert unit not in self.here, f"{unit} is gathered twice"
-            self.here.add(unit)
-            self.gathers.append(unit)
-        self.peak = max(self.peak, len(self.here))
-        assert self.here == set(self.machine.held)
+        for group in decision.reshard:
+            self.unsharded.remove(group)
+        for group in decision.unshard:
+            assert group not in self.unsharded, f"{group} is gathered twice"
+            self.unsharded.add(group)
+            self.gathers.append(group)
+        self.peak = max(self.peak, len(self.unsharded))
+        assert self.unsharded == set(self.policy.unsharded)
+
+    def use(self, group, keep=0):
+        decision = self.policy.use(group, keep=keep)
+        assert group not in decision.unshard[1:], "the group that is needed now comes first"
+        self.num_demands += decision.unshard[:1] == [group]
+        self.apply(decision)
+        assert group in self.unsharded
 
     def step(self, *passes):
-        """passes: (key, uses); a use is a unit, or (unit, pins)."""
+        """passes: (key, uses); a use is a group, or (group, keep). Returns the gathers."""
         self.gathers = []
-        self.machine.begin([key for key, _ in passes])
-        self.here.clear()
+        self.num_demands = 0
+        self.policy.begin([key for key, _ in passes])
+        self.unsharded.clear()
         for _, uses in passes:
-            self.machine.enter()
+            self.policy.enter()
             for use in uses:
-                unit, pins = use if isinstance(use, tuple) else (use, 0)
-                decision = self.machine.use(unit, pins=pins)
-                assert unit not in decision.gather[1:], "what is wanted now comes first"
-                self.apply(decision)
-                assert unit in self.here
-            self.apply(self.machine.leave())
+                self.use(*(use if isinstance(use, tuple) else (use,)))
+            self.apply(self.policy.leave())
         return self.gathers
 
 
@@ -57,19 +58,18 @@ def test_a_block_is_gathered_twice_and_one_unit_is_not_foreseen():
     """Once per forward, once per backward; the last block and the head are still there when they come again."""
     rank = Rank(1)
     for _ in range(3):
-        before = rank.machine.num_demands
         gathers = rank.step(("F", FORWARD), ("B", BACKWARD))
     assert gathers == ["embed", "a", "b", "c", "d", "head", "c", "b", "a"]
-    assert rank.machine.num_demands - before == 1, "the first use of a step"
+    assert rank.num_demands == 1, "the first use of a step"
     assert rank.peak == 2
-    assert rank.here == set()
+    assert rank.unsharded == set()
 
 
 def test_without_looking_ahead_every_gather_is_asked_for():
     rank = Rank(0)
     for _ in range(2):
         rank.step(("F", FORWARD), ("B", BACKWARD))
-    assert rank.machine.num_demands == rank.machine.num_gathers
+    assert rank.num_demands == len(rank.gathers)
     assert rank.peak == 1
 
 
@@ -89,9 +89,8 @@ def test_an_order_that_changes_is_learned_again():
     """A pass that strays is right, gathers on demand, and the next one knows."""
     rank = Rank(1)
     for order, num_demands in (("abc", 3), ("abc", 1), ("acb", 3), ("acb", 1)):
-        before = rank.machine.num_demands
         rank.step(("F", order))
-        assert rank.machine.num_demands - before == num_demands, "c and b, gathered when they were used"
+        assert rank.num_demands == num_demands, "c and b, gathered when they were used"
     assert rank.gathers == ["a", "c", "b"]
 
 
@@ -99,24 +98,23 @@ def test_chunks_have_orders_of_their_own():
     rank = Rank(1)
     step = (("F0", "ab"), ("F1", "cd"), ("B1", "dc"), ("B0", "ba"))
     rank.step(*step)
-    before = rank.machine.num_demands
     assert rank.step(*step) == ["a", "b", "c", "d", "b", "a"]
-    assert rank.machine.num_demands - before == 1, "the next chunk's first unit is foreseen"
+    assert rank.num_demands == 1, "the next chunk's first unit is foreseen"
 
 
 def test_what_was_left_behind_is_dropped_at_the_next_step():
     """A pass that an error cut short leaves units held; the next step begins without them."""
     rank = Rank(2)
     rank.step(("F", FORWARD))
-    rank.machine.begin(["F"])
-    rank.machine.enter()
-    rank.apply(rank.machine.use("embed"))
-    assert rank.here
+    rank.policy.begin(["F"])
+    rank.policy.enter()
+    rank.use("embed")
+    assert rank.unsharded
     assert rank.step(("F", FORWARD)) == FORWARD
 
 
-UNITS = st.sampled_from("abcde")
-PASSES = st.lists(st.tuples(st.sampled_from(["F", "B", "E"]), st.lists(UNITS, max_size=12)), max_size=6)
+GROUPS = st.sampled_from("abcde")
+PASSES = st.lists(st.tuples(st.sampled_from(["F", "B", "E"]), st.lists(GROUPS, max_size=12)), max_size=6)
 
 
 @given(st.lists(PASSES, min_size=1, max_size=5), st.integers(0, 3))
@@ -125,7 +123,7 @@ def test_any_order_is_served(steps, ahead):
     rank, twin = Rank(ahead), Rank(ahead)
     for passes in steps:
         assert rank.step(*passes) == twin.step(*passes)
-        assert rank.here == set()
+        assert rank.unsharded == set()
     assert rank.peak <= 1 + ahead
 
 
@@ -134,89 +132,44 @@ def test_a_known_order_is_foreseen(passes, ahead):
     """Once every pass was seen, only the very first use of a step is asked for."""
     rank = Rank(ahead)
     rank.step(*passes)
-    before = rank.machine.num_demands
     gathers = rank.step(*passes)
-    assert rank.machine.num_demands - before == min(1, len(gathers))
+    assert rank.num_demands == min(1, len(gathers))
 
 
-@given(st.lists(st.tuples(UNITS, st.sampled_from([-1, 0, 1])), max_size=30), st.integers(0, 2))
-def test_pins_hold_until_they_are_paid_back(uses, ahead):
+@given(st.lists(st.tuples(GROUPS, st.sampled_from([-1, 0, 1])), max_size=30), st.integers(0, 2))
+def test_groups_are_kept_until_their_backwards(uses, ahead):
     rank = Rank(ahead)
-    pins = dict.fromkeys("abcde", 0)
-    rank.machine.begin(["B"])
-    rank.machine.enter()
-    for unit, change in uses:
-        pins[unit] = max(0, pins[unit] + change)
-        rank.apply(rank.machine.use(unit, pins=change))
-        assert {unit, *(one for one, number in pins.items() if number)} <= rank.here
-    rank.apply(rank.machine.leave())
-    assert rank.here == set()
+    kept = dict.fromkeys("abcde", 0)
+    rank.policy.begin(["B"])
+    rank.policy.enter()
+    for group, change in uses:
+        kept[group] = max(0, kept[group] + change)
+        rank.use(group, change)
+        assert {group, *(other for other, number in kept.items() if number)} <= rank.unsharded
+    rank.apply(rank.policy.leave())
+    assert rank.unsharded == set()
 
 
 def test_gathers_wait_for_their_launch():
     """A use that does not launch gathers itself only; the first one that does gathers ahead."""
-    machine = PrefetchPolicy(1)
+    policy = PrefetchPolicy(1)
     for number in range(2):
-        machine.begin(["F"])
-        machine.enter()
-        found = [machine.use(unit, launches=launches).gather for unit in "ab" for launches in (False, True, True)]
-        machine.leave()
+        policy.begin(["F"])
+        policy.enter()
+        found = [policy.use(group, prefetches=starts).unshard for group in "ab" for starts in (False, True, True)]
+        policy.leave()
         if number:
             assert found == [["a"], ["b"], [], [], [], []]
 
 
 def test_stale_weights_are_gathered_again():
     """What was told to be forgotten is not held."""
-    machine = PrefetchPolicy(1)
-    machine.begin(["F"])
-    machine.enter()
-    machine.use("a")
-    machine.forget("a")
-    assert machine.use("a").gather == ["a"]
-
-
-def seconds_per_use(num_units: int) -> float:
-    """In steps that go the way they have learned: forward, and backward with every unit recomputed before.
-
-    Of each hundred units the best of some steps, so that what else the host does in one of them does not count.
-    """
-    machine = PrefetchPolicy(1)
-    units = [f"layer{number}" for number in range(num_units)]
-    parts = [units[first : first + 100] for first in range(0, num_units, 100)]
-    steps: list[list[float]] = []
-    for _ in range(12):
-        steps.append([])
-        machine.begin(["F", "B"])
-        machine.enter()
-        for part in parts:
-            start = time.perf_counter()
-            for unit in part:
-                machine.use(unit)
-            steps[-1].append(time.perf_counter() - start)
-        machine.leave()
-        machine.enter()
-        for part in reversed(parts):
-            start = time.perf_counter()
-            for unit in reversed(part):
-                machine.use(unit, pins=1)
-                machine.use(unit, pins=-1)
-            steps[-1].append(time.perf_counter() - start)
-        machine.leave()
-    assert machine.num_demands < machine.num_gathers / 4, "in the first of twelve steps, then one in each"
-    return sum(min(times) for times in zip(*steps[1:], strict=True)) / (3 * num_units)
-
-
-def test_a_decision_is_cheap():
-    """Little time per module and pass, whatever the number of units: no use looks at all of them."""
-    few, many = seconds_per_use(400), seconds_per_use(2800)
-    print(f"{few * 1e6:.2f} us per use of 400 units, {many * 1e6:.2f} of 2800")
-    assert max(few, many) < 100e-6
-    assert many < 3 * few, "seven times the units"
-
-
-def test_the_machine_needs_no_torch():
-    program = "import sys, sley_isp.prefetch; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    policy = PrefetchPolicy(1)
+    policy.begin(["F"])
+    policy.enter()
+    policy.use("a")
+    policy.forget("a")
+    assert policy.use("a").unshard == ["a"]
 
 
 @pytest.mark.parametrize("ahead", [1, 2])

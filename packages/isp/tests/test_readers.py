@@ -1,10 +1,11 @@
-"""Weights are used in many ways; each trains as it does whole, or is refused by name, never a wrong number."""
+"""A weight that code reads without its module is refused by name, and so are ranks that go different ways."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,97 +19,42 @@ from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 
-PARTS = {"data": {"factory": "isp_parts:Points"}, "loss": {"factory": "isp_parts:Squares"}}
-
-
-def model(name: str) -> dict[str, Any]:
-    return {**PARTS, "model": {"factory": f"isp_readers:{name}"}}
-
-
-@pytest.mark.parametrize("accumulation", ["auto", "direct"])
-def test_a_linear_of_which_the_bias_alone_is_sharded(parity, own, accumulation):
-    parity(2, wp=2, precision={"compute": "fp64", "accumulation": accumulation}, **model("half_sharded"))
-
-
-def test_a_block_that_torch_runs_another_way_in_evaluations(parity, own):
-    parity(2, wp=2, **model("encoder"))
-
-
-@pytest.mark.parametrize("weights", [{}, {"reduce": "step"}])
-def test_a_layer_that_takes_one_of_its_linears_by_the_data(parity, own, weights):
-    """The ranks' micro-batches take different ones in the same step, and their gradients travel together."""
-    parity(2, wp=2, batch__micro_size=1, weights=weights, run__seed=APART, **model("branches"))
-
-
-def first_step(tables: dict[str, Any], folder: Any, evaluates: bool = False) -> str:
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder=folder), world) as run:
-        with pytest.raises(RunError) as caught:
-            (run.evaluate if evaluates else run.step)()
-        return str(caught.value)
-
-
-APART = 1
+APART = {"batch__micro_size": 1, "run__seed": 1, "limits": {"collective_timeout_s": 20.0}}
 """A seed under which the first micro-batches of two ranks take different branches."""
 
-WAYS = [
-    ({"unit": "module"}, True),
-    ({"unit": "module"}, False),
-    ({"fused": False}, True),
-    ({"fused": False}, False),
-    ({"fused": False, "overlap": False, "reduce": "step"}, True),
-]
+
+def first_steps(plans: list[dict[str, Any]], folder: Path) -> list[tuple[str, str, bool]]:
+    """For each plan: the code and message of the first step's error, and whether all weights are as before.
+
+    plans with `collectives`: of an evaluation, on a backend whose collectives have no place for a mark.
+    """
+    seen = []
+    for tables in plans:
+        by_collectives = tables.pop("collectives", False)
+        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+            wp = run.groups["wp"]
+            for name, lane in wp.lanes.items() if by_collectives else ():
+                wp.transports[name] = Backend(wp, name, lane, wp.log, is_coalesced=False)
+            before = [param.parameter.detach().clone() for param in run.registry]
+            with pytest.raises(RunError) as caught:
+                (run.evaluate if by_collectives else run.step)()
+            same = all(torch.equal(param.parameter, one) for param, one in zip(run.registry, before, strict=True))
+            seen.append((caught.value.diagnostics[0].code, str(caught.value), same))
+    return seen
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("model_name", ["branches", "uneven_branches"])
-@pytest.mark.parametrize(("weights", "memory"), WAYS)
-def test_ranks_that_go_different_ways_are_told(ranks, sharded, texts, own, weights, memory, model_name):
-    """Where each module's gradients travel alone, one rank's would be taken for those of another, of its size or not."""
-    changes = model(model_name) | {"run__seed": APART, "batch__micro_size": 1, "parallel": {"cross_memory_attach": memory}}
-    changes["limits"] = {"collective_timeout_s": 20.0}
-    for message in ranks(2)(first_step, sharded(2, weights=weights, **changes), texts):
-        assert "ranks-differ" in message
-        assert "of branch." in message
-        assert not memory or "LayerDrop" in message, "data is not all that a forward may depend on"
-
-
-def by_collectives(tables: dict[str, Any], folder: Any, evaluates: bool) -> tuple[str, bool]:
-    """As on a backend whose collectives have no place for a mark; and whether all weights are as they were."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder=folder), world) as run:
-        wp = run.groups["wp"]
-        for name, lane in wp.lanes.items():
-            wp.transports[name] = Backend(wp, name, lane, wp.log, is_coalesced=False)
-        before = [param.parameter.detach().clone() for param in run.registry]
-        with pytest.raises(RunError) as caught:
-            (run.evaluate if evaluates else run.step)()
-        return str(caught.value), all(
-            torch.equal(param.parameter, one) for param, one in zip(run.registry, before, strict=True)
-        )
-
-
-@pytest.mark.parametrize(("weights", "evaluates"), [({"fused": False}, False), ({"unit": "module", "overlap": False}, True)])
-def test_ranks_that_go_different_ways_are_told_where_no_mark_rides_along(ranks, sharded, texts, own, weights, evaluates):
-    """Branches of one size: their weights or gradients are taken for each other's, but no step is taken with them."""
-    changes = model("branches") | {"run__seed": APART, "batch__micro_size": 1, "parallel": {"cross_memory_attach": False}}
-    tables = sharded(2, weights=weights, evaluation={"every": 9, "steps": 1}, **changes)
-    for message, is_as_before in ranks(2)(by_collectives, tables, texts, evaluates):
-        assert "ranks-differ" in message
-        assert "of wp[0, 1], rank 1 made " in message
-        assert "exchanges, the last of " in message
-        assert is_as_before
-
-
-def test_a_frozen_weight_that_is_read(ranks, sharded, texts, own):
-    """Its shard has numbers enough to go on with, and nothing would ever say so."""
-    for message in ranks(2)(first_step, sharded(2, **model("scaled")), texts):
-        assert "sharded-weight-read" in message
-        assert "scaled.frozen.weight" in message
-
-
-def test_a_weight_that_evaluations_read(ranks, sharded, texts, own):
-    for message in ranks(2)(first_step, sharded(2, **model("projected")), texts, evaluates=True):
-        assert "sharded-weight-read" in message
-        assert "projected.linear.weight" in message
+def test_ranks_that_call_different_modules_are_refused(ranks, sharded, texts):
+    """With `unit = "module"` one rank's module would be taken for another's, of its size or not. No step is taken with it."""
+    plans = []
+    for width in (6, 12):
+        for attaches, options in ((True, {}), (False, {}), (False, {"overlap": False, "reduce": "step"})):
+            changes = APART | {"options": {"width": width}, "parallel": {"cross_memory_attach": attaches}}
+            plans.append(sharded(2, weights={"unit": "module", **options}, factory="branches", **changes))
+    plans.append(plans[1] | {"collectives": True, "weights": plans[1]["weights"] | {"overlap": False}})
+    for found in ranks(2, 120)(first_steps, plans, texts):
+        for code, message, is_unchanged in found:
+            assert code == "ranks-differ", message
+            assert is_unchanged
 
 
 READS: dict[str, Callable[[nn.Linear], Any]] = {
@@ -136,68 +82,70 @@ SIZES: dict[str, Callable[[nn.Linear], Any]] = {
 }
 
 
-def late_read(tables: dict[str, Any], folder: Any, name: str) -> list[str]:
-    """What one of READS is answered that begins after a step and an evaluation without it: in both, and by hand."""
-    from isp_readers import Asks
+def late_reads(tables: dict[str, Any], folder: Path) -> tuple[dict[str, list[str]], dict[str, float], list[bool]]:
+    """The errors of each of READS that begins after a step and an evaluation without it: in both, and by hand; SIZES of the
+    linear; and whether its parameters are trained after they were frozen.
+    """
+    from isp_models import Asks
 
-    said = []
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder=folder), world) as run:
+    seen: dict[str, list[str]] = {}
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()
         run.evaluate()
         linear = next(layer.module for layer in run.layers if layer.name == "asks").linear
-        read = READS[name]
-        Asks.asks = staticmethod(read)
-        for ask in (run.step, run.evaluate, torch.no_grad()(lambda: read(linear))):
-            try:
-                ask()
-                said.append("nothing")
-            except RunError as error:
-                said.append(str(error))
+        sizes = {name: float(size(linear)) for name, size in SIZES.items()}
+        for name, read in READS.items():
+            seen[name] = []
+            Asks.asks = staticmethod(read)
+            for ask in (run.step, run.evaluate, torch.no_grad()(lambda read=read: read(linear))):
+                with pytest.raises(RunError) as caught:
+                    ask()
+                seen[name].append(str(caught.value))
         Asks.asks = None
         run.step()
-    return said
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("memory", [True, pytest.param(False, marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("name", READS)
-def test_a_read_that_begins_late_is_refused_as_an_early_one(ranks, sharded, texts, own, name, memory):
-    """Training, evaluating, without gradients, by hand: whenever somebody asks for values, and however."""
-    tables = sharded(2, parallel={"cross_memory_attach": memory}, **model("asks"))
-    for answers in ranks(2)(late_read, tables, texts, name):
-        for answer in answers:
-            assert f"sharded-weight-read]: `{name}` reads the parameter 'asks.linear." in answer
-
-
-def sizes(tables: dict[str, Any], folder: Any) -> tuple[dict[str, float], list[bool]]:
-    """SIZES of a sharded linear, and whether its parameters are trained after it was frozen."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder=folder), world) as run:
-        linear = next(layer.module for layer in run.layers if layer.name == "asks").linear
-        found = {name: float(size(linear)) for name, size in SIZES.items()}
         linear.requires_grad_(False)
-        return found, [param.trainable for param in run.registry if param.name.startswith("asks.linear")]
+        return seen, sizes, [param.trainable for param in run.registry if param.name.startswith("asks.linear")]
 
 
-def test_a_sharded_weight_has_the_sizes_of_the_whole(ranks, sharded, texts, own):
+def test_reads_that_begin_late_are_refused_and_sizes_are_of_the_whole(ranks, sharded, texts):
+    """Training, evaluating, without gradients, by hand: whenever code asks for values, and however."""
     whole = nn.Linear(6, 13, dtype=torch.float64)
-    for found, trained in ranks(2)(sizes, sharded(2, **model("asks")), texts):
-        assert found == {name: float(size(whole)) for name, size in SIZES.items()}
-        assert trained == [False, False], "what is trained is still theirs to say"
+    for seen, sizes, trained in ranks(2, 60)(late_reads, sharded(2, run__steps=40, factory="asks"), texts):
+        for name, messages in seen.items():
+            assert all(f"sharded-weight-read]: `{name}` reads the parameter 'asks.linear." in one for one in messages), messages
+        assert sizes == {name: float(size(whole)) for name, size in SIZES.items()}
+        assert trained == [False, False]
 
 
-def test_a_model_that_goes_by_the_size_of_its_weights(parity, own):
-    """muP, and whoever else multiplies by 1 / sqrt(numel): of the whole weight, as everywhere."""
-    parity(2, wp=2, weights={"embedding": "hidden"}, **model("by_size"))
+def test_reads_of_frozen_weights_and_of_tables_are_refused(ranks, sharded, texts):
+    """Their shards have numbers enough to go on with."""
+    plans = [sharded(2, factory="scaled"), sharded(2, weights={"embedding": "hidden"}, factory="reads_table")]
+    for found in ranks(2)(first_steps, plans, texts):
+        for (code, message, _), name in zip(found, ("scaled.frozen.weight", "embed.table.weight"), strict=True):
+            assert code == "sharded-weight-read"
+            assert name in message
 
 
-@pytest.mark.parametrize("name", ["normed", "replaced"])
-def test_weights_that_are_not_the_linear_s_own(parity, own, name):
-    """torch's weight norms; a forward that was replaced, and a call with other tensors for a while."""
-    parity(2, wp=2, **model(name))
+def torch_errors(plans: list[dict[str, Any]], folder: Path) -> list[str]:
+    """For each plan: the first line of the first step's error."""
+    lines = []
+    for tables in plans:
+        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+            with pytest.raises(RuntimeError) as caught:
+                run.step()
+            lines.append(str(caught.value).splitlines()[0])
+    return lines
 
 
-def test_a_shard_that_is_read_as_a_weight_is_refused(ranks, sharded, texts, own):
-    changes = PARTS | {"model": {"factory": "isp_parts:reads_another"}}
-    for said in ranks(2)(first_step, sharded(2, **changes), texts):
-        assert "'block.linear.weight'" in said
-        assert "3 of 6 rows" in said
+def test_an_input_of_another_dtype_is_refused_in_torchs_words(ranks, own, sharded):
+    """Only autocast casts weights: those that are gathered, and the head's, of which each rank has a slice."""
+    models = [
+        {"factory": "isp_models:changed", "options": {"change": "narrow", "place": place}} for place in ("middle", "head")
+    ]
+    labelled = {"data": {"factory": "isp_models:Labelled"}}
+    (whole,) = torch_errors([sharded(1, 1, model=models[0], **labelled)], own)
+    assert "must have the same dtype" in whole
+    cases = [(model, {"head": head}) for model in models for head in ("gather", "vocabulary")]
+    plans = [sharded(2, weights=options, model=model, **labelled) for model, options in cases]
+    for lines in ranks(2)(torch_errors, plans, own):
+        assert lines == [whole] * 4

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo, Field
-from sley_isp.sequence.attention import SequenceAttention
+from sley_isp.attention import SequenceAttention
 
 VOCAB, LENGTH, HIDDEN, HEADS = 16, 8, 8, 2
 FROZEN = "SLEY_TEST_FROZEN"

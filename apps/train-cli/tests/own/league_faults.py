@@ -75,7 +75,7 @@ def mean_of_held_out_parts(original: Any, self: Any, steps: Any, micros: Any, st
     return original(self, steps, micros, state) * 68 / (2 * own)
 
 
-@wrong("sley_isp.vocabulary_head:Scores.cross_entropy", "vocabulary-wp")
+@wrong("sley_isp.vocabulary_head:LazyLogits.cross_entropy", "vocabulary-wp")
 def counts_ignored_labels(original: Any, self: Any, labels: Any, ignore_index: int, smoothing: float) -> Any:
     """An ignored label is taken for the first class."""
     return original(self, labels.masked_fill(labels == ignore_index, 0), ignore_index, smoothing)
@@ -87,13 +87,13 @@ def sees_other_documents(original: Any, self: Any, x: Any, positions: Any, cu_se
     return original(self, x, positions, None)
 
 
-@wrong("sley_isp.sequence.attention:_attend", "packed-sp")
-def loses_bounds_over_slices(original: Any, attention: Any, group: Any, args: Any, more: Any, proof: Any) -> Any:
+@wrong("sley_isp.attention:_attend", "packed-sp")
+def loses_bounds_over_slices(original: Any, check: Any, args: Any, more: Any) -> Any:
     """Bounds are lost on the way to whole sequences."""
-    return original(attention, group, args, {**more, "cu_seqlens": None}, proof)
+    return original(check, args, {**more, "cu_seqlens": None})
 
 
-@wrong("sley_isp.sequence.exchange:sum_copies", "shared-heads-sp")
+@wrong("sley_isp.exchange:sum_copies", "shared-heads-sp")
 def leaves_copies_of_heads(original: Any, gradient: Any, num_heads: int) -> Any:
     """Of the gradients of a head that ranks share, the first one's is taken for all."""
     return gradient[..., :num_heads, :]
@@ -127,9 +127,9 @@ def counts_every_copy(original: Any, self: Any, groups: Any, gradients: Any, los
 
 
 @wrong("sley_isp.communicator:Communicator._reduce", "adapters-wp")
-def trains_one_layer(original: Any, self: Any, site: Any, rows: Any, inputs: Any) -> None:
+def trains_one_layer(original: Any, self: Any, module: Any, rows: Any, inputs: Any) -> None:
     """Of all layers only the first has gradients."""
-    original(self, site, rows if site.name.startswith("blocks.0.") else torch.zeros_like(rows), inputs)
+    original(self, module, rows if module.name.startswith("blocks.0.") else torch.zeros_like(rows), inputs)
 
 
 @wrong("sley_pp.link:Link.send", "adapters-pp")

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo
-from sley_isp.sequence.attention import SequenceAttention
+from sley_isp.attention import SequenceAttention
 
 HEADS = 4
 

@@ -11,16 +11,16 @@ ANYWHERE = "*"
 
 
 class CommunicatorConfig(Table):
-    """Shards linears and embeddings along their first dim, and gathers them just before they are used."""
+    """Shards linears and embeddings along their first dim, and all-gathers them just before they are used."""
 
     overlap: bool = True
     """Prefetch and reduce in the background; false waits for each exchange at once, and gives the same bits."""
 
     unit: Literal["layer", "module"] = "layer"
-    """What is gathered at a time: all sharded weights of a layer, or those of one module."""
+    """What one all-gather unshards: all sharded weights of a layer, or those of one module."""
 
     ahead: NonNegative = 1
-    """Number of units to prefetch."""
+    """Number of layers, or modules, to prefetch."""
 
     launch: str = ANYWHERE
     """The module of a layer just before which prefetches start, by its name within the layer or a pattern of names:
@@ -29,9 +29,6 @@ class CommunicatorConfig(Table):
 
     For `unit = "layer"`, in forwards and recomputations; a backward starts prefetches at once.
     """
-
-    fused: bool = True
-    """Reduce the weight gradients of a unit in one exchange, as its weights are gathered; false: one exchange per module."""
 
     reduce: Literal["micro_batch", "step"] = "micro_batch"
     """When weight gradients are reduced: after every micro-batch, or summed at full size and reduced once per step.
@@ -43,7 +40,7 @@ class CommunicatorConfig(Table):
     reductions: Positive | None = None
     """How many exchanges of gradients may be live at once, including the one being written; each takes the full size.
 
-    Left out: two fused ones, or those of four modules.
+    Left out: those of two layers, or of four modules.
     """
 
     head: Literal["gather", "vocabulary"] = "gather"
@@ -53,7 +50,7 @@ class CommunicatorConfig(Table):
 
     embedding: Literal["gather", "hidden"] = "gather"
     """What plain embeddings do: gather their tables, cut by rows; or keep their columns, look these up for the tokens of all
-    `wp` ranks, and swap the parts of vectors.
+    `wp` ranks, and exchange the parts of vectors.
     """
 
     pool: Annotated[str, RecordReference("memory_pools")] | None = None
@@ -61,12 +58,12 @@ class CommunicatorConfig(Table):
 
     @property
     def bound(self) -> int:
-        """`reductions`, or what it is when left out."""
-        return self.reductions or (2 if self.fused and self.unit == "layer" else 4)
+        """`reductions`, or its value when left out."""
+        return self.reductions or (2 if self.unit == "layer" else 4)
 
 
 class AllToAllConfig(SequenceConfig):
-    """Exchanges slices of all heads for whole sequences of some heads before attention, and back after it."""
+    """Exchanges slices of all heads for full sequences of some heads before attention, and back after it."""
 
     modules: Array[str] = ()
     """More attention modules, by patterns of their names (`"*.attend"`): called with `q, k, v`, they return the context."""

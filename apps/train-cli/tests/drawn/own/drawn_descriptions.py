@@ -131,7 +131,7 @@ def refusals(model: dict[str, Any], layout: Layout) -> frozenset[str]:
 
 def may_exchange_other_things(bodies: list[str], weights: dict[str, Any]) -> bool:
     """Whether the data decide which units a rank gathers or how many gradients it sends, and not only what it computes."""
-    return "chooses" in bodies or ("counts" in bodies and (weights["unit"] == "module" or not weights["fused"]))
+    return "chooses" in bodies or ("counts" in bodies and weights["unit"] == "module")
 
 
 def _forms(model: dict[str, Any]) -> set[str]:

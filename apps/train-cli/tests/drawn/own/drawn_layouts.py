@@ -98,7 +98,6 @@ def draw_weights(r: random.Random) -> Tables:
         "unit": r.choice(["layer", "module"]),
         "overlap": r.random() < 0.8,
         "ahead": r.choice([0, 1, 2]),
-        "fused": r.random() < 0.5,
         "reduce": r.choice(["micro_batch", "step"]),
         "head": r.choice(["gather", "vocabulary"]),
         "embedding": r.choice(["gather", "hidden"]),

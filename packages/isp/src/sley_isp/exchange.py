@@ -1,0 +1,145 @@
+"""The two exchanges of an attention over slices, as autograd functions: the backward of each is the other.
+
+    scatter_heads   [b, s/n, h, d] -> [b, s, h/n, d]      a slice of every head  ->  the full sequence of some heads
+    gather_heads    [b, s, h/n, d] -> [b, s/n, h, d]      and back
+
+Ulysses (Jacobs et al. 2023, arXiv 2309.14509, section 3.1). Each is one all-to-all of one buffer, in which the tensors lie side
+by side; w counts the elements that one position has for one rank:
+
+    by heads       [b, s/n, ..., h, d]  ──>  buffer [n, b, s/n, w]    row i: the heads of rank i
+    by positions   [b, s, ..., h/n, d]  ──>  buffer [n, b, s/n, w]    row i: the positions of slice i
+
+After the all-to-all row i is what rank i sent: a buffer that was packed by heads is unpacked by positions, and the other way
+round. All ranks of a group run the same layers of the same micro-batch, forward and backward, so they come here in one order;
+each says what it exchanges for which attention, and one that says something else is an error on all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sley_core.api.comm import Group
+
+
+def scatter_heads(group: Group, *tensors: Tensor, contents: int = 0) -> tuple[Tensor, ...]:
+    """Exchanges tensors [b, s/n, ..., h, d] of one dtype for this rank's heads over the full sequence: [b, s, ..., h', d].
+
+    h' = lcm(h, n) / n: if h is not a multiple of n, several ranks get the same head, and its gradient is the sum of
+    theirs. For b = 1 the results are views of one buffer. contents: a checksum that says for which attention, compared
+    between ranks. Blocks.
+    """
+    full: tuple[Tensor, ...] = _ScatterHeads.apply(group, contents, *tensors)  # type: ignore[no-untyped-call]  # torch's
+    return full
+
+
+def gather_heads(group: Group, tensor: Tensor, contents: int = 0) -> Tensor:
+    """Exchanges a tensor [b, s, ..., h/n, d] for this rank's slice with the heads of all ranks: [b, s/n, ..., h, d].
+
+    contents: as in `scatter_heads`. Blocks.
+    """
+    sliced: Tensor = _GatherHeads.apply(group, contents, tensor)  # type: ignore[no-untyped-call]  # torch's
+    return sliced
+
+
+class _ScatterHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Group, contents: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.contents = group, contents
+        ctx.heads = [tensor.shape[-2] for tensor in tensors]
+        repeated = [repeat_heads(tensor, group.size) for tensor in tensors]
+        return tuple(_scatter(group, repeated, "queries, keys and values", contents))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        sliced = _gather(ctx.group, gradients, "gradients of queries, keys and values", ctx.contents)
+        return None, None, *(sum_copies(gradient, heads) for gradient, heads in zip(sliced, ctx.heads, strict=True))
+
+
+class _GatherHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Group, contents: int, tensor: Tensor) -> Tensor:
+        ctx.group, ctx.contents = group, contents
+        return _gather(group, (tensor,), "the context", contents)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, _scatter(ctx.group, (gradient,), "the gradient of the context", ctx.contents)[0]
+
+
+def _scatter(group: Group, tensors: Sequence[Tensor], what: str, contents: int) -> list[Tensor]:
+    shapes = [(*tensor.shape[2:-2], tensor.shape[-2] // group.size, tensor.shape[-1]) for tensor in tensors]
+    return unpack_positions(_all_to_all(pack_heads(tensors, group.size), group, what, contents), shapes)
+
+
+def _gather(group: Group, tensors: Sequence[Tensor], what: str, contents: int) -> list[Tensor]:
+    shapes = [tensor.shape[2:] for tensor in tensors]
+    return unpack_heads(_all_to_all(pack_positions(tensors, group.size), group, what, contents), shapes)
+
+
+def _all_to_all(buffer: Tensor, group: Group, what: str, contents: int) -> Tensor:
+    received = torch.empty_like(buffer)
+    # Over the ranks that hold the slices of the same samples; the module's docstring says why their order agrees.
+    group.transport().all_to_all(received, buffer, what=what, contents=contents).wait_sent()
+    return received
+
+
+def pack_heads(tensors: Sequence[Tensor], num_ranks: int) -> Tensor:
+    """Returns the buffer [n, b, s/n, w] of tensors [b, s/n, ..., h, d]; every h is a multiple of n."""
+    return _side_by_side([torch.unflatten(tensor, -2, (num_ranks, -1)).movedim(-3, 0) for tensor in tensors])
+
+
+def pack_positions(tensors: Sequence[Tensor], num_ranks: int) -> Tensor:
+    """Returns the buffer [n, b, s/n, w] of tensors [b, s, ..., h/n, d]; s is a multiple of n."""
+    return _side_by_side([torch.unflatten(tensor, 1, (num_ranks, -1)).movedim(1, 0) for tensor in tensors])
+
+
+def unpack_positions(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Returns the tensors [b, s, ..., h/n, d] of a buffer whose rows are the slices of a sequence.
+
+    shapes: of each tensor per position, (..., h/n, d). For b = 1 they are views of the buffer.
+    """
+    return [part.movedim(0, 1).flatten(1, 2) for part in _split(buffer, shapes)]
+
+
+def unpack_heads(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Returns the tensors [b, s/n, ..., h, d] of a buffer whose rows are the heads of each rank. shapes: as above."""
+    return [part.movedim(0, -3).flatten(-3, -2) for part in _split(buffer, shapes)]
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Returns tensors [n, b, s/n, ...] as one [n, b, s/n, w]; each is copied once."""
+    widths = [math.prod(part.shape[3:]) for part in parts]
+    buffer = parts[0].new_empty((*parts[0].shape[:3], sum(widths)))
+    for place, part in zip(torch.split(buffer, widths, dim=-1), parts, strict=True):
+        torch.unflatten(place, -1, part.shape[3:]).copy_(part)
+    return buffer
+
+
+def _split(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    parts = torch.split(buffer, [math.prod(shape) for shape in shapes], dim=-1)
+    return [torch.unflatten(part, -1, tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def repeat_heads(tensor: Tensor, num_ranks: int) -> Tensor:
+    """Returns [b, s, ..., h, d] with each head repeated until all ranks get equally many: lcm(h, n) heads.
+
+    Copies of a head are adjacent, so query heads still match theirs: with g query heads per head before, g / copies
+    after, in the same order.
+    """
+    copies = math.lcm(tensor.shape[-2], num_ranks) // tensor.shape[-2]
+    return tensor if copies == 1 else tensor.repeat_interleave(copies, dim=-2)
+
+
+def sum_copies(gradient: Tensor, num_heads: int) -> Tensor:
+    """Returns the gradient of `repeat_heads`: [b, s, ..., copies x h, d] -> [b, s, ..., h, d], copies summed."""
+    if gradient.shape[-2] == num_heads:
+        return gradient
+    return torch.sum(torch.unflatten(gradient, -2, (num_heads, -1)), dim=-2)

@@ -1,0 +1,215 @@
+"""Small models of one's own with an attention of their own, found in one way or another, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sley_core.data.dataset import DataInfo
+from sley_isp.attention import SequenceAttention
+
+Named = list[tuple[str, nn.Module]]
+HEADS = 4
+
+
+class Embed(nn.Module):
+    """Learned positions, which a slice must not count from 0; `counts` leaves them to it all the same."""
+
+    def __init__(self, data: DataInfo, hidden: int) -> None:
+        super().__init__()
+        assert data.vocab_size is not None
+        assert data.sequence is not None
+        self.tokens = nn.Embedding(data.vocab_size, hidden)
+        self.places = nn.Embedding(data.sequence, hidden)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1])[None]
+        embedded: Tensor = self.tokens(tokens) + self.places(positions)
+        return embedded
+
+
+class Unplaced(nn.Module):
+    """Tokens without their places."""
+
+    def __init__(self, data: DataInfo, hidden: int) -> None:
+        super().__init__()
+        assert data.vocab_size is not None
+        self.tokens = nn.Embedding(data.vocab_size, hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self.tokens(tokens)
+        return embedded
+
+
+class Attend(nn.Module):
+    """Keys get a learned scale, one for all heads: softmax(scale q k^T) v, causal; context [b, s, h d]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k * self.scale, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+
+
+class Transposed(nn.Module):
+    """q, k, v [b, h, s, d], as torch's scaled_dot_product_attention wants it, and the context so too."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int, attend: nn.Module, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(hidden)
+        self.project = nn.Linear(hidden, 3 * hidden)
+        self.attend = attend
+        self.out = nn.Linear(hidden, hidden)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        q, k, v = self.project(self.norm(hidden)).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        if isinstance(self.attend, Transposed):
+            context = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2).flatten(-2)
+        else:
+            context = self.attend(q, k, v)
+        out: Tensor = hidden + self.out(context)
+        return out
+
+
+class Head(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden)
+
+
+class Torch(nn.Module):
+    """A block around torch's own attention."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(hidden, HEADS, batch_first=True)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        attended: Tensor = self.attention(hidden, hidden, hidden, need_weights=False)[0]
+        return hidden + attended
+
+
+def mixed(data: DataInfo) -> Named:
+    """One attention that can be found, and one that cannot be split."""
+    embed, block, _, head = layers(data, wrapped=True)
+    return [embed, block, ("torch", Torch(8)), head]
+
+
+class Mixer(nn.Module):
+    """A residual around a module that looks along the sequence, or along something else."""
+
+    def __init__(self, kind: str, hidden: int) -> None:
+        super().__init__()
+        self.kind = kind
+        self.inner: nn.Module = {
+            "conv": nn.Conv1d(hidden, hidden, 3, padding=1),
+            "patch": nn.Conv1d(hidden, hidden, 1),
+            "lstm": nn.LSTM(hidden, hidden, batch_first=True),
+            "features": nn.Conv1d(1, 1, 3, padding=1),
+            "transposed": nn.ConvTranspose1d(hidden, hidden, 3, padding=1),
+            "batch": nn.BatchNorm1d(hidden, track_running_stats=False),
+            "group": nn.GroupNorm(2, hidden),
+            "instance": nn.InstanceNorm1d(hidden),
+            "pool": nn.AvgPool1d(3, 1, 1),
+            "most": nn.AdaptiveMaxPool1d(1),
+        }[kind]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.kind == "lstm":
+            found: Tensor = self.inner(hidden)[0]
+        elif self.kind == "features":
+            found = self.inner(hidden.flatten(0, 1).unsqueeze(1)).view_as(hidden)
+        else:
+            found = self.inner(hidden.transpose(1, 2)).transpose(1, 2)
+        return hidden + found
+
+
+MIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "shifted": lambda h: h + F.pad(h, (0, 0, 1, -1)),
+    "shifted back": lambda h: h + F.pad(h, (0, 0, -1, 1)),
+    "rolled": lambda h: h + h.roll(1, 1),
+    "summed": lambda h: h + h.cumsum(1) / 8,
+    "meant": lambda h: h - h.mean(1, keepdim=True),
+    "soft": lambda h: h * h.softmax(1),
+    "sorted": lambda h: h + h.sort(1).values,
+    "of the batch": lambda h: h / h.std((0, 1), keepdim=True),
+    "in place": lambda h: h.add_(h.flip(1)) * 1.0,
+}
+APART: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropped": lambda h: F.dropout(h, 0.3),
+    "normed": lambda h: F.layer_norm(h, h.shape[-1:]),
+    "chosen": lambda h: torch.where(h.argmax(-1, keepdim=True) % 2 == 0, h, -h),
+    "written": lambda h: h.mul_(2.0) * 1.0,
+}
+
+
+class Beside(nn.Module):
+    """A layer that mixes positions in a way of its own, or that does not; within: before attention, in the same layer."""
+
+    def __init__(self, kind: str, within: bool) -> None:
+        super().__init__()
+        self.kind = kind
+        self.block = Block(8, SequenceAttention(Attend()), HEADS) if within else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        mixed = (MIXED | APART)[self.kind](hidden.clone())
+        if self.block is None:
+            return mixed
+        made: Tensor = hidden + self.block(mixed)
+        return made
+
+
+def asked(data: DataInfo, kind: str, within: bool) -> Named:
+    *blocks, head = layers(data, wrapped=True)
+    return [*blocks, ("beside", Beside(kind, within)), head]
+
+
+def beside(data: DataInfo, kind: str) -> Named:
+    """A module between attention and head."""
+    *blocks, head = layers(data, wrapped=True)
+    return [*blocks, ("mixer", Mixer(kind, 8)), head]
+
+
+def layers(
+    data: DataInfo, wrapped: bool = False, places: bool = True, heads: int = HEADS, hidden: int = 8, transposed: bool = False
+) -> Named:
+    """Two blocks; wrapped: in the class form. Otherwise a plan names `*.attend`. places: whether positions are known.
+    transposed: attention gets and gives [b, h, s, d].
+    """
+    attends: list[Any] = [SequenceAttention(Attend()) if wrapped else Attend() for _ in range(2)]
+    if transposed:
+        attends = [Transposed() for _ in range(2)]
+    blocks = [(f"blocks.{at}", Block(hidden, attend, heads)) for at, attend in enumerate(attends)]
+    embed = Embed(data, hidden) if places else Unplaced(data, hidden)
+    assert data.vocab_size is not None
+    return [("embed", embed), *blocks, ("head", Head(hidden, data.vocab_size))]
+
+
+class Paired(Head):
+    """Gives out a number for each sample, too."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(hidden), hidden.new_zeros(len(hidden))
+
+
+def paired(data: DataInfo) -> Named:
+    """Its last layer gives out more than the scores of each position."""
+    *named, (name, head) = layers(data, wrapped=True)
+    assert isinstance(head, nn.Linear)
+    return [*named, (name, Paired(head.in_features, head.out_features))]

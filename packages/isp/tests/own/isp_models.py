@@ -1,0 +1,551 @@
+"""Models, data and a loss of the tests' plans: `factory = "isp_models:mixed"`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sley_core.data.dataset import IGNORED, DataContext, DataInfo, Field
+from sley_core.model.layers import Model
+
+WIDTH = 6
+VOCABULARY = 11
+CLASSES = 4
+"""Of `Labelled`; over three ranks two, two and none."""
+
+COLUMNS = 5
+"""Of the tables of `tables`; over two ranks three and two."""
+
+Layers = list[tuple[str, nn.Module]]
+
+
+class Points:
+    """Samples of four tokens and a target for each."""
+
+    info = DataInfo({"tokens": Field("int64"), "y": Field("float64")}, vocab_size=VOCABULARY)
+
+    def __init__(self, context: DataContext) -> None:
+        self.first = 0 if context.split == "train" else 1000
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(self.first + index)
+        tokens = torch.randint(VOCABULARY, (4,), generator=generator)
+        return {"tokens": tokens, "y": torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)}
+
+
+class Squares:
+    """The sum of squared errors; every sample weighs one."""
+
+    def weight(self, batch: dict[str, Tensor]) -> float:
+        return float(len(batch["y"]))
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return (output.double() - batch["y"]).square().sum()
+
+
+class Labelled:
+    """Samples of five tokens, some of whose labels are ignored; all labels of the third sample are."""
+
+    info = DataInfo({"tokens": Field("int64", ids="token"), "labels": Field("int64", ids="label")}, vocab_size=CLASSES)
+
+    def __init__(self, context: DataContext) -> None:
+        self.first = 0 if context.split == "train" else 1000
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(self.first + index)
+        tokens, labels = torch.randint(CLASSES, (2, 5), generator=generator)
+        labels[: 5 if index % 8 == 2 else index % 3] = IGNORED
+        return {"tokens": tokens, "labels": labels}
+
+
+class Beyond(Labelled):
+    """Every sample has a class that the head has not; the fields do not say that labels are token ids."""
+
+    info = DataInfo({"tokens": Field("int64"), "labels": Field("int64")}, vocab_size=CLASSES)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        sample["labels"][1] = CLASSES + 1
+        return sample
+
+
+class Embed(nn.Module):
+    def __init__(self, rows: int = VOCABULARY, **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, WIDTH, **options)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.table(tokens)
+
+
+def between(name: str, *blocks: nn.Module, head: bool = True) -> Layers:
+    """`blocks` after an embedding, and before a linear; one block is called `name`."""
+    named = [(name if len(blocks) == 1 else f"{name}{at}", block) for at, block in enumerate(blocks)]
+    return [("embed", Embed()), *named, *([("head", nn.Linear(WIDTH, WIDTH))] if head else [])]
+
+
+class Mixed(nn.Module):
+    """A block of plain linears with its own attention: no two of one size, some without bias, one used twice.
+
+    order: registers its modules in another order than it uses them, shuffled by this string.
+    """
+
+    def __init__(self, ffn: int, order: str = "") -> None:
+        super().__init__()
+        modules = {
+            "qkv": nn.Linear(WIDTH, 3 * WIDTH),
+            "out": nn.Linear(WIDTH, WIDTH, bias=False),
+            "twice": nn.Linear(WIDTH, WIDTH),
+            "up": nn.Linear(WIDTH, ffn, bias=ffn % 2 == 0),
+            "down": nn.Linear(ffn, WIDTH),
+            "norm": nn.LayerNorm(WIDTH),
+        }
+        names = list(modules)
+        if order:
+            random.Random(order).shuffle(names)
+        for name in names:
+            self.add_module(name, modules[name])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(hidden)).chunk(3, dim=-1)
+        hidden = hidden + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        hidden = hidden + self.twice(self.twice(hidden).tanh())
+        return hidden + self.down(self.up(hidden).tanh())
+
+
+def mixed(order: int | None = None) -> Layers:
+    """Four blocks of different sizes. order: shuffles the registration of each block's modules, each in another way."""
+    return between("block", *(Mixed(ffn, "" if order is None else f"{order} {ffn}") for ffn in (7, 12, 5, 8)))
+
+
+class Recomputing(Mixed):
+    """Recomputes itself, with either of torch's checkpoints."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(9)
+        self.reentrant = reentrant
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(hidden)
+        return checkpoint(super().forward, hidden, use_reentrant=self.reentrant)
+
+
+def recomputing(reentrant: bool) -> Layers:
+    return between("block", *(Recomputing(reentrant) for _ in range(3)))
+
+
+class Adapted(nn.Module):
+    """A frozen linear with a small trained pair beside it, and a linear of which only the bias is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 1, bias=False)
+        self.up = nn.Linear(1, WIDTH, bias=False)
+        self.shifted = nn.Linear(WIDTH, WIDTH)
+        self.shifted.weight.requires_grad_(False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.shifted(self.base(hidden) + self.up(self.down(hidden)))
+
+
+def adapted() -> Layers:
+    return between("block", Adapted(), Adapted())
+
+
+def frozen_start() -> Layers:
+    """Nothing before the second block is trained."""
+    layers = mixed()
+    for _, module in layers[:2]:
+        module.requires_grad_(False)
+    return layers
+
+
+def padded_tokens() -> Layers:
+    return [("embed", Embed(padding_idx=3)), ("head", nn.Linear(WIDTH, WIDTH))]
+
+
+class Fails(nn.Linear):
+    """Raises while `is_failing`."""
+
+    is_failing: ClassVar[bool] = False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if Fails.is_failing:
+            raise ValueError("the test's failing layer")
+        return super().forward(hidden)
+
+
+def failing() -> Layers:
+    return between("block", Mixed(7), Fails(WIDTH, WIDTH), Mixed(7))
+
+
+class Experts(nn.ModuleList):
+    """Linears of one layer, all of which are used, with inputs as wide as theirs."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.repeat(1, 1, self[0].in_features // WIDTH)
+        return hidden + sum(expert(wide).unflatten(-1, (-1, WIDTH)).sum(-2) for expert in self)
+
+
+def experts(number: int, width: int = 1) -> Layers:
+    return between("experts", Experts([nn.Linear(width * WIDTH, width * WIDTH) for _ in range(number)]))
+
+
+class Autocast(nn.Module):
+    """Computes in bf16 whatever its weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.plain = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = self.plain(self.linear(hidden).tanh())
+        return hidden + out.to(hidden.dtype)
+
+
+def autocast() -> Layers:
+    return between("block", Autocast(), Autocast(), head=False)
+
+
+# -- weights that are used in other ways than by calling each module once
+
+
+class Holder(nn.Module):
+    """Holds a parameter that another module holds too, and is no linear."""
+
+    def __init__(self, table: nn.Parameter) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ (self.table.t() @ self.table)
+
+
+def tied_to_no_linear() -> Layers:
+    embed = Embed()
+    return [("embed", embed), ("head", Holder(embed.table.weight))]
+
+
+class Doubled(nn.Embedding):
+    """No plain embedding, so its table stays whole."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return 2.0 * super().forward(tokens)
+
+
+class EmbedDoubled(Embed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Doubled(VOCABULARY, WIDTH)
+
+
+class Decoder(nn.Module):
+    """A linear with its own bias and a weight that a module of another kind holds too, as BERT's heads have it."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.decoder = nn.Linear(WIDTH, VOCABULARY)
+        self.decoder.weight = weight
+        self.back = nn.Linear(VOCABULARY, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.back(self.decoder(hidden).tanh())
+
+
+def half_sharded() -> Layers:
+    embed = EmbedDoubled()
+    return [("embed", embed), ("middle", nn.Linear(WIDTH, WIDTH)), ("head", Decoder(embed.table.weight))]
+
+
+class Branch(nn.Module):
+    """Calls one of two linears, by its data."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        chosen = self.first if float(hidden.detach().sum()) > 0 else self.second
+        return hidden + chosen(hidden).tanh()[..., :WIDTH]
+
+
+def branches(width: int = WIDTH) -> Layers:
+    return [("embed", Embed()), ("branch", Branch(width)), ("head", nn.Linear(WIDTH, WIDTH))]
+
+
+class Encoder(nn.Module):
+    """torch's own block, which in an evaluation reads the weights of its linears in place of calling them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 13, dropout=0.0, batch_first=True)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.block(hidden)
+
+
+def encoder() -> Layers:
+    return between("block", Encoder())
+
+
+class Asks(nn.Module):
+    """Multiplies by the result of `asks` for its linear, once that is set."""
+
+    asks: ClassVar[Callable[[nn.Linear], Any] | None] = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 2 * WIDTH + 1)
+        self.back = nn.Linear(2 * WIDTH + 1, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        asked = 1.0 if Asks.asks is None else Asks.asks(self.linear)
+        return self.back(self.linear(hidden).tanh()) * asked
+
+
+def asks() -> Layers:
+    return between("asks", Asks())
+
+
+class Scaled(nn.Module):
+    """Reads a frozen weight, as some adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.frozen.weight.norm() + self.frozen(hidden)
+
+
+def scaled() -> Layers:
+    return between("scaled", Scaled())
+
+
+class BySize(Embed):
+    """Scales by the shapes of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.table(tokens % self.table.weight.shape[0]) * self.table.weight.shape[1] ** 0.5
+        return self.linear(hidden) * (self.linear.weight.numel() ** -0.5 + 1 / len(self.linear.bias))
+
+
+def by_size() -> Layers:
+    return [("embed", BySize()), ("head", nn.Linear(WIDTH, WIDTH))]
+
+
+class Replaced(nn.Module):
+    """A normed weight, a linear whose forward was replaced, one that is called by name and with other tensors for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.doubled = nn.Linear(WIDTH, WIDTH)
+        self.doubled.forward = lambda x: 2.0 * F.linear(x, self.doubled.weight, self.doubled.bias)
+        self.free = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tensors = {"weight": hidden.mean((0, 1)).outer(hidden.sum((0, 1))), "bias": hidden.mean((0, 1))}
+        hidden = hidden + torch.func.functional_call(self.free, tensors, (hidden,)).tanh()
+        return self.free(input=self.doubled(self.normed(hidden)))
+
+
+def replaced() -> Model:
+    def first_values(module: nn.Module, name: str) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.uniform_(parameter, -0.3, 0.4)
+
+    return Model(between("replaced", Replaced()), first_values)
+
+
+class Stacked(nn.Module):
+    """The weights of all of its experts in one parameter, as transformers has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.empty(2, WIDTH, WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.einsum("bsi,eij->bsj", hidden, self.experts)
+
+
+def stacked() -> Layers:
+    return [("embed", Embed()), ("blocks.0", Stacked()), ("blocks.1", Stacked()), ("head", nn.Linear(WIDTH, WIDTH * 3 // 2))]
+
+
+# -- weights that are used by the tokens of a sample (drawn.Rows)
+
+
+class OneLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.inner(hidden).tanh()
+
+
+class Repeats(OneLinear):
+    """Uses its linear once or more often."""
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        for _ in range(1 + int(tokens[0, 0]) % 3):
+            hidden = super().forward(hidden)
+        return hidden
+
+
+class Looks(OneLinear):
+    """Uses a table or a linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        return super().forward(hidden) if int(tokens[0, 0]) % 2 else hidden + self.table(tokens)
+
+
+class Adds(OneLinear):
+    """Uses a linear, and another one or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        hidden = super().forward(hidden)
+        return self.other(hidden) if int(tokens[0, 0]) % 2 else hidden
+
+
+def by_data(kind: str) -> Layers:
+    """kind: repeats, before which nothing is trained; looks; adds, after two more blocks in a backward; tied: two layers share
+    a matrix, which the second uses as often as its tokens say.
+    """
+    kinds: dict[str, list[nn.Module]] = {
+        "repeats": [Repeats()],
+        "looks": [Looks()],
+        "adds": [OneLinear(), OneLinear(), Adds()],
+        "tied": [OneLinear(), Repeats()],
+    }
+    blocks: Any = kinds[kind]
+    if kind == "tied":
+        blocks[1].inner.weight = blocks[0].inner.weight
+    embed, *rest = between("block", *blocks)
+    embed[1].requires_grad_(kind != "repeats")
+    return [embed, *rest, ("scores", nn.Linear(WIDTH, 7))]
+
+
+# -- tables that are cut by columns
+
+
+class Tables(nn.Module):
+    """Tokens, the tokens before them by the same table, positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, COLUMNS, padding_idx=3)
+        self.positions = nn.Embedding(9, COLUMNS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.tokens(tokens) + 0.5 * self.tokens(tokens.roll(1, 1)).tanh() + self.positions(positions)
+
+
+class Again(nn.Module):
+    """Reads the first layer's table of tokens again, in its own embedding, with gradients of its input."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.up = nn.Linear(COLUMNS, COLUMNS)
+        self.table = nn.Embedding(VOCABULARY, COLUMNS)
+        self.table.weight = table.weight
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        return self.up(hidden).tanh() + self.table(tokens)
+
+
+def tables(frozen: str = "") -> Layers:
+    """The layer named `frozen` is not trained."""
+    first = Tables()
+    norm, head = nn.LayerNorm(COLUMNS), nn.Linear(COLUMNS, WIDTH)
+    layers: Layers = [("embed", first), ("again", Again(first.tokens)), ("norm", norm), ("head", head)]
+    for name, module in layers:
+        module.requires_grad_(name != frozen)
+    return layers
+
+
+def limited() -> Layers:
+    """A table that its forward writes: it stays whole."""
+    return [("embed", Embed(max_norm=1.0)), ("head", nn.Linear(WIDTH, WIDTH))]
+
+
+class ReadsTable(Embed):
+    """Reads its table without the embedding that holds it."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + self.table.weight.sum()
+
+
+def reads_table() -> Layers:
+    return [("embed", ReadsTable()), ("head", nn.Linear(WIDTH, WIDTH))]
+
+
+# -- classifiers of `Labelled`, whose head may be vocabulary-parallel
+
+
+def classifier(frozen: str = "") -> Layers:
+    """An embedding, a linear and a head with a bias; the layer named `frozen` is not trained."""
+    layers: Layers = [("embed", Embed(CLASSES)), ("middle", nn.Linear(WIDTH, WIDTH)), ("head", nn.Linear(WIDTH, CLASSES))]
+    for name, module in layers:
+        module.requires_grad_(name != frozen)
+    return layers
+
+
+class Changed(nn.Module):
+    """Calls its linear with an input, or returns its logits, changed by `change`."""
+
+    def __init__(self, change: str, classes: int = CLASSES) -> None:
+        super().__init__()
+        self.output = nn.Linear(WIDTH, classes)
+        self.change = change
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = self.output(hidden.float() if self.change == "narrow" else hidden)
+        changes = {"times": lambda: logits * 0.5, "tanh": lambda: torch.tanh(logits), "mean": lambda: logits - logits.mean()}
+        return changes.get(self.change, lambda: logits)()
+
+
+def changed(change: str, place: str = "head") -> Layers:
+    if place == "head":
+        return [("embed", Embed(CLASSES)), ("head", Changed(change))]
+    return [("embed", Embed(CLASSES)), ("middle", Changed(change, WIDTH)), ("head", nn.Linear(WIDTH, CLASSES))]
+
+
+def two_linears() -> Layers:
+    return [("embed", Embed(CLASSES)), ("head", nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)))]
+
+
+def head_held_elsewhere() -> Layers:
+    head = nn.Linear(WIDTH, CLASSES)
+    return [("embed", Embed(CLASSES)), ("table", Holder(head.weight)), ("head", head)]

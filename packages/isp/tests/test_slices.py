@@ -1,0 +1,169 @@
+"""Models with their own attention, and transformers' Llama blocks, on slices; those that mix positions are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import PlanError, SleyError
+from sley_core.plan.load import plan_from_dict
+from sley_testing.collectives import collectives
+from sley_testing.plans import changed, small_plan
+from sley_testing.runs import assert_parity, record, same_on_all
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "models"
+PLAN = small_plan(
+    model={"factory": "attentive:layers"},
+    data={"use": "data.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
+    batch__global_size=4,
+    optimizer={"use": "core.adamw", "lr": 1e-2},
+)
+NAMED = {"modules": ["*.attend"]}
+
+
+def split(tables, sp=2, dp=1, **sequence):
+    return changed(tables, parallel={"sp": sp, "dp": dp}, sequence={"use": "isp.all_to_all", **sequence})
+
+
+def with_options(**options):
+    return changed(PLAN, model__options=options)
+
+
+def beside(kind):
+    return changed(PLAN, model={"factory": "attentive:beside", "options": {"kind": kind}})
+
+
+def asked(kind, within, **sequence):
+    return split(changed(PLAN, model={"factory": "attentive:asked", "options": {"kind": kind, "within": within}}), **sequence)
+
+
+def recorded(plans, folder):
+    return [record(tables, 3, folder=folder) for tables in plans]
+
+
+def test_attentions_that_are_wrapped_and_named(ranks, own):
+    """An attention's own parameter keeps its name, and its gradient is a sum over slices of heads. A model may count no
+    positions; a convolution may run over something else than positions.
+    """
+    cases = [
+        (with_options(wrapped=True), {}),
+        (PLAN, NAMED),
+        (with_options(places=False), NAMED | {"positions": False}),
+        (beside("features"), {"apart": ["mixer.inner"]}),
+    ]
+    references = recorded([tables for tables, _ in cases], own)
+    found = ranks(2, 120)(recorded, [split(tables, **sequence) for tables, sequence in cases], own)
+    for reference, layouts in zip(references, zip(*found, strict=True), strict=True):
+        assert_parity(reference, layouts, "fp64")
+        same_on_all(layouts)
+    assert "blocks.0.attend.attention.scale" in references[0].first
+    assert "blocks.0.attend.scale" in references[1].first
+    same_on_all([references[1], record(split(PLAN, sp=1, **NAMED), 3, folder=own)])
+
+
+def with_one_alone(tables, folder):
+    """The run of one process, on rank 0, and this rank's: it takes seconds to import transformers in a third process."""
+    reference = record(tables, 3, folder=folder, is_alone=True) if dist.get_rank() == 0 else None
+    return reference, record(split(tables), 3, folder=folder)
+
+
+def test_transformers_llama(ranks, own, monkeypatch):
+    """Its blocks as they are, their attention through transformers' interface (examples/models/hf_llama.py)."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    model = {"factory": "hf_llama:layers", "options": {"hidden": 16, "heads": 4, "kv_heads": 2}}
+    tables = changed(PLAN, model=model, data__documents="pack")
+    (reference, one), (_, other) = ranks(2, 120)(with_one_alone, tables, own)
+    assert_parity(reference, [one, other], "fp64")
+    same_on_all([one, other])
+
+
+MIXING = ["conv", "transposed", "lstm", "batch", "group", "instance", "pool", "most"]
+
+
+@pytest.mark.parametrize(
+    ("tables", "code"),
+    [
+        (split(PLAN), "sequence-attention"),  # no attention is known
+        (split(changed(PLAN, model__factory="attentive:mixed")), "sequence-attention"),  # torch's hides its projections
+        (split(PLAN, modules=["*.attend", "*.attention"]), "sequence-attention"),  # a pattern that matches nothing
+        (split(with_options(places=False), **NAMED), "sequence-positions"),  # each slice would be counted from 0
+        (split(beside("patch"), apart=["mixer.*"]), "sequence-mixing"),  # a pattern that matches nothing
+        *((split(beside(kind)), "sequence-mixing") for kind in MIXING),
+    ],
+)
+def test_models_that_slices_do_not_fit(own, tables, code):
+    """Refused on meta: by `check --model`, before any process starts."""
+    plan = plan_from_dict(tables, own)
+    with pytest.raises(PlanError) as caught, World.fake(0, plan.world()) as world:
+        assemble(plan, world)
+    assert [problem.code for problem in caught.value.diagnostics] == [code]
+
+
+def codes(plans, folder):
+    """Runs each plan for two steps; returns the code of its error, or ""."""
+    found = []
+    for tables in plans:
+        try:
+            record(tables, 2, folder=folder)
+            found.append("")
+        except SleyError as error:
+            found.append(error.diagnostics[0].code)
+    return found
+
+
+def test_first_steps_that_are_refused(ranks, own):
+    """Layers are asked whether they mix positions, by themselves and before attention, under each policy. A layer that sees one
+    position at a time passes. An attention in [b, h, s, d], and heads that do not divide, are refused at the first call.
+    """
+    from attentive import APART, MIXED
+
+    cases = dict.fromkeys(MIXED, "sequence-mixing") | dict.fromkeys(APART, "")
+    plans = [asked(kind, within=at % 2 == 0) for at, kind in enumerate(cases)]
+    plans += [changed(asked("shifted", True), activations={"use": use}) for use in ("core.recompute", "core.keep")]
+    plans += [asked("shifted", True, apart=["beside"])]
+    plans += [split(with_options(transposed=True), **NAMED), split(with_options(heads=3, hidden=12), **NAMED)]
+    expected = [*cases.values(), *["sequence-mixing"] * 2, "", "sequence-layout", "sequence-heads"]
+    assert ranks(2, 120)(codes, plans, own) == [expected] * 2
+
+
+LAYERS, MICROS, EVALUATED = 2, 2, 3
+COUNTED = small_plan(
+    model__num_layers=LAYERS,
+    data__sequence=16,
+    batch={"global_size": 2, "micro_size": 1},
+    evaluation={"every": 10, "steps": EVALUATED},
+    sequence={"use": "isp.all_to_all"},
+    parallel={"sp": 2, "dp": 1, "cross_memory_attach": False},  # only what gloo sends is counted
+)
+
+
+def exchanges(folder, fraction):
+    """The elements of each exchange in a step and in an evaluation, and the operations that were none of them."""
+    tables = changed(COUNTED, activations={"use": "core.recompute", "fraction": fraction})
+    found, others = [], set()
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()  # the first one compares first values too
+        for call in (run.step, run.evaluate):
+            with collectives() as calls:
+                call()
+            # The other rank's half; the messages before them say what they are.
+            found.append([2 * one.numel for one in calls if one.op == "send" and one.dtype != "uint8"])
+            others |= {one.op for one in calls} - {"send", "recv"}
+    return found, others
+
+
+def test_exchanges_of_a_step_and_of_an_evaluation(ranks, texts):
+    """Two per attention, one for q, k and v together; two more in its backward; and again if it is recomputed.
+
+    A slice of 8 positions has 4 + 2 + 2 heads of 4 channels to give, and 4 heads of context.
+    """
+    there, back = 8 * (4 + 2 + 2) * 4, 8 * 4 * 4
+    for (step, evaluation), others in ranks(2)(exchanges, texts, 0.5):
+        assert others == {"all_reduce"}, "the loss weight, gradients, totals"
+        assert evaluation == EVALUATED * MICROS * LAYERS * [there, back]
+        assert step.count(there) == step.count(back) == MICROS * (2 * LAYERS + 1)
+        assert len(step) == 2 * step.count(there)

@@ -1,0 +1,338 @@
+"""When weights are unsharded, how many at a time, and that they are never older than their shards."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sley_cma import offers
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.engine.shards import wholes
+from sley_core.errors import RunError
+from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
+from sley_testing.collectives import assert_same_sequence, can_read_peers, collectives
+from sley_testing.live_bytes import allocations, memory_profile
+from sley_testing.parity import assert_close_gradients, assert_same_bits
+from sley_testing.runs import weights
+
+BLOCKS = 4
+SHORT = {"batch": {"global_size": 4, "micro_size": 2}, "evaluation": {"every": 99, "steps": 1}, "run__steps": 9}
+DEEP: dict[str, Any] = SHORT | {"model__num_layers": BLOCKS}
+
+
+@contextmanager
+def gathers_of(run: Run) -> Iterator[list[str]]:
+    """The names of the groups that are gathered within the block."""
+    communicator, names = run.stepper.executor.weights, []
+    all_gather = communicator._all_gather
+
+    def spy(group: Any) -> Any:
+        names.append(group.name)
+        return all_gather(group)
+
+    communicator._all_gather = spy
+    yield names
+    communicator._all_gather = all_gather
+
+
+def counted(plans: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """For each plan: the gathers of the third step and of an evaluation, the exchanges, the counters, what is left."""
+    seen = []
+    for tables in plans:
+        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+            run.step()
+            run.step()
+            with gathers_of(run) as training, collectives() as calls:
+                run.step()
+            with gathers_of(run) as evaluating:
+                run.evaluate()
+            communicator = run.stepper.executor.weights
+            rest = communicator.pool.num_lent, len(communicator.prefetch.unsharded)
+            seen.append({"training": Counter(training), "evaluating": Counter(evaluating), "rest": rest})
+            seen[-1] |= {"counts": communicator.counts(), "calls": list(calls)}
+    return seen
+
+
+@pytest.mark.parametrize("unit", ["layer", "module"])
+def test_counts_of_one_micro_batch(ranks, sharded, texts, unit):
+    """Two gathers per group, however much is recomputed; one of the table, and of groups that are still unsharded when their
+    backward comes. An evaluation gathers each once.
+    """
+    fractions = [0.0, 0.5, 1.0]
+    plans = [
+        sharded(2, weights={"unit": unit}, activations={"use": "core.recompute", "fraction": fraction}, **DEEP)
+        for fraction in fractions
+    ]
+    last = f"blocks.{BLOCKS - 1}" if unit == "layer" else f"blocks.{BLOCKS - 1}.feed_forward.down"
+    for fraction, one, other in zip(fractions, *ranks(2, 120)(counted, plans, texts), strict=True):
+        assert_same_sequence([one.pop("calls"), other.pop("calls")])
+        assert one == other
+        for name, number in one["training"].items():
+            is_last = name == last and not (unit == "module" and fraction == 1.0)
+            assert number == (1 if name.startswith(("embed", "head")) or is_last else 2), name
+        assert set(one["evaluating"].values()) == {1}
+        assert one["counts"]["demand_gathers_per_step"] == 1
+        assert one["counts"]["most_unsharded_groups"] <= (2 if unit == "layer" else 2 * 7 + 1)
+        assert one["counts"]["allocations_after_step_2"] == 0
+        assert one["rest"] == (0, 0)
+
+
+def test_counts_do_not_depend_on_registration_or_checkpoints(ranks, sharded, texts):
+    """The order of gathers is that of use. A model that recomputes itself, by either of torch's checkpoints, is alike."""
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    plans = [sharded(2, factory="mixed", options=options, **SHORT) for options in ({}, {"order": seed}, {"order": seed + 1})]
+    for unit, reentrant in (("layer", True), ("module", False)):
+        options = {"reentrant": reentrant}
+        plans.append(sharded(2, weights={"unit": unit}, factory="recomputing", options=options, **SHORT))
+    for plain, *others in ranks(2, 120)(counted, plans, texts):
+        assert all(other["training"] == plain["training"] for other in others[:2])
+        for other in (plain, *others):
+            assert max(other["training"].values()) == 2
+            assert set(other["evaluating"].values()) == {1}
+            assert other["counts"]["demand_gathers_per_step"] == 1
+            assert other["rest"] == (0, 0)
+
+
+def test_one_demand_per_step_of_many_micro_batches(ranks, sharded, texts):
+    """Where one micro-batch ends and the next begins, and with everything kept unsharded, which is gathered once per step."""
+    changes = DEEP | {"batch": {"global_size": 16, "micro_size": 2}}
+    plans = [sharded(2, weights={"ahead": ahead}, **changes) for ahead in (1, 8)]
+    for few, every in ranks(2, 60)(counted, plans, texts):
+        assert few["counts"]["demand_gathers_per_step"] == every["counts"]["demand_gathers_per_step"] == 1
+        assert few["training"]["blocks.1"] == 4 * 2
+        assert set(every["training"].values()) == {1}
+
+
+def order(plans: list[dict[str, Any]], folder: Path) -> list[list[str]]:
+    """For each plan: the modules that are called in the first block, and the groups that are gathered meanwhile."""
+    seen = []
+    for tables in plans:
+        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+            run.step()
+            with gathers_of(run) as events:
+                block = next(layer.module for layer in run.layers if layer.name == "blocks.0")
+                for name, module in block.named_modules():
+                    module.register_forward_pre_hook(lambda *_, name=name, events=events: events.append(name))
+                run.step()
+            seen.append(events)
+    return seen
+
+
+def test_gathers_start_at_the_launch_point(ranks, sharded, texts):
+    """The next block's, in the first forward; the point is a module or not, sharded or not."""
+    points = {
+        "attention": ("attention.query", ""),
+        "feed_forward": ("feed_forward.gate", "attention.output"),
+        "attention.output": ("feed_forward", "attention.query"),
+        "*": ("attention.output", "attention.query"),
+        "feed_forward*": ("feed_forward.gate", "attention.output"),
+    }
+    plans = [sharded(2, weights={"launch": launch}, **SHORT, model__num_layers=3) for launch in points]
+    for found in ranks(2, 60)(order, plans, texts):
+        for (before, after), events in zip(points.values(), found, strict=True):
+            assert events.index(after) < events.index("blocks.1") < events.index(before)
+
+
+def rewritten(tables: dict[str, Any], folder: Path) -> tuple[int, dict[str, Tensor]]:
+    """Writes a block's shards within the third step, while it is gathered; how often it is gathered then, and the weights."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+        run.step()
+        block = next(layer.module for layer in run.layers if layer.name == "blocks.1")
+
+        def write(module: Any, args: Any) -> None:
+            handle.remove()
+            with torch.no_grad():
+                run.registry["blocks.1.attention.query.weight"].parameter.mul_(1.5)
+
+        handle = block.attention.register_forward_pre_hook(write)
+        if run.stepper.executor.weights is None:
+            run.step()
+            return 0, weights(run)
+        with gathers_of(run) as names:
+            run.step()
+        return names.count("blocks.1"), weights(run)
+
+
+def test_a_write_within_a_step_counts_from_the_next_use_on(ranks, sharded, texts):
+    _, reference = rewritten(sharded(1, 1, **DEEP), texts)
+    for number, found in ranks(2)(rewritten, sharded(2, **DEEP), texts):
+        assert_close_gradients(reference, found, 1e-10)
+        assert number == 3
+
+
+Offered = tuple[list[int], int, dict[str, Tensor]]
+
+
+def offered(tables: dict[str, Any], folder: Path, kinds: list[str]) -> list[Offered]:
+    """For each kind of wait: the offers of weights in each step, how often a wait was called, and the weights after four.
+
+    never: they know that nothing is due. block: one layer's shards are spoilt after each step, until its wait mends them.
+    """
+    found = []
+    offer = offers.Offers.offer
+    for kind in kinds:
+        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+            steps, calls, kept = [], [0], {}
+
+            def count(ring: Any, tensors: Any, mark: Any, *more: Any, steps: Any = steps) -> int:
+                steps[-1] += "weights" in mark.what
+                return offer(ring, tensors, mark, *more)
+
+            @torch.no_grad()
+            def bring(kept: Any = kept, calls: Any = calls) -> None:
+                calls[0] += 1
+                for param, value in kept.items():
+                    param.parameter.data.copy_(value)  # as a collective writes: no version tells of it
+                kept.clear()
+
+            for layer in run.layers if kind != "none" else ():
+                is_due = partial(bool, kept if kind == "block" and layer.name == "blocks.1" else {})
+                run.before_layer(layer.name, bring, None if kind == "always" else is_due)
+            offers.Offers.offer = count
+            try:
+                for _ in range(4):
+                    steps.append(0)
+                    run.step()
+                    if kind == "block":
+                        own = [param for param in run.registry if param.name.startswith("blocks.1.")]
+                        kept |= {param: param.parameter.detach().clone() for param in own}
+                        for param in own:
+                            param.parameter.data.fill_(torch.nan)
+                bring()
+            finally:
+                offers.Offers.offer = offer
+            found.append((steps, calls[0] - 1, weights(run)))
+    return found
+
+
+@pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
+def test_shards_are_offered_once_per_step_where_nothing_is_due(ranks, sharded, texts):
+    kinds = ["none", "never", "block", "always"]
+    for none, never, block, always in ranks(2, 120)(offered, sharded(2, **SHORT, model__num_layers=3), texts, kinds):
+        assert none[0] == never[0] == [1] * 4
+        assert never[1] == 0, "no wait is called for weights that are there"
+        assert block[0][0] == 1
+        assert 2 <= block[0][1] < always[0][1], "those of the other layers stay one offer"
+        assert block[1] == 3, "once in each step after the first"
+        for other in (never, block, always):
+            assert_same_bits(none[2], other[2])
+
+
+def stepped(tables: dict[str, Any], folder: Path, ring: int) -> dict[str, Tensor]:
+    """The weights after two steps of ranks that can have `ring` offers open; each gather is one, as every layer has a wait."""
+    offers.RING = ring
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        for layer in run.layers:
+            run.before_layer(layer.name, lambda: None)
+        for _ in range(2):
+            run.step()
+        return weights(run)
+
+
+@pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
+def test_more_exchanges_than_offers_can_be_open(ranks, sharded, texts):
+    """64 reductions of modules and 40 gathers ahead, with four offers: ranks do not wait for one another."""
+    many = {"reductions": 64, "unit": "module", "ahead": 40}
+    reference = ranks(2, 40)(stepped, sharded(2, weights={"overlap": False}), texts, offers.RING)
+    for one, found in zip(reference, ranks(2, 40)(stepped, sharded(2, weights=many), texts, 4), strict=True):
+        assert_same_bits(one, found)
+
+
+def allocated(tables: dict[str, Any], folder: Path) -> list[int]:
+    """The allocations of the third step that are at least as large as a shard."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+        run.step()
+        with memory_profile() as profile:
+            run.step()
+        own = run.registry["experts.0.weight"].parameter.nbytes
+    return [one.num_bytes for one in allocations(profile) if one.num_bytes >= own]
+
+
+def test_a_step_allocates_nothing_as_large_as_a_shard(ranks, sharded, texts):
+    """In four micro-batches: no placeholder, no product beside the buffers, no sum twice."""
+    plan = sharded(2, factory="experts", options={"number": 3, "width": 50}, **SHORT)
+    assert ranks(2, 60, fresh=True)(allocated, plan, texts) == [[], []]
+
+
+def output(run: Run) -> Tensor:
+    hidden: Any = torch.arange(4)[None]
+    for layer in run.layers:
+        hidden = layer.module(hidden, torch.arange(4)[None]) if layer.name == "again" else layer.module(hidden)
+    return hidden
+
+
+def by_hand(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
+    """For each plan: outputs between two steps, before and after a write, and the gradient of a backward by hand; what failing
+    calls leave; the weights after the next step.
+    """
+    found = []
+    for tables in plans:
+        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+            run.step()
+            with torch.no_grad():
+                first = output(run)
+                for param in run.registry:
+                    param.parameter.mul_(2.0)
+                second = output(run)
+            if world.size > 1:
+                run.stepper.executor.weights.pool.trim()
+            with torch.inference_mode():
+                assert torch.equal(output(run), second)
+            if world.size > 1:
+                with pytest.raises(RunError) as caught:
+                    output(run).sum().backward()
+                assert caught.value.diagnostics[0].code == "gradient-complete"
+                _fail(run)
+            run.store.begin_step()
+            output(run).sum().backward()
+            param = run.registry["head.weight"]
+            gradient = run.store.gradient(param) if param.shard else param.parameter.grad
+            gradient = wholes({param: gradient}, run.groups)[param] / world.size
+            run.step()
+            found.append((first, second, gradient, weights(run)))
+            communicator = run.stepper.executor.weights
+            assert communicator is None or communicator.pool.num_lent == 0
+    return found
+
+
+def _fail(run: Run) -> None:
+    """Calls layers with wrong shapes, and with an all-gather that cannot start: every buffer comes back."""
+    pool = run.stepper.executor.weights.pool
+    for graph in (False, True):
+        with torch.set_grad_enabled(graph), pytest.raises(RuntimeError):
+            run.layers[-1].module(torch.zeros(1, 99, dtype=torch.float64))
+        with torch.set_grad_enabled(graph), pytest.raises(IndexError):
+            run.layers[0].module(torch.full((1, 4), 99))
+        assert pool.num_lent == 0
+    (transport,) = {type(one) for one in run.groups["wp"].transports.values()}
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(transport, "all_gather", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            output(run)
+    assert pool.num_lent == 0
+
+
+def test_a_model_called_by_hand(ranks, sharded, texts):
+    """Right with and without gradients and after a write; no call leaves anything gathered, or changes the next step."""
+    models = [("mixed", {}), ("mixed", {"reduce": "step"}), ("tables", {"embedding": "hidden"})]
+    references = by_hand([sharded(1, 1, factory=name) for name, _ in models], texts)
+    plans = [sharded(2, weights=options, factory=name) for name, options in models]
+    for found in ranks(2, 60)(by_hand, plans, texts):
+        for one, reference in zip(found, references, strict=True):
+            for value, expected in zip(one[:3], reference[:3], strict=True):
+                torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
+            assert_close_gradients(reference[3], one[3], 1e-10)
