@@ -20,8 +20,6 @@ POLICIES: dict[str, Tables] = {
     "memory.host": {"use": "memory.host", "min_bytes": 256},
     "memory.selective": {"use": "memory.selective"},
 }
-SCHEDULES = ["pp.zero_bubble_v", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1"]
-BY_LAYER = {"use": "isp.communicator"}
 
 
 def all_of(plans: list[Tables], folder: Path) -> list[tuple[Recorded, dict[str, float], bool]]:
@@ -34,14 +32,15 @@ def all_of(plans: list[Tables], folder: Path) -> list[tuple[Recorded, dict[str, 
         def prepare(run: Any, counts: Any = counts, leased: Any = leased, name: str = tables["activations"]["use"]) -> None:
             policy = run.caller.policy
             if name == "memory.host":
-                send = policy._send
+                may_leave = policy._may_leave
 
-                def sent(moved: Any) -> Any:
+                def watched(tensor: Any, fixed: Any) -> bool:
                     spans = [(held.data_ptr(), held.data_ptr() + held.nbytes) for _, held in run.parts.pool.held()]
-                    leased[0] |= any(first <= moved._source.data_ptr() < last for first, last in spans)
-                    return send(moved)
+                    leaves: bool = may_leave(tensor, fixed)
+                    leased[0] |= leaves and any(first <= tensor.data_ptr() < last for first, last in spans)
+                    return leaves
 
-                policy._send = sent
+                policy._may_leave = watched
 
             def count(row: Any) -> None:
                 counts.update(run.counts.get(name, {}))
@@ -71,37 +70,24 @@ def compare(ranks: Any, texts: Path, plan: Tables) -> None:
         assert counts["kept_attentions"] > 0
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_stages(ranks: Any, texts: Path, schedule: str) -> None:
-    """Several micro-batches in flight, several chunks per stage, and backwards in two halves."""
-    plan = changed(PLAN, model__num_layers=6, parallel={"pp": 2}, partition={"use": "pp.uniform"})
-    compare(ranks, texts, changed(plan, pipeline={"use": schedule}))
+MODULES = {"use": "isp.communicator", "unit": "module", "head": "vocabulary", "embedding": "hidden"}
+LAYOUTS: dict[str, Tables] = {
+    "stages": {"model__num_layers": 6, "parallel": {"pp": 2}, "pipeline": {"use": "pp.zero_bubble_v"}},
+    "shards": {"parallel": {"dp": 2, "wp": 2}, "weights": MODULES},
+    "slices": {
+        "parallel": {"dp": 1, "sp": 2},
+        "sequence": {"use": "isp.all_to_all", "positions": False},
+        "model": {"factory": "two_attentions:layers"},
+    },
+}
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"weights": BY_LAYER | {"unit": "module", "head": "vocabulary", "embedding": "hidden"}},
-        {"weights": BY_LAYER},
-        {"weights": BY_LAYER, "precision": {"compute": "bf16"}},
-    ],
-    ids=["modules", "layers", "layers in bf16"],
-)
-def test_two_shards(ranks: Any, texts: Path, changes: Tables) -> None:
-    compare(ranks, texts, changed(PLAN, parallel={"dp": 2, "wp": 2}, **changes))
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("attentions", [1, 2])
-def test_two_slices(ranks: Any, texts: Path, monkeypatch: pytest.MonkeyPatch, attentions: int) -> None:
-    """An attention over slices is tried out in the first forward, which is no part of what the layer computes."""
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_activations_that_leave_change_no_bit(ranks: Any, texts: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """Of several chunks per stage with backwards in two halves; an attention over slices is tried out in its first forward."""
     monkeypatch.syspath_prepend(Path(__file__).parent / "own")
-    plan = changed(PLAN, parallel={"dp": 1, "sp": 2}, sequence={"use": "isp.all_to_all", "positions": attentions == 1})
-    compare(ranks, texts, plan if attentions == 1 else plan | {"model": {"factory": "two_attentions:layers"}})
+    compare(ranks, texts, changed(PLAN, **LAYOUTS[layout]))
 
 
 @pytest.mark.timeout(200)

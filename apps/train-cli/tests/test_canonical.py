@@ -39,20 +39,13 @@ SHARDED = {"gradient_handlers": [{"use": "dp.sharded", "bucket_mb": 0.01}]}
 WP = {"parallel__wp": 2, "weights": {"use": "isp.communicator"}}
 LAYOUTS: dict[str, tuple[int, Tables]] = {
     "dp2 each": (2, {"parallel__dp": 2}),
-    "dp4 each": (4, {"parallel__dp": 4}),
     "dp2 bucketed": (2, {"parallel__dp": 2, **DP}),
-    "dp2 sharded": (2, {"parallel__dp": 2, **SHARDED}),
     "dp4 sharded": (4, {"parallel__dp": 4, **SHARDED}),
     "wp2": (2, {"parallel__dp": 2, **WP}),
-    "wp4": (4, {"parallel__dp": 4, "parallel__wp": 4, "weights": {"use": "isp.communicator"}}),
     "wp2 wdp2 sharded": (4, {"parallel__dp": 4, **WP, **SHARDED}),
-    "wp2 wdp2 each": (4, {"parallel__dp": 4, **WP}),
     "wp2 pp2": (4, {"parallel__dp": 2, "parallel__pp": 2, "pipeline": {"use": "pp.zero_bubble_h1"}, **WP}),
     "pp2": (2, {"parallel__pp": 2, "pipeline": {"use": "pp.one_f_one_b"}}),
-    "pp2 dp2": (4, {"parallel__pp": 2, "parallel__dp": 2, "pipeline": {"use": "pp.one_f_one_b"}, **DP_PP}),
-    "interleaved": (2, {"parallel__pp": 2, "pipeline": {"use": "pp.interleaved"}}),
     "zero bubble": (2, {"parallel__pp": 2, "pipeline": {"use": "pp.zero_bubble_h1"}}),
-    "zero bubble v": (2, {"parallel__pp": 2, "pipeline": {"use": "pp.zero_bubble_v"}}),
     "zero bubble v dp2": (4, {"parallel__pp": 2, "parallel__dp": 2, "pipeline": {"use": "pp.zero_bubble_v"}, **DP_PP}),
 }
 
@@ -60,24 +53,31 @@ LAYOUTS: dict[str, tuple[int, Tables]] = {
 OWN = Path(__file__).parent / "own"
 
 
+PRECISIONS: dict[str, Tables] = {
+    "fp32": {},
+    "bf16": {"precision__compute": "bf16"},
+    "bf16 sums": {"precision": {"compute": "bf16", "gradients": "bf16"}},
+}
+
+
 @cache
 def alone(folder: Path, precision: str) -> Bits:
-    return trained(changed(PLAN, precision__compute=precision), 2, folder=folder)
+    return trained(changed(PLAN, **PRECISIONS[precision]), 2, folder=folder)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_the_hash_of_one_process(ranks: Any, texts: Path, layout: str, precision: str):
     size, changes = LAYOUTS[layout]
-    tables = changed(PLAN, precision__compute=precision, **changes)
+    tables = changed(PLAN, **PRECISIONS[precision], **changes)
     found = ranks(size, 180)(trained, tables, 2, folder=texts)
     assert differing([alone(texts, precision)], found) == []
     assert digest([alone(texts, precision)]) == digest(found)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("layout", ["dp2 each", "dp3 sharded", "wp2", "pp2"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("layout", ["dp3 sharded", "pp2", "wp2", "dp2 each"])
 def test_numbers_that_are_no_powers_of_two_have_one_hash_too(ranks: Any, texts: Path, layout: str):
     """Six micro-batches: a rank of two has three, which are two sums of the tree, and hands over both."""
     size, changes = {"dp3 sharded": (3, {"parallel__dp": 3, **SHARDED}), **LAYOUTS}[layout]

@@ -77,18 +77,17 @@ def test_torch_puts_the_pieces_of_a_layout_together(texts: Path, tmp_path: Path,
 
 
 def stopped_and_not(tables: Tables, texts: Path, path: Path) -> list[Stretch]:
-    """Four steps; then two, with a checkpoint; then two from there."""
+    """Takes four steps; then two, with a checkpoint; then two from there."""
     whole = stretch(tables, 4, folder=texts)
     return [whole, stretch(tables, 2, folder=texts, save=path), stretch(tables, 2, folder=texts, load=path)]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_layout_goes_on_bit_for_bit(ranks, texts, tmp_path, layout, precision):
-    tables = plan(layout, precision__compute=precision)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("layout", [*list(LAYOUTS)[::-1]])
+def test_the_same_layout_goes_on_bit_for_bit(ranks, texts, tmp_path, layout):
+    tables = plan(layout, precision={"compute": "bf16", "gradients": "bf16"})
     every = ranks(LAYOUTS[layout][0], 120)(stopped_and_not, tables, texts, tmp_path / "saved")
-    assert_same_stretch([one[0] for one in every], [one[2] for one in every])
+    assert_same_stretch([rank[0] for rank in every], [rank[2] for rank in every])
 
 
 def others(layouts: list[Tables], texts: Path, path: Path) -> list[Stretch]:

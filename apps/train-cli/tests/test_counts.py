@@ -1,8 +1,9 @@
-"""What the parts of a run have counted: in `summary.json` of every run, and on stderr when asked for."""
+"""Counts of exchanges and memory: in `summary.json`, on stderr with `-v`, in one pool, and in the parts of `run.memory`."""
 
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,26 @@ import pytest
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_testing.plans import small_plan
+from sley_estimate.bytes import rank as steps
+from sley_estimate.bytes.rank import rank_bytes
+from sley_memory.leaks import find_leaks
+from sley_testing.parity import assert_same_bits
+from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.runs import record
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
+
+HELD_OUT = {"evaluation": {"every": 9, "steps": 3}}
+ISP = {"use": "isp.communicator"}
 
 
-def test_what_a_communicator_counted_is_printed(together: Callable[..., Any], plan: Path, folder: Path) -> None:
+def assert_printed(err: str, name: str, counts: dict[str, float]) -> None:
+    lines = [line.split() for line in err.splitlines()]
+    assert [name, "counted"] in lines
+    assert all([key, f"{value:,.10g}"] in lines for key, value in counts.items())
+
+
+def test_counts_of_a_communicator_are_printed(together: Callable[..., Any], plan: Path, folder: Path) -> None:
     """Two local ranks with sharded weights: gathers, peaks and bytes are in `summary.json`, and `run -v` prints them."""
     sharded = ("--set", "parallel.wp=2", "--set", 'weights.use="isp.communicator"', "--set", "run.steps=3")
     result = together(2, "run", plan, *sharded, "-v")
@@ -26,26 +41,36 @@ def test_what_a_communicator_counted_is_printed(together: Callable[..., Any], pl
     assert counts["demand_gathers_per_step"] == 1
     assert counts["most_unsharded_groups"] <= 2
     assert counts["allocations_after_step_2"] == 0
-    assert counts["gathered_bytes_per_step"] > 0
-    assert counts["reduced_bytes_per_step"] > 0
     assert counts["most_full_gradient_bytes"] > counts["most_full_gradients"] > 0
-    lines = [line.split() for line in result.err.splitlines()]
-    assert ["isp.communicator", "counted"] in lines
-    for name, value in counts.items():
-        assert [name, f"{value:,.10g}"] in lines
+    assert_printed(result.err, "isp.communicator", counts)
 
 
-REDUCERS: dict[str, dict[str, Any]] = {
-    "each": {"use": "core.each"},
-    "bucketed": {"use": "dp.bucketed"},
-    "bf16": {"use": "dp.bucketed", "reduction": "bf16"},
-    "low rank": {"use": "powersgd.reducer", "rank": 1, "start_step": 2},
-}
+def test_counts_of_offloads_are_printed(cli: Callable[..., Any], plan: Path, folder: Path) -> None:
+    """States leave in each of three steps, and come back in all but the first, which makes them."""
+    between = """offload=[{use="memory.optimizer_states", when="between_steps"}]"""
+    result = cli("run", plan, "--set", "parallel.dp=1", "--set", "run.steps=3", "--set", between, "-v")
+    assert result.code == 0, result.err
+    summary = json.loads((folder / "runs" / "small" / "summary.json").read_text("utf-8"))
+    counts = summary["counts"]["memory.optimizer_states"]
+    size, step = 2 * 4 * summary["trained_parameters"], counts["optimizer_states_copied_out"] / 3  # two moments in fp32
+    assert size <= step < 1.02 * size  # small states lie together, each at a multiple of 256 bytes
+    assert counts["optimizer_states_copied_in"] == 2 * step
+    assert_printed(result.err, "memory.optimizer_states", counts)
+
+
 SENT = "sent_bytes_per_step"
+EXCHANGES: dict[str, Tables] = {
+    "each": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "core.each"}]},
+    "bucketed": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed"}]},
+    "bf16": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed", "reduction": "bf16"}]},
+    "low rank": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "powersgd.reducer", "rank": 1, "start_step": 2}]},
+    "stages": {"parallel": {"pp": 2}, "pipeline": {"use": "pp.gpipe"}, "model__tie_embeddings": True},
+    "weights": {"parallel": {"dp": 2, "wp": 2}, "weights": ISP},
+}
 
 
-def counted(plans: dict[str, Any], folder: Path) -> dict[str, tuple[dict[str, Any], int, list[int]]]:
-    """Of each plan, on this rank: what its parts counted in two steps, bytes of gradients, and those of ties among them."""
+def counted(plans: dict[str, Tables], folder: Path) -> dict[str, tuple[dict[str, Any], int, int]]:
+    """Returns for each plan on this rank: the counts of two steps, the bytes of gradients, and those of ties among them."""
     found = {}
     for name, tables in plans.items():
         with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
@@ -53,58 +78,103 @@ def counted(plans: dict[str, Any], folder: Path) -> dict[str, tuple[dict[str, An
             run.step()
             run.evaluate()  # after the last step, as at the end of a run: it counts for nothing
             gradients = {param: run.store.gradient(param).nbytes for param in run.registry}
-            ties = [size for param, size in gradients.items() if param.tie_group]
+            ties = sum(size for param, size in gradients.items() if param.tie_group)
             found[name] = run.counts, sum(gradients.values()), ties
     return found
 
 
-def test_whatever_exchanges_says_in_one_word_what_it_sends(ranks: Callable[..., Any], texts: Path) -> None:
+def test_all_that_exchange_count_the_bytes_that_they_send(ranks: Callable[..., Any], texts: Path) -> None:
     """Over two ranks an all-reduce sends as many bytes as it sums."""
-    held_out = {"evaluation": {"every": 9, "steps": 3}}
-    plans = {name: small_plan(parallel={"dp": 2}, gradient_handlers=[table], **held_out) for name, table in REDUCERS.items()}
+    plans = {name: small_plan(**changes, **HELD_OUT) for name, changes in EXCHANGES.items()}
     for found in ranks(2)(counted, plans, texts):
-        sent = {name: counts[REDUCERS[name]["use"]][SENT] for name, (counts, _, _) in found.items()}
-        size = found["each"][1]
-        assert sent["each"] == size
-        assert size <= sent["bucketed"] < 1.2 * size  # with what aligns gradients
-        assert sent["bf16"] == pytest.approx(sent["bucketed"] / 4, rel=0.01)
-        assert 0 < sent["low rank"] < size / 3
-
-
-def test_stage_links_ties_and_communicators_say_it_too(ranks: Callable[..., Any], texts: Path) -> None:
-    held_out = {"evaluation": {"every": 9, "steps": 3}}
-    stages = {"parallel": {"dp": 1, "pp": 2}, "pipeline": {"use": "pp.gpipe"}, "model__tie_embeddings": True}
-    weights = {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}}
-    plans = {"stages": small_plan(**stages, **held_out), "weights": small_plan(**weights, **held_out)}
-    for found in ranks(2)(counted, plans, texts):
-        counts, _, ties = found["stages"]
-        assert counts["pp.shared_modules"][SENT] == sum(ties) > 0
+        counts = {name: rank[0] for name, rank in found.items()}
+        each, bucketed = counts["each"]["core.each"][SENT], counts["bucketed"]["dp.bucketed"][SENT]
+        assert each == found["each"][1]
+        assert each <= bucketed < 1.2 * each  # with what aligns gradients
+        assert counts["bf16"]["dp.bucketed"][SENT] == pytest.approx(bucketed / 4, rel=0.01)
+        assert 0 < counts["low rank"]["powersgd.reducer"][SENT] < each / 3
+        assert counts["stages"]["pp.shared_modules"][SENT] == found["stages"][2] > 0
         messages = 4 * 2 * 24 * 16 * 8  # micro-batches of samples of tokens of width 16 in fp64
-        assert messages < counts["pp.link"][SENT] < messages + 4 * 4096  # with heads
-        (counted_weights,) = [found["weights"][0]["isp.communicator"]]
-        gathered, reduced = (counted_weights[f"{name}_bytes_per_step"] for name in ("gathered", "reduced"))
-        assert counted_weights[SENT] == gathered + reduced > 0
+        assert messages < counts["stages"]["pp.link"][SENT] < messages + 4 * 4096  # with heads
+        isp = counts["weights"]["isp.communicator"]
+        assert isp[SENT] == isp["gathered_bytes_per_step"] + isp["reduced_bytes_per_step"] > 0
 
 
-def test_nothing_is_counted_aloud_unasked(cli: Callable[..., Any], plan: Path, folder: Path) -> None:
-    result = cli("run", plan, "--set", "parallel.dp=1", "--set", "run.steps=1")
-    assert result.code == 0, result.err
-    assert "counted" not in result.err
-    assert json.loads((folder / "runs" / "small" / "summary.json").read_text("utf-8"))["counts"] == {}
+POOLED = small_plan(
+    model__vocab_size=257,
+    batch__micro_size=1,
+    parallel={"pp": 2, "dp": 2, "wp": 2},
+    pipeline={"use": "pp.zero_bubble_h1"},
+    weights=ISP,
+)
+SHARED = changed(
+    POOLED,
+    weights={"use": "isp.communicator", "pool": "common"},
+    link={"use": "pp.link", "pool": "common"},
+    pools={"common": {"use": "memory.size_classes", "per_doubling": 2}},
+)
 
 
-def test_what_offload_managers_moved_is_printed(cli: Callable[..., Any], plan: Path, folder: Path) -> None:
-    """States leave in each of three steps, and come in all but the first, which makes them."""
-    between = """offload=[{use="memory.optimizer_states", when="between_steps"}]"""
-    result = cli("run", plan, "--set", "parallel.dp=1", "--set", "run.steps=3", "--set", between, "-v")
-    assert result.code == 0, result.err
-    summary = json.loads((folder / "runs" / "small" / "summary.json").read_text("utf-8"))
-    counts = summary["counts"]["memory.optimizer_states"]
-    size = 2 * 4 * summary["trained_parameters"]  # two moments in fp32
-    step = counts["optimizer_states_copied_out"] / 3
-    assert size <= step < 1.02 * size  # small states lie together, each at a multiple of 256 bytes
-    assert counts["optimizer_states_copied_in"] == 2 * step
-    lines = [line.split() for line in result.err.splitlines()]
-    assert ["memory.optimizer_states", "counted"] in lines
-    for name, value in counts.items():
-        assert [name, f"{value:,.10g}"] in lines
+def pooled(tables: Tables, folder: Path) -> tuple[Any, list[dict[str, float]]]:
+    """Returns two recorded steps; then, of four steps, the counts of the shared pool."""
+    recorded = record(tables, 2, folder=folder)
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        counts = []
+        for _ in range(4):
+            run.step()
+            counts.append(run.counts["pools.common"])
+        assert counts[-1]["lent_bytes"] == 0, "a lease outlived its step"
+        assert run.parts.pool("common").trim() == counts[-1]["held_bytes"]
+        return recorded, counts
+
+
+def test_weights_and_messages_share_a_pool(ranks: Any, texts: Path) -> None:
+    """The bits are the same, and nothing is allocated after the second step."""
+    apart = ranks(4, 180)(record, POOLED, 2, folder=texts)
+    for expected, (together, counts) in zip(apart, ranks(4, 180)(pooled, SHARED, texts), strict=True):
+        assert_same_bits(expected.weights, together.weights)
+        assert counts[1]["allocations"] == counts[3]["allocations"] > 0
+        assert counts[3]["hit_rate"] > 0.8
+
+
+EXAMPLES = {path.stem: path for path in (Path(__file__).parents[3] / "examples" / "plans").glob("*.toml")}
+IN_CI = ("dp-bf16", "isp", "pipeline")
+SMALL = 1024
+"""Bytes. The words that ranks exchange beside tensors are fewer."""
+
+
+def uncounted(tables: Tables, folder: Path) -> tuple[list[str], dict[str, int]]:
+    """Returns tensors that live after two steps on this rank and are in no part, and the bytes of each part."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+        run.step()
+        data = (".feed.", ".dataset.", "PrefetchThread")
+        leaks = [str(leak) for leak in find_leaks(run, SMALL) if not any(word in leak.path for word in data)]
+        return leaks, run.memory.bytes
+
+
+@pytest.mark.sample(len(IN_CI))
+@pytest.mark.parametrize("name", [*IN_CI, *sorted(EXAMPLES.keys() - IN_CI)])
+def test_every_buffer_is_in_a_part_of_memory(ranks: Any, texts: Path, name: str) -> None:
+    """Of the example plans, over few samples of the test's own texts; other tensors are the data's."""
+    tables = tomllib.loads(EXAMPLES[name].read_text())
+    del tables["plan"]
+    data = {"use": "data.text", "files": ["text/*.txt"], "sequence": 32, "separator": "\n\n"}
+    tables = changed(tables, data=data, evaluation=None, checkpoint=None, run__device="cpu", run__steps=2)
+    parallel = tables.get("parallel", {})
+    size = parallel.get("pp", 1) * parallel.get("dp", 1) * parallel.get("sp", 1)
+    for leaks, num_bytes in ranks(size, fresh=True)(uncounted, tables, texts):
+        assert not leaks
+        assert num_bytes["weights"] > SMALL
+        assert bool(num_bytes["messages"]) == ("reduction" in str(tables.get("gradient_handlers")))
+
+
+def test_an_estimate_of_few_micro_batches_has_as_many_messages_in_flight(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last stage sends a gradient for each output that it takes, and waits for the ninth before."""
+    tables = small_plan(parallel={"pp": 2}, pipeline={"use": "pp.one_f_one_b"}, batch={"global_size": 16, "micro_size": 1})
+    plan = plan_from_dict(tables, texts)
+    few = rank_bytes(plan, 1, 2)
+    monkeypatch.setattr(steps, "fewest_micros", lambda _, of_micros: of_micros)
+    every = rank_bytes(plan, 1, 2)
+    assert few.num_micros < every.num_micros
+    assert few.states == every.states

@@ -19,7 +19,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_testing.collectives import collectives
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import assert_parity_of_parts, record, weights
+from sley_testing.runs import BF16_SUMS, GRADIENTS, assert_parity_of_parts, record, weights
 
 OWN = Path(__file__).parent / "own"
 BUCKETED = {"use": "dp.bucketed", "bucket_mb": 0.0005}
@@ -206,3 +206,36 @@ def test_the_norm_of_each_gradient_is_that_of_one_process(ranks: Any, texts: Pat
             assert len(names) > 10
             assert names == [name for name in row if name.startswith("gradient_norm/")]
             assert {name: row[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision__accumulation": "direct"},
+        {"optimizer__clip_kind": "inf", "optimizer__clip_norm": 0.1},
+        {"offload": [{"use": "memory.host_optimizer", "bucket_mb": 0.01}]},
+    ],
+)
+def test_a_step_of_sums_in_bf16(texts: Path, changes: Tables) -> None:
+    """The norm is computed in fp64, the clip factor has more than 8 bits, and masters are stepped in fp32."""
+    sums = {"compute": "bf16", "gradients": "bf16"}
+    tables = changed(PLAN, **{"precision": sums, "optimizer__clip_norm": 0.37, "optimizer__weight_decay": 0.0, **changes})
+    with World.alone("cpu") as world, assemble(plan_from_dict(tables, texts), world) as run:
+        exact = record(changed(tables, precision__gradients="fp32"), 1, folder=texts)
+        stepped = run.stepper.update.masters.stepped
+        copies = [torch.nn.Parameter(master.parameter.detach().clone()) for master in stepped]
+        adam: Any = torch.optim.AdamW(copies, lr=3e-3, weight_decay=0.0)
+        row = run.step()
+        gradients = [run.store.gradient(master.param) for master in stepped]
+        assert {gradient.dtype for gradient in gradients} == {torch.bfloat16}
+        kind = float(changes.get("optimizer__clip_kind", 2.0))
+        norm = torch.linalg.vector_norm(torch.cat([gradient.double().flatten() for gradient in gradients]), kind)
+        limit = 2**-10 if kind == 2 else 2**-8  # each element is rounded, and the factor is not
+        assert float(norm) == pytest.approx(run.plan.optimizer.config.clip_norm, rel=limit)
+        assert row["grad_norm"] == pytest.approx(exact.rows[0]["grad_norm"], rel=GRADIENTS[BF16_SUMS])
+        for copy, gradient in zip(copies, gradients, strict=True):
+            copy.grad = gradient.float()
+        adam.step()
+        for copy, master in zip(copies, stepped, strict=True):
+            torch.testing.assert_close(copy, master.parameter, rtol=1e-6, atol=1e-8)
+        assert run.memory.bytes["gradients"] <= sum(2 * copy.numel() + 256 for copy in copies)

@@ -1,0 +1,247 @@
+"""Runs start from the values of plain PyTorch, of transformers, or of loaded weights, in every layout, bit for bit."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import factory_habits
+import numpy as np
+import pytest
+import torch
+from first_values import first_values, starts
+from torch import Tensor, nn
+
+from sley_core.api.model import Model, derive
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_testing.plans import Tables, changed, small_plan
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("peft")
+EXAMPLES = Path(__file__).parents[3] / "examples" / "models"
+SEED, VOCAB = 11, 260
+HABITS = ("listed", "tied", "sequential", "loaded", "computed", "initialised", "built")
+SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES, num_key_value_heads=2),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**SIZES),
+}
+ISP = {"use": "isp.communicator"}
+LAYOUTS: dict[str, Tables] = {
+    "dp.sharded": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded"}]},
+    "pp": {"parallel": {"pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}},
+    "wp": {"parallel": {"dp": 2, "wp": 2}, "weights": ISP},
+    "sp": {"parallel": {"dp": 1, "sp": 2}, "sequence": {"use": "isp.all_to_all", "positions": False}},
+}
+WITH_POSITIONS = {**LAYOUTS, "sp": {"parallel": {"wp": 2, "sp": 2}, "weights": ISP, "sequence": {"use": "isp.all_to_all"}}}
+PLAN = small_plan(
+    run__seed=SEED,
+    data__sequence=16,
+    data__documents="cut",
+    batch={"global_size": 4, "micro_size": 1},
+    optimizer={"use": "core.adamw", "lr": 1e-2},
+    precision__compute="fp32",
+)
+pytestmark = [pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"), pytest.mark.timeout(500)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A state of `loaded`; and folders of models in several files, whose weights no initialisation would give."""
+    transformers.utils.logging.disable_progress_bar()
+    folder = tmp_path_factory.mktemp("saved")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        torch.save(nn.ModuleList(factory_habits.listed(VOCAB)).state_dict(), folder / "state.pt")
+        for kind, config in CONFIGS.items():
+            model = transformers.AutoModelForCausalLM.from_config(config())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.05)
+            model.save_pretrained(folder / kind, max_shard_size="20KB")
+    return {"state": folder / "state.pt"} | {kind: folder / kind for kind in CONFIGS}
+
+
+# -- plain PyTorch -----------------------------------------------------------------------------------------------------
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def plain(table: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The values of all parameters and buffers, and the attribute `shift`, as plain PyTorch makes them."""
+    module, _, name = table["factory"].partition(":")
+    seed_all(SEED)
+    made = getattr(import_module(module), name)(**table["options"])
+    init = made.init_weights if isinstance(made, Model) else None
+    if name == "built":
+        layers = built_by_hand(init)
+    else:
+        items = made.named_children() if isinstance(made, nn.Sequential) else made
+        if isinstance(made, Model):
+            items = [(layer.name, layer.module) for layer in made]
+        layers = dict(item if isinstance(item, tuple) else (str(at), item) for at, item in enumerate(items))
+        if init is not None:
+            done: set[int] = set()
+            for key, layer in layers.items():
+                apply(layer, key, init, done)
+    found: dict[str, Tensor] = {}
+    for key, layer in layers.items():
+        found |= {f"{key}.{name}": value.detach().float() for name, value in layer.named_parameters()}
+        found |= {f"{key}.{name}": value for name, value in layer.named_buffers()}
+        if hasattr(layer, "shift"):
+            found[f"{key}.shift"] = layer.shift
+    return found
+
+
+def apply(module: nn.Module, name: str, init: Any, done: set[int]) -> None:
+    """As `nn.Module.apply`, with names, and a module that several share once."""
+    for key, child in module.named_children():
+        if id(child) not in done:
+            apply(child, f"{name}.{key}", init, done)
+    done.add(id(module))
+    with torch.no_grad():
+        init(module, name)
+
+
+def built_by_hand(init: Any) -> dict[str, nn.Module]:
+    makers = {
+        "embed": lambda: factory_habits.Embed(VOCAB),
+        "block.0": factory_habits.Block,
+        "block.1": factory_habits.Block,
+        "functional": factory_habits.Functional,
+        "head": lambda: factory_habits.Head(VOCAB),
+    }
+    layers: dict[str, Any] = {}
+    for name, make in makers.items():
+        seed_all(derive(SEED, name))
+        layers[name] = make()
+        apply(layers[name], name, init, set())
+    layers["head"].output.weight = layers["embed"].table.weight
+    return layers
+
+
+def test_every_layout_starts_from_the_values_of_plain_pytorch(ranks: Any, saved: dict[str, Path], texts: Path) -> None:
+    options = {habit: {"vocab_size": VOCAB} | ({"path": str(saved["state"])} if habit == "loaded" else {}) for habit in HABITS}
+    models = {habit: {"factory": f"factory_habits:{habit}", "options": options[habit]} for habit in HABITS}
+    plans = {
+        f"{habit} {layout}": changed(PLAN, model=table, data__documents=None, **changes)
+        for habit, table in models.items()
+        for layout, changes in LAYOUTS.items()
+    }
+    with torch.random.fork_rng(devices=[]):
+        expected = {habit: plain(table) for habit, table in models.items()}
+    by_rank = ranks(2, timeout_s=300)(first_values, plans, texts)
+    second_names = {"2.out.weight", "2.out.bias", "3.output.weight", "head.output.weight"}  # of tied parameters
+    for name in plans:
+        habit = name.partition(" ")[0]
+        seen: set[str] = set()
+        for found in by_rank:
+            seen |= found[name].keys()
+            for key, value in found[name].items():
+                assert torch.equal(value.float(), expected[habit][key].float()), f"{name}: {key}"
+        assert expected[habit].keys() - seen <= second_names, name
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+def from_files(folder: Path) -> Tables:
+    return {"use": "models.llama", "weights": str(folder)}
+
+
+def from_factory(folder: Path, lora_rank: int = 0) -> Tables:
+    return {"factory": "hf_pretrained:layers", "options": {"path": str(folder), "lora_rank": lora_rank}}
+
+
+def their_loss(folder: Path, plan: Tables, texts: Path) -> float:
+    """The loss of transformers, with the model that it reads itself, on the first batch of the plan."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with assemble(plan_from_dict(plan, texts), World.alone("cpu")) as run:
+        batch = run.feed.next() if run.feed else {}
+    with torch.no_grad():
+        return float(model(input_ids=batch["tokens"], labels=batch["labels"], shift_labels=batch["labels"]).loss)
+
+
+def test_a_run_starts_at_transformers_loss_in_every_layout(
+    ranks: Any, saved: dict[str, Path], texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With weights of files, and from a factory, with adapters too. Layouts have the first values and losses of one process."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    models = {
+        "llama": (saved["llama"], from_files(saved["llama"]), ["dp.sharded", "wp"]),
+        "qwen2, tied": (saved["qwen2"], from_files(saved["qwen2"]), ["pp"]),
+        "qwen3": (saved["qwen3"], from_files(saved["qwen3"]), ["sp"]),
+        "adapters": (saved["llama"], from_factory(saved["llama"], 4), ["pp", "wp"]),
+        "adapters, tied": (saved["qwen2"], from_factory(saved["qwen2"], 4), []),
+        "gpt_neox": (saved["gpt_neox"], from_factory(saved["gpt_neox"]), []),
+    }
+    plans = {name: changed(PLAN, model=model) for name, (_, model, _) in models.items()}
+    alone = dict(zip(plans, starts([*plans.values()], texts), strict=True))
+    for name, (folder, _, _) in models.items():
+        first, losses, trained = alone[name]
+        assert losses[0] == pytest.approx(their_loss(folder, plans[name], texts), rel=1e-6)
+        assert losses[2] != losses[0]
+        if name.startswith("adapters"):
+            assert trained
+            assert all(".lora_" in parameter for parameter in trained), "the base is frozen"
+            assert not any(first[key].any() for key in trained if ".lora_B." in key), "adapters add nothing at first"
+    cases = [(name, layout) for name, (_, _, layouts) in models.items() for layout in layouts]
+    by_rank = ranks(2, timeout_s=200)(starts, [changed(plans[name], **WITH_POSITIONS[layout]) for name, layout in cases], texts)
+    for rank in by_rank:
+        for case, (first, losses, _) in zip(cases, rank, strict=True):
+            expected, expected_losses, _ = alone[case[0]]
+            assert losses[0] == pytest.approx(expected_losses[0], rel=1e-6), case
+            assert losses == pytest.approx(expected_losses, rel=1e-5), case
+            assert all(torch.equal(value, expected[name]) for name, value in first.items())
+
+
+def test_check_and_show_read_the_sizes_without_torch(saved: dict[str, Path], folder: Path) -> None:
+    plan = folder / "plan.toml"
+    text = '[run]\nname = "w"\nsteps = 1\n[model]\nuse = "models.llama"\nweights = "base"\n'
+    text += '[data]\nuse = "data.text"\nfiles = ["corpus.txt"]\nsequence = 16\n'
+    plan.write_text(text + '[batch]\nglobal_size = 1\nmicro_size = 1\n[optimizer]\nuse = "core.adamw"\nlr = 1e-3\n')
+    (folder / "base").symlink_to(saved["qwen3"])
+    commands = [["show"], ["check"], ["check", "--set", "model.hidden=32"], ["check", "--set", 'model.weights="."']]
+    program = f"""
+import sys
+from train_cli.main import main
+codes = [main([*command, "plan.toml"]) for command in {commands}]
+sys.exit(f"codes {{codes}}, torch: {{'torch' in sys.modules}}")
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert done.stderr.endswith("codes [0, 0, 3, 3], torch: False\n"), done.stderr
+    assert "head_dim = 8 " in done.stdout
+
+
+# -- loaded between two steps ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_loaded_weights_are_those_of_every_layout(ranks: Any, texts: Path, precision: str) -> None:
+    sgd = {"use": "core.sgd", "lr": 1e-6}
+    base = changed(PLAN, model__tie_embeddings=True, precision__compute=precision, optimizer=sgd)
+    with assemble(plan_from_dict(base, texts), World.alone("cpu")) as run:
+        generator = torch.Generator().manual_seed(2)
+        state = {param.name: torch.randn(param.shape, generator=generator) * 0.1 for param in run.registry}
+    ((_, losses, _),) = starts([base], texts, state)
+    near = 2**-7 if precision == "bf16" else 1e-5
+    for rank in ranks(2)(starts, [changed(base, **layout) for layout in WITH_POSITIONS.values()], texts, state):
+        for values, their_losses, _ in rank:
+            assert their_losses == pytest.approx(losses, rel=near)
+            for name in values.keys() & state.keys():
+                torch.testing.assert_close(values[name].float(), state[name], rtol=near, atol=1e-4)

@@ -1,0 +1,177 @@
+"""A program's own batches in any layout: outputs and losses are those of the layers, and calls within a step add up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
+from sley_testing.parity import assert_same_bits
+from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.runs import Recorded, assert_parity_of_parts, gradients, weights
+
+Batch = dict[str, Tensor]
+OWN = Path(__file__).parent / "own"
+PLAN = small_plan(run__steps=9, model__vocab_size=257, data__sequence=16, data__documents="cut", batch__micro_size=1)
+SHARDED = {"use": "dp.sharded", "bucket_mb": 0.005}
+VOCABULARY = {"use": "isp.communicator", "head": "vocabulary"}
+SLICES = {"sequence": {"use": "isp.all_to_all"}}
+LAYOUTS: dict[str, tuple[int, Tables]] = {
+    "dp 2, sharded": (2, {"parallel": {"dp": 2}, "gradient_handlers": [SHARDED]}),
+    "zero bubble v": (2, {"parallel": {"pp": 2}, "pipeline": {"use": "pp.zero_bubble_v"}}),
+    "wp 2, sp 2, classes": (4, {**SLICES, "parallel": {"dp": 2, "sp": 2, "wp": 4}, "weights": VOCABULARY}),
+    "zero bubble, sp 2": (4, {**SLICES, "parallel": {"sp": 2, "pp": 2}, "pipeline": {"use": "pp.zero_bubble_h1"}}),
+}
+
+
+def batches(*sizes: int, seed: int = 5) -> list[Batch]:
+    """Global batches of so many samples each; labels that do not count are spread unevenly over samples and batches."""
+    chance = torch.Generator().manual_seed(seed)
+    drawn = []
+    for size in sizes:
+        tokens, labels = torch.randint(0, 256, (2, size, 16), generator=chance)
+        labels[torch.rand(size, 16, generator=chance) < torch.linspace(0, 0.9, size)[:, None]] = -100
+        drawn.append({"tokens": tokens, "labels": labels})
+    return drawn
+
+
+def own_rows(run: Run, batch: Mapping[str, Tensor]) -> Batch:
+    size = len(batch["tokens"]) // run.topology.dp
+    return rows_of(batch, run.groups["dp"].coord * size, size)
+
+
+def rows_of(batch: Mapping[str, Tensor], first: int, size: int) -> Batch:
+    return {name: value[first : first + size] for name, value in batch.items()}
+
+
+def forwarded(tables: Tables, folder: Path) -> dict[str, Any]:
+    """Forwards before, between and after steps."""
+    found: dict[str, Any] = {}
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        found["rows"] = run.rows
+        found["slice"] = run.groups["sp"].coord if run.topology.sp > 1 else None
+        large, small = (own_rows(run, batch) for batch in batches(8, 4))
+        found["untrained"] = run.predict(large)
+        row, found["in step"] = run.step(large, return_outputs=True)
+        after = weights(run)
+        inputs = {name: value for name, value in small.items() if name != "labels"}
+        found["joined"] = run.predict(inputs, join=True)
+        found["listed"] = run.predict([rows_of(inputs, at, 1) for at in range(len(inputs["tokens"]))], join=True)
+        losses = run.evaluate(small), run.evaluate(large)
+        assert_same_bits(after, weights(run))
+        found["losses"] = [row["loss"], *losses, run.step(large)["loss"]]
+        found["after"] = run.predict(small, join=True)
+    return found
+
+
+def by_hand(tables: Tables, folder: Path) -> dict[str, Any]:
+    """Calls the layers of one process one after the other."""
+    found: dict[str, Any] = {}
+    with World.alone("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+
+        def called(batch: Batch) -> Tensor:
+            value: tuple[Any, ...] = ()
+            with torch.no_grad():
+                for layer in run.layers:
+                    value = (layer.module(*value, **{name: batch[name] for name in layer.fields}),)
+            return value[0]
+
+        def loss(batch: Batch) -> float:
+            return float(torch.nn.functional.cross_entropy(called(batch).flatten(0, 1), batch["labels"].flatten()))
+
+        large, small = batches(8, 4)
+        found["untrained"], first = called(large), loss(large)
+        run.step(large)
+        found["joined"], found["losses"] = called(small), [first, loss(small), loss(large), loss(large)]
+        run.step(large)
+        found["after"] = called(small)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["alone", *LAYOUTS])
+def test_outputs_and_losses_are_those_of_the_layers(ranks: Any, texts: Path, layout: str) -> None:
+    size, changes = LAYOUTS.get(layout, (1, {}))
+    expected = by_hand(PLAN, texts)
+    every = ranks(size, 120)(forwarded, changed(PLAN, **changes), texts)
+    dp = changes.get("parallel", {}).get("dp", 1)
+    for found in every:
+        coord = found["rows"].start * dp // 8
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+        if found["joined"] is None:  # a stage without the last layer
+            assert [found[key] for key in ("untrained", "in step", "listed", "after")] == [None] * 4
+            continue
+        untrained = expected["untrained"].chunk(dp)[coord]
+        if found["slice"] is not None:
+            untrained = untrained.chunk(2, 1)[found["slice"]]
+        pairs = [(found["untrained"], untrained), (found["in step"], untrained), (torch.cat(found["listed"]), found["joined"])]
+        pairs += [(found[key], expected[key].chunk(dp)[coord]) for key in ("joined", "after")]
+        for value, reference in pairs:
+            assert not value.requires_grad
+            torch.testing.assert_close(value, reference, rtol=1e-9, atol=1e-9)
+    assert any(found["joined"] is not None for found in every)
+
+
+def accumulated(tables: Tables, folder: Path) -> Recorded:
+    """Takes three steps of three calls each; evaluates, predicts and saves weights between the calls."""
+    recorded = Recorded()
+    told: list[int] = []
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.listeners.append(lambda row: told.append(int(row["step"])))
+        recorded.first = weights(run)
+        for number in range(3):
+            first, second, third = (own_rows(run, batch) for batch in batches(4, 8, 4, seed=number))
+            before = weights(run)
+            with run.accumulate():
+                loss = run.evaluate(first)
+                assert run.step(first) == {"step": number + 1, "loss": pytest.approx(loss, rel=1e-9)}
+                run.predict(second)
+                run.save_weights(folder / "saved")
+            with run.accumulate():
+                _, outputs = run.step(second, return_outputs=True)
+                assert (outputs is None) == (not run.stepper.executor.has_loss)
+            run.evaluate(first)
+            assert_same_bits(before, weights(run))
+            recorded.rows.append(run.step(third))
+            recorded.gradients.append(gradients(run))
+        recorded.weights = weights(run)
+        assert told == [1, 2, 3]
+    return recorded
+
+
+def at_once(tables: Tables, folder: Path) -> Recorded:
+    """Takes the same three steps, each with all samples."""
+    recorded = Recorded()
+    with World.alone("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        recorded.first = weights(run)
+        for number in range(3):
+            parts = batches(4, 8, 4, seed=number)
+            recorded.rows.append(run.step({name: torch.cat([part[name] for part in parts]) for name in parts[0]}))
+            recorded.gradients.append(gradients(run))
+        recorded.weights = weights(run)
+    return recorded
+
+
+WHOLE = {"loss": {"factory": "whole_losses:Smooth", "sequence": "whole"}}
+POWERSGD = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "powersgd.reducer", "start_step": 9}]}
+
+
+@pytest.mark.parametrize("layout", ["powersgd in full rank", *list(LAYOUTS)[2:]])
+def test_accumulated_calls_equal_one_step_of_all_samples(
+    ranks: Any, texts: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever happens between them; with stages of slices, also for a loss that needs whole sequences."""
+    monkeypatch.syspath_prepend(OWN)
+    size, changes = LAYOUTS.get(layout, (2, POWERSGD))
+    loss = WHOLE if layout == "zero bubble, sp 2" else {}
+    plan = changed(PLAN, optimizer__clip_norm=0.3, learning_rate={"use": "core.cosine", "warmup_steps": 2}, **loss)
+    expected = at_once(plan, texts)
+    found = ranks(size, 120)(accumulated, changed(plan, **changes), texts)
+    assert_parity_of_parts(expected, found, "fp64")
