@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sysconfig
+import time
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+import torch
 from pydantic import Field
 
+from sley_core import discovery
+from sley_core.discovery import installed
+from sley_core.factory import is_installed
 from sley_core.table import Array, FactoryPath, Fraction, PlanPath, Positive, RecordReference, Table
-from sley_core.words import field_at, inner_table, suggestion, takes
+from sley_core.words import field_at, suggestion, takes
 
 
 class Inner(Table):
@@ -64,25 +72,89 @@ def test_fields_are_found_inside_tables_arrays_and_unions() -> None:
         assert field_at(Outer, nowhere) is None
 
 
-def test_tables_inside_fields() -> None:
-    fields = Outer.model_fields
-    assert {name: inner_table(info.annotation) for name, info in fields.items()} == {
-        "one": (Inner, ""),
-        "many": (Inner, ".N"),
-        "named": (Inner, ".NAME"),
-        "pair": None,
-        "free": None,
-    }
-
-
 def test_suggestions() -> None:
     assert suggestion("stesp", ["steps", "seed"]) == "did you mean `steps`?"
     assert suggestion("x", ["steps"], "its keys are `steps`") == "its keys are `steps`"
     assert suggestion("x", []) is None
 
 
-def test_a_path_without_a_folder_stays_as_it_is() -> None:
-    class Where(Table):
-        path: PlanPath
+LONG_AGO = time.time() - 3600
 
-    assert Where(path=Path("a/b")).model_dump() == {"path": "a/b"}
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder at the front of `sys.path`, with the plugin `odd`."""
+    monkeypatch.syspath_prepend(tmp_path)
+    add(tmp_path, "odd")
+    return tmp_path
+
+
+def add(folder: Path, name: str, dist: str = "") -> None:
+    info = folder / f"sley_{name}{dist}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist or f'sley-{name}'}\nVersion: 1.0\n", "utf-8")
+    (info / "entry_points.txt").write_text(f"[sley.plugins]\n{name} = module_of_{name}\n", "utf-8")
+
+
+def set_time(folder: Path, at: float) -> None:
+    os.utime(folder, (at, at))
+
+
+def test_a_folder_that_stays_as_it_is_is_read_once(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_time(site, LONG_AGO)
+    first = installed()
+    read: list[list[str]] = []
+
+    def reading(*, path: list[str]) -> list[object]:
+        read.append(path)
+        return []
+
+    monkeypatch.setattr(discovery, "distributions", reading)
+    assert installed()["odd"] == first["odd"]
+    assert [str(site)] not in read
+
+
+def test_what_is_added_is_found(site: Path) -> None:
+    set_time(site, LONG_AGO)
+    assert "even" not in installed()
+    add(site, "even")
+    assert {"odd", "even"} <= installed().keys()
+
+
+def test_the_current_folder_is_the_one_of_now(
+    site: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path_factory.mktemp("other")
+    add(other, "even")
+    for folder in (site, other):
+        set_time(folder, LONG_AGO)
+    monkeypatch.setattr("sys.path", [""])
+    monkeypatch.chdir(site)
+    assert installed().keys() == {"odd"}
+    monkeypatch.chdir(other)
+    assert installed().keys() == {"even"}
+
+
+def test_two_distributions_of_one_plugin_are_both_found_and_one_that_is_met_twice_once(
+    site: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = tmp_path_factory.mktemp("again")
+    add(again, "odd")
+    add(again, "odd", dist="other")
+    monkeypatch.syspath_prepend(again)
+    for folder in (site, again):
+        set_time(folder, LONG_AGO)
+    for _ in range(2):
+        assert sorted(one.dist for one in installed()["odd"]) == ["other", "sley-odd"]
+
+
+def test_python_and_packages_are_libraries_and_a_project_is_not() -> None:
+    assert is_installed(json.__file__)
+    assert is_installed(torch.__file__)
+    assert not is_installed(__file__)
+
+
+def test_a_project_in_or_beside_an_environment_is_no_library() -> None:
+    environment = sysconfig.get_path("data")
+    assert not is_installed(f"{environment}-project/model.py")
+    assert not is_installed(str(Path(environment, "src", "model.py")))

@@ -132,37 +132,6 @@ def test_gradients_that_are_no_longer_their_sum_are_refused(alone, small, distur
             assert rows[-1]["grad_norm"] == pytest.approx(accumulated(other, [first, second])[-1]["grad_norm"], rel=1e-12)
 
 
-@pytest.mark.parametrize("at", [0, 1])
-def test_a_call_that_fails_loses_the_calls_before_it_by_name(alone, small, at):
-    """The first one loses itself alone; a batch that is refused before anything ran loses nothing."""
-    with alone(small()) as run, alone(small()) as at_once:
-        batch = run.feed.next()
-        first, second = cut(batch, 2, 2)
-
-        def fail(*_):
-            raise OSError("broken")
-
-        def fails():
-            hook = run.layers[-1].module.register_forward_hook(fail)
-            with pytest.raises(OSError, match="broken"):
-                run.step(second)
-            hook.remove()
-
-        with run.accumulate():
-            if at == 1:
-                run.step(first)
-            fails()
-            if at == 0:
-                run.step(first)
-        if at == 1:
-            with pytest.raises(RunError, match="accumulation-lost"):
-                run.step(second)
-        else:
-            with pytest.raises(RunError, match="a batch has the fields"):
-                run.step({"tokens": second["tokens"]})
-            assert run.step(second)["grad_norm"] == pytest.approx(at_once.step(batch)["grad_norm"], rel=1e-12)
-
-
 def test_canonical_sums_are_refused(alone, small):
     with alone(small(parallel={"reduction": "canonical"})) as run, pytest.raises(UsageError, match="accumulate-canonical"):
         run.accumulate()

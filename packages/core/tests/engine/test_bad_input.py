@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
-from sley_testing.runs import weights
+from sley_testing.runs import assert_by_hand, record, weights
 
 
 @pytest.fixture
@@ -46,12 +47,6 @@ def test_a_token_beyond_the_vocabulary_is_told_with_its_place(refused, batch):
     found = refused(bad)
     assert found.code == "token-out-of-range"
     assert found.message == ("field `tokens` has the token id 16 in row 2 of the batch at position 5; the vocabulary has 16")
-
-
-def test_a_token_beyond_the_vocabulary_of_the_plans_data_is_told_by_its_sample(alone, small):
-    with alone(small(data__vocab_size=15, data__shuffle=False)) as run, pytest.raises(RunError) as caught:
-        run.train()
-    assert "field `tokens` has the token id 15 in sample 1 at position 7" in str(caught.value)
 
 
 @pytest.mark.parametrize(("samples", "micro_size"), [(0, 1), (1, 2), (3, 2), (5, 4)])
@@ -172,3 +167,38 @@ def test_parameters_that_a_program_adds_after_the_run_was_made(alone, small, cha
         with pytest.raises(RunError, match=rf"'blocks\.0\.inner\.{name}' was added after") as caught:
             run.step()
     assert caught.value.diagnostics[0].code == "weight-unknown"
+
+
+def by_factory(small, name, **changes):
+    return small(loss={"factory": f"own_losses:{name}", **changes.pop("options", {})}, **changes)
+
+
+@pytest.mark.parametrize("micro_size", [1, 2])
+def test_a_mean_is_refused_at_the_first_batch_with_the_way_to_write_a_sum(alone, small, micro_size):
+    with alone(by_factory(small, "Mean", batch__micro_size=micro_size, evaluation={"every": 9, "steps": 1})) as run:
+        before = {param.name: param.parameter.detach().clone() for param in run.registry}
+        for ask in (run.step, run.evaluate, run.train):
+            with pytest.raises(RunError, match=r'batch is 1, but its \d micro-batches.*\n.*reduction="sum"') as caught:
+                ask()
+            assert caught.value.diagnostics[0].code == "loss-not-additive"
+        assert all(torch.equal(param.parameter, before[param.name]) for param in run.registry)
+        assert run.num_steps_done == 0
+
+
+def test_what_the_hint_says_is_the_loop_by_hand_with_labels_ignored_unevenly(own, small):
+    import own_data
+    import own_models
+
+    batches = [own_data.batch(5 * step, 4) for step in range(3)]
+    batches[1]["labels"][2] = -100  # a micro-batch of which nothing counts
+    found = record(by_factory(small, "Sum"), 3, folder=own, batches=batches)
+    by_hand = partial(torch.optim.SGD, lr=0.1)
+    assert_by_hand(found, own_models.plain(own_data.Rows.info), batches, by_hand, micro_size=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"), [("Tempered", "temperature"), ("Centres", "parts.all.0.bias"), ("Closed", "loss.func.scale")]
+)
+def test_parameters_of_a_loss_are_refused_by_name(alone, small, name, parameter):
+    with pytest.raises(PlanError, match=rf"loss-parameters.*`{parameter}`.*\n.*last layer"), alone(by_factory(small, name)):
+        pass

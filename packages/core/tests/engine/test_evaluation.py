@@ -7,7 +7,7 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.errors import UsageError
+from sley_core.errors import RunError, UsageError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.runs import weights
@@ -67,3 +67,70 @@ def evaluate(tables, folder):
 def test_a_plan_without_evaluation_says_so(alone, small):
     with alone(small()) as run, pytest.raises(UsageError, match=r"no \[evaluation\] table"):
         run.evaluate()
+
+
+def halved(batch):
+    return [{name: value[at : at + 1] for name, value in batch.items()} for at in range(len(batch["tokens"]))]
+
+
+def test_fields_that_no_layer_reads_may_be_left_out_and_no_others(alone, small):
+    with alone(small()) as run:
+        batch = run.feed.next()
+        tokens = {"tokens": batch["tokens"]}
+        assert torch.equal(run.predict(tokens), run.predict(batch))
+        assert torch.equal(torch.cat(run.predict(halved(tokens))), run.predict(batch))
+        for wrong in ({"labels": batch["labels"]}, {**tokens, "masks": batch["tokens"]}, {}, []):
+            with pytest.raises(RunError, match="batch"):
+                run.predict(wrong)
+        with pytest.raises(RunError, match="a batch has the fields"):
+            run.evaluate(tokens)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_loss_of_a_batch_needs_no_evaluation_and_changes_nothing(alone, small, dropout):
+    with alone(small(model__options={"dropout": dropout})) as run, alone(small(model__options={"dropout": dropout})) as same:
+        batch = run.feed.next()
+        before, drawn = weights(run), torch.get_rng_state()
+        losses = [run.evaluate(batch), run.evaluate(halved(batch))]
+        logits = run.predict(batch)
+        kept = batch["labels"] != -100
+        wanted = torch.nn.functional.cross_entropy(logits[kept], batch["labels"][kept]).item()
+        assert losses == pytest.approx([wanted] * 2, rel=1e-12)
+        assert_same_bits(before, weights(run))
+        assert torch.equal(drawn, torch.get_rng_state())
+        assert all(part.training for layer in run.layers for part in layer.module.modules())
+        assert run.step(batch)["loss"] == same.step(batch)["loss"], "the next step draws as if nothing had been"
+
+
+def test_outputs_of_a_step_are_those_of_its_own_forward(alone, small):
+    """The masks that dropout drew are in them, and what the loss writes in place is not."""
+    tables = small(model__options={"dropout": 0.5}, loss={"factory": "own_losses:InPlace"})
+    with alone(tables) as run:
+        batch = run.feed.next()
+        row, outputs = run.step(batch, return_outputs=True)
+        kept = batch["labels"] != -100
+        loss = torch.nn.functional.cross_entropy(outputs[kept], batch["labels"][kept]).item()
+        assert row["loss"] == pytest.approx(loss, rel=1e-12)
+        assert not outputs.requires_grad
+        row, listed = run.step(halved(batch), return_outputs=True)
+        assert isinstance(listed, list)
+        assert len(listed) == 4
+
+
+@pytest.mark.parametrize("outputs", ["pair", "scalar", "number", "named"])
+def test_outputs_in_containers(alone, small, outputs):
+    model = {"factory": "own_models:giving", "options": {"what": outputs}}
+    with alone(small(model=model, loss={"factory": "own_losses:OfFirst"})) as run:
+        batch = run.feed.next()
+        if outputs == "number":
+            with pytest.raises(RunError, match="can neither be sent to another stage nor returned"):
+                run.predict(batch)
+        elif outputs == "scalar":
+            with pytest.raises(RunError, match=r"outputs-apart.* does not have the 1 samples of its micro-batch along dim 0"):
+                run.predict(batch)
+            assert [each[1].shape for each in run.predict(halved(batch))] == [()] * 4
+        else:
+            first, second = run.predict(batch)
+            assert first.shape == second.shape == (4, 12, 16)
+            assert torch.equal(second, -first)
+        assert run.evaluate(batch) == pytest.approx(run.step(batch)["loss"], rel=1e-12)

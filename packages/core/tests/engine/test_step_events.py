@@ -73,28 +73,6 @@ def test_buckets_give_the_bits_of_one_step(buckets, compute, texts):
     assert_same_bits(plain[1], found[1])
 
 
-def test_groups_are_whole_again_after_a_step_that_failed(texts):
-    """And the generator of buckets is closed, so that it can bring back what it has taken."""
-    closed: list[str] = []
-
-    def fails(stepped):
-        try:
-            yield stepped[:1]
-            raise ValueError("on the way")
-        finally:
-            closed.append("closed")
-
-    with running(texts, optimizer=GROUPS) as run:
-        sizes = [len(group["params"]) for group in run.stepper.update.optimizer.param_groups]
-        run.parts.events.step_in_buckets = fails
-        with pytest.raises(ValueError, match="on the way"):
-            run.step()
-        assert [len(group["params"]) for group in run.stepper.update.optimizer.param_groups] == sizes
-        assert closed == ["closed"]
-        run.parts.events.step_in_buckets = None
-        run.step()
-
-
 class Counting(torch.optim.SGD):
     """Divides its steps by their number, which it keeps in one of several places."""
 
