@@ -125,7 +125,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
         if has_values:
             check_extra_states(stage.layers)
             refuse_left_over(model, stage.layers)  # last, since the code above still uses other ranks' layers
-        facts = AssemblyFacts(*sizes, notes, draft.found)
+        facts = AssemblyFacts(*sizes, notes, draft.plan_values)
         outputs = outputs_of(plan, world, stepper, topology, folder)
         state = state_of(plan, parts, stepper, samples, memory, model, folder, facts)
         load_weights = WeightLoader(names, parts, stepper.update.masters)
@@ -256,14 +256,15 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, 
 class Draft:
     """The parts of a run before anything has memory. The model, on meta, and the dataset are for one run only.
 
-    stage: of any rank. notes: for the user. found: values of the resolved plan that only a run could determine, by their path.
+    stage: of any rank. notes: for the user. plan_values: values of the plan that only a run could determine, by
+    their path.
     """
 
     dataset: AnyDataset
     model: Model
     stage: Stage
     notes: list[str]
-    found: dict[KeyPath, Any]
+    plan_values: dict[KeyPath, Any]
 
 
 def draft_of(plan: Plan, world: World) -> Draft:
@@ -273,15 +274,15 @@ def draft_of(plan: Plan, world: World) -> Draft:
     with world.all_or_none(plan.limits.collective_timeout_s):  # one host may lack a file, or what a factory needs
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
         model = draft_model(plan, dataset.info)
-    costs, found = by_parameters(model), dict[KeyPath, Any]()
+    costs, values = by_parameters(model), dict[KeyPath, Any]()
     notes = [*notes_of(model.layers)]
     if costs_are_timed(plan) and world.simulation is None:
         costs = timed_costs(plan, world, partial(draft_model, plan), dtypes(plan)[0])
-        found["partition", "layer_costs"] = costs
+        values["partition", "layer_costs"] = costs
     elif costs_are_timed(plan):
         name = plan.partition.name if plan.partition else ""
         notes.insert(0, f"`{name}` times layers in a run; here they are cut by parameters")
-    return Draft(dataset, model, stage_of(plan, plan.topology(world.size), world.rank, model, costs), notes, found)
+    return Draft(dataset, model, stage_of(plan, plan.topology(world.size), world.rank, model, costs), notes, values)
 
 
 def draft_model(plan: Plan, info: DataInfo) -> Model:
@@ -321,10 +322,10 @@ def formats_of(plan: Plan, model: Model, shards: Shards) -> list[str]:
     working, stepped = dtypes(plan)
     keep = plan.precision.keep
     named = {name: parameter for layer in model.layers for name, parameter in layer.module.named_parameters(layer.name)}
-    kept = [name for name in named if is_kept(name, keep)]
+    wide_names = [name for name in named if is_kept(name, keep)]
     wrong = [f"`{one}` matches no parameter" for one in keep if not any(is_kept(name, [one]) for name in named)]
-    if kept and working != stepped:
-        if sharded := [name for name in kept if id(named[name]) in shards]:
+    if wide_names and working != stepped:
+        if sharded := [name for name in wide_names if id(named[name]) in shards]:
             wrong.append(f"`{sharded[0]}` is sharded by `{plan.weights.name if plan.weights else ''}`, in one format")
         of_parts = [one.name for one in plan.gradient_handlers if getattr(one.record, "result", "") == "shard"]
         of_host = [one.name for one in plan.offload if steps_on_host(one.record)]
@@ -338,8 +339,8 @@ def formats_of(plan: Plan, model: Model, shards: Shards) -> list[str]:
     others = [
         f"`{name}` ({_short(one.dtype)})" for name, one in buffers.items() if one.is_floating_point() and one.dtype != working
     ]
-    note = f"{len(named) - len(kept)} parameters compute in {_short(working)} and are stepped in {_short(stepped)}"
-    note += f", {len(kept)} stay in {_short(stepped)}" if kept else ""
+    note = f"{len(named) - len(wide_names)} parameters compute in {_short(working)} and are stepped in {_short(stepped)}"
+    note += f", {len(wide_names)} stay in {_short(stepped)}" if wide_names else ""
     if others:
         note += f"; buffers keep their format: {', '.join(others[:5])}{', ...' if len(others) > 5 else ''}"
     return [note]

@@ -255,13 +255,13 @@ class AssemblyFacts:
     """The results of an assembly that a user may want to know.
 
     num_parameters, num_trained: elements of the whole model's parameters, and of those that are not frozen. notes: for the
-    user. found: values of the plan that only the run could determine.
+    user. plan_values: values of the plan that only the run could determine.
     """
 
     num_parameters: int
     num_trained: int
     notes: list[str] = field(default_factory=list)
-    found: Mapping[KeyPath, Any] = field(default_factory=dict)
+    plan_values: Mapping[KeyPath, Any] = field(default_factory=dict)
 
 
 def rows_of(global_size: int, parts: Parts) -> range:
@@ -351,7 +351,9 @@ def state_of(
     tensors = RunTensors(parts, stepper.update, memory, model.per_rank_buffers, keepers)
     own = plan.checkpoint.config.folder if plan.checkpoint else None
     where = own or (None if folder is None else str(folder.absolute() / CHECKPOINTS))
-    return TrainingState(plan, tensors, samples.feed, RunAttempt(folder, parts.world.rank), where, facts.found, facts.notes)
+    return TrainingState(
+        plan, tensors, samples.feed, RunAttempt(folder, parts.world.rank), where, facts.plan_values, facts.notes
+    )
 
 
 def memory_of(parts: Parts, stepper: Stepper, managers: Sequence[OffloadManager], undo: ExitStack) -> RunMemory:

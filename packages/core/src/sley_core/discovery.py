@@ -45,16 +45,16 @@ def installed() -> Mapping[str, list[Found]]:
     """Returns all plugins on `sys.path`, by name. A distribution whose metadata cannot be read has none; if it is on the path
     twice, the first counts, as for an import.
     """
-    found: dict[str, list[Found]] = {}
-    seen: set[str] = set()
+    plugins_by_name: dict[str, list[Found]] = {}
+    dists: set[str] = set()
     for entry in map(Path, sys.path):  # an empty entry is the current folder
         changed = entry.stat().st_mtime_ns if entry.exists() else 0
         for name, plugins in _read(str(entry.absolute()), changed):
-            if name not in seen:
-                seen.add(name)
+            if name not in dists:
+                dists.add(name)
                 for one in plugins:
-                    found.setdefault(one.name, []).append(one)
-    return found
+                    plugins_by_name.setdefault(one.name, []).append(one)
+    return plugins_by_name
 
 
 @cache
@@ -62,7 +62,7 @@ def _read(entry: str, changed: int) -> list[tuple[str, list[Found]]]:
     """Returns the distributions with plugins at one entry of `sys.path`, by canonical name. changed: the time of the folder, by
     which the result is cached: reading an environment takes 4 ms, for each plan that is loaded.
     """
-    found = []
+    dists = []
     for dist in distributions(path=[entry]):
         text = _entry_points(dist)
         if GROUP not in text:
@@ -72,8 +72,8 @@ def _read(entry: str, changed: int) -> list[tuple[str, list[Found]]]:
         # An egg-info has its requirements in a separate file, which `dist.requires` reads.
         requires = tuple(metadata.get_all("Requires-Dist") or dist.requires or ())
         points = [EntryPoint(key, value, GROUP) for key, value in _of_group(text)]
-        found.append((_canonical(name), [Found(point.name, name, number, point, requires) for point in points]))
-    return found
+        dists.append((_canonical(name), [Found(point.name, name, number, point, requires) for point in points]))
+    return dists
 
 
 def to_install(name: str, extra: str = "") -> str:
@@ -103,14 +103,14 @@ def core_version() -> str:
         return "0"
 
 
-def unmet_requirement(found: Found) -> str | None:
+def unmet_requirement(plugin: Found) -> str | None:
     """Returns the requirement on core that the installed core does not meet, or None."""
-    if not found.requires or found.name == CORE or core_version() == "0":
+    if not plugin.requires or plugin.name == CORE or core_version() == "0":
         return None
     # Only a third party's plugin needs this import, which takes 15 ms.
     from packaging.requirements import InvalidRequirement, Requirement
 
-    for line in found.requires:
+    for line in plugin.requires:
         named = _NAME.match(line.strip())
         if named is None or _canonical(named[0]) != CORE_DIST:  # cheaper than parsing the line
             continue

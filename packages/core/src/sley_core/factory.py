@@ -56,32 +56,32 @@ def import_factory(name: str, path: KeyPath, folder: Path | None) -> Callable[..
     module_name, _, attribute = name.partition(":")
     key = (*path, "factory")
     try:
-        found: Any = import_module(module_name)
+        target: Any = import_module(module_name)
     except (Exception, SystemExit) as error:
         where = f", and neither has `{folder}`" if folder else ""
         hint = f"nothing installed has it{where}" if isinstance(error, ModuleNotFoundError) else None
         raise PlanError("factory-import", f"cannot import `{name}`: {cause(error)}", path=key, hint=hint) from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            source = getattr(found, "__file__", None) or f"`{module_name}`"
-            hint = suggestion(part, (known for known in vars(found) if not known.startswith("_")))
+        if not hasattr(target, part):
+            source = getattr(target, "__file__", None) or f"`{module_name}`"
+            hint = suggestion(part, (known for known in vars(target) if not known.startswith("_")))
             raise PlanError("factory-import", f"cannot import `{name}`: {source} has no `{part}`", path=key, hint=hint)
-        found = getattr(found, part)
-    if not callable(found):
-        message = f"`{name}` is a {type(found).__name__}, which cannot be called"
+        target = getattr(target, part)
+    if not callable(target):
+        message = f"`{name}` is a {type(target).__name__}, which cannot be called"
         raise PlanError("factory-import", message, path=key)
-    function: Callable[..., Any] = found
+    function: Callable[..., Any] = target
     return function
 
 
 def cause(error: BaseException) -> str:
     """Returns in words the type, first line and innermost user code location of an error that user code raised."""
     lines = str(error).strip().splitlines()
-    said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     inside = (str(Path(__file__).parent), "<")
-    own = [one for one in frames if not one.filename.startswith(inside) and not is_installed(one.filename)]
-    return f"{said} ({own[-1].filename}:{own[-1].lineno})" if own else said
+    user_frames = [one for one in frames if not one.filename.startswith(inside) and not is_installed(one.filename)]
+    return f"{text} ({user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else text
 
 
 def _refused(name: str, path: KeyPath, why: str) -> PlanError:

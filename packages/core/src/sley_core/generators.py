@@ -156,9 +156,9 @@ def own_generators(module: nn.Module, name: str) -> list[Any]:
     Raises PlanError "model-random" for one that cannot be seeded. name: the module's, for the error.
     """
     generators: dict[int, Any] = {}
-    seen: set[int] = set()
+    visited: set[int] = set()
     for path, part in module.named_modules(prefix=name):
-        for generator in _generators_of(part, ("_parameters", "_buffers", "_modules"), seen):
+        for generator in _generators_of(part, ("_parameters", "_buffers", "_modules"), visited):
             generators.setdefault(id(generator), _checked(generator, f"the module {path!r}", "model"))
     return list(generators.values())
 
@@ -174,24 +174,28 @@ def generators_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Any]:
     return list({id(one): _checked(one, owner, "optimizer") for one in every}.values())
 
 
-def _generators_of(owner: object, without: Sequence[str], seen: set[int]) -> Iterator[Any]:
+def _generators_of(owner: object, without: Sequence[str], visited: set[int]) -> Iterator[Any]:
     """Yields the generators in attributes of an object other than `without`, and in its class and bases, torch's left out."""
     bases = [base for base in type(owner).__mro__ if base is not object and not base.__module__.startswith("torch.")]
     values = [value for key, value in vars(owner).items() if key not in without]
     for value in (*values, *(value for base in bases for value in vars(base).values())):
-        yield from _generators_in(value, seen, _DEPTH)
+        yield from _generators_in(value, visited, _DEPTH)
 
 
-def _generators_in(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
-    """Yields the generators that can be reached from `value`."""
-    if isinstance(value, _PLAIN) or id(value) in seen or depth == 0:
+def _generators_in(value: Any, visited: set[int], depth: int) -> Iterator[Any]:
+    return (one for one in leaves_in(value, visited, depth) if _is_generator(one))
+
+
+def leaves_in(value: Any, visited: set[int], depth: int = _DEPTH) -> Iterator[Any]:
+    """Yields the generators, modules and tensors that can be reached from `value`. visited: ids of objects to leave out."""
+    if id(value) in visited or depth == 0:
         return
-    if _is_generator(value):
+    visited.add(id(value))
+    if isinstance(value, Tensor | nn.Module) or _is_generator(value):
         yield value
-        return
-    seen.add(id(value))
-    for part in _parts(value):
-        yield from _generators_in(part, seen, depth - 1)
+    elif not isinstance(value, _PLAIN):
+        for part in _parts(value):
+            yield from leaves_in(part, visited, depth - 1)
 
 
 def _parts(value: Any) -> Iterator[Any]:

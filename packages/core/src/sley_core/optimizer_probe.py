@@ -240,9 +240,9 @@ class _Compare:
         """Whether the first trial has changed its parameters."""
         return not all(map(torch.equal, self._start, self._end))
 
-    def is_same(self, found: list[Tensor]) -> bool:
+    def is_same(self, values: list[Tensor]) -> bool:
         """Returns whether the values are those of the first trial, but for rounding."""
-        for begun, wanted, one in zip(self._start, self._end, found, strict=True):
+        for begun, wanted, one in zip(self._start, self._end, values, strict=True):
             eps = torch.finfo(wanted.dtype).eps
             moved = float((wanted - begun).abs().max()) if wanted.numel() else 0.0
             size = float(wanted.abs().max()) if wanted.numel() else 0.0
@@ -296,8 +296,8 @@ def _observe(trial: Trial) -> Traits:
 
 def _storages(trial: Trial) -> set[int]:
     """Returns the storages of all tensors that the optimizer keeps."""
-    kept = [*trial.optimizer.state.values(), *(value for _, _, value in own_attributes(trial.optimizer))]
-    return {storage_id(one) for one in tree_leaves(kept) if isinstance(one, Tensor)}
+    objects = [*trial.optimizer.state.values(), *(value for _, _, value in own_attributes(trial.optimizer))]
+    return {storage_id(one) for one in tree_leaves(objects) if isinstance(one, Tensor)}
 
 
 def _out_of_reach(trial: Trial, larger: Trial) -> Iterator[Unfit]:
@@ -323,11 +323,11 @@ def _tensors(trial: Trial) -> dict[str, list[torch.Size]]:
     parameters = {id(one) for one in trial.every}
     places = {f"the attribute `{path}{name}`": value for path, name, value in own_attributes(trial.optimizer)}
     places |= {f"the state {key!r}, whose key is no parameter": one for key, one in own_states(trial.optimizer).items()}
-    found = {}
+    shapes = {}
     for place, value in places.items():
         inside = [one for one in tree_leaves(value) if isinstance(one, Tensor) and id(one) not in parameters]
-        found[place] = [one.shape for one in inside]
-    return found
+        shapes[place] = [one.shape for one in inside]
+    return shapes
 
 
 def _resumed(build: Build, toys: ToyParameters) -> list[Tensor]:
@@ -339,8 +339,8 @@ def _resumed(build: Build, toys: ToyParameters) -> list[Tensor]:
     with torch.no_grad():
         for one, other in zip(first.every, second.every, strict=True):
             other.copy_(one)
-            kept = leaves(first.optimizer.state.get(one, {}))
-            states[id(other)] = joined(StateLeaf(leaf.path, _saved(leaf.value)) for leaf in kept)
+            saved_leaves = leaves(first.optimizer.state.get(one, {}))
+            states[id(other)] = joined(StateLeaf(leaf.path, _saved(leaf.value)) for leaf in saved_leaves)
     for group in first.optimizer.param_groups:
         options.append(_saved(options_to_save(first.optimizer, group)))
     shared = {place: _saved(value) for place, value in shared_to_save(first.optimizer, first.begun).items()}

@@ -156,11 +156,11 @@ class Topology:
         stage: only those that ranks of this stage belong to.
         """
         size = self.ranks_per_stage
-        seen: set[int] = set()
+        done: set[int] = set()
         for rank in range(self.world) if stage is None else range(stage * size, (stage + 1) * size):
-            if rank not in seen:
+            if rank not in done:
                 ranks = self.ranks_of(axis, rank)
-                seen.update(ranks)
+                done.update(ranks)
                 yield ranks
 
 

@@ -105,13 +105,13 @@ def suggestion(wrong: str, choices: Iterable[str], otherwise: str | None = None)
 
 def field_at(model: type[Table], path: Iterable[str | int]) -> tuple[Any, Sequence[Any]] | None:
     """Returns type and metadata of the field at `path` in a table of type `model`; None if there can be none."""
-    found: tuple[Any, Sequence[Any]] = (model, ())
+    field: tuple[Any, Sequence[Any]] = (model, ())
     for part in path:
-        inner = _step(found[0], part)
+        inner = _step(field[0], part)
         if inner is None:
             return None
-        found = inner
-    return found
+        field = inner
+    return field
 
 
 def inner_table(annotation: Any) -> tuple[type[Table], str] | None:
@@ -157,8 +157,8 @@ def _range(metadata: Iterable[Any]) -> str:
                 high = f"at most {bound}"
             case limits.Lt(lt=bound):
                 high = f"below {bound}"
-    said = " and ".join(text for text in (low, high) if text)
-    return (" " if said.startswith(("above", "below")) else " of ") + said if said else ""
+    bounds = " and ".join(text for text in (low, high) if text)
+    return (" " if bounds.startswith(("above", "below")) else " of ") + bounds if bounds else ""
 
 
 def _array(args: tuple[Any, ...], metadata: Sequence[Any]) -> str:

@@ -101,5 +101,5 @@ def real_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path | 
         for _ in range(num_steps):
             run.step()
         states = dict(run.memory.bytes)
-        found = dict(run.facts.found)
+        found = dict(run.facts.plan_values)
     return RealBytes(states, peak_bytes(profile), found)

@@ -167,26 +167,26 @@ class Agreement:
         for fact, differ in enumerate(self._sum[:_WEIGHT].tolist()):
             for label in dict.fromkeys(label for view in views for label in view[fact]) if differ else ():
                 by_rank = zip(self._everyone.ranks, views, strict=True)
-                found = {rank: view[fact][label] for rank, view in by_rank if label in view[fact]}
-                if len({number for _, number in found.values()}) > 1:
-                    return RunError("ranks-differ", _message(fact, found), hint=_HINTS[fact])
+                views_by_rank = {rank: view[fact][label] for rank, view in by_rank if label in view[fact]}
+                if len({number for _, number in views_by_rank.values()}) > 1:
+                    return RunError("ranks-differ", _message(fact, views_by_rank), hint=_HINTS[fact])
         raise AssertionError(f"the sum is {self._sum.tolist()}, and yet all agree: {views}")
 
     def _refused(self) -> RunError:
         """Returns the first of the ranks' refusals. A blocking collective on `control`, as `_differing`."""
         own = None if self._refusal is None else self._refusal.diagnostics[0]
         parts = None if own is None else [own.code, own.message, own.hint]
-        found = gather_objects(parts, self._everyone, what="why a step is refused")
-        code, message, hint = next(one for one in found if one)
+        refusals = gather_objects(parts, self._everyone, what="why a step is refused")
+        code, message, hint = next(one for one in refusals if one)
         return RunError(code, message, hint=hint)
 
 
-def _message(fact: int, found: Mapping[int, View]) -> str:
+def _message(fact: int, views: Mapping[int, View]) -> str:
     """Returns the text that says what the first odd rank does, and what a rank of the majority does."""
-    usual, _ = Counter(number for _, number in found.values()).most_common(1)[0]
-    other = next(rank for rank, (_, number) in found.items() if number == usual)
-    odd = next(rank for rank, (_, number) in found.items() if number != usual)
-    mine, theirs = found[odd][0], found[other][0]
+    usual, _ = Counter(number for _, number in views.values()).most_common(1)[0]
+    other = next(rank for rank, (_, number) in views.items() if number == usual)
+    odd = next(rank for rank, (_, number) in views.items() if number != usual)
+    mine, theirs = views[odd][0], views[other][0]
     if fact == NEXT:
         return f"rank {odd} begins {mine}, rank {other} {theirs}"
     if fact == MICROS:

@@ -42,10 +42,10 @@ def name_of(kind: type) -> str | None:
 def find(name: str) -> Any:
     """Returns the class named `name`, `module:qualname`; None if no imported module has it."""
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    target: Any = sys.modules.get(module)
     for attribute in path.split("."):
-        found = getattr(found, attribute, None)
-    return found
+        target = getattr(target, attribute, None)
+    return target
 
 
 def take_apart(value: Any) -> tuple[Context, list[Any]] | None:

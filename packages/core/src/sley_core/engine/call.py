@@ -137,19 +137,19 @@ class _Inputs:
         return [(version, 0 if bits is None else int(bits)) for version, bits in looks]
 
 
-def tensors_in(values: Iterable[Any], seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any], visited: dict[int, Any] | None = None) -> Iterator[Tensor]:
     """Yields the tensors among `values`, those in nested containers and objects included, each once. seen: the values so far,
     by id.
     """
-    seen = {} if seen is None else seen
+    visited = {} if visited is None else visited
     for value in values:
-        if id(value) in seen:
+        if id(value) in visited:
             continue
-        seen[id(value)] = value
+        visited[id(value)] = value
         if isinstance(value, Tensor):
             yield value
         else:
-            yield from tensors_in(parts_of(value), seen)
+            yield from tensors_in(parts_of(value), visited)
 
 
 def keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPolicy:

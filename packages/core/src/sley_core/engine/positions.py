@@ -294,14 +294,14 @@ class PositionProbe:
 @contextmanager
 def as_it_was(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restores attributes and buffers of `modules` after the block, such as counters and running averages."""
-    kept = [
+    states = [
         (module, dict(vars(module)), dict(module._buffers), [(one, one.clone()) for one in module.buffers(recurse=False)])
         for module in modules
     ]
     try:
         yield
     finally:
-        for module, attributes, buffers, values in kept:
+        for module, attributes, buffers, values in states:
             vars(module).clear()
             vars(module).update(attributes)
             module._buffers.clear()

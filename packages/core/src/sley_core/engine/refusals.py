@@ -6,9 +6,7 @@ that gradient exist on any one rank, a hook that clips or masks by values would 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
-from types import FunctionType, MethodType
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 
 from sley_core.engine.shards import FACE, GRADIENT, OF_SHARD
 from sley_core.errors import Diagnostic, PlanError, RunError
+from sley_core.generators import leaves_in
 from sley_core.model.layers import MODEL
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:
                 if parameter._backward_hooks and parameter.requires_grad:
                     names.setdefault(id(parameter), name)
                     parts.setdefault(id(parameter), set()).add(at)
-    found = []
+    diagnostics = []
     for key, name in names.items():
         if len(parts[key]) > 1:
             why, hint = "parts of a pipeline that each have a gradient of it", "let one part hold it"
@@ -107,65 +106,26 @@ def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:
         else:
             continue
         message = f"the parameter {name!r} has a gradient hook, and is used by {why}: no rank has what the hook would be given"
-        found.append(Diagnostic("model-hook", message, path=MODEL, hint=hint))
-    if found:
-        raise PlanError.many(found)
-
-
-DEPTH = 4
-"""How far into what an object holds is looked: attributes, entries of lists and tables, what a function closes over."""
+        diagnostics.append(Diagnostic("model-hook", message, path=MODEL, hint=hint))
+    if diagnostics:
+        raise PlanError.many(diagnostics)
 
 
 def check_no_parameters(loss: Any) -> None:
-    """Raises PlanError "loss-parameters" naming the tensors reachable from `loss` that require a gradient."""
-    found = sorted(dict.fromkeys(_trained(loss, "", DEPTH, set())))
-    if not found:
-        return
-    names = ", ".join(f"`{name}`" for name in found[:4]) + (", ..." if len(found) > 4 else "")
-    raise PlanError(
-        "loss-parameters",
-        f"the loss has parameters of its own, {names}, which no step would train",
-        path=("loss",),
-        hint="put them into the last layer, whose output the loss is given, or freeze them by `requires_grad_(False)`",
-    )
-
-
-def _trained(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[str]:
-    """Yields the dotted names of the tensors that require a gradient, down to `depth` levels below `value`."""
-    if id(value) in seen or isinstance(value, (str, bytes, int, float, type)):
-        return
-    seen.add(id(value))
-    if isinstance(value, nn.Module):
-        yield from (_join(name, key) for key, one in value.named_parameters() if one.requires_grad)
-    if isinstance(value, Tensor):
-        if value.requires_grad:
-            yield name
-    elif depth:
-        for key, held in _held(value):
-            yield from _trained(held, _join(name, key), depth - 1, seen)
-
-
-def _held(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields what `value` holds, with its name there: attributes, items, closure variables."""
-    if isinstance(value, Mapping):
-        yield from ((str(key), held) for key, held in value.items())
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from ((str(at), held) for at, held in enumerate(value))
-    elif isinstance(value, partial):
-        yield from [("func", value.func), *_held(value.args), *value.keywords.items()]
-    elif isinstance(value, MethodType):
-        yield "", value.__self__
-    elif isinstance(value, FunctionType):
-        for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            try:
-                yield key, cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
-    else:
-        # A module's own registries have parameters that `_trained` has already yielded.
-        own = ("_parameters", "_modules", "_buffers") if isinstance(value, nn.Module) else ()
-        yield from ((key, held) for key, held in getattr(value, "__dict__", {}).items() if key not in own)
-
-
-def _join(name: str, key: str) -> str:
-    return f"{name}.{key}" if name and key else name or key
+    """Raises PlanError "loss-parameters" for tensors reachable from `loss` that require a gradient."""
+    visited, names = set[int](), list[str]()
+    own = {**loss._parameters, **loss._modules} if isinstance(loss, nn.Module) else {}
+    for key, value in {**own, **getattr(loss, "__dict__", {"": loss})}.items():
+        for leaf in leaves_in(value, visited):
+            if isinstance(leaf, nn.Module):
+                names += [f"{key}.{name}" for name, one in leaf.named_parameters() if one.requires_grad]
+            elif isinstance(leaf, Tensor) and leaf.requires_grad:
+                names.append(key)
+    if names:
+        listed = ", ".join(f"`{name}`" for name in names[:4]) + (", ..." if len(names) > 4 else "")
+        raise PlanError(
+            "loss-parameters",
+            f"the loss has parameters of its own, {listed}, which no step would train",
+            path=("loss",),
+            hint="put them into the last layer, whose output the loss is given, or freeze them by `requires_grad_(False)`",
+        )

@@ -197,10 +197,10 @@ def _listed(batch: object) -> Sequence[Mapping[str, Tensor]]:
     """Returns `batch` if it is a list of micro-batches; else raises RunError "batch-fields"."""
     if isinstance(batch, Sequence) and all(isinstance(micro, Mapping) for micro in batch):
         return batch
-    found = f"a {type(batch).__name__}"
+    kind = f"a {type(batch).__name__}"
     if isinstance(batch, list | tuple):
-        found += f" of {', '.join(sorted({type(micro).__name__ for micro in batch}))}"
-    message = f"a step takes {{field: tensor}}, or a list of such micro-batches, not {found}"
+        kind += f" of {', '.join(sorted({type(micro).__name__ for micro in batch}))}"
+    message = f"a step takes {{field: tensor}}, or a list of such micro-batches, not {kind}"
     raise RunError("batch-fields", message, hint="a batch has one tensor for each field that the data declares")
 
 
@@ -239,8 +239,8 @@ def gathered(tensor: Tensor, dim: int, group: Group, what: str) -> Tensor:
     """Returns the tensors of all ranks of `group`, of one shape, joined along `dim` in the order of the group; blocks. In a
     backward each rank gets its own part of the gradient that it made, which must be the same on all: nothing is summed.
     """
-    found: Tensor = _Gathered.apply(tensor, dim, group, what)  # type: ignore[no-untyped-call]  # torch's
-    return found
+    joined: Tensor = _Gathered.apply(tensor, dim, group, what)  # type: ignore[no-untyped-call]  # torch's
+    return joined
 
 
 class _Gathered(torch.autograd.Function):

@@ -134,14 +134,14 @@ class StepTimeline:
     def _replicas(self, everyone: list[list[TimedAction]]) -> dict[str, Timeline]:
         """Returns one timeline per copy of the model, with one rank of each stage, by title. everyone: spans by rank."""
         size = self.topology.ranks_per_stage
-        found = {}
+        replicas = {}
         for place in range(size):
             ranks = range(place, self.topology.world, size)
             title = f"measured, step {self.number}"
             if size > 1:
                 title += f", ranks {' '.join(map(str, ranks))}"
-            found[title] = Timeline.of(self.topology.pp, (span for rank in ranks for span in everyone[rank]))
-        return found
+            replicas[title] = Timeline.of(self.topology.pp, (span for rank in ranks for span in everyone[rank]))
+        return replicas
 
 
 def _on_one_clock(everyone: Sequence[tuple[str, float, Sequence[Sequence[Any]]]]) -> list[list[TimedAction]]:

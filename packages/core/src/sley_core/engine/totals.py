@@ -296,8 +296,8 @@ def _where(parts: Parts, reports: Sequence[RankReport]) -> str:
     size = parts.topology.ranks_per_stage
     for stage in reversed(range(parts.topology.pp)):
         # each rank of a stage may have its own part of every gradient
-        if found := [one.bad for one in reports[stage * size : (stage + 1) * size] if one.bad is not None]:
-            _, name = min(map(tuple, found))
+        if bad_gradients := [one.bad for one in reports[stage * size : (stage + 1) * size] if one.bad is not None]:
+            _, name = min(map(tuple, bad_gradients))
             text += f"; first in the gradient of {name!r}" + (f" (stage {stage})" if parts.topology.pp > 1 else "")
             break
     return text + _samples(bad or range(len(reports)), reports)

@@ -221,7 +221,7 @@ class Saved(Tensors, Protocol):
         """Its path or URL, for messages."""
         ...
 
-    def read_into(self, name: str, wanted: Rectangle, target: Tensor) -> None:
+    def read_into(self, name: str, part: Rectangle, target: Tensor) -> None:
         """Reads the part `wanted` of the tensor `name` into `target`, which has its sizes and may have another dtype."""
 
 

@@ -41,8 +41,8 @@ _SHOWN = 4
 class TrainingState:
     """The state that one rank of a run keeps from step to step. All methods are called between two steps.
 
-    attempt: of the run. folder: of checkpoints without a path of their own, None if the run has none. found: values that only
-    the run could determine, by their path in the plan. notes: for the user, about saves and loads.
+    attempt: of the run. folder: of checkpoints without a path of their own, None if the run has none. plan_values:
+    values that only the run could determine, by their path in the plan. notes: for the user, about saves and loads.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class TrainingState:
         feed: Feed | None,
         attempt: RunAttempt,
         folder: str | None,
-        found: Mapping[KeyPath, Any],
+        plan_values: Mapping[KeyPath, Any],
         notes: list[str],
     ) -> None:
         self.plan = plan
@@ -62,13 +62,13 @@ class TrainingState:
         self.notes = notes
         self._tensors = tensors
         self._feed = feed
-        self._found = found
+        self._plan_values = plan_values
         self._control = tensors.parts.groups["control"]
 
     @property
     def resolved_plan(self) -> Plan:
         """The plan completed by values that only the run could determine: ranks of the world, samples of an epoch, ..."""
-        values: dict[KeyPath, Any] = {**self._found, ("parallel", "dp"): self.parts.topology.dp}
+        values: dict[KeyPath, Any] = {**self._plan_values, ("parallel", "dp"): self.parts.topology.dp}
         if self._feed is not None and self._feed.num_samples is not None:
             values["data", "samples_per_epoch"] = self._feed.num_samples
         return with_values(self.plan, values)
@@ -189,9 +189,9 @@ class TrainingState:
     def _check(self, restoring: Restoring) -> None:
         """Raises RunError "checkpoint-mismatch", on all ranks alike, if the checkpoint is of another model or optimizer."""
         saved, about = restoring.saved, restoring.saved.description
-        said = [list(restoring.expected()), list(restoring.mismatches()), self._changed_data(about.state["data"])]
+        report = [list(restoring.expected()), list(restoring.mismatches()), self._changed_data(about.state["data"])]
         # All ranks: only together do they know all names of the model.
-        everyone = gather_objects(said, self._control, what="whether the checkpoint fits")
+        everyone = gather_objects(report, self._control, what="whether the checkpoint fits")
         wrong = list(dict.fromkeys(line for _, lines, _ in everyone for line in lines))
         known = {name for names, _, _ in everyone for name in names}
         wrong += [

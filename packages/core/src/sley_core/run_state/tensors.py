@@ -170,27 +170,27 @@ def state_region(stepped: Stepped, shape: tuple[int, ...]) -> Region:
 def generators(device: Device) -> dict[str, Any]:
     """Returns the states of this process's generators, as JSON: torch's, Python's and numpy's."""
     of_torch, of_python, of_numpy = host_state()
-    found: dict[str, Any] = {"torch": of_torch, "python": of_python}
+    states: dict[str, Any] = {"torch": of_torch, "python": of_python}
     if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device.torch_device)
+        states["cuda"] = torch.cuda.get_rng_state(device.torch_device)
     if of_numpy is not None:
         kind, keys, *rest = of_numpy
-        found["numpy"] = (kind, keys.tolist(), *rest)
-    return {name: encode_value(state) for name, state in found.items()}
+        states["numpy"] = (kind, keys.tolist(), *rest)
+    return {name: encode_value(state) for name, state in states.items()}
 
 
 def restore_generators(states: Mapping[str, Any], device: Device) -> None:
     """Restores what `generators` returned."""
-    found = {name: decode_value(state) for name, state in states.items()}
+    values = {name: decode_value(state) for name, state in states.items()}
     of_numpy = None
-    if "numpy" in found:
+    if "numpy" in values:
         import numpy
 
-        kind, keys, *rest = found["numpy"]
+        kind, keys, *rest = values["numpy"]
         of_numpy = kind, numpy.array(keys, dtype=numpy.uint32), *rest
-    set_host_state((found["torch"], found["python"], of_numpy))
-    if "cuda" in found and device.type == "cuda":
-        torch.cuda.set_rng_state(found["cuda"], device.torch_device)
+    set_host_state((values["torch"], values["python"], of_numpy))
+    if "cuda" in values and device.type == "cuda":
+        torch.cuda.set_rng_state(values["cuda"], device.torch_device)
 
 
 def _plain(value: Any, parameter: str, name: str) -> Any:
@@ -393,11 +393,11 @@ def load_one(optimizer: torch.optim.Optimizer, saved: Saved, name: str) -> None:
     (parameter,) = optimizer.param_groups[0]["params"]
     values = saved.description.values
     every = _by_parameter(saved).get(name, [])
-    kept = (StateLeaf(path, decode_value(values[one]) if one in values else saved.tensor(one)) for one, path in every)
+    state_leaves = (StateLeaf(path, decode_value(values[one]) if one in values else saved.tensor(one)) for one, path in every)
     options = decode_value(values.get(OPTIONS + name, {}))
     dtype, begun = BY_NAME[saved.kind(WEIGHTS + name).dtype], copied(attributes_of(shared_values(optimizer)))
     key = id(parameter)
-    load(optimizer, {key: joined(kept)}, [options], _shared(saved), begun, {key: dtype})
+    load(optimizer, {key: joined(state_leaves)}, [options], _shared(saved), begun, {key: dtype})
 
 
 def _shared(saved: Saved) -> Shared:
