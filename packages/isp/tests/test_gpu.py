@@ -21,20 +21,15 @@ def split(**weights: Any) -> dict[str, Any]:
     return changed(PLAN, parallel={"dp": 2, "wp": 2}, weights={"use": "isp.communicator", **weights})
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize(
-    "weights", [{}, {"unit": "module"}, {"head": "vocabulary"}, {"embedding": "hidden"}, {"overlap": False}]
+    "weights",
+    [
+        *(pytest.param(options, marks=pytest.mark.gpu) for options in ({}, {"head": "vocabulary"}, {"embedding": "hidden"})),
+        *(pytest.param(options, marks=pytest.mark.gpu(2)) for options in ({"unit": "module"}, {"overlap": False})),
+    ],
 )
-def test_two_devices_equal_one(ranks, weights):
-    reference = record(PLAN, 3)
-    layouts = ranks(2, timeout_s=180, init=False)(record, split(**weights), 3)
-    assert_parity(reference, layouts, "fp64")
-    same_on_all(layouts)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("weights", [{}, {"head": "vocabulary"}, {"embedding": "hidden"}])
-def test_two_ranks_on_one_device_equal_one(ranks, weights):
+def test_two_ranks_equal_one(ranks, weights):
+    """On two devices, or on one that they share."""
     reference = record(PLAN, 3)
     layouts = ranks(2, timeout_s=180, init=False)(record, split(**weights), 3)
     assert_parity(reference, layouts, "fp64")

@@ -1,6 +1,6 @@
 """A run with sharded weights or slices that is closed, or could not be assembled, leaves modules as their factory built them.
 
-Modules whose weights are shards keep stand-ins for them, and refuse a call by that; those of slices take full sequences again.
+Modules whose weights are shards keep stand-ins for them, and refuse a call by that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
@@ -19,7 +19,6 @@ from sley_core.errors import RunError, SleyError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_testing.collectives import assert_untouched, drafts_kept
-from sley_testing.plans import changed, small_plan
 
 WAYS: list[dict[str, Any]] = [
     {},
@@ -112,42 +111,3 @@ def test_an_assembly_that_fails(ranks, texts, sharded):
         cases.append((sharded(2, weights=WAYS[-1]), f"sley_isp.{place}", "the test's failure"))
     errors = [error for _, _, error in cases]
     assert ranks(2, 120)(refused, [(tables, place) for tables, place, _ in cases], texts) == [errors, errors]
-
-
-def called_after(plans: list[dict[str, Any]], folder: Path) -> list[Tensor]:
-    """For each plan: the output for full sequences of its model, after a run that has taken a step and closed."""
-    outputs = []
-    for tables in plans:
-        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-            run.step()
-        hidden: Any = (torch.arange(32) % 11).view(2, 16)
-        positions = torch.arange(16)[None].expand(2, 16)
-        with torch.no_grad():
-            for layer in run.layers:
-                hidden = layer.module(hidden, **({"positions": positions} if "positions" in layer.fields else {}))
-        outputs.append(hidden)
-    return outputs
-
-
-def test_models_of_slices_take_full_sequences_after_their_run(ranks, own):
-    """In whatever way their attention was found."""
-    plan = small_plan(
-        run__steps=1,
-        data={"use": "data.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
-        batch={"global_size": 2, "micro_size": 1},
-        optimizer={"use": "core.sgd", "lr": 1e-2},
-    )
-    models: list[tuple[dict[str, Any], list[str]]] = [
-        ({"use": "models.llama", "num_layers": 1, "hidden": 16, "heads": 4, "ffn_hidden": 16}, []),
-        ({"factory": "attentive:layers", "options": {"wrapped": True}}, []),
-        ({"factory": "attentive:layers"}, ["*.attend"]),
-    ]
-    plans = [changed(plan, model=model) for model, _ in models]
-    split = [
-        tables | {"parallel": {"dp": 1, "sp": 2}, "sequence": {"use": "isp.all_to_all", "modules": modules}}
-        for tables, (_, modules) in zip(plans, models, strict=True)
-    ]
-    references = called_after(plans, own)
-    for outputs in ranks(2, 60)(called_after, split, own):
-        for output, reference in zip(outputs, references, strict=True):
-            torch.testing.assert_close(output, reference, rtol=1e-10, atol=1e-10)

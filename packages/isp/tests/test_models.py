@@ -1,8 +1,6 @@
-"""Any model given as layers trains sharded as it does whole: its weights are used in many ways, or its options meet."""
+"""Any model given as layers trains sharded as it does whole, however it uses its weights."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 
@@ -42,48 +40,6 @@ def test_autocast(ranks, sharded, texts):
         assert found.rows[1]["loss"] == pytest.approx(reference.rows[1]["loss"], rel=2**-7)
         for name, gradient in reference.gradients[0].items():
             assert (found.gradients[0][name] - gradient).norm() <= 2**-7 * gradient.norm() + 1e-6, name
-
-
-def drawn_case(draw: random.Random, world: int) -> dict[str, object]:
-    """Arguments of `sharded` for `world` ranks."""
-    sp = draw.choice([size for size in (1, 2, 4) if world % size == 0])
-    wp = draw.choice([size for size in (1, 2, 4) if world % size == 0 and size * sp > 1] or [world])
-    tied = draw.random() < 0.5
-    weights = {
-        "overlap": draw.random() < 0.8,
-        "unit": draw.choice(["layer", "module"]),
-        "ahead": draw.choice([0, 1, 2, 5]),
-        "reduce": draw.choice(["micro_batch", "step"]),
-        "head": draw.choice(["gather", "vocabulary"]),
-        "embedding": "gather" if tied else draw.choice(["gather", "hidden"]),
-    }
-    if weights["unit"] == "layer":
-        weights["launch"] = draw.choice(["*", "attention.output", "feed_forward.*"])
-    split = {"sequence": {"use": "isp.all_to_all"}, "parallel": {"sp": sp}} if sp > 1 else {}
-    return {
-        "wp": wp,
-        "dp": world // sp,
-        "weights": weights,
-        "model__heads": 4,
-        "model__kv_heads": draw.choice([1, 2, 4]),
-        "model__num_layers": draw.choice([1, 2, 3]),
-        "model__tie_embeddings": tied,
-        "model__ffn_hidden": draw.choice([24, 27, 33]),
-        "data__documents": draw.choice(["pack", "cut", "pad"]),
-        "batch": {"global_size": 8, "micro_size": draw.choice([1, 2])},
-        "loss": {"use": "core.cross_entropy", "label_smoothing": draw.choice([0.0, 0.1])},
-        "activations": {"use": "core.recompute", "fraction": draw.choice([0.0, 0.25, 0.5, 0.75, 1.0])},
-        "optimizer__groups": draw.choice([[], [{"match": "*value*", "freeze": True}]]),
-        **split,
-    }
-
-
-@pytest.mark.parametrize(("world", "number"), [(2, 2), (4, 1), pytest.param(4, 30, marks=pytest.mark.campaign)])
-def test_drawn_options(parities, world, number):
-    seed = random.SystemRandom().randrange(10**6)
-    print(f"seed {seed}")
-    draw = random.Random(seed)
-    parities(world, [drawn_case(draw, world) for _ in range(number)])
 
 
 def test_narrow_precision(parities):

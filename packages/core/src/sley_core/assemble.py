@@ -93,7 +93,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
         communicator: WeightCommunicator | None = plan.weights.build() if plan.weights else None
         if communicator is not None:
             communicator.prepare(model.layers)
-        shards = shards_of(model.layers, communicator.cuts, groups[AXIS]) if communicator else {}
+        shards = shards_of(model.layers, communicator.shard_dim, groups[AXIS]) if communicator else {}
         check_hooks(stage.stages, shards, topology.sp)
         notes += left_whole(model.layers, shards)
         notes += formats_of(plan, model, shards)

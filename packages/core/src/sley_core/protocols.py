@@ -80,11 +80,11 @@ class StageLink(Protocol):
 class WeightCommunicator(Protocol):
     """Gathers sharded weights just before they are used, and reduces their gradients over `wp` afterwards.
 
-         prepare ──> cuts* ──> attach ──> begin ──> during(action)* ─┐
-                                            ^                        │
-                                            └────────────────────────┘
+         prepare ──> shard_dim* ──> attach ──> begin ──> during(action)* ─┐
+                                                 ^                        │
+                                                 └────────────────────────┘
 
-    Core shards the parameters, along the dim that `cuts` returns. Before it gathers or reads any weight of a layer, the
+    Core shards the parameters, along the dim that `shard_dim` returns. Before it gathers or reads any weight of a layer, the
     communicator calls `parts.waits.wait_for` of that layer. Values written to shards between two steps, and parameters frozen
     or unfrozen there, take effect in the next step. A failed step is followed directly by the next `begin`, which must discard
     everything that was in flight. `sley_testing.weight_contract` tests all of this.
@@ -95,7 +95,7 @@ class WeightCommunicator(Protocol):
         same names, in `attach`. Raises PlanError for a model that it does not support.
         """
 
-    def cuts(self, places: Sequence[tuple[nn.Module, str]]) -> int | None:
+    def shard_dim(self, places: Sequence[tuple[nn.Module, str]]) -> int | None:
         """Returns the dim along which to shard a parameter, or None to keep it unsharded.
 
         places: every (module, attribute) that holds the parameter. Called on meta; the answer must be the same on all ranks.

@@ -120,7 +120,7 @@ class Communicator(WeightCommunicator):
         if self.config.launch != ANYWHERE:
             check_prefetch_points(layers, self.config.launch)
 
-    def cuts(self, places: Sequence[tuple[nn.Module, str]]) -> int | None:
+    def shard_dim(self, places: Sequence[tuple[nn.Module, str]]) -> int | None:
         """Returns dim 1 for tables cut along the hidden dim, dim 0 for other plain linears and embeddings, else None."""
         if not all(is_plain(module, attribute) for module, attribute in places):
             return None
@@ -153,8 +153,8 @@ class Communicator(WeightCommunicator):
         modules: list[ShardedModule] = []
         known = {sharded.module for sharded in self.modules} | {table.module for table in self.columns.tables}
         for name, module in layer.module.named_modules(prefix=layer.name):
-            names = [attribute for attribute, one in module._parameters.items() if one is not None and module not in known]
-            params = {attribute: self._parts.registry[f"{name}.{attribute}"] for attribute in names}
+            attributes = [] if module in known else [key for key, value in module._parameters.items() if value is not None]
+            params = {attribute: self._parts.registry[f"{name}.{attribute}"] for attribute in attributes}
             params = {attribute: param for attribute, param in params.items() if param.shard is not None}
             for param in params.values():
                 self._parts.store.expect_products(param)

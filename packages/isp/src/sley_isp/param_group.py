@@ -60,6 +60,12 @@ class ParamGroup:
         """The shards, the same objects for the whole run."""
         return [param.parameter for param in self.params]
 
+    @cached_property
+    def layout(self) -> tuple[list[tuple[int, ...]], list[int], int]:
+        """The shapes and offsets of the full parameters in a flat buffer, padding included, and its size, in elements."""
+        shapes = [padded_shape(param) for param in self.params]
+        return shapes, *offsets(shapes, ALIGNMENT_BYTES // self.parameters[0].dtype.itemsize)
+
     @property
     def version(self) -> int:
         """A number that changes with every write to one of the shards."""
@@ -78,13 +84,11 @@ class Unsharded:
 
     def __init__(self, group: ParamGroup, pool: MemoryPool, source: Transport | Published, size: int) -> None:
         shards = [parameter.detach() for parameter in group.parameters]
-        dtype, device = shards[0].dtype, shards[0].device
-        shapes = [padded_shape(param) for param in group.params]
-        starts, numel = offsets(shapes, ALIGNMENT_BYTES // dtype.itemsize)
+        shapes, starts, numel = group.layout
         self._versions = {param: one._version for param, one in zip(group.params, group.parameters, strict=True)}
         self.num_received_bytes = sum(shard.nbytes for shard in shards) * (size - 1)
         with ExitStack() as lease:
-            flat = lease.enter_context(pool.lease((numel,), dtype, device))
+            flat = lease.enter_context(pool.lease((numel,), shards[0].dtype, shards[0].device))
             views = views_of(flat, starts, shapes)
             self.num_bytes = flat.nbytes
             # Over `wp`, whose ranks gather the same groups in one order, each with its parameters in the group's order.

@@ -16,34 +16,26 @@ Named = list[tuple[str, nn.Module]]
 HEADS = 4
 
 
-class Embed(nn.Module):
-    """Learned positions, which a slice must not count from 0; `counts` leaves them to it all the same."""
-
-    def __init__(self, data: DataInfo, hidden: int) -> None:
-        super().__init__()
-        assert data.vocab_size is not None
-        assert data.sequence is not None
-        self.tokens = nn.Embedding(data.vocab_size, hidden)
-        self.places = nn.Embedding(data.sequence, hidden)
-
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        if positions is None:
-            positions = torch.arange(tokens.shape[1])[None]
-        embedded: Tensor = self.tokens(tokens) + self.places(positions)
-        return embedded
-
-
 class Unplaced(nn.Module):
-    """Tokens without their places."""
+    """Tokens without their positions."""
 
     def __init__(self, data: DataInfo, hidden: int) -> None:
         super().__init__()
-        assert data.vocab_size is not None
         self.tokens = nn.Embedding(data.vocab_size, hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self.tokens(tokens)
-        return embedded
+        return self.tokens(tokens)
+
+
+class Embed(Unplaced):
+    """Learned positions, which a slice must not count from 0."""
+
+    def __init__(self, data: DataInfo, hidden: int) -> None:
+        super().__init__(data, hidden)
+        self.places = nn.Embedding(data.sequence, hidden)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        return self.tokens(tokens) + self.places(torch.arange(tokens.shape[1])[None] if positions is None else positions)
 
 
 class Attend(nn.Module):
@@ -51,11 +43,7 @@ class Attend(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.empty(()))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.scale)
+        self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k * self.scale, v))
@@ -84,8 +72,7 @@ class Block(nn.Module):
             context = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2).flatten(-2)
         else:
             context = self.attend(q, k, v)
-        out: Tensor = hidden + self.out(context)
-        return out
+        return hidden + self.out(context)
 
 
 class Head(nn.Linear):
@@ -101,8 +88,7 @@ class Torch(nn.Module):
         self.attention = nn.MultiheadAttention(hidden, HEADS, batch_first=True)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        attended: Tensor = self.attention(hidden, hidden, hidden, need_weights=False)[0]
-        return hidden + attended
+        return hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
 
 
 def mixed(data: DataInfo) -> Named:
@@ -131,13 +117,9 @@ class Mixer(nn.Module):
         }[kind]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if self.kind == "lstm":
-            found: Tensor = self.inner(hidden)[0]
-        elif self.kind == "features":
-            found = self.inner(hidden.flatten(0, 1).unsqueeze(1)).view_as(hidden)
-        else:
-            found = self.inner(hidden.transpose(1, 2)).transpose(1, 2)
-        return hidden + found
+        if self.kind == "features":
+            return hidden + self.inner(hidden.flatten(0, 1).unsqueeze(1)).view_as(hidden)
+        return hidden + self.inner(hidden.transpose(1, 2)).transpose(1, 2)
 
 
 MIXED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -169,10 +151,7 @@ class Beside(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         mixed = (MIXED | APART)[self.kind](hidden.clone())
-        if self.block is None:
-            return mixed
-        made: Tensor = hidden + self.block(mixed)
-        return made
+        return mixed if self.block is None else hidden + self.block(mixed)
 
 
 def asked(data: DataInfo, kind: str, within: bool) -> Named:
@@ -197,7 +176,6 @@ def layers(
         attends = [Transposed() for _ in range(2)]
     blocks = [(f"blocks.{at}", Block(hidden, attend, heads)) for at, attend in enumerate(attends)]
     embed = Embed(data, hidden) if places else Unplaced(data, hidden)
-    assert data.vocab_size is not None
     return [("embed", embed), *blocks, ("head", Head(hidden, data.vocab_size))]
 
 
@@ -211,5 +189,4 @@ class Paired(Head):
 def paired(data: DataInfo) -> Named:
     """Its last layer gives out more than the scores of each position."""
     *named, (name, head) = layers(data, wrapped=True)
-    assert isinstance(head, nn.Linear)
     return [*named, (name, Paired(head.in_features, head.out_features))]

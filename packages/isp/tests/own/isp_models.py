@@ -178,21 +178,6 @@ def padded_tokens() -> Layers:
     return [("embed", Embed(padding_idx=3)), ("head", nn.Linear(WIDTH, WIDTH))]
 
 
-class Fails(nn.Linear):
-    """Raises while `is_failing`."""
-
-    is_failing: ClassVar[bool] = False
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if Fails.is_failing:
-            raise ValueError("the test's failing layer")
-        return super().forward(hidden)
-
-
-def failing() -> Layers:
-    return between("block", Mixed(7), Fails(WIDTH, WIDTH), Mixed(7))
-
-
 class Experts(nn.ModuleList):
     """Linears of one layer, all of which are used, with inputs as wide as theirs."""
 

@@ -7,7 +7,7 @@ A small model in fp64 has an embedding tied to the head, linears that are used t
 not divisible by the number of ranks. Its runs over `wp` are compared with one process that holds all weights, in the first step
 and after several: whatever is gathered too early, kept too long, summed over the wrong ranks or not at all changes the numbers.
 
-The communicator decides which parameters are sharded (`cuts`); at least one of the model must be.
+The communicator decides which parameters are sharded (`shard_dim`); at least one of the model must be.
 
 Since core 0.1.
 """

@@ -53,7 +53,7 @@ class Naive(WeightCommunicator):
     def prepare(self, layers):
         pass
 
-    def cuts(self, places):
+    def shard_dim(self, places):
         known = all(type(module) in (nn.Linear, nn.Embedding) and name == "weight" for module, name in places)
         return 0 if known else None
 

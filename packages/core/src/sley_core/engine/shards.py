@@ -95,10 +95,10 @@ Shards = dict[int, Shard]
 """By id of the parameter on meta, which the model's layers keep alive."""
 
 
-def shards_of(layers: Iterable[Layer], cuts: Callable[[Sequence[Place]], int | None], group: Group) -> Shards:
+def shards_of(layers: Iterable[Layer], shard_dim: Callable[[Sequence[Place]], int | None], group: Group) -> Shards:
     """Returns the shards of all parameters of the full model that can be sharded; the same on all ranks but for their index.
-    cuts: returns the dim along which to shard a parameter held at all of these places; None leaves it unsharded. The result is
-    empty if `group` has one rank.
+    shard_dim: returns the dim along which to shard a parameter held at all of these places; None leaves it unsharded. The
+    result is empty if `group` has one rank.
     """
     places: dict[int, list[Place]] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -109,7 +109,7 @@ def shards_of(layers: Iterable[Layer], cuts: Callable[[Sequence[Place]], int | N
                 parameters[id(parameter)] = parameter
     if group.size == 1:
         return {}
-    dims = {key: cuts(held) for key, held in places.items() if parameters[key].ndim > 0}
+    dims = {key: shard_dim(held) for key, held in places.items() if parameters[key].ndim > 0}
     return {
         key: Shard(tuple(parameters[key].shape), group.size, group.coord, dim) for key, dim in dims.items() if dim is not None
     }

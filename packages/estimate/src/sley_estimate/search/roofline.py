@@ -319,7 +319,7 @@ class Roofline:
                 for module in layer.module.modules():
                     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                         places[id(parameter)].append((module, name))
-            cut = {key for key, held in places.items() if communicator.cuts(held) is not None}
+            cut = {key for key, held in places.items() if communicator.shard_dim(held) is not None}
             return np.array([float(sum(one.numel() for one in some if id(one) in cut)) for some in self._trained])
 
         return self._once(("sharded", id(shape.weights)), sharded)
