@@ -28,9 +28,9 @@ from torch import Tensor
 
 from contestants import plan
 from protocol import RESAMPLES, interleave, parser
-from sley_checkpoint.direct_files import crc_of_file, write_file
-from sley_checkpoint.format import bytes_of
-from sley_checkpoint.live_bytes import CHUNK_BYTES
+from sley_checkpoint.folders import LocalFolder
+from sley_checkpoint.format import CHUNK_BYTES
+from sley_core.api.state import bytes_of
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.update import states_of
@@ -102,7 +102,7 @@ def parts(run: Run, count: int, folder: Path) -> dict[str, Callable[[], None]]:
     memory = [bytes_of(one.contiguous()) for one in state_of(run).values()]
     chunks = [one[at : at + CHUNK_BYTES] for one in memory for at in range(0, len(one), CHUNK_BYTES)]
     aside = [torch.ones(len(chunk), dtype=torch.uint8) for chunk in chunks]  # of memory that is there
-    path = folder / "parts.bin"
+    place = LocalFolder(folder)
 
     def copy() -> None:
         for target, chunk in zip(aside, chunks, strict=True):
@@ -114,19 +114,19 @@ def parts(run: Run, count: int, folder: Path) -> dict[str, Callable[[], None]]:
             total = crc32(chunk, total)
 
     def write() -> None:
-        write_file(path, chunks)
+        place.write("parts.bin", chunks)
 
     def save() -> None:
         copy()
-        write_file(path, [memoryview(one.numpy()) for one in aside])
-        crc_of_file(path)
+        place.write("parts.bin", [memoryview(one.numpy()) for one in aside])
+        place.crc("parts.bin")
 
     write()
     works = {
         "copies": copy,
         "adds up": add_up,
         "adds up, writes": write,
-        "reads, adds up": lambda: crc_of_file(path),
+        "reads, adds up": lambda: place.crc("parts.bin"),
         "all of these": save,
     }
     return {name: beside(run, count, work) for name, work in works.items()}

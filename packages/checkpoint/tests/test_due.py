@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sley_checkpoint.folders import LocalFolder
-from sley_checkpoint.live_bytes import LiveBytes
 from sley_checkpoint.reader import newest, read, verify
+from sley_checkpoint.writing import Background
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import RunError
@@ -71,10 +72,7 @@ def settle():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", ["core.adamw", "core.sgd"])
 def test_what_is_written_beside_training_is_the_state_of_its_step(texts, tmp_path, monkeypatch, precision, optimizer):
-    """Writing takes longer than the step that follows, which changes every tensor that is not written yet.
-
-    The second save copies ahead what the first had to copy.
-    """
+    """Writing takes longer than the step that follows, which changes every tensor that is not written yet."""
     options = {"use": optimizer, "lr": 0.01} | ({"momentum": 0.9} if optimizer == "core.sgd" else {})
     tables = plan(precision__compute=precision, optimizer=options)
     stretch(tables, 4, folder=texts, prepare=saving_at(2, tmp_path / "still-2"), save=tmp_path / "still-4")
@@ -104,46 +102,6 @@ def test_what_is_written_beside_training_is_the_state_of_its_step(texts, tmp_pat
         assert set(found) == set(wanted)
         for name in wanted:
             assert found[name].equal(wanted[name]), (step, name)
-    assert run.counts["checkpoint"]["copied_bytes"] > 0
-
-
-def test_all_is_copied_aside_beside_the_forward_while_the_disk_is_slow(texts, tmp_path, monkeypatch):
-    """Not before the update, which would wait for it; and not at all once a save was written before its update came."""
-    gate, ahead = threading.Event(), threading.Event()
-    written, copy_ahead = LocalFolder.write, LiveBytes.copy_ahead
-    lives = list[LiveBytes]()
-
-    def slowly(self: Any, name: str, chunks: Any) -> Any:
-        assert gate.wait(30)
-        return written(self, name, chunks)
-
-    def told(self: LiveBytes) -> None:
-        lives.append(self)
-        copy_ahead(self)
-        ahead.set()
-
-    monkeypatch.setattr(LocalFolder, "write", slowly)
-    monkeypatch.setattr(LiveBytes, "copy_ahead", told)
-    tables = plan(checkpoint={"every_steps": 1, "keep": 9})
-    with assemble(plan_from_dict(tables, texts), World.alone("cpu"), folder=tmp_path) as run:
-        for number in range(2):
-            run.step()  # and save
-            assert ahead.wait(30)
-            (live,) = lives[number:]
-            num_copied = live.num_copied
-            assert num_copied == sum(one.nbytes for one in live._sources.values()) > 0
-            run.parts.events.gradients_done[-1]()
-            assert live.num_copied == num_copied, "nothing was left to copy"
-            ahead.clear()
-            gate.set()
-            settle()
-            if number == 0:
-                gate.clear()
-        run.step()  # the save before was not written when its update came
-        settle()
-        run.step()  # the save before was
-        assert len(lives) == 3
-        gate.set()
 
 
 def test_training_is_the_same_with_and_without_saves(texts, tmp_path):
@@ -294,3 +252,18 @@ def test_the_folder_of_another_run_is_refused(texts, tmp_path):
     with pytest.raises(RunError, match=r"checkpoint-folder.*has checkpoints of the run 'small'"):
         trained(plan(checkpoint=shared, run__name="other"), texts, tmp_path / "other")
     assert not (tmp_path / "other" / "metrics.jsonl").read_text("utf-8"), "before the first step"
+
+
+def test_a_program_that_writes_to_a_weight_while_it_is_copied_is_told(texts, tmp_path, monkeypatch):
+    """On an asynchronous device copies go on beside the program; the checkpoint would have half of what it wrote."""
+    monkeypatch.setattr(Background, "_run", lambda background: None)
+    with assemble(plan_from_dict(plan(checkpoint={"every_steps": 1}), texts), World.alone("cpu"), folder=tmp_path) as run:
+        run.step()
+        background = run._checkpointer._background
+        (piece, *_), *_ = background.writing.files
+        with torch.no_grad():
+            run.registry.params[0].parameter.add_(1)
+        background.stage()
+        with pytest.raises(RunError, match="the program wrote to"):
+            next(background._chunks(piece))
+        background.failed = "as asked"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sley_checkpoint.folders import LocalFolder, StalledError, TimedFolder, TimedReads
-from sley_checkpoint.format import bytes_of
+from sley_core.api.state import bytes_of
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import RunError

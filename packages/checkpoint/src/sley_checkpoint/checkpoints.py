@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from sley_checkpoint.choosing import choose
 from sley_checkpoint.folders import GONE, STAGING, Folder, LocalFolder, TimedReads, open_folder
-from sley_checkpoint.live_bytes import KeptMemory
 from sley_checkpoint.saving import Destination, Preparation, absolute
-from sley_checkpoint.writing import Background, Writing
+from sley_checkpoint.writing import Background, HostCopies, Writing
 from sley_core.api.comm import gather_objects, one_line, probe
 from sley_core.api.state import TrainingState
 from sley_core.errors import RunError, UsageError
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 FAILED = "checkpoint-failed"
-COUNTS = ("saved", "failed", "seconds_blocked", "seconds_staging", "seconds_waited", "copied_bytes")
+COUNTS = ("saved", "failed", "seconds_blocked", "seconds_waited")
 
 
 class AnyLayout(Checkpointer):
@@ -36,8 +35,7 @@ class AnyLayout(Checkpointer):
         self._counts = dict.fromkeys(COUNTS, 0.0)
         self._is_asked = self._is_probed = False
         self._background: Background | None = None
-        self._memory = KeptMemory()
-        self._is_ahead_of_disk = True
+        self._host = HostCopies(state.parts.world.device)
         self._saved_step = -1
         self._saved_at = time.monotonic()
         self._is_written = False
@@ -46,9 +44,7 @@ class AnyLayout(Checkpointer):
         state.parts.events.gradients_done.append(self.stage)
 
     def counts(self) -> Mapping[str, float]:
-        """Returns how many saves were written and failed, the seconds that training waited for them (at their beginning, before
-        updates, for the previous one), and the bytes that had to be copied.
-        """
+        """Returns how many saves were written and failed, and the seconds that training waited for them."""
         return dict(self._counts)
 
     def save(self, path: str | Path | None, step: int) -> str:
@@ -109,8 +105,7 @@ class AnyLayout(Checkpointer):
                 self.save(None, step)
             else:
                 writing = self._prepare(Destination(self._folder(), True), step)
-                device = self.state.parts.world.device
-                self._background = Background(writing, device, self._memory, copies_ahead=self._is_ahead_of_disk)
+                self._background = Background(writing, self._host)
 
     def train_done(self, step: int, *, was_stopped: bool) -> None:
         """Ends the save in progress, and saves the run after its last step, or after the step at which it was asked to stop, if
@@ -152,11 +147,9 @@ class AnyLayout(Checkpointer):
         self._counts["seconds_blocked"] += time.perf_counter() - began
 
     def stage(self) -> None:
-        """Lets a save in progress copy what it has not read yet."""
+        """Makes the update wait for the copies of a save in progress."""
         if self._background is not None:
-            began = time.perf_counter()
             self._background.stage()
-            self._counts["seconds_staging"] += time.perf_counter() - began
 
     def finish(self) -> None:
         """Waits for the save in progress on all ranks, and reports how it ended. All ranks call it."""
@@ -165,8 +158,6 @@ class AnyLayout(Checkpointer):
             return
         began = time.perf_counter()
         background.wait()
-        self._is_ahead_of_disk = background.live.num_unread > 0
-        self._counts["copied_bytes"] += background.live.num_copied
         try:
             self._done(background.failed)
             self._is_written = True
@@ -181,13 +172,12 @@ class AnyLayout(Checkpointer):
         if background is not None:
             background.stage()
             background.end()
-            self._counts["copied_bytes"] += background.live.num_copied
             self._counts["saved"] += not background.failed
             if not background.failed:
                 self.state.attempt.saved(background.writing.index.step)
             if background.failed:
                 self._note(background.failed)
-        self._memory.free()
+        self._host.free()
 
     def _prepare(self, where: Destination, step: int) -> Writing:
         self.state.agree("saving a checkpoint")

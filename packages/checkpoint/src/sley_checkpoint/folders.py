@@ -19,8 +19,8 @@ from threading import Thread
 from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
-from sley_checkpoint.direct_files import crc_of_file, write_file
 from sley_core.api.comm import one_line
+from sley_core.api.state import appearing, sync_names
 from sley_core.errors import RunError, UsageError
 
 
@@ -121,15 +121,12 @@ class LocalFolder:
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> Written:
         self.path.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path / f".{name}"
-        try:
-            written = Written(*write_file(unfinished, chunks))
-            unfinished.replace(self.path / name)
-        except BaseException:
-            with suppress(OSError):
-                unfinished.unlink()  # frees the space on a full disk
-            raise
-        return written
+        num_bytes = crc = 0
+        with appearing(self.path / name) as file:
+            for chunk in chunks:
+                crc = crc32(chunk, crc)
+                num_bytes += file.write(chunk)
+        return Written(num_bytes, crc)
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> bytearray:
         end = self.num_bytes(name)
@@ -151,7 +148,10 @@ class LocalFolder:
         return (self.path / name).stat().st_size
 
     def crc(self, name: str) -> int:
-        return crc_of_file(self.path / name)
+        if fadvise := getattr(os, "posix_fadvise", None):  # so that the disk is what is checked, and not the page cache
+            with (self.path / name).open("rb") as file:
+                fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return crc_of(self, name)
 
     def delete(self, name: str) -> None:
         (self.path / name).unlink()
@@ -164,9 +164,9 @@ class LocalFolder:
 
     def publish(self, target: Folder) -> None:
         assert isinstance(target, LocalFolder), target
-        _sync(self.path)
+        sync_names(self.path)
         self.path.rename(target.path)
-        _sync(target.path.parent)
+        sync_names(target.path.parent)
 
     def remove(self) -> None:
         if self.path.is_dir():
@@ -235,10 +235,7 @@ class RemoteFolder:
         return int(info["size"])
 
     def crc(self, name: str) -> int:
-        crc, num_bytes = 0, self.num_bytes(name)
-        for first in range(0, num_bytes, _STEP_BYTES):
-            crc = crc32(self.read(name, first, min(first + _STEP_BYTES, num_bytes)), crc)
-        return crc
+        return crc_of(self, name)
 
     def delete(self, name: str) -> None:
         self._system.rm_file(self._at(name))
@@ -268,15 +265,6 @@ def open_folder(path: str | Path) -> Folder:
     if "://" in str(path):
         return RemoteFolder(str(path))
     return LocalFolder(Path(path).absolute())
-
-
-def _sync(path: Path) -> None:
-    """Makes creations and renames in a folder durable (fsync)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def crc_of(folder: ReadableFolder, name: str) -> int:

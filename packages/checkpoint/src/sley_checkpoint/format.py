@@ -1,15 +1,12 @@
 """The files of a checkpoint: safetensors with parts of tensors, and `checkpoint.json`, the index, which is written last: a
 folder without it is no checkpoint.
 
-    8 bytes: length of the header | header: JSON, name -> dtype, shape, bytes from .. to | data
-
 The header of a file says where each tensor begins in the whole one, as torch.distributed.checkpoint reads it
 (`HuggingFaceStorageReader`), and to which run, step and rank the file belongs. Nothing in a file can run code.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sley_checkpoint.folders import ReadableFolder
-from sley_core.api.state import BY_NAME, DTYPES, Rectangle, SavedRun, TensorPiece
+from sley_core.api.state import BY_NAME, Rectangle, SavedRun, Spec, TensorPiece, bytes_of, header_of
 from sley_core.errors import RunError
 
 INDEX = "checkpoint.json"
@@ -98,7 +95,6 @@ CHUNK_BYTES = 16 << 20
 """The bytes of one call of the system: the lock of Python is free meanwhile."""
 
 _LENGTH = struct.Struct("<Q")
-_ALIGNMENT = 8
 
 
 class InFile(NamedTuple):
@@ -110,26 +106,15 @@ class InFile(NamedTuple):
     last: int
 
 
-def header_of(pieces: Sequence[TensorPiece], facts: Mapping[str, Any]) -> bytes:
-    """Returns the first bytes of a file that holds `pieces` in this order, each name once. facts: JSON, of the file itself."""
+def file_header(pieces: Sequence[TensorPiece], facts: Mapping[str, Any]) -> bytes:
+    """Returns the first bytes of a file that holds `pieces`, wide formats first. facts: JSON, of the file itself."""
+    specs = [Spec.of(piece.name, piece.tensor.dtype, piece.rectangle.sizes) for piece in pieces]
     offsets = {piece.name: {"saved_offsets": list(piece.rectangle.offsets)} for piece in pieces}
-    assert len(offsets) == len(pieces), f"a name twice in one file: {[piece.name for piece in pieces]}"
-    header: dict[str, Any] = {
-        "__metadata__": {
-            "format": "pt",
-            "sley": json.dumps(facts),
-            "DCP_VERSION": "1.0",
-            "DCP_SHARDING_INFO": json.dumps(offsets),
-        }
-    }
-    end = 0
-    for piece in pieces:
-        start, end = end, end + piece.num_bytes
-        sizes = list(piece.rectangle.sizes)
-        header[piece.name] = {"dtype": DTYPES[piece.tensor.dtype], "shape": sizes, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return _LENGTH.pack(len(text)) + text
+    header, starts = header_of(
+        specs, {"sley": json.dumps(facts), "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    )
+    assert list(starts) == [piece.name for piece in pieces], "pieces are not in the order of a file"
+    return header
 
 
 def parsed(start: bytes) -> tuple[dict[str, InFile], dict[str, Any]]:
@@ -153,19 +138,6 @@ def parsed(start: bytes) -> tuple[dict[str, InFile], dict[str, Any]]:
 def header_bytes(start: bytes | bytearray) -> int:
     """Returns the size of the header, from the first eight or more bytes of a file."""
     return _LENGTH.size + int(_LENGTH.unpack_from(start)[0])
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor on the host, as a view that keeps the tensor alive.
-
-    Not through numpy: memory that numpy has seen can no longer be offloaded (torch marks it as not resizable).
-    """
-    if not tensor.numel():
-        return memoryview(b"")
-    whole = ctypes.c_char * (tensor.numel() * tensor.element_size())
-    memory = whole.from_address(tensor.data_ptr())
-    memory.tensor = tensor  # type: ignore[attr-defined]  # for as long as anything looks at the memory
-    return memoryview(memory).cast("B")
 
 
 def chunks_of(tensor: Tensor) -> Iterator[memoryview]:

@@ -18,20 +18,10 @@ import torch
 from torch import Tensor
 
 from sley_checkpoint.folders import STAGING, ReadableFolder, StalledError, open_folder
-from sley_checkpoint.format import (
-    INDEX,
-    CheckpointIndex,
-    FileFacts,
-    InFile,
-    TensorFacts,
-    bytes_of,
-    header_bytes,
-    parsed,
-    read_index,
-)
+from sley_checkpoint.format import INDEX, CheckpointIndex, FileFacts, InFile, TensorFacts, header_bytes, parsed, read_index
 from sley_core.api.comm import one_line
 from sley_core.api.files import TensorKind
-from sley_core.api.state import BY_NAME, WEIGHTS, Rectangle, Saved
+from sley_core.api.state import BY_NAME, WEIGHTS, Rectangle, Saved, bytes_of
 from sley_core.errors import RunError
 
 _STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")

@@ -13,18 +13,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from threading import Thread
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sley_checkpoint.folders import Folder, Written
-from sley_checkpoint.format import INDEX, CheckpointIndex, FileFacts, file_name, header_of
-from sley_checkpoint.live_bytes import KeptMemory, LiveBytes, copied
+from sley_checkpoint.format import INDEX, CheckpointIndex, FileFacts, chunks_of, file_header, file_name
 from sley_core.api.comm import one_line
+from sley_core.api.memory import version_of
+from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 from sley_core.api.state import TensorPiece
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
-    from sley_core.api.comm import Device
+    from torch import Tensor
+
+    from sley_core.api.comm import CopyEvent, CopyStream, Device, HostMemory
 
 PATIENCE_S = 10.0
 """How long the end of a run waits for ranks that may have died."""
@@ -85,7 +90,7 @@ class Writing:
 
     def _content(self, number: int, pieces: Sequence[TensorPiece]) -> Iterator[bytes | memoryview]:
         """Yields the bytes of a file: the header, then each piece. Raises if the save is no longer wanted."""
-        yield header_of(pieces, {**self.facts, "rank": self.rank, "file": number})
+        yield file_header(pieces, {**self.facts, "rank": self.rank, "file": number})
         for piece in pieces:
             self._check_wanted()
             yield from self.chunks(piece)
@@ -159,31 +164,69 @@ def _failed(target: Folder, rank: int, why: str) -> RunError:
     return RunError("checkpoint-failed", f"the checkpoint {target.text} could not be written by rank {rank}: {why}")
 
 
-class Background:
-    """Writes the files of `writing` in a thread, from its construction on. Weights, masters and optimizer states may change
-    after `stage`; tensors that a forward or a handler may change at any time are copied at once.
-
-    memory: for copies. copies_ahead: whether to copy everything before anything is written. failed: after `wait`, the error's
-    text; "" if the checkpoint is complete.
+class HostCopies:
+    """Copies tensors to memory of the host, which is kept from one save to the next: new memory costs a page fault for each
+    page, several times as long as the copy, and locking pages takes as long again.
     """
 
-    def __init__(self, writing: Writing, device: Device, memory: KeptMemory, *, copies_ahead: bool) -> None:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._memory: HostMemory | None = None
+        self._stream: CopyStream | None = None
+
+    def take(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], CopyEvent]:
+        """Starts to copy `tensors`; returns the copies, contiguous, and an event of their end. Invalidates those before."""
+        starts = [0]
+        for tensor in tensors:
+            starts.append(starts[-1] + round_up(tensor.nbytes, ALIGNMENT_BYTES))
+        # One for all saves: a stream for each would take those of exchanges, of which there are 32.
+        self._stream = self._stream or self.device.copy_stream()
+        if self._memory is None or self._memory.data.numel() < starts[-1]:
+            self.free()
+            self._memory = self.device.host_memory(starts[-1])
+        self._stream.follow()
+        copies = []
+        for tensor, start in zip(tensors, starts, strict=False):
+            copies.append(self._memory.data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            self._stream.copy(copies[-1], tensor)
+        return copies, self._stream.record()
+
+    def free(self) -> None:
+        """Frees the memory, once nothing reads copies any more."""
+        if self._stream is not None:
+            self._stream.record().wait()  # copies of a save that was given up may still write there
+        self._memory = None
+
+
+class Background:
+    """Writes the files of `writing` in a thread, from copies that are made, or on an asynchronous device started, at once.
+    Training may change tensors in its update, after `stage`. failed: after `wait`, the error's text; "" if the checkpoint is
+    complete.
+    """
+
+    def __init__(self, writing: Writing, host: HostCopies) -> None:
         self.writing = writing
-        self.copies_ahead = copies_ahead
         self.failed = ""
-        writing.files = [[_as_it_is(piece) for piece in pieces] for pieces in writing.files]
-        self.live = LiveBytes([piece for pieces in writing.files for piece in pieces], device, memory)
-        writing.chunks = self.live.chunks
+        pieces = [piece for pieces in writing.files for piece in pieces]
+        # On an asynchronous device a forward may change what is not stepped before it is copied.
+        is_safe = [piece.is_stepped or not host.device.is_async for piece in pieces]
+        self._sources = [
+            piece.tensor.detach() if safe else torch.clone(piece.tensor.detach())
+            for piece, safe in zip(pieces, is_safe, strict=True)
+        ]
+        copies, self._event = host.take(self._sources)
+        self._copies = {id(piece): copy for piece, copy in zip(pieces, copies, strict=True)}
+        self._versions = [(piece, version_of(piece.tensor)) for piece in pieces if piece.is_stepped]
+        self._lock = Lock()
+        self._torn: str | None = None
+        writing.chunks = self._chunks
         self._thread = Thread(target=self._run, name="sley-checkpoint", daemon=True)
         self._thread.start()
 
     def stage(self) -> None:
-        """Copies the bytes that are not written yet; does nothing the second time."""
-        self.live.stage()
-
-    @property
-    def is_done(self) -> bool:
-        return not self._thread.is_alive()
+        """Makes the device's next work wait for the copies."""
+        self._event.hold_device()
+        self._check_versions()
 
     def wait(self) -> None:
         """Waits until the checkpoint is written, or has failed."""
@@ -197,18 +240,28 @@ class Background:
             if since is not None and time.monotonic() - since > PATIENCE_S:
                 self.writing.is_cancelled = True
 
+    def _check_versions(self) -> None:
+        """Notes the first time, at the end of the copies or before the update, whether a program wrote to a tensor
+        meanwhile.
+        """
+        with self._lock:
+            if self._torn is None:
+                changed = (piece.name for piece, version in self._versions if version_of(piece.tensor) != version)
+                self._torn = next(changed, "")
+
+    def _chunks(self, piece: TensorPiece) -> Iterator[memoryview]:
+        """Yields the bytes of a piece. Raises RunError `checkpoint-failed` if a program wrote to a tensor too early."""
+        self._event.wait()
+        self._check_versions()
+        if self._torn:
+            raise RunError("checkpoint-failed", f"the program wrote to {self._torn!r} while it was being saved")
+        yield from chunks_of(self._copies[id(piece)])
+
     def _run(self) -> None:
-        """Runs in the thread: copies ahead if wanted, and writes the files; keeps an error's text in `failed`."""
+        """Runs in the thread: writes the files; keeps an error's text in `failed`."""
         try:
-            if self.copies_ahead:
-                self.live.copy_ahead()
             self.writing.run()
         except RunError as error:
             self.failed = one_line(error)
-        except BaseException as error:  # a fault of ours, which the next save or the end of the run tells of
+        except BaseException as error:  # a fault of ours, which the next save or the end of the run reports
             self.failed = f"{type(error).__name__}: {error}"
-
-
-def _as_it_is(piece: TensorPiece) -> TensorPiece:
-    """Returns the piece; with a copy of its tensor if that may change before the update of the next step."""
-    return piece if piece.is_stepped else copied(piece)

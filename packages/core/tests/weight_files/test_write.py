@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sley_core.errors import RunError
+from sley_core.sizes import split_by_size
 from sley_core.weight_files.read import INDEX, TensorKind, WeightFiles
-from sley_core.weight_files.write import Spec, TensorFile, split, unfinished, write_tensors
+from sley_core.weight_files.write import Spec, TensorFile, unfinished, write_tensors
 
 VALUES: dict[str, Tensor] = {
     "odd": torch.tensor([True, False, True]),
@@ -69,8 +70,9 @@ def test_what_is_written_is_what_the_library_reads(tmp_path: Path, max_bytes: in
 
 def test_a_file_is_full_before_the_next_begins() -> None:
     specs = [Spec(name, "F32", (size,)) for name, size in zip("abcde", (2, 2, 5, 1, 1), strict=True)]
-    assert [[spec.name for spec in file] for file in split(specs, 16)] == [["a", "b"], ["c"], ["d", "e"]]
-    assert split([], 16) == []
+    files = split_by_size(specs, lambda spec: spec.num_bytes, 16)
+    assert [[spec.name for spec in file] for file in files] == [["a", "b"], ["c"], ["d", "e"]]
+    assert split_by_size([], len, 16) == []
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from sley_core.engine.agreement import Agreement
 from sley_core.engine.shards import AXIS, REDUCE_GROUP, wholes
 from sley_core.errors import RunError, SleyError
 from sley_core.json_text import decode_value, encode_value
+from sley_core.sizes import split_by_size
 from sley_core.weight_files.write import (
     Spec,
     TensorFiles,
@@ -36,7 +37,6 @@ from sley_core.weight_files.write import (
     complete,
     discard,
     file_names,
-    split,
     unfinished,
     unwritten,
 )
@@ -145,7 +145,7 @@ class WeightSaver:
         except OSError as error:
             failed = unwritten(error, folder)
         own = [source.spec for source in sources] if self._writes else []
-        files, facts = self._shared(split(own, max_file_bytes), failed, folder, facts)
+        files, facts = self._shared(split_by_size(own, lambda spec: spec.num_bytes, max_file_bytes), failed, folder, facts)
         mine = {spec.name: name for name, rank, specs in files for spec in specs if rank == self._parts.world.rank}
         failed = self._write(sources, mine, precision, folder, facts)
         self._shared([], failed, folder, {})

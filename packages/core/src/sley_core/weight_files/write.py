@@ -8,6 +8,7 @@ gathered, so that one tensor is in memory at a time.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -22,6 +23,8 @@ import torch
 from torch import Tensor
 
 from sley_core.errors import RunError
+from sley_core.json_text import sync_names
+from sley_core.sizes import split_by_size
 from sley_core.weight_files.read import INDEX, SINGLE
 
 if TYPE_CHECKING:
@@ -68,6 +71,37 @@ class Spec(NamedTuple):
         return prod(self.shape) * _BYTES[self.dtype]
 
 
+def header_of(specs: Iterable[Spec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """Returns the first bytes of a safetensors file, and where in the file each tensor starts. Wide formats come first, so that
+    each tensor starts at a multiple of its element size.
+
+        8 bytes: length of the header | header: JSON, name -> dtype, shape, bytes from .. to | data
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    starts: dict[str, int] = {}
+    end = 0
+    for spec in sorted(specs, key=lambda spec: -_BYTES[spec.dtype]):
+        assert spec.name not in starts, f"{spec.name} twice in one file"
+        starts[spec.name], end = end, end + spec.num_bytes
+        header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [starts[spec.name], end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in starts.items()}
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Returns the memory of a contiguous tensor on the host, as a view that keeps the tensor alive.
+
+    Not through numpy: memory that numpy has seen can no longer be offloaded (torch marks it as not resizable).
+    """
+    if not tensor.numel():
+        return memoryview(b"")
+    whole = ctypes.c_char * (tensor.numel() * tensor.element_size())
+    memory = whole.from_address(tensor.data_ptr())
+    memory.tensor = tensor  # type: ignore[attr-defined]  # for as long as anything looks at the memory
+    return memoryview(memory).cast("B")
+
+
 class TensorFile:
     """A new safetensors file `path` of the tensors `specs`, each of which is added once, in any order; `facts` go into its
     metadata. Raises OSError.
@@ -75,21 +109,12 @@ class TensorFile:
 
     def __init__(self, path: Path, specs: Sequence[Spec], facts: Mapping[str, str] = MappingProxyType({})) -> None:
         self._specs = {spec.name: spec for spec in specs}
-        self._left = set(self._specs)
-        header: dict[str, object] = {"__metadata__": {"format": "pt", **facts}}
-        self._starts: dict[str, int] = {}
-        end = 0
-        for spec in sorted(specs, key=lambda spec: -_BYTES[spec.dtype]):  # so each begins at a multiple of its numbers' size
-            self._starts[spec.name] = end
-            offsets = [end, end := end + spec.num_bytes]
-            header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        self._missing = set(self._specs)
+        header, self._starts = header_of(specs, facts)
         self._file: BinaryIO = path.open("xb")
         try:
-            self._file.write(len(text).to_bytes(8, "little") + text)
-            self._data = self._file.tell()
-            self._file.truncate(self._data + end)
+            self._file.write(header)
+            self._file.truncate(len(header) + sum(spec.num_bytes for spec in specs))
         except BaseException:
             self._file.close()
             raise
@@ -97,17 +122,15 @@ class TensorFile:
     def add(self, name: str, value: Tensor) -> None:
         """Writes the tensor `name`, of the dtype and shape that its spec says."""
         spec = self._specs[name]
-        assert name in self._left, f"{name} is written twice"
+        assert name in self._missing, f"{name} is written twice"
         assert Spec.of(name, value.dtype, value.shape) == spec, f"{name}: {value.dtype} {list(value.shape)} for {spec}"
-        self._left.remove(name)
-        self._file.seek(self._data + self._starts[name])
-        if value.numel():
-            every = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            self._file.write(every.numpy().data)
+        self._missing.remove(name)
+        self._file.seek(self._starts[name])
+        self._file.write(bytes_of(value.detach().cpu().contiguous()))
 
     def close(self) -> None:
         """Waits until the file is on the disk."""
-        assert not self._left, f"{sorted(self._left)} were not written"
+        assert not self._missing, f"{sorted(self._missing)} were not written"
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -151,19 +174,6 @@ class TensorFiles(AbstractContextManager["TensorFiles"]):
         if self._open is not None:
             with suppress(OSError):
                 self._open[1].drop()
-
-
-def split(specs: Iterable[Spec], max_bytes: int) -> list[list[Spec]]:
-    """Returns the tensors of each file, in their order; a file has more than `max_bytes` only if it has one tensor."""
-    files: list[list[Spec]] = []
-    room = 0
-    for spec in specs:
-        if not files or spec.num_bytes > room:
-            files.append([])
-            room = max_bytes
-        files[-1].append(spec)
-        room -= spec.num_bytes
-    return files
 
 
 def file_names(count: int) -> list[str]:
@@ -232,26 +242,17 @@ def _finish(folder: Path) -> None:
     """Replaces `folder` by `unfinished(folder)`; the previous content is kept until the new one is in place."""
     before = folder.with_name(f".{folder.name}.before")
     shutil.rmtree(before, ignore_errors=True)
-    _sync(unfinished(folder))
+    sync_names(unfinished(folder))
     if folder.exists():
         folder.rename(before)
     unfinished(folder).rename(folder)
-    _sync(folder.parent)
+    sync_names(folder.parent)
     shutil.rmtree(before, ignore_errors=True)
 
 
 def discard(folder: Path) -> None:
     """Removes `unfinished(folder)`; `folder` stays as it was."""
     shutil.rmtree(unfinished(folder), ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    """Waits until the names in `folder` are on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_tensors(
@@ -269,7 +270,7 @@ def write_tensors(
     """
     origin = {theirs: ours for ours, theirs in names}
     specs = [Spec(theirs, *source.kind(ours)) for theirs, ours in origin.items()]
-    lists = split(specs, max_file_bytes)
+    lists = split_by_size(specs, lambda spec: spec.num_bytes, max_file_bytes)
     files = dict(zip(file_names(len(lists)), lists, strict=True))
     try:
         scratch = begin(out, ours=())
