@@ -8,7 +8,7 @@ once and one by one, whole and cut, without a stop and resumed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -59,8 +59,6 @@ NUM_STEPS = 7
 """The rectified ones move no weight in their first five steps."""
 
 RESUMED_AT = 3
-FALLING = tuple(0.5**number for number in range(1, NUM_STEPS + 1))
-"""Factors on the learning rate, for a trial that is compared with one at the full rate."""
 
 
 class Unfit(NamedTuple):
@@ -81,7 +79,7 @@ class ToyParameters(NamedTuple):
 
 
 class Trial:
-    """An optimizer over two small parameters, or over the parts into which `cut` cuts them. more: makes them larger."""
+    """An optimizer over two small parameters, or over the parts that `cut` makes of them. more: makes them larger."""
 
     def __init__(self, build: Build, toys: ToyParameters, cut: Cut | None = None, more: int = 0) -> None:
         self._generator = torch.Generator().manual_seed(5)
@@ -89,25 +87,26 @@ class Trial:
         self._shapes = [tuple(3 + more + at for at in range(ndim)) for ndim in toys.ndims]
         self._cut = cut or _whole
         self.parameters = [[nn.Parameter(one) for one in self._parts(shape)] for shape in self._shapes]
+        self.every = [one for parts in self.parameters for one in parts]
         groups = [{**one, "params": parts} for one, parts in zip(toys.options, self.parameters, strict=True)]
         self.optimizer = in_training(build(groups))
         self._generators = generators_of_optimizer(self.optimizer)
         self.begun = copied(attributes_of(shared_values(self.optimizer)))
-        self.storages: set[int] = set()  # of the last step's gradients
-        self.drew = False
+        self.keeps_gradients = self.draws = False
 
-    @property
-    def every(self) -> list[nn.Parameter]:
-        """All parameters, in their order."""
-        return [one for parts in self.parameters for one in parts]
+    def run(self, steps: Iterable[int] = range(NUM_STEPS), factor: float = 1.0, *, one_by_one: bool = False) -> Trial:
+        """Takes these steps: the same gradients in every trial, each in memory of its own, and the same random numbers. factor:
+        on the learning rate, in step n to the power of n + 1.
+        """
+        for number in steps:
+            self._step(number, factor ** (number + 1), one_by_one=one_by_one)
+        return self
 
-    def step(self, number: int, factor: float = 1.0, *, one_by_one: bool = False) -> None:
-        """Takes step `number`: the same gradients in every trial, each in memory of its own, and the same random numbers."""
+    def _step(self, number: int, factor: float, *, one_by_one: bool) -> None:
         self._generator.manual_seed(100 + number)
         gradients = [part for shape in self._shapes for part in self._parts(shape)]
         for parameter, gradient in zip(self.every, gradients, strict=True):
             parameter.grad = gradient
-        self.storages = {storage_id(gradient) for gradient in gradients if gradient.numel()}
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         seed_own(self._generators, number)
@@ -122,7 +121,10 @@ class Trial:
             stepped: Any = [_Stepped(one) for one in self.every]
             step_buckets(self.optimizer, stepped, lambda every: ([one] for one in every[::-1]), step)
         after = comparable_state(), on_device and on_device.get_offset()
-        self.drew = before != after or bool(self._generators)
+        self.draws |= before != after or bool(self._generators)
+        objects = [*self.optimizer.state.values(), *(value for _, _, value in own_attributes(self.optimizer))]
+        storages = {storage_id(one) for one in tree_leaves(objects) if isinstance(one, Tensor)}
+        self.keeps_gradients |= any(storage_id(one) in storages for one in gradients if one.numel())
 
     def values(self) -> list[Tensor]:
         """Returns the present values, flat, of each parameter."""
@@ -196,108 +198,55 @@ def examine(
     as they are.
     """
     with seeded(0), torch.random.fork_rng(list(range(torch.cuda.device_count())) if toys.device.type == "cuda" else []):
-        trial = Trial(build, toys)
-        start = trial.values()
+        first = Trial(build, toys)
+        start = first.values()
         try:
-            traits = _observe(trial)
-            larger = Trial(build, toys, more=2)
-            for number in range(NUM_STEPS):
-                larger.step(number)
+            first.run()
+            larger = Trial(build, toys, more=2).run()
         except Exception as error:
             fault = Unfit(f"cannot step two small parameters of {toys.ndims[0]} and {toys.ndims[1]} dims: {cause(error)}", "")
             return Traits(), [fault]
-        compare = _Compare(build, toys, start, trial.values())
-        faults = list(_out_of_reach(trial, larger))
+        traits = Traits(first.keeps_gradients, first.draws, has_modes(first.optimizer))
+        end = first.values()
+
+        def is_same(trial: Trial) -> bool:
+            """Returns whether the values are those of the first trial, but for rounding."""
+            for begun, expected, value in zip(start, end, trial.values(), strict=True):
+                eps = torch.finfo(expected.dtype).eps
+                moved = float((expected - begun).abs().max()) if expected.numel() else 0.0
+                size = float(expected.abs().max()) if expected.numel() else 0.0
+                if not torch.allclose(value, expected, rtol=0.0, atol=16 * eps * size + 1e-3 * moved, equal_nan=True):
+                    return False
+            return True
+
+        faults = list(_out_of_reach(first, larger))
         if not faults:
-            faults += compare.resumed()
-        if lr_changes and compare.has_moved and compare.is_same(compare.after(factors=FALLING)):
+            try:
+                if not is_same(_resumed(build, toys)):
+                    faults.append(Unfit("takes other steps once it goes on from a checkpoint", HINT))
+            except Exception as error:
+                why = error.diagnostics[0].message if isinstance(error, RunError) else cause(error)
+                faults.append(Unfit(f"cannot go on from a checkpoint: {why}", HINT))
+        has_moved = not all(map(torch.equal, start, end))
+        if lr_changes and has_moved and is_same(Trial(build, toys).run(factor=0.5)):
             faults.append(Unfit("takes no notice of the learning rate in its groups", 'read `group["lr"]` in each step'))
-        if not traits.draws:
-            faults += compare.scope(scope)
+        if traits.draws or scope not in ("elementwise", "per_matrix"):
+            return traits, faults
+        try:
+            is_apart = is_same(Trial(build, toys).run(one_by_one=True))
+        except Exception as error:
+            why = "" if isinstance(error, RunError) else f": {cause(error)}"
+            faults.append(Unfit(f"cannot step its parameters one by one{why}", 'say `scope = "global"`', "scope"))
+            return traits, faults
+        if not is_apart:
+            faults.append(Unfit("updates a parameter by more than its own gradients", 'say `scope = "global"`', "scope"))
+        elif scope == "elementwise" and not all(is_same(Trial(build, toys, cut).run()) for cut in (_rows, _flat)):
+            message = "updates an element by more than its own gradients and the number of dims of its parameter"
+            faults.append(Unfit(message, 'say `scope = "matrix"`', "scope"))
     return traits, faults
 
 
-class _Compare:
-    """Compares other trials with a first one, whose values were `start` and are `end` after all steps."""
-
-    def __init__(self, build: Build, toys: ToyParameters, start: list[Tensor], end: list[Tensor]) -> None:
-        self._build = build
-        self._toys = toys
-        self._start = start
-        self._end = end
-
-    def after(
-        self, cut: Cut | None = None, factors: Sequence[float] = (1.0,) * NUM_STEPS, *, one_by_one: bool = False
-    ) -> list[Tensor]:
-        """Returns the values of a new trial after all steps."""
-        trial = Trial(self._build, self._toys, cut)
-        for number, factor in enumerate(factors):
-            trial.step(number, factor, one_by_one=one_by_one)
-        return trial.values()
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether the first trial has changed its parameters."""
-        return not all(map(torch.equal, self._start, self._end))
-
-    def is_same(self, values: list[Tensor]) -> bool:
-        """Returns whether the values are those of the first trial, but for rounding."""
-        for begun, wanted, one in zip(self._start, self._end, values, strict=True):
-            eps = torch.finfo(wanted.dtype).eps
-            moved = float((wanted - begun).abs().max()) if wanted.numel() else 0.0
-            size = float(wanted.abs().max()) if wanted.numel() else 0.0
-            if not torch.allclose(one, wanted, rtol=0.0, atol=16 * eps * size + 1e-3 * moved, equal_nan=True):
-                return False
-        return True
-
-    def resumed(self) -> Iterator[Unfit]:
-        """Yields a fault if an optimizer that goes on from a checkpoint takes other steps."""
-        try:
-            is_same = self.is_same(_resumed(self._build, self._toys))
-        except Exception as error:
-            why = error.diagnostics[0].message if isinstance(error, RunError) else cause(error)
-            yield Unfit(f"cannot go on from a checkpoint: {why}", HINT)
-            return
-        if not is_same:
-            yield Unfit("takes other steps once it goes on from a checkpoint", HINT)
-
-    def scope(self, scope: str) -> Iterator[Unfit]:
-        """Yields a fault if an update depends on more than the declared scope says."""
-        if scope not in ("elementwise", "per_matrix"):
-            return
-        try:
-            is_apart = self.is_same(self.after(one_by_one=True))
-        except Exception as error:
-            why = "" if isinstance(error, RunError) else f": {cause(error)}"
-            yield Unfit(f"cannot step its parameters one by one{why}", 'say `scope = "global"`', "scope")
-            return
-        if not is_apart:
-            yield Unfit("updates a parameter by more than its own gradients", 'say `scope = "global"`', "scope")
-        elif scope == "elementwise" and not all(self.is_same(self.after(cut)) for cut in (_rows, _flat)):
-            yield Unfit(
-                "updates an element by more than its own gradients and the number of dims of its parameter",
-                'say `scope = "matrix"`',
-                "scope",
-            )
-
-
 HINT = "keep numbers, and tensors in `self.state[parameter]`; other attributes are not in a checkpoint"
-
-
-def _observe(trial: Trial) -> Traits:
-    """Takes all steps; returns the traits."""
-    keeps = draws = False
-    for number in range(NUM_STEPS):
-        trial.step(number)
-        draws |= trial.drew
-        keeps |= bool(trial.storages & _storages(trial))
-    return Traits(keeps, draws, has_modes(trial.optimizer))
-
-
-def _storages(trial: Trial) -> set[int]:
-    """Returns the storages of all tensors that the optimizer keeps."""
-    objects = [*trial.optimizer.state.values(), *(value for _, _, value in own_attributes(trial.optimizer))]
-    return {storage_id(one) for one in tree_leaves(objects) if isinstance(one, Tensor)}
 
 
 def _out_of_reach(trial: Trial, larger: Trial) -> Iterator[Unfit]:
@@ -330,25 +279,19 @@ def _tensors(trial: Trial) -> dict[str, list[torch.Size]]:
     return shapes
 
 
-def _resumed(build: Build, toys: ToyParameters) -> list[Tensor]:
-    """Returns the values after all steps; a second optimizer, which has what a checkpoint has of the first, takes the last."""
-    first, second = Trial(build, toys), Trial(build, toys)
-    for number in range(RESUMED_AT):
-        first.step(number)
-    states, options = {}, []
+def _resumed(build: Build, toys: ToyParameters) -> Trial:
+    """Returns a trial after all steps, the last of which it has taken from a checkpoint of another one."""
+    first, second = Trial(build, toys).run(range(RESUMED_AT)), Trial(build, toys)
+    states = {}
     with torch.no_grad():
         for one, other in zip(first.every, second.every, strict=True):
             other.copy_(one)
-            saved_leaves = leaves(first.optimizer.state.get(one, {}))
-            states[id(other)] = joined(StateLeaf(leaf.path, _saved(leaf.value)) for leaf in saved_leaves)
-    for group in first.optimizer.param_groups:
-        options.append(_saved(options_to_save(first.optimizer, group)))
+            state_leaves = leaves(first.optimizer.state.get(one, {}))
+            states[id(other)] = joined(StateLeaf(leaf.path, _saved(leaf.value)) for leaf in state_leaves)
+    options = [_saved(options_to_save(first.optimizer, group)) for group in first.optimizer.param_groups]
     shared = {place: _saved(value) for place, value in shared_to_save(first.optimizer, first.begun).items()}
-    dtypes = dict.fromkeys(states, toys.dtype)
-    load(second.optimizer, states, options, shared, second.begun, dtypes)
-    for number in range(RESUMED_AT, NUM_STEPS):
-        second.step(number)
-    return second.values()
+    load(second.optimizer, states, options, shared, second.begun, dict.fromkeys(states, toys.dtype))
+    return second.run(range(RESUMED_AT, NUM_STEPS))
 
 
 def _saved(value: Any) -> Any:

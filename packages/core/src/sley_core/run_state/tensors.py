@@ -70,21 +70,53 @@ class RunTensors:
         Raises RunError `checkpoint-type` for a dtype that a file cannot hold.
         """
         self.memory.follow("a checkpoint")
-        self._at_rest = self.memory.at_rest()
-        pieces = [*self._weights(), *self._states(), *self._all_buffers(), *self._keepers()]
+        at_rest = self.memory.at_rest()
+        pieces = [
+            TensorPiece(name, region.shape, rectangle, view)
+            for name, region, tensor in self._own_tensors()
+            for rectangle, view in region.cut(at_rest(tensor.detach()))
+        ]
         for piece in pieces:
             if piece.tensor.dtype not in DTYPES or piece.tensor.layout is not torch.strided:
                 kind = f"{piece.tensor.dtype}, {piece.tensor.layout}"
                 raise RunError("checkpoint-type", f"a checkpoint cannot have {piece.name!r}, which is {kind}")
         return pieces
 
+    def _own_tensors(self) -> Iterator[tuple[str, Region, Tensor]]:
+        """Yields this rank's tensors, each with its name in the checkpoint and its place in the whole one."""
+        masters = {one.param: one for one in self.update.masters.stepped}
+        for param in self.parts.registry:
+            if param in masters:
+                yield WEIGHTS + param.name, region_of(param, masters[param].elements), masters[param].parameter
+            elif self.parts.store.elements(param) is None or 0 in param.shape:  # whole, or without an element to cut
+                yield WEIGHTS + param.name, region_of(param), param.parameter
+        for stepped, leaf in self._state_leaves():
+            if isinstance(leaf.value, Tensor):
+                shape = tuple(leaf.value.shape)  # of the parameter, or of something else
+                is_cut = shape == tuple(stepped.parameter.shape)
+                region = region_of(stepped.param, stepped.elements) if is_cut else Region(shape)
+                yield state_name(stepped.name, leaf.name), region, leaf.value
+        for name, buffer, differs in self.buffers():
+            for place in (BUFFERS + name, *([self.own_name(BUFFERS + name)] if differs else [])):
+                yield place, Region(tuple(buffer.shape)), buffer
+        kept = {place: keeper.kept() for place, keeper in self.keepers.items()}
+        kept["extra"] = {name: extra_state(name, module) for name, module in with_extra_state(self.parts.layers)}
+        for place, tensors in kept.items():
+            for name, tensor in tensors.items():
+                yield self.own_name(f"{place}/{name}"), Region(tuple(tensor.shape)), tensor
+
+    def _state_leaves(self) -> Iterator[tuple[Stepped, StateLeaf]]:
+        """Yields the leaves of the optimizer's states, each with its parameter."""
+        for stepped in self.update.masters.stepped:
+            for leaf in leaves(self.update.optimizer.state.get(stepped.parameter, {})):
+                yield stepped, leaf
+
     def values(self) -> dict[str, Any]:
         """Returns, as JSON, the optimizer's values that are no tensors: leaves of states, and counters in its groups."""
         values = {}
-        for stepped in self.update.masters.stepped:
-            for leaf in leaves(self.update.optimizer.state.get(stepped.parameter, {})):
-                if leaf.path and not isinstance(leaf.value, Tensor):
-                    values[state_name(stepped.name, leaf.name)] = _plain(leaf.value, stepped.name, leaf.name)
+        for stepped, leaf in self._state_leaves():
+            if leaf.path and not isinstance(leaf.value, Tensor):
+                values[state_name(stepped.name, leaf.name)] = _plain(leaf.value, stepped.name, leaf.name)
         names = {id(stepped.parameter): stepped.name for stepped in self.update.masters.stepped}
         for group in self.update.optimizer.param_groups:
             options = options_to_save(self.update.optimizer, group)
@@ -97,12 +129,11 @@ class RunTensors:
 
     def paths(self) -> dict[str, Any]:
         """Returns the paths of the leaves of nested states; {} for an optimizer whose states are flat."""
-        paths = {}
-        for stepped in self.update.masters.stepped:
-            for leaf in leaves(self.update.optimizer.state.get(stepped.parameter, {})):
-                if len(leaf.path) > 1:
-                    paths[state_name(stepped.name, leaf.name)] = [list(one) for one in leaf.path]
-        return paths
+        return {
+            state_name(stepped.name, leaf.name): [list(one) for one in leaf.path]
+            for stepped, leaf in self._state_leaves()
+            if len(leaf.path) > 1
+        }
 
     def buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Yields name and value of each saved buffer, and whether it may differ from rank to rank."""
@@ -114,57 +145,14 @@ class RunTensors:
                     if differs or attribute not in module._non_persistent_buffers_set:
                         yield name, buffer, differs
 
-    def _weights(self) -> Iterator[TensorPiece]:
-        """Yields the pieces of weights that this rank saves: masters of what it steps, and whole weights that no rank has
-        cut, or that have no elements to cut.
-        """
-        stepped = {one.param: one for one in self.update.masters.stepped}
-        for param in self.parts.registry:
-            if param in stepped:
-                one = stepped[param]
-                yield from self._cut(WEIGHTS + param.name, region_of(param, one.elements), one.parameter)
-            elif self.parts.store.elements(param) is None or 0 in param.shape:
-                yield from self._cut(WEIGHTS + param.name, region_of(param), param.parameter)
-
-    def _states(self) -> Iterator[TensorPiece]:
-        """Yields the pieces of optimizer states that this rank saves."""
-        for stepped in self.update.masters.stepped:
-            for leaf in leaves(self.update.optimizer.state.get(stepped.parameter, {})):
-                if isinstance(leaf.value, Tensor):
-                    name = state_name(stepped.name, leaf.name)
-                    yield from self._cut(name, state_region(stepped, tuple(leaf.value.shape)), leaf.value)
-
-    def _all_buffers(self) -> Iterator[TensorPiece]:
-        """Yields the pieces of buffers; one that differs per rank is saved under this rank's own name, too."""
-        for name, buffer, differs in self.buffers():
-            yield from self._cut(BUFFERS + name, Region(tuple(buffer.shape)), buffer)
-            if differs:
-                yield from self._cut(self.own_name(BUFFERS + name), Region(tuple(buffer.shape)), buffer)
-
-    def _keepers(self) -> Iterator[TensorPiece]:
-        kept = {place: keeper.kept() for place, keeper in self.keepers.items()}
-        kept["extra"] = {name: extra_state(name, module) for name, module in with_extra_state(self.parts.layers)}
-        for place, tensors in kept.items():
-            for name, tensor in tensors.items():
-                yield from self._cut(self.own_name(f"{place}/{name}"), Region(tuple(tensor.shape)), tensor)
-
     def own_name(self, name: str) -> str:
         """Returns the name in the checkpoint of a tensor of this rank alone."""
         return f"ranks/{self.parts.world.rank}/{name}"
-
-    def _cut(self, name: str, region: Region, tensor: Tensor) -> Iterator[TensorPiece]:
-        for rectangle, view in region.cut(self._at_rest(tensor.detach())):
-            yield TensorPiece(name, region.shape, rectangle, view)
 
 
 def state_name(parameter: str, state: str) -> str:
     """Returns the name of a state of a parameter."""
     return f"{OPTIMIZER}{parameter}/{state}"
-
-
-def state_region(stepped: Stepped, shape: tuple[int, ...]) -> Region:
-    """Returns this rank's region of a state: that of the parameter, if the state has the parameter's shape; else all of it."""
-    return region_of(stepped.param, stepped.elements) if shape == tuple(stepped.parameter.shape) else Region(shape)
 
 
 def generators(device: Device) -> dict[str, Any]:
