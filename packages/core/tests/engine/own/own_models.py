@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -91,26 +90,6 @@ def batch_norm(data: DataInfo, hidden: int = 8, declared: bool = False) -> Model
     """A running mean, which training writes."""
     patterns = ("*.running_mean", "*.running_var", "*.num_batches_tracked") if declared else ()
     return Model(_around([Normalised(hidden)], data, hidden), per_rank_buffers=patterns)
-
-
-def drawn_apart(data: DataInfo) -> Model:
-    """Draws its first values from a generator that every process has for itself."""
-    generator = torch.Generator().manual_seed(os.getpid())
-
-    def draw(module: nn.Module, name: str) -> None:
-        for parameter in module.parameters(recurse=False):
-            nn.init.normal_(parameter, std=0.1, generator=generator)
-
-    return Model(plain(data, num_blocks=1), draw)
-
-
-class Scale(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.empty(hidden))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden * self.gain
 
 
 class Branch(nn.Module):
