@@ -13,10 +13,8 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
-from sley_memory.host import MovedStorage
 from sley_testing.habits import HABITS
-from sley_testing.plans import changed, small_plan
-from sley_testing.runs import assert_same_run, record
+from sley_testing.plans import small_plan
 
 pytestmark = pytest.mark.timeout(120)
 SHARING = ("GRU", "LSTM", "RNN", "unsafe_split", "views of both", "data", "detach", "next layer")
@@ -120,12 +118,6 @@ def test_a_budget_is_kept(as_kept: Any) -> None:
     assert (counts["moved_bytes"], counts["over_budget_bytes"]) == (0, free["moved_bytes"])
 
 
-def test_small_storages_stay(as_kept: Any) -> None:
-    assert as_kept({"use": "memory.host"}, model=MODEL)["moved_bytes"] == 0
-    some, all_of_them = (as_kept(HOST | {"min_bytes": size}, model=MODEL)["moved_bytes"] for size in (2000, 1))
-    assert 0 < some < all_of_them
-
-
 def test_chosen_layers(as_kept: Any) -> None:
     every = as_kept(HOST, model=MODEL)["moved_bytes"]
     assert as_kept(HOST | {"layers": 1}, model=MODEL)["moved_bytes"] == every / 3
@@ -200,49 +192,3 @@ def test_a_layer_that_writes_to_what_another_saved_is_refused_in_the_first_step(
         del caught
         gc.collect()
         assert policy.arena.num_lent_bytes == 0
-
-
-def late(tables: dict[str, Any], texts: Path, spoil: Any = None) -> tuple[Any, list[str], float]:
-    """Three steps with copies as late as the policy permits; faults, and what came back too late."""
-    from late import LateStream
-
-    streams = []
-
-    def prepare(run: Any) -> None:
-        policy = run.caller.policy
-        streams.append(LateStream())
-        policy._stream = streams[0]
-        if spoil is not None:
-            spoil(policy)
-        policies.append(policy)
-
-    policies: list[Any] = []
-    recorded = record(tables, 3, folder=texts, prepare=prepare)
-    return recorded, streams[0].faults, policies[0].counts()["moved_bytes"]
-
-
-def test_copies_may_be_late(own: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is freed, given back or read before a wait; without one of the waits this fails."""
-    tables = small_plan(model=MODEL | {"options": {"dropout": 0.3}}, activations=HOST)
-    reference = record(changed(tables, activations={"use": "core.keep"}), 3, folder=texts)
-    recorded, faults, moved = late(tables, texts)
-    assert moved > 0
-    assert faults == []
-    assert_same_run(reference, recorded)
-
-    def released_at_once(policy: Any) -> None:
-        send = MovedStorage.send
-        monkeypatch.setattr(MovedStorage, "send", lambda moved, looks: (send(moved, looks=looks), moved.release()))
-
-    assert late(tables, texts, released_at_once)[1], "a copy of what is freed at once is not noticed"
-    monkeypatch.undo()
-    monkeypatch.setattr("late.LateEvent.hold_device", lambda event: None)
-    with pytest.raises((AssertionError, RunError)):  # other numbers, or such as no step is taken with
-        assert_same_run(reference, late(tables, texts)[0])
-
-
-def test_evaluation_moves_nothing(own: Path, texts: Path) -> None:
-    tables = changed(small_plan(model=MODEL, activations=HOST), evaluation={"every": 9, "steps": 1})
-    with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
-        run.evaluate()
-        assert run.counts["memory.host"]["moved_bytes"] == 0

@@ -103,19 +103,12 @@ def left_over(tables, folder):
 
 LAYOUTS = {
     "alone": {},
-    "pipeline": {"parallel": {"pp": 2}, "pipeline": {"use": "pp.interleaved", "chunks": 2}},
     "sharded weights": {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}},
     "columns of the table, slices of the vocabulary": {
         "parallel": {"wp": 2},
         "weights": {"use": "isp.communicator", "embedding": "hidden", "head": "vocabulary"},
     },
-    "slices of sequences": {"parallel": {"sp": 2}, "sequence": {"use": "isp.all_to_all"}},
     "sharded optimizer": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded"}]},
-    "low-rank gradients": {
-        "parallel": {"dp": 2},
-        "gradient_handlers": [{"use": "powersgd.reducer", "rank": 1, "start_step": 2}],
-    },
-    "narrow sums": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed", "reduction": "bf16"}]},
 }
 
 

@@ -8,7 +8,6 @@ from odd_parts import PLAN
 from parking import BETWEEN, EVERYTHING, cycle, running, sha
 
 from sley_testing.parity import assert_same_bits
-from sley_testing.plans import small_plan
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -152,36 +151,6 @@ def test_an_optimizer_of_a_users_own_with_states_of_every_kind():
     assert (found, found_kinds) == (plain, kinds)
     assert moved.copied_out > 0
     assert rest == 1200 < size, "all but the state of no parameter are away"
-
-
-def counted(tables, folder, moves):
-    """How often each gradient of this rank is reported ready in each of three steps, and the names."""
-    with running({**tables, "offload": EVERYTHING}, folder) as run:
-        found, names = [], sorted(param.name for param in run.store.params)
-        for _ in range(3):
-            if moves:
-                cycle(run)
-                cycle(run)
-            seen = []
-            run.store.on_ready.append(seen.append)
-            run.step()
-            run.store.on_ready.remove(seen.append)
-            found.append(sorted(param.name for param in seen))
-        return found, names
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.004}]},
-        {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}},
-    ],
-    ids=["buckets", "sharded weights"],
-)
-def test_each_gradient_is_ready_once_per_step_after_any_number_of_cycles(ranks, changes, texts):
-    """What starts a reduction is called as often as without."""
-    for found, names in ranks(2, 60)(counted, small_plan(precision__compute="bf16", **changes), texts, True):
-        assert found == [names] * 3
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])

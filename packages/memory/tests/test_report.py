@@ -11,22 +11,6 @@ from parking import BETWEEN, EVERYTHING, cycle, running
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_a_row_has_what_moved_since_the_row_before():
-    with running({**PLAN, "offload": EVERYTHING}) as run:
-        first = run.step()
-        assert (first["offload/gb"], first["offload/s"], first["offload/gb_per_s"]) == (0, 0, 0)
-        cycle(run)
-        second = run.step()
-        report = run.memory.report.values()
-        assert second["offload/gb"] == sum(moved.copied_out + moved.copied_in for moved in report) / 1e9 > 0
-        seconds = sum(moved.seconds_out + moved.seconds_in for moved in report)
-        assert second["offload/s"] == seconds > 0
-        assert math.isclose(second["offload/gb_per_s"], second["offload/gb"] / seconds)
-        assert run.step()["offload/gb"] == 0
-    with running(PLAN) as run:
-        assert not [name for name in run.step() if name.startswith("offload")]
-
-
 @pytest.mark.parametrize(
     ("offload", "parts"),
     [

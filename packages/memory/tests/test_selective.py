@@ -110,12 +110,6 @@ def test_a_budget_is_kept(as_kept: Any) -> None:
     assert as_kept(SELECTIVE | {"budget_bytes": 0}, model=MODEL)["kept_attentions"] == 0
 
 
-def test_chosen_layers(as_kept: Any) -> None:
-    every = as_kept(SELECTIVE, model=MODEL)["kept_bytes"]
-    assert as_kept(SELECTIVE | {"layers": 1}, model=MODEL)["kept_bytes"] == every / 3
-    assert as_kept(SELECTIVE | {"layers": ["[23]"]}, model=MODEL)["kept_bytes"] == every * 2 / 3
-
-
 def test_attention_that_is_written_on_is_refused(own: Path, texts: Path) -> None:
     """It would be another in the second run."""
     tables = small_plan(model=MODEL | {"options": {"in_place": True}}, activations=SELECTIVE)

@@ -111,15 +111,6 @@ def test_every_missing_wait_is_caught(train: Train, texts: Path) -> None:
     assert not missed - caught
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("case", CASES)
-def test_waits_that_others_imply_change_nothing(case: str, train: Train, texts: Path) -> None:
-    plain, training = both(train, case, texts)
-    for site, name in named(wait_sites(partial(training, 0))).items():
-        if name in IMPLIED:
-            assert first_caught(training, plain, site, NUM_TRIES) is None, f"{site} is needed: {IMPLIED[name]}"
-
-
 @pytest.mark.parametrize("race", OTHERS_RACES)
 def test_races_of_others_are_caught(race: str, train: Train, texts: Path) -> None:
     """In the first order, by what the manager does and not by its bits."""
