@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sley_checkpoint.reader import Checkpoint, read
+from sley_checkpoint.reader import read
 from sley_core.engine.buffers import ElementRange
 from sley_core.engine.shards import Shard
 from sley_core.errors import RunError
@@ -55,13 +55,6 @@ def test_the_parts_of_all_ranks_are_the_whole_and_nothing_twice(shape, count, sp
                 assert torch.equal(whole[place] + 1, view)
                 times[place] += 1
     assert torch.equal(times, torch.ones(shape))
-
-
-def test_what_two_rectangles_have_in_common():
-    one, other = next(rectangles((4, 6), 6, 18)), next(rectangles((4, 6), 12, 24))
-    assert one.common(other) == next(rectangles((4, 6), 12, 18))
-    assert one.common(next(rectangles((4, 6), 0, 6))) is None
-    assert Rectangle.all_of(()).common(Rectangle.all_of(())) == Rectangle.all_of(())
 
 
 @pytest.mark.parametrize(
@@ -133,16 +126,6 @@ def test_safetensors_opens_each_file(texts, tmp_path, ranks):
                 names.add(name)
                 assert torch.equal(opened.get_tensor(name), found[name]), name
     assert names == set(found)
-
-
-def test_what_is_in_it_is_known_without_reading_it(texts, tmp_path, monkeypatch):
-    stretch(small_plan(), 1, folder=texts, save=tmp_path / "saved")
-    found = read(tmp_path / "saved")
-    name = next(iter(found.weights()))
-    monkeypatch.setattr(Checkpoint, "read_into", None)
-    assert name in found.weights()
-    assert f"weights/{name}" in found
-    assert "weights/nothing" not in found
 
 
 def test_each_rank_writes_about_half_and_nothing_is_there_twice(texts, tmp_path, ranks):

@@ -60,16 +60,6 @@ def test_data_goes_on_and_no_row_is_skipped_or_taken_twice(texts, tmp_path):
     assert len(set(every)) < len(every), "an epoch has ended"
 
 
-def test_a_second_and_a_third_resume_go_on_too(texts, tmp_path):
-    plan = small_plan(run__steps=6)
-    whole = seen(plan, 6, texts)
-    parts = [seen(plan, 2, texts, save=tmp_path / "1")]
-    parts += [seen(plan, 2, texts, load=tmp_path / "1", save=tmp_path / "2")]
-    parts += [seen(plan, 2, texts, load=tmp_path / "2")]
-    assert list(chain(*(part.samples for part in parts))) == whole.samples
-    assert list(chain(*(part.losses for part in parts))) == whole.losses
-
-
 def test_the_position_of_every_rank_is_kept_by_fewer_and_by_more(texts, tmp_path, ranks):
     plan = small_plan(run__steps=6, batch__micro_size=4)
     whole = seen(plan, 6, texts)

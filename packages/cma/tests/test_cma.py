@@ -80,41 +80,6 @@ def test_what_nobody_waits_for_is_not_read(ranks):
     assert ranks(2)(unread) == [20.0, 20.0]
 
 
-def many_open() -> list[list[float]]:
-    """Twenty exchanges of each kind under way at a time, where four can be open; what each brings, and what is still open."""
-    group = wp()
-    offers.RING = 4
-    size, coord = group.size, group.coord
-    started, results = [], []
-    for number in range(20):
-        result = torch.full((2 * size,), -1.0)
-        started.append(group.transport(GATHER).all_gather([result], [torch.full((2,), 10.0 * number + coord)], what="weights"))
-        results.append(result)
-        whole = torch.full((2 * size,), 10.0 * number + coord)
-        started.append(group.transport(REDUCE).reduce_scatter([whole], [], what="gradients"))
-        results.append(whole[2 * coord : 2 * coord + 2])
-        received = torch.empty(size, 1)
-        sent = 100.0 * number + 10.0 * coord + torch.arange(size, dtype=torch.float32)[:, None]
-        started.append(group.transport(GATHER).all_to_all(received, sent, what="vectors"))
-        results.append(received.view(-1))
-    for exchange in started:
-        exchange.wait()
-        exchange.wait_sent()
-    num_open = [len(group.transport(lane).rows._open) for lane in (GATHER, REDUCE)]
-    return [*(result.tolist() for result in results), num_open]
-
-
-def test_any_number_of_exchanges_may_be_under_way(ranks):
-    """The oldest is completed for the next one: nobody waits for ranks that wait for it."""
-    for coord, found in enumerate(ranks(3, 30)(many_open)):
-        wanted: list[list[float]] = []
-        for number in range(20):
-            wanted.append([10.0 * number + peer for peer in range(3) for _ in range(2)])
-            wanted.append([3 * 10.0 * number + 3.0] * 2)
-            wanted.append([100.0 * number + 10.0 * peer + coord for peer in range(3)])
-        assert found == [*wanted, [0, 0]]
-
-
 def shared() -> list[list[float]]:
     """Steps in which shards are shared once, gathered twice, and written afterwards."""
     group = wp()
@@ -142,28 +107,6 @@ def test_what_is_shared_is_read_many_times_and_then_written(ranks):
         for step, values in enumerate(found):
             each = [10.0 * step + rank for rank in range(3)]
             assert values == [one for one in each for _ in range(2)] + [one for one in each for _ in range(3)]
-
-
-def shared_for_long() -> list[float]:
-    """More gathers of something else than offers can be open, while the shards are shared; the last rank reads at the end."""
-    group = wp()
-    offers.RING = 4
-    shard = torch.full((2,), 1.0 + group.coord)
-    share = group.transport(GATHER).publish([shard], what="weights")
-    for lap in range(10):
-        exchange = group.transport(GATHER).all_gather([torch.empty(group.size)], [torch.full((1,), float(lap))], what="laps")
-        exchange.wait()
-        exchange.wait_sent()
-    whole = torch.empty(2 * group.size)
-    exchange = share.all_gather([whole], [shard], what="weights")
-    exchange.wait()
-    share.wait_sent()
-    return whole.tolist()
-
-
-def test_what_is_shared_may_stay_so_for_any_number_of_exchanges(ranks):
-    """As in a step of many micro-batches, whose weights are shared from its beginning to its end."""
-    assert ranks(2)(shared_for_long) == [[1.0, 1.0, 2.0, 2.0]] * 2
 
 
 def let_go(is_shared: bool) -> list[bool]:

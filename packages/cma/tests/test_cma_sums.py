@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sley_cma import offers
 from sley_core.comm.groups import Group, make_groups
 from sley_core.comm.transport import Work
 from sley_core.errors import RunError
@@ -67,24 +66,6 @@ def test_every_rank_has_the_sum_of_all_bit_for_bit(ranks, size):
         assert all(torch.equal(sums[0], other) for other in sums[1:])
 
 
-def many_open() -> list[float]:
-    group = stage()
-    sums = group.transport()
-    offers.RING = 4
-    wholes = [torch.full((5,), float(number + group.coord)) for number in range(20)]
-    under_way = [sums.all_reduce(whole, what="gradients") for whole in wholes]
-    for one in under_way:
-        one.wait_sent()
-    assert not sums.sums.wholes._open
-    return [float(whole.unique()) for whole in wholes]
-
-
-def test_any_number_of_sums_may_be_under_way(ranks):
-    """Where four offers can be open, the oldest sum ends for the next one."""
-    for found in ranks(2, 30)(many_open):
-        assert found == [2.0 * number + 1 for number in range(20)]
-
-
 def alone_at_first() -> list[bool]:
     """What the first rank's `test` says before the second has come; and what each says after both have had their turns."""
     group = stage()
@@ -122,25 +103,6 @@ def the_second_first() -> list[bool]:
 def test_sums_are_taken_in_order(ranks):
     """On a rank that had passed by the first, and came to the second a moment later, they would be summed crosswise."""
     assert ranks(2)(the_second_first) == [[False, True, True, True]] * 2
-
-
-def in_own_order() -> list[float]:
-    """Eight sums, of which one rank waits for the first first and the other for the last, over and over."""
-    group = stage()
-    found = []
-    for turn in range(20):
-        wholes = [torch.full((9,), float(number + group.coord + turn)) for number in range(8)]
-        started = [group.transport().all_reduce(whole, what="gradients") for whole in wholes]
-        for one in started[:: 1 if group.coord else -1]:
-            one.wait_sent()
-        found += [float(whole.unique()) for whole in wholes]
-    return found
-
-
-def test_ranks_may_wait_for_their_sums_in_unlike_orders(ranks):
-    """Whoever waits for one sum takes part in the others."""
-    wanted = [2.0 * (number + turn) + 1 for turn in range(20) for number in range(8)]
-    assert ranks(2, 30)(in_own_order) == [wanted] * 2
 
 
 def nobody_comes() -> Any:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import subprocess
 import sys
 from array import array
 from pathlib import Path
@@ -16,7 +15,7 @@ from sley_core.data.dataset import DataConfig, DataContext
 from sley_core.errors import KeyPath, PlanError
 from sley_data.check import check
 from sley_data.config import TextConfig, TokensConfig
-from sley_data.datasets import TextDataset, TokensDataset
+from sley_data.datasets import TextDataset
 
 
 def found(config: DataConfig, *, evaluates: bool = False) -> list[tuple[KeyPath, str]]:
@@ -41,14 +40,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "five.bin").write_bytes(array("H", [1, 2, 3, 4, 5]).tobytes())
     (tmp_path / "odd.bin").write_bytes(b"123")
     return tmp_path
-
-
-def test_good_data_has_no_problem(folder: Path) -> None:
-    assert found(text(folder / "five.txt")) == []
-    assert found(text(folder / "five.txt", held_out_files=(folder / "other.txt",)), evaluates=True) == []
-    assert found(tokens(folder / "five.bin")) == []
-    assert found(tokens(folder / "five.bin", held_out_files=(folder / "other.bin",)), evaluates=True) == []
-    assert found(TextConfig(source="python-stdlib", sequence=256), evaluates=True) == []
 
 
 @pytest.mark.parametrize("documents", ["pack", "cut", "pad"])
@@ -93,14 +84,6 @@ def test_held_out_data_is_needed_only_to_evaluate(folder: Path) -> None:
         assert found(config, evaluates=False) == []
         is_there = isinstance(config, TokensConfig) and config.held_out_files
         assert found(config, evaluates=True) == ([] if is_there else missing)
-
-
-def test_a_single_file_that_is_held_out_and_short_is_not_said_to_be_left_to_train_on(folder: Path) -> None:
-    """It was said to be held out, and not to be."""
-    (folder / "short.txt").write_text("abc", "utf-8")
-    found = list(check(text(folder / "short.txt", held_out=0.9999), evaluates=True))
-    assert "nothing is left to train on" in found[0].message
-    assert not any("none is left to evaluate on" in one.message for one in found)
 
 
 @pytest.mark.parametrize(
@@ -175,24 +158,3 @@ def len_or_0(dataset: Any) -> int:
         if error.diagnostics[0].code != "data-short":
             raise
         return 0
-
-
-def test_the_count_of_token_files_needs_no_reading_unless_they_are_padded(folder: Path) -> None:
-    config = tokens(folder / "five.bin", sequence=3)
-    assert num_samples(config) == len(TokensDataset(config, DataContext())) == 2
-    assert num_samples(tokens(folder / "five.bin", documents="pad", end_of_document=1)) is None
-    assert num_samples(tokens(folder / "none.bin")) is None
-
-
-def test_checking_imports_no_torch(folder: Path) -> None:
-    program = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "import sley_data.plugin\n"
-        "from sley_data.check import check\n"
-        "from sley_data.config import TextConfig\n"
-        f"config = TextConfig(files=(Path({str(folder / 'five.txt')!r}),), sequence=9)\n"
-        "print(*(problem.code for problem in check(config, evaluates=True)), 'torch' in sys.modules)\n"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["data-short", "held-out", "False"]

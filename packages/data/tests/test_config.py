@@ -50,11 +50,6 @@ def test_token_tables_that_mean_nothing_are_refused(table: dict[str, Any], messa
     refused(TokensConfig, message, **{"files": ["a"], "vocab_size": 100, "sequence": 4, **table})
 
 
-def test_paths_start_at_the_plans_folder() -> None:
-    config = TextConfig.model_validate({"files": ["a/*.txt"], "sequence": 1}, context={"folder": Path("/plan")})
-    assert config.files == (Path("/plan/a/*.txt"),)
-
-
 def test_held_out_files_leave_no_share_to_hold_out() -> None:
     assert TextConfig(source="python-stdlib", sequence=1).held_out == 0.02
     files = TextConfig(source="python-stdlib", sequence=1, held_out_files=(Path("b"),))

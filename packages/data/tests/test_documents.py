@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sley_data.files import NOT_LIBRARY, find_files, standard_library
+from sley_data.files import find_files
 
 KEY = ("data", "files")
 
@@ -66,13 +66,3 @@ def test_what_is_no_regular_file_is_refused(corpus: Path) -> None:
     os.mkfifo(corpus / "pipe")
     _, problems = find_files([corpus / "pipe"], KEY)
     assert "is not a regular file" in problems[0].message
-
-
-def test_the_standard_library_is_sorted_and_without_tests_and_installed_packages() -> None:
-    files, problems = standard_library()
-    assert not problems
-    found = [file.name for file in files]
-    assert found == sorted(found)
-    assert {"argparse.py", "json/decoder.py"} <= set(found)
-    assert NOT_LIBRARY.isdisjoint(part for name in found for part in Path(name).parts)
-    assert all(file.num_bytes for file in files)

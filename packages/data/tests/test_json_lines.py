@@ -83,13 +83,6 @@ def test_a_line_that_is_no_document_is_named(path: Path, line: str, message: str
         len(TextDataset(config(path, field="text"), DataContext()))
 
 
-def test_the_first_line_of_a_large_corpus_is_looked_at(tmp_path: Path) -> None:
-    path = tmp_path / "large.jsonl"
-    path.write_text('{"content": "' + "x" * (1 << 20) + '"}\n', "utf-8")
-    (problem,) = check(config(path, field="text"), evaluates=False)
-    assert problem.hint == "its keys are `content`"
-
-
 @pytest.mark.parametrize("more", [{"separator": "|"}, {"source": "python-stdlib", "files": ()}])
 def test_a_field_goes_with_lines_of_files_alone(path: Path, more: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="`field`"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from array import array
 from pathlib import Path
@@ -19,7 +18,7 @@ from sley_core.errors import PlanError
 from sley_data.check import check
 from sley_data.config import TextConfig, TokensConfig
 from sley_data.datasets import TextDataset, TokensDataset
-from sley_data.documents import Content, among, content_of, in_share, read_documents
+from sley_data.documents import content_of, in_share, read_documents
 from sley_data.files import text_files
 
 WAYS: dict[str, dict[str, Any]] = {"files": {}, "separator": {"separator": "\n\n"}, "field": {"field": "text"}}
@@ -86,17 +85,6 @@ def test_what_held_out_files_have_is_not_trained_on_and_said(tmp_path: Path, way
     assert (problem.code, "`held_out_files`" in problem.message) == ("data-short", True)
 
 
-def test_a_compressed_copy_is_a_copy(tmp_path: Path) -> None:
-    for number, text in enumerate(drawn(40)):
-        (tmp_path / f"{number}.txt").write_text(text)
-        (tmp_path / f"{number}.txt.gz").write_bytes(gzip.compress(text.encode()))
-    config = TextConfig(files=(tmp_path / "*",), sequence=4, held_out=0.3)
-    held = texts(config, "held_out")
-    assert len(held) == 2 * len({*held}) > 10
-    apart = TextConfig(files=(tmp_path / "*.gz",), held_out_files=(tmp_path / "[12]*.txt",), sequence=4)
-    assert not {*texts(apart, "train")} & {*texts(apart, "held_out")}
-
-
 @given(st.lists(st.binary(max_size=8)), st.floats(0, 1), st.floats(0, 1))
 def test_a_larger_share_holds_out_more_and_contents_alone_decide(found: list[bytes], one: float, other: float) -> None:
     contents = [content_of(text) for text in found]
@@ -104,18 +92,6 @@ def test_a_larger_share_holds_out_more_and_contents_alone_decide(found: list[byt
     assert all(inside or not within for within, inside in zip(small, large, strict=True))
     assert in_share(contents[::-1], one) == in_share(contents, one)[::-1]
     assert not any(in_share(contents, 0))
-
-
-def test_the_share_is_kept_on_average() -> None:
-    assert 150 < sum(in_share([content_of(b"%d" % number) for number in range(1000)], 0.2)) < 250
-
-
-def test_no_file_is_read_of_which_no_other_has_the_size() -> None:
-    def fail() -> bytes:
-        raise AssertionError("read")
-
-    unique = [Content(size, fail) for size in (1, 2, 3)]
-    assert among(unique, [Content(4, fail), content_of(b"12345")]) == [False] * 3
 
 
 def ids(path: Path, values: list[int]) -> Path:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from sley_core.data.dataset import IGNORED, DataContext, Split
-from sley_core.data.feed import Feed
 from sley_core.errors import PlanError
 from sley_data.config import TextConfig
 from sley_data.datasets import TextDataset
@@ -54,38 +53,6 @@ def test_packed_labels_never_cross_a_boundary(corpus: Path) -> None:
     assert data[0]["cu_seqlens"].tolist() == [0, 4, 4]
 
 
-def test_info_needs_no_file(tmp_path: Path) -> None:
-    info = dataset(tmp_path / "missing.txt").info
-    assert (info.vocab_size, info.sequence) == (256, 4)
-    assert list(info.fields) == ["tokens", "labels", "positions", "cu_seqlens"]
-    assert list(dataset(tmp_path / "missing.txt", documents="cut").info.fields) == ["tokens", "labels"]
-
-
-def test_samples_are_as_info_declares_them(corpus: Path) -> None:
-    for documents in ("pack", "cut", "pad"):
-        data = dataset(corpus / "*.txt", documents=documents)
-        with Feed(data, seed=0, batch_size=3, rows=range(3)) as feed:
-            batch = feed.next()
-        for name, field in data.info.fields.items():
-            assert batch[name].dtype == getattr(torch, field.dtype)
-            assert batch[name].shape[field.batch_dim] == 3
-            assert field.sequence_dim is None or batch[name].shape[field.sequence_dim] == 4
-
-
-@pytest.mark.parametrize("documents", ["pack", "cut", "pad"])
-@pytest.mark.parametrize("dp", [2, 4])
-def test_global_batches_are_equal_in_every_layout(corpus: Path, documents: str, dp: int) -> None:
-    def batches(rows: range) -> list[dict[str, torch.Tensor]]:
-        with Feed(dataset(corpus / "**/*.txt", documents=documents), seed=5, batch_size=4, rows=rows) as feed:
-            return [feed.next() for _ in range(5)]
-
-    size = 4 // dp
-    ranks = [batches(range(coord * size, (coord + 1) * size)) for coord in range(dp)]
-    for number, whole in enumerate(batches(range(4))):
-        for name, value in whole.items():
-            assert torch.equal(torch.cat([rank[number][name] for rank in ranks]), value)
-
-
 def test_the_splits_share_no_document_and_lose_none(corpus: Path) -> None:
     for number in range(50):
         (corpus / f"{number}.md").write_bytes(b"%02d" % number * 3)
@@ -124,23 +91,11 @@ def test_a_separator_makes_documents_within_a_file(tmp_path: Path) -> None:
     assert [bytes(data[index]["tokens"].tolist()).rstrip(b"\0") for index in range(len(data))] == [b"firs", b"secon", b"thir"]
 
 
-def test_a_file_matched_twice_is_read_once(corpus: Path) -> None:
-    once = dataset(corpus / "a.txt", documents="cut")
-    twice = dataset(corpus / "a.txt", corpus / "sub/../a.txt", corpus / "a*", documents="cut")
-    assert labels_of(once) == labels_of(twice)
-
-
 def test_too_little_text_is_an_error(corpus: Path) -> None:
     with pytest.raises(PlanError, match="has 7 tokens; one sample needs 7 and a label") as caught:
         len(dataset(corpus / "b.txt", sequence=7))
     assert caught.value.diagnostics[0].code == "data-short"
     assert len(dataset(corpus / "b.txt", sequence=6)) == 1
-
-
-def test_missing_files_are_all_named(corpus: Path) -> None:
-    with pytest.raises(PlanError) as caught:
-        len(dataset(corpus / "x.txt", corpus / "a.txt", corpus / "*.md"))
-    assert [problem.path for problem in caught.value.diagnostics] == [("data", "files", 0), ("data", "files", 2)]
 
 
 def test_the_standard_library_is_text_that_every_machine_has() -> None:

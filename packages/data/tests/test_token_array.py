@@ -35,14 +35,3 @@ def test_the_largest_tokens_are_not_negative(dtype: torch.dtype) -> None:
     array = TokenArray([torch.tensor([0, largest, 1, largest]).to(dtype)])
     assert array.read(0, 4).tolist() == [0, largest, 1, largest]
     assert array.find(largest).tolist() == [1, 3]
-
-
-def test_what_is_read_is_a_copy() -> None:
-    part = torch.tensor([1, 2, 3], dtype=torch.uint8)
-    TokenArray([part]).read(0, 3).zero_()
-    assert part.tolist() == [1, 2, 3]
-
-
-def test_nothing_is_read_beyond_the_end() -> None:
-    with pytest.raises(AssertionError):
-        TokenArray([torch.zeros(3, dtype=torch.uint8)]).read(1, 4)

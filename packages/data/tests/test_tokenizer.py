@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sley_core.api.plan import DataConfig
 from sley_core.data.dataset import IGNORED, DataContext
@@ -52,26 +52,12 @@ def test_a_tokenizer_without_a_vocabulary(tmp_path: Path) -> None:
     assert caught.value.diagnostics[0].code == "tokenizer-invalid"
 
 
-def test_without_an_end_token_documents_are_what_they_are(tmp_path: Path, tokenizer: Path) -> None:
-    data = dataset(tmp_path, b"weft the weft", tokenizer=tokenizer)
-    assert data[0]["tokens"].tolist() == [4, 1, 0]
-    assert data[0]["labels"].tolist() == [1, 4, IGNORED]
-
-
 def test_more_than_65536_tokens_take_four_bytes(tmp_path: Path) -> None:
     large = Tokenizer(models.WordLevel({f"w{number}": number for number in range(70000)}, unk_token="w0"))
     large.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     large.save(str(tmp_path / "large.json"))
     data = dataset(tmp_path, b"w69999 w1 w65536 w2", tokenizer=tmp_path / "large.json")
     assert data[0]["tokens"].tolist() == [69999, 1, 65536]
-
-
-def test_many_documents_keep_their_order(tmp_path: Path, tokenizer: Path) -> None:
-    path = tmp_path / "all.md"
-    path.write_bytes(b"|".join([b"the weft", b"shuttle carries"] * 400))
-    config = TextConfig(files=(path,), separator="|", tokenizer=tokenizer, sequence=1, documents="pad", held_out=0)
-    data = TextDataset(config, DataContext())
-    assert [int(data[index]["tokens"][0]) for index in range(len(data))] == [1, 2] * 400
 
 
 def test_text_that_is_not_utf8_is_an_error_and_not_replaced(tmp_path: Path, tokenizer: Path) -> None:
@@ -146,39 +132,6 @@ def test_settings_that_drop_add_or_draw_tokens_do_not_count(tmp_path: Path, make
         one.ids for one in make().encode_batch([text.decode() for _, text in texts])
     ]
     assert without_settings((tmp_path / "plain.json").read_text()) == (tmp_path / "plain.json").read_text()
-
-
-TEMPLATES = {
-    "nothing": None,
-    "begin": processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 6)]),
-    "end": processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 7)]),
-    "both": processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 6), ("</s>", 7)]),
-    "roberta": processors.RobertaProcessing(("</s>", 7), ("<s>", 6)),
-    "twice": processors.TemplateProcessing(single="<s> <s> $A", special_tokens=[("<s>", 6)]),
-}
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_what_a_tokenizer_adds_to_a_text_is_trained_on(tmp_path: Path, tokenizer: Path, template: str) -> None:
-    """As transformers adds it from the same folder, to documents and to prompts."""
-    from transformers import PreTrainedTokenizerFast
-
-    made = Tokenizer.from_file(str(tokenizer))
-    made.add_special_tokens(["<s>", "</s>"])
-    if TEMPLATES[template] is not None:
-        made.post_processor = TEMPLATES[template]
-    made.save(str(tokenizer))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "add_bos_token": False}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    wanted = PreTrainedTokenizerFast.from_pretrained(tmp_path)("the shuttle")["input_ids"]
-    for end in (None, "<end>", "</s>"):
-        ours = OurTokenizer(tmp_path, end)
-        ids, lengths = ours.encode([("a", b"the shuttle"), ("b", b"weft")])
-        last = [] if end is None or (end == "</s>" and wanted[-1] == 7) else [made.token_to_id(end)]
-        assert ids.tolist()[: lengths[0]] == wanted + last
-        prompt, num_before = ours.encode_prompt("the shuttle")
-        assert prompt == wanted[: num_before + 2]
-        assert prompt[num_before:] == [1, 2]
 
 
 @pytest.mark.parametrize(("beside", "end"), [({"eos_token": "<end>"}, 0), ({"eos_token": {"content": "<end>"}}, 0), ({}, None)])

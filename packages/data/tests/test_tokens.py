@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from array import array
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from sley_core.data.dataset import IGNORED, DataContext, Split
 from sley_core.errors import PlanError
 from sley_data.config import TokensConfig
-from sley_data.datasets import TokensDataset, map_tokens
+from sley_data.datasets import TokensDataset
 
 
 def write(path: Path, tokens: list[int], code: str = "H") -> Path:
@@ -67,51 +66,9 @@ def test_packed_documents_are_those_between_end_tokens(tmp_path_factory: Any, to
     assert labels_of(data) == [token for before, token in pairwise(tokens) if before != 0]
 
 
-def test_a_file_is_mapped_and_not_copied(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.bin", [1, 2, 3, 4, 5])
-    data = dataset(path)
-    assert data[0]["tokens"].tolist() == [1, 2, 3, 4]
-    with path.open("r+b") as file:
-        file.write(array("H", [9]).tobytes())
-    assert data[0]["tokens"].tolist() == [9, 2, 3, 4]
-
-
-def test_a_file_larger_than_memory_opens_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "large.bin"
-    num_tokens = 1 << 38
-    with path.open("wb") as file:
-        try:
-            os.truncate(file.fileno(), num_tokens * 2)
-        except OSError:
-            pytest.skip("this file system has no sparse files of half a terabyte")
-    data = dataset(path, sequence=1024)
-    assert len(data) == num_tokens // 1024
-    assert data[len(data) - 1]["tokens"].eq(0).all()
-
-
-def test_what_a_sample_changes_does_not_reach_the_file(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.bin", [1, 2, 3, 4, 5])
-    data = dataset(path)
-    data[0]["tokens"].zero_()
-    assert data[0]["tokens"].tolist() == [1, 2, 3, 4]
-    assert map_tokens(path, torch.uint16).tolist() == [1, 2, 3, 4, 5]
-
-
-def test_held_out_files_are_the_other_split(tmp_path: Path) -> None:
-    train, val = write(tmp_path / "train.bin", [1] * 9), write(tmp_path / "val.bin", [2] * 9)
-    data = dataset(train, held_out_files=(val,), split="held_out")
-    assert labels_of(data) == [2] * 8
-
-
 def test_odd_sizes_and_missing_files_are_errors(tmp_path: Path) -> None:
     (tmp_path / "odd.bin").write_bytes(b"123")
     with pytest.raises(PlanError, match="3 bytes, which is no whole number of uint16 tokens"):
         len(dataset(tmp_path / "odd.bin"))
     with pytest.raises(PlanError, match="there is no file"):
         len(dataset(tmp_path / "none.bin"))
-
-
-def test_less_than_a_sample_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(PlanError) as caught:
-        len(dataset(write(tmp_path / "a.bin", [1, 2, 3, 4])))
-    assert caught.value.diagnostics[0].code == "data-short"

@@ -17,7 +17,6 @@ from sley_core.model import attention
 from sley_core.model.layers import Model
 from sley_models.config import LlamaConfig
 from sley_models.llama import layers
-from sley_models.rotary import Rotary
 
 Real = Callable[..., Model]
 SMALL = LlamaConfig(num_layers=2, hidden=32, heads=4, kv_heads=2)
@@ -68,13 +67,6 @@ def test_first_weights_have_the_spread_that_the_config_says(real: Real) -> None:
     assert torch.equal(block.attention_norm.weight, torch.ones(128))
 
 
-def test_the_first_loss_is_that_of_a_guess(real: Real) -> None:
-    tokens = drawn(4, 24)
-    logits = run(real(llama()), tokens)
-    loss = nn.functional.cross_entropy(logits.flatten(0, 1), drawn(4, 25)[:, 1:].flatten())
-    assert loss.item() == pytest.approx(math.log(97), abs=0.05)
-
-
 @pytest.mark.parametrize("tie", [False, True])
 def test_the_head_is_the_embedding_where_tied(real: Real, tie: bool) -> None:
     model = real(llama(SMALL.model_copy(update={"tie_embeddings": tie})))
@@ -96,24 +88,6 @@ def test_a_packed_document_is_computed_as_if_it_were_alone(real: Real) -> None:
     for row, begin, end in ((0, 0, 10), (0, 10, 24), (1, 0, 24)):
         alone = run(model, tokens[row : row + 1, begin:end])
         torch.testing.assert_close(together[row : row + 1, begin:end], alone, rtol=1e-6, atol=1e-7)
-
-
-def test_mask_and_rotary_tables_are_made_once_per_forward_and_recomputation(
-    real: Real, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[str] = []
-    mask, tables = attention._mask, Rotary._tables
-    monkeypatch.setattr(attention, "_mask", lambda *given: (made.append("mask"), mask(*given))[1])
-    monkeypatch.setattr(Rotary, "_tables", lambda *given: (made.append("tables"), tables(*given))[1])
-    model, tokens = real(llama()), drawn(2, 24)
-    gradients = []
-    for recompute in (False, True):
-        run(model, tokens, recompute, **packed(tokens)).square().sum().backward()
-        weight = model["blocks.0"].module.attention.query.weight
-        gradients.append(weight.grad)
-        weight.grad = None
-    assert made == ["tables", "mask"] * 2
-    assert torch.equal(gradients[0], gradients[1])
 
 
 def test_without_boundaries_no_mask_is_built(real: Real, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,11 +122,6 @@ def test_a_vocabulary_that_cannot_be_is_refused(wanted: int | None, present: int
         layers(config, DataInfo({"tokens": Field("int64")}, present))
     assert raised.value.diagnostics[0].code == "model-vocabulary"
     assert raised.value.diagnostics[0].path == ("model", "vocab_size")
-
-
-def test_a_vocabulary_may_be_larger_than_the_datas(build: Real) -> None:
-    model = build(llama(SMALL.model_copy(update={"vocab_size": 128})))
-    assert model["head"].module.output.weight.shape[0] == model["embed"].module.tokens.weight.shape[0] == 128
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it

@@ -218,7 +218,7 @@ class Background:
         self._copies = {id(piece): copy for piece, copy in zip(pieces, copies, strict=True)}
         self._versions = [(piece, version_of(piece.tensor)) for piece in pieces if piece.is_stepped]
         self._lock = Lock()
-        self._torn: str | None = None
+        self._torn: str | None = "" if self._event.is_done() else None
         writing.chunks = self._chunks
         self._thread = Thread(target=self._run, name="sley-checkpoint", daemon=True)
         self._thread.start()
