@@ -72,7 +72,12 @@ def compare(ranks: Any, texts: Path, plan: Tables) -> None:
 
 MODULES = {"use": "isp.communicator", "unit": "module", "head": "vocabulary", "embedding": "hidden"}
 LAYOUTS: dict[str, Tables] = {
-    "stages": {"model__num_layers": 6, "parallel": {"pp": 2}, "pipeline": {"use": "pp.zero_bubble_v"}},
+    "stages": {
+        "model__num_layers": 6,
+        "parallel": {"pp": 2},
+        "pipeline": {"use": "pp.zero_bubble_v"},
+        "partition": {"use": "pp.uniform"},  # two layers or more in each part: the last one's activations stay
+    },
     "shards": {"parallel": {"dp": 2, "wp": 2}, "weights": MODULES},
     "slices": {
         "parallel": {"dp": 1, "sp": 2},

@@ -10,8 +10,7 @@ from torch.distributed.pipelining import schedules as stock
 from sley_core.actions.action import Action, Kind, Placement, loop, v
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, simulate
-from sley_pp.csv_schedules import read_csv, write_csv
-from sley_pp.schedules import gpipe, interleaved, one_f_one_b, zero_bubble_h1, zero_bubble_v
+from sley_pp.schedules import gpipe, interleaved, one_f_one_b, read_csv, write_csv, zero_bubble_h1, zero_bubble_v
 
 Lists = list[list[Action]]
 

@@ -7,8 +7,7 @@ import pytest
 from sley_core.actions.action import Action, Kind, loop, v
 from sley_core.errors import PlanError
 from sley_pp.config import CsvConfig
-from sley_pp.csv_schedules import read_csv, write_csv
-from sley_pp.schedules import build_csv, interleaved, one_f_one_b, zero_bubble_v
+from sley_pp.schedules import build_csv, interleaved, one_f_one_b, read_csv, write_csv, zero_bubble_v
 
 
 @pytest.mark.parametrize(

@@ -221,26 +221,6 @@ def test_a_wait_that_takes_too_long_says_for_what(ranks, small, own):
     assert seconds < 7
 
 
-# -- partitions --------------------------------------------------------------------------------------------------------
-
-
-def test_five_blocks_of_unequal_width_on_three_stages(compared, small):
-    """Each boundary has a shape of its own, and the partition sees unequal weights."""
-    model = {"factory": "pp_parts:chain", "options": {"widths": [4, 12, 3, 8, 2, 6]}}
-    ways = {
-        "pp.one_f_one_b": {"use": "pp.balanced"},
-        "pp.gpipe": {"use": "pp.uniform"},
-        "pp.zero_bubble_h1": {"use": "pp.explicit", "layers": [1, 5, 1]},
-    }
-    compared(3, [small(schedule, 3, model=model, partition=partition) for schedule, partition in ways.items()])
-
-
-@pytest.mark.campaign  # the common run has unequal widths without replicas
-def test_unequal_widths_on_replicas_of_two_stages(compared, small):
-    model = {"factory": "pp_parts:chain", "options": {"widths": [4, 12, 3, 8, 2, 6]}}
-    compared(4, [small(schedule, 2, 2, model=model) for schedule in ("pp.interleaved", "pp.zero_bubble_v")])
-
-
 def test_more_stages_than_layers_are_refused_before_any_group_is_made(small, own):
     """The error is the plan's, with both numbers."""
     tables = small("pp.gpipe", 8, model={"factory": "pp_parts:chain"})

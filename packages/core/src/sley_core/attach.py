@@ -128,14 +128,26 @@ def stepper_of(
         standing,
         plan.limits.data_timeout_s,
         WriteWatch(parts, model.per_rank_buffers) if checks else None,
-        PositionProbe(fields, (info.sequence or 0) // topology.sp, apart) if asks and apart is not None else None,
+        PositionProbe(fields, (info.sequence or 0) // topology.sp, apart)
+        if checks and is_sliced and apart is not None
+        else None,
     )
-    over_positions = OverPositions(loss, fields) if asks and not is_additive and not is_whole else None
-    whole = WholeSequences(fields, parts.groups["sp"]) if is_whole else None
-    crossing = Crossing(stage.lists.placement, stage.lists.stage, link)
-    executor = Executor(parts, stage.chunks, crossing, caller, loss, fields, communicator, over_positions, whole)
+    executor = Executor(
+        stage.chunks,
+        Crossing(stage.lists.placement, stage.lists.stage, link),
+        caller,
+        loss,
+        fields,
+        device,
+        hooks,
+        parts.queue,
+        communicator,
+        OverPositions(loss, fields) if asks and not is_additive and not is_whole else None,
+        WholeSequences(fields, parts.groups["sp"]) if is_whole else None,
+        keeps_apart=parts.store.reduction.fixed_order,
+    )
     compare = CopyComparison(parts, model.per_rank_buffers) if checks else None
-    stepper = Stepper(parts, executor, stage.lists, handlers, update, undo, compare)
+    stepper = Stepper(executor, stage.lists, parts.store, handlers, update, parts.groups, device, undo, compare, parts.events)
     undo.callback(add_directly(parts, splits=stage.lists.splits_backward(plan.num_micros(topology))))
     parts.store.watch()
     return stepper

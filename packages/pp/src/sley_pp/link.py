@@ -28,10 +28,9 @@ from torch import Tensor
 
 from sley_core.api.actions import Direction, Transfer, direction_of
 from sley_core.api.boundary import Description, gradients_of, with_overlaps
-from sley_pp.lines import Lines, heads_are_apart
+from sley_pp.lines import Lines, Walk, differ, heads_are_apart
 from sley_pp.message import Announcements, Message, Outbox, layout_of, mismatch
 from sley_pp.pool import Lending
-from sley_pp.walk import Walk, differ
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Pending

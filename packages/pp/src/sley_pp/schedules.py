@@ -5,14 +5,15 @@ Drawings have P stages and 4 micro-batches; capitals are chunk 0, small letters 
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from pathlib import Path
 
 from sley_core.api.actions import Action, Delivery, Kind, Placement, Schedule, given, loop, taken, v
-from sley_core.errors import PlanError
+from sley_core.errors import Place, PlanError
 from sley_pp.config import CsvConfig, GPipeConfig, InterleavedConfig, OneFOneBConfig, ZeroBubbleH1Config, ZeroBubbleVConfig
-from sley_pp.csv_schedules import read_file
 
 Word = tuple[Kind, int]
 """A kind and a chunk: an action without its micro-batch."""
@@ -33,9 +34,9 @@ def numbered(words: Iterable[Word]) -> list[Action]:
     return actions
 
 
-def wrong_chunks(name: str, wanted: str, chunks: int, hint: str | None = None) -> PlanError:
-    """Returns the PlanError "schedule-chunks" for schedule `name`, which needs `wanted` per stage but is given `chunks`."""
-    message = f"`{name}` needs {wanted} per stage, not {chunks}"
+def wrong_chunks(name: str, needed: str, chunks: int, hint: str | None = None) -> PlanError:
+    """Returns the PlanError "schedule-chunks" for schedule `name`, which needs `needed` per stage, not `chunks`."""
+    message = f"`{name}` needs {needed} per stage, not {chunks}"
     return PlanError("schedule-chunks", message, path=("pipeline", "use"), hint=hint)
 
 
@@ -247,12 +248,10 @@ def _pattern(stage: int, stages: int, micros: int) -> Iterator[Word]:
 
 
 def build_gpipe(config: GPipeConfig) -> Schedule:
-    """Returns the GPipe schedule."""
     return Schedule(gpipe)
 
 
 def build_one_f_one_b(config: OneFOneBConfig) -> Schedule:
-    """Returns the 1F1B schedule."""
     return Schedule(one_f_one_b)
 
 
@@ -262,7 +261,6 @@ def build_interleaved(config: InterleavedConfig) -> Schedule:
 
 
 def build_zero_bubble_h1(config: ZeroBubbleH1Config) -> Schedule:
-    """Returns the ZB-H1 schedule."""
     return Schedule(zero_bubble_h1)
 
 
@@ -281,16 +279,97 @@ def build_csv(config: CsvConfig) -> Schedule:
 
     def place(stages: int, chunks: int) -> Placement:
         if stages != placement.stages:
-            raise wrong(f"{placement.stages} stages", f"{stages}")
+            raise misfit(f"{placement.stages} stages", f"{stages}")
         return placement
 
-    def only(stages: int, chunks: int, wanted: int) -> list[list[Action]]:
-        if (stages, wanted) != (placement.stages, micros):
-            raise wrong(f"{placement.stages} stages and {micros} micro-batches", f"{stages} and {wanted}")
+    def only(stages: int, chunks: int, num_micros: int) -> list[list[Action]]:
+        if (stages, num_micros) != (placement.stages, micros):
+            raise misfit(f"{placement.stages} stages and {micros} micro-batches", f"{stages} and {num_micros}")
         return lists
 
-    def wrong(has: str, plan_has: str) -> PlanError:
+    def misfit(has: str, plan_has: str) -> PlanError:
         message = f"the schedule {config.file} is for {has}, but the plan has {plan_has}"
         return PlanError("schedule-file", message, path=("pipeline", "file"))
 
     return Schedule(only, placement.chunks, place)
+
+
+# -- schedules in files ------------------------------------------------------------------------------------------------
+
+LETTERS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": Kind.WEIGHT_GRADIENT}
+WORDS = {kind: letter for letter, kind in LETTERS.items()}
+CELL = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
+OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+Parsed = tuple[int, Kind, int]
+"""Position, kind, micro-batch."""
+
+
+def write_csv(lists: Sequence[Sequence[Action]], placement: Placement) -> str:
+    """Returns the text of compute lists, one line per stage, without waits."""
+    rows = [
+        [f"{placement.position(stage, action.chunk)}{WORDS[action.kind]}{action.micro}" for action in actions]
+        for stage, actions in enumerate(lists)
+    ]
+    return "".join(",".join(row) + "\n" for row in rows)
+
+
+def read_csv(text: str, name: str) -> tuple[Placement, list[list[Action]]]:
+    """Returns the placement and the lists in `text`, the CSV form of torch.distributed.pipelining: a row per stage, a cell per
+    action. name: of the file, for error messages.
+
+        0F0,0F1,,1F0,1I0,1W0,...        `1I0`: input gradients of model part 1 (counted along the model), micro-batch 0
+
+    F and B are forward and full backward, I and W the halves of a split one; an empty cell is a wait. `(0F4;1B2)OVERLAP_F_B` is
+    read as its actions one after another. Sends and receives are not read: `lower` writes its own, and checks that the lists
+    form a valid step. Raises PlanError "schedule-file" with line and column.
+    """
+    rows = [_row(line, name, number) for number, line in enumerate(text.splitlines(), start=1)]
+    if not any(rows):
+        raise _file_error("has no actions", Place(name))
+    placement = _placement([{position for position, _, _ in row} for row in rows], Place(name))
+    chunks = [{placement.position(stage, chunk): chunk for chunk in range(placement.chunks)} for stage in range(len(rows))]
+    lists = [[Action(kind, chunks[stage][position], micro) for position, kind, micro in row] for stage, row in enumerate(rows)]
+    return placement, lists
+
+
+def read_file(path: Path) -> tuple[Placement, list[list[Action]]]:
+    """Returns `read_csv` of a file. Raises PlanError "schedule-file" also if it cannot be read."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _file_error(f"cannot be read: {error}", Place(str(path))) from error
+    return read_csv(text, str(path))
+
+
+def _row(line: str, name: str, number: int) -> list[Parsed]:
+    """Returns the actions in line `number`, overlapped ones one after another."""
+    actions: list[Parsed] = []
+    start = 0
+    for cell in line.split(","):
+        overlapped = OVERLAP.fullmatch(cell.strip())
+        for part in overlapped[1].split(";") if overlapped else [cell]:
+            if word := part.strip():
+                match = CELL.fullmatch(word)
+                if match is None:
+                    place = Place(name, number, line.index(word, start) + 1)
+                    raise _file_error(f"has `{word}`, which is no compute action such as `0F0`, `1B3`, `1I3` or `1W3`", place)
+                actions.append((int(match[1]), LETTERS[match[2]], int(match[3])))
+        start += len(cell) + 1
+    return actions
+
+
+def _placement(positions_of: Sequence[set[int]], place: Place) -> Placement:
+    """Returns the placement in which rank i holds `positions_of[i]`; raises PlanError if that is none."""
+    holders = {position: rank for rank, positions in enumerate(positions_of) for position in positions}
+    listed = "; ".join(f"rank {rank}: {sorted(positions)}" for rank, positions in enumerate(positions_of[:8]))
+    if len(holders) != sum(map(len, positions_of)) or sorted(holders) != list(range(len(holders))):
+        raise _file_error(f"does not give each part of the model, counted from 0, to one rank ({listed})", place)
+    if len({len(positions) for positions in positions_of}) > 1:
+        raise _file_error(f"does not give every rank equally many parts of the model ({listed})", place)
+    return Placement(tuple(holders[position] for position in range(len(holders))))
+
+
+def _file_error(fault: str, place: Place) -> PlanError:
+    """Returns the PlanError "schedule-file"."""
+    return PlanError("schedule-file", f"the schedule {place} {fault}", path=("pipeline", "file"))

@@ -1,4 +1,4 @@
-"""What else crosses a boundary: types, many tensors, layers that are frozen later: `factory = "crossings:typed"`."""
+"""Models whose boundaries carry types, many tensors, views and writes: `factory = "crossings:typed"`."""
 
 from __future__ import annotations
 
@@ -138,21 +138,6 @@ def chain(data: DataInfo) -> list[tuple[str, nn.Module]]:
     return [("first", Plain()), *((f"{at}", nn.Sequential(nn.Tanh(), Plain())) for at in range(4)), ("last", Plain())]
 
 
-def numbers(data: DataInfo) -> list[tuple[str, nn.Module]]:
-    """The second layer returns a number beside its tensor."""
-    return [("first", Plain()), ("counts", Counts()), ("last", Forgets())]
-
-
-class Counts(Plain):
-    def forward(self, x: Tensor) -> tuple[Tensor, int]:
-        return super().forward(x), 3
-
-
-class Forgets(Plain):
-    def forward(self, state: tuple[Tensor, int]) -> Tensor:
-        return super().forward(state[0])
-
-
 class Skips(nn.Linear):
     """Hands on what it was given beside its own output, which is the very same tensor where the data say so."""
 
@@ -198,3 +183,49 @@ class WritesToHalf(nn.Linear):
 
 def halves(data: DataInfo, writes: bool = True) -> list[nn.Module]:
     return [Halves(), WritesToHalf(writes)]
+
+
+class Views(nn.Linear):
+    """Returns two halves of one tensor that autograd keeps, one of them twice, and another that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        both = torch.exp(super().forward(x).tanh())
+        return both[..., :WIDTH], both[..., WIDTH:], both[..., :WIDTH], both.transpose(1, 2).float()
+
+
+class JoinsViews(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, parts: tuple[Tensor, ...]) -> Tensor:
+        one, two, three, turned = parts
+        return super().forward(one * two + three.mul(2).sin() + turned.transpose(1, 2)[..., :WIDTH].double())
+
+
+def views(data: DataInfo) -> list[tuple[str, nn.Module]]:
+    return [("first", Plain()), ("second", Views()), ("last", JoinsViews())]
+
+
+class Moody(Plain):
+    """Returns another dtype from its second call on."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = super().forward(x)
+        return hidden if self.calls < 2 else hidden.float()
+
+
+def moody(data: DataInfo) -> list[nn.Module]:
+    return [Moody(), Plain()]
+
+
+def frozen(data: DataInfo) -> list[tuple[str, nn.Module]]:
+    """The first layer is frozen, so that no gradient crosses to it."""
+    layers = chain(data)
+    layers[0][1].requires_grad_(False)
+    return layers

@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from sley_core.actions.action import Action, Flow, Kind, Lowered, Transfer, actions_of
 from sley_core.engine.boundary import Description, Leaf, flatten, gradients_of, unflatten
 from sley_core.engine.call import LayerCaller, tell_hooks
+from sley_core.engine.direct import WeightQueue
 from sley_core.engine.replicas import check_fields
 from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.errors import RunError, note_origin
@@ -32,9 +33,9 @@ from sley_core.protocols import SplitLogits
 
 if TYPE_CHECKING:
     from sley_core.actions.action import Placement, StageChunk
+    from sley_core.comm.device import Device
     from sley_core.data.dataset import Batch, Field
     from sley_core.engine.gradients import GradientStore
-    from sley_core.engine.parts import Parts
     from sley_core.engine.positions import OverPositions, WholeSequences
     from sley_core.engine.step_batch import BatchWeight
     from sley_core.engine.timeline import ActionClock
@@ -46,28 +47,29 @@ if TYPE_CHECKING:
 class Executor:
     """Executes lists of actions over `chunks`, this rank's layers per model chunk.
 
-    crossing: moves values into chunks and out of them. fields: the data's declaration of each batch field. weights: the weight
-    communicator, if there is one. over_positions: checks the loss if ranks have slices of sequences. whole: gives it whole ones
-    if it needs them. has_loss: whether this rank holds the model's last chunk. left_in_flight: whether a list is running or has
-    failed, so that its messages and gathers may still be in flight until the next list begins.
+    has_loss: whether this rank holds the model's last chunk. crossing: moves values into chunks and out of them. fields: the
+    data's declaration of each batch field. over_positions: checks the loss if ranks have slices of sequences. whole: gives it
+    whole ones if it needs them. keeps_apart: whether losses are returned one per micro-batch, [micro-batches], in place of
+    their sum. left_in_flight: whether a list is running or has failed, so that its messages and gathers may still be in flight
+    until the next list begins.
     """
 
-    parts: Parts
     chunks: Sequence[Sequence[Layer]]
     crossing: Crossing
     caller: LayerCaller
     loss: Loss
     fields: Mapping[str, Field]
+    device: Device
+    hooks: Sequence[SchedulerHook] = ()
+    queue: WeightQueue = field(default_factory=WeightQueue)
     weights: WeightCommunicator | None = None
     over_positions: OverPositions | None = None
     whole: WholeSequences | None = None
+    keeps_apart: bool = False
     left_in_flight: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.device, self.queue = self.parts.world.device, self.parts.queue
-        self.hooks: Sequence[SchedulerHook] = self.caller.hooks
         self.has_loss = any(self._is_last(chunk) for chunk in range(len(self.chunks)))
-        self._by_micro = self.parts.store.reduction.fixed_order  # losses [micro-batches], in place of their sum
         self._reads = reads(self.chunks, self.loss if self.has_loss else None, self.fields)
         self._clock: ActionClock | None = None
         self._micros: dict[int, dict[str, Tensor]] = {}
@@ -90,8 +92,8 @@ class Executor:
         gradient; None on ranks without the loss. clock: records when actions run. outputs: gets a copy of the model's output of
         each micro-batch, on ranks with the loss.
 
-        Returns the sum of the loss over this rank's samples, or where sums have a fixed order one loss per micro-batch,
-        [micro-batches]: float64 on the device.
+        Returns the sum of the loss over this rank's samples, or one loss per micro-batch (`keeps_apart`): float64 on the
+        device.
         """
         actions = actions_of(steps)
         total = self._begin(batch, Phase.TRAIN, actions, clock, outputs)
@@ -161,7 +163,7 @@ class Executor:
         has_link = self.crossing.link is not None
         keys = [(phase, *(tuple(value.shape) for value in micro.values())) for micro in batch] if has_link else []
         self.crossing.begin(keys)
-        shape = (len(batch),) if self._by_micro else ()
+        shape = (len(batch),) if self.keeps_apart else ()
         return torch.zeros(shape, dtype=torch.float64, device=self.device.torch_device)
 
     def _act(self, action: Action, micro: MicroStep, batch: Sequence[Batch], weight: BatchWeight | None, total: Tensor) -> None:
@@ -222,7 +224,7 @@ class Executor:
             return
         flight.loss = self._loss(micro, output, fields, batch[micro.micro])
         if self.whole is None or self.whole.counts:
-            place = total[micro.micro] if self._by_micro else total
+            place = total[micro.micro] if self.keeps_apart else total
             place += flight.loss.detach()
 
     def _loss(self, micro: MicroStep, output: Any, fields: Mapping[str, Tensor], batch: Batch) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from sley_core.comm.collectives import all_reduce, exchanges_differ, exchanges_e
 from sley_core.comm.progress import BETWEEN, EVALUATION, REDUCTION, UPDATE
 from sley_core.engine import replicas
 from sley_core.engine.agreement import Agreement
+from sley_core.engine.parts import StepEvents
 from sley_core.engine.step_batch import BatchWeight
 from sley_core.engine.step_state import StepState
 from sley_core.engine.totals import PendingTotals, Votes
@@ -28,8 +29,10 @@ from sley_core.errors import RunError, closed
 
 if TYPE_CHECKING:
     from sley_core.actions.action import Lowered
+    from sley_core.comm.device import Device
+    from sley_core.comm.groups import Groups
     from sley_core.engine.execute import Executor
-    from sley_core.engine.parts import Parts
+    from sley_core.engine.gradients import GradientStore
     from sley_core.engine.registry import Param
     from sley_core.engine.stage import Lists
     from sley_core.engine.step_batch import StepBatch
@@ -61,34 +64,33 @@ first step showed.
 """
 
 
+@dataclass(eq=False)
 class Stepper:
     """Takes steps, and runs the model forward only. `handlers` are called in the plan's order, so that their collectives have
     the same order on all ranks.
 
     undo: closed with the stepper; detaches handlers and everything else from the model, in reverse order. compare: compares
-    copies of weights and buffers, before the first step and then every `LOOK_EVERY`.
+    copies of weights and buffers, before the first step and then every `LOOK_EVERY`. events: other calls in a step.
 
     left_in_flight: whether a step failed before handlers were done, so that their exchanges may still be in flight until the
     next one. sums: the sums of the calls of `add` for the next call of `step`; None between two steps.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        executor: Executor,
-        lists: Lists,
-        handlers: Sequence[GradientHandler],
-        update: Update,
-        undo: ExitStack,
-        compare: Callable[[], None] | None,
-    ) -> None:
-        self.executor, self.lists, self.handlers, self.update = executor, lists, handlers, update
-        self.store, self.groups, self.device, self.events = parts.store, parts.groups, parts.world.device, parts.events
-        self.undo = undo
-        self.compare = compare
-        self.left_in_flight = False
-        self.sums: CallSums | None = None
-        self.is_closed = False
+    executor: Executor
+    lists: Lists
+    store: GradientStore
+    handlers: Sequence[GradientHandler]
+    update: Update
+    groups: Groups
+    device: Device
+    undo: ExitStack
+    compare: Callable[[], None] | None = None
+    events: StepEvents = field(default_factory=StepEvents)
+    left_in_flight: bool = field(default=False, init=False)
+    sums: CallSums | None = field(default=None, init=False)
+    is_closed: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
         self.state: StepState = self.store.state
         self.agreement = Agreement(self.groups, self.store, self.compare)
         self._has_lost = False
