@@ -31,13 +31,12 @@ from sley_core.engine.call import Recompute
 from sley_core.model.layers import Layer
 from sley_core.protocols import Loss
 from sley_estimate.layers.operators import LayerWork
+from sley_estimate.layers.prices import LayerSeconds
 from sley_estimate.layers.trace import trace
-from sley_estimate.machine.read import machine_from_dict
-from sley_estimate.machine.tables import MachineFile
-from sley_estimate.seconds.layer_seconds import LayerSeconds
-from sley_estimate.seconds.links import collective, message
-from sley_estimate.seconds.program import Await, Begin, Compute, Exchange
-from sley_estimate.testing.plain_steps import plain_step
+from sley_estimate.machine import MachineFile, machine_from_dict
+from sley_estimate.step.lanes import Await, Begin, Compute, Exchange
+from sley_estimate.step.links import collective, message
+from sley_estimate.testing import plain_step
 from sley_pp.schedules import one_f_one_b
 
 VOCABULARY = 51_200
@@ -197,7 +196,7 @@ def predictor(machine: MachineFile) -> Callable[[GPTRow], float]:
     @cache
     def seconds(hidden: int, heads: int, sequence: int, micro_batch: int) -> tuple[LayerSeconds, ...]:
         found = works(hidden, heads, sequence, micro_batch)
-        return tuple(LayerSeconds.computed(work, machine.device) for work in found)
+        return tuple(LayerSeconds.counted(work, machine.device) for work in found)
 
     def predict(row: GPTRow) -> float:
         shape = row.hidden, row.heads, row.sequence, row.micro_batch

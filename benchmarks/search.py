@@ -20,10 +20,9 @@ import numpy as np
 
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.commands.search import BUDGET_S
-from sley_estimate.machine.read import machine_from_dict
-from sley_estimate.search.choices import choices_of
+from sley_estimate.machine import machine_from_dict
 from sley_estimate.search.find import find
-from sley_estimate.search.layouts import Layouts
+from sley_estimate.search.layouts import Layouts, choices_of
 from train_cli.surroundings import num_cores
 
 GIB = 1 << 30

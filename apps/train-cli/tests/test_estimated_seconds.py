@@ -23,25 +23,20 @@ from sley_core.data.factory import open_dataset
 from sley_core.engine.direct import WeightQueue
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
-from sley_estimate.bench import layer_bench, lead
-from sley_estimate.calibrate import links
-from sley_estimate.calibrate.machine import measure
-from sley_estimate.layers.distinct import layer_keys
-from sley_estimate.machine.read import machine_from_dict
-from sley_estimate.machine.tables import MachineFile
-from sley_estimate.seconds_of_plan import estimate_seconds
+from sley_estimate.calibrate import bench, device, links
+from sley_estimate.calibrate.layers import measure
+from sley_estimate.layers.keys import layer_keys
+from sley_estimate.machine import MachineFile, machine_from_dict
+from sley_estimate.step.estimate import estimate_seconds
 from train_cli.on_meta import meta_micro_batch
 
 pytestmark = pytest.mark.timeout(180)
-
 WIDTH = 64
 MANY = (1, 1, 2, 1, 1, 1, 1, 2, 1, 1, 1, 1, 1, 1, 1, 3)
 FEW = (1, 2, 1, 2)
 """Shares of the layers of eight ranks, and of two."""
-
 UNIT_S = {MANY: 0.010, FEW: 0.020}
 """Seconds that one sample takes of a layer with a share of 1, in F, in I, in W: long against what a busy core wakes late."""
-
 GLOBAL = {MANY: 16, FEW: 8}
 FOLDER, NAME = Path(__file__).parent, Path(__file__).stem
 
@@ -110,7 +105,6 @@ class SumOfSquares:
 
 Layout = tuple[int, int, int, str, str, str]
 """Stages, replicas, samples per micro-batch, schedule, partition, policy."""
-
 Shares = tuple[int, ...]
 
 
@@ -135,8 +129,6 @@ def tables(shares: Shares, layout: Layout) -> dict[str, Any]:
 
 
 SCHEDULES = ("pp.one_f_one_b", "pp.gpipe", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v")
-
-
 CUTS = (("pp.uniform", "core.keep"), ("pp.balanced", "core.keep"), ("pp.balanced", "core.recompute"))
 
 
@@ -218,9 +210,10 @@ def measured(plan: dict[str, Any]) -> MachineFile | None:
     """
     with ExitStack() as stack, World.join("cpu") as world:
         stack.enter_context(patch.object(links, "products", lambda count, *_: time.sleep(count * 1e-4)))
-        stack.enter_context(patch.object(lead, "WRITTEN_BYTES", {"cpu": 1}))
-        stack.enter_context(patch.object(layer_bench, "WeightQueue", Heard))
-        return measure(world, plan_from_dict(plan, FOLDER), timeout_s=100)
+        stack.enter_context(patch.object(device, "WRITTEN_BYTES", {"cpu": 1}))
+        stack.enter_context(patch.object(bench, "WeightQueue", Heard))
+        found = measure(world, plan_from_dict(plan, FOLDER), timeout_s=100)
+        return found and found[0]
 
 
 class Calibrated:
@@ -266,7 +259,6 @@ def kendall(pairs: list[tuple[float, float]]) -> float:
 SAMPLE = [
     (1, 2, 2, "", "", "core.recompute"),
     (2, 1, 2, "pp.one_f_one_b", "pp.uniform", "core.keep"),
-    (2, 1, 2, "pp.zero_bubble_h1", "pp.balanced", "core.recompute"),
     (2, 1, 2, "pp.zero_bubble_v", "pp.uniform", "core.keep"),
 ]
 

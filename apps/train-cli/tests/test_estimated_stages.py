@@ -14,14 +14,11 @@ from sley_core.assemble import draft_of
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
-from sley_estimate.bytes import each_rank
-from sley_estimate.bytes.each_rank import first_draft
-from sley_estimate.bytes.forks import can_fork, forked
-from sley_estimate.bytes.rank import RankBytes, rank_bytes
-from sley_estimate.bytes.stage_kinds import stage_kinds
-from sley_estimate.bytes.stages import stage_bytes
-from sley_estimate.recorded.of_plan import records_of
-from sley_estimate.recorded.record import RankRecord
+from sley_estimate.bytes import stages
+from sley_estimate.bytes.rank import RankBytes, fake_run, rank_bytes
+from sley_estimate.bytes.stages import can_fork, first_draft, forked, stage_bytes, stage_kinds
+from sley_estimate.step.estimate import records_of
+from sley_estimate.step.record import RankRecord
 from sley_testing.plans import Tables, changed, small_plan
 
 PLAN = small_plan(
@@ -81,15 +78,15 @@ def test_stages_that_differ_are_of_two_kinds(texts: Path, changes: Any) -> None:
 def recorded(tables: Tables, folder: Path, cores: int) -> list[RankRecord]:
     plan = plan_from_dict(tables, folder)
     size = plan.world()
-    return list(records_of(plan, size, first_draft(plan, size), cores=cores).ranks)
+    return list(records_of(plan, size, first_draft(plan, size), cores).ranks)
 
 
 def in_forks(tables: Tables, folder: Path) -> tuple[list[RankBytes], list[RankRecord]]:
     assert can_fork()
-    with patch.object(each_rank, "forked", wraps=forked) as used:
+    with patch.object(stages, "forked", wraps=forked) as used:
         plan = plan_from_dict(tables, folder)
         found = list(stage_bytes(plan, plan.world(), cores=2)), recorded(tables, folder, 2)
-    assert used.call_count == 2, "else nothing was done in a process of its own"
+    assert used.call_count >= 4, "else nothing was done in a process of its own"
     return found
 
 
@@ -118,3 +115,17 @@ def test_a_process_that_does_not_end_is_ended() -> None:
         list(forked([int, waiting], 2, limit_s=0.3))
     assert time.monotonic() - began < 20
     assert set(multiprocessing.active_children()) <= before
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_the_start_has_no_weight_twice(texts: Path, compute: str) -> None:
+    """Values as they were made and gradients, both fp32; beside them the bucket to which values move, and masters."""
+    model = {"use": "models.llama", "num_layers": 8, "hidden": 64, "heads": 4}
+    reducer = {"use": "dp.sharded", "bucket_mb": 0.1}
+    tables = small_plan(model=model, precision={"compute": compute}, batch__global_size=16, gradient_handlers=[reducer])
+    with fake_run(plan_from_dict(tables, texts), 0, 8) as (run, ledger, _):
+        numel = sum(param.numel for param in run.registry)
+        largest = max(buffer.num_bytes for buffer in run.parts.weights.buffers)
+        peak, _ = ledger.peak()
+    assert largest < 0.1 * 4 * numel
+    assert 8 * numel <= peak < 9 * numel + largest  # and half a byte of masters, and padding

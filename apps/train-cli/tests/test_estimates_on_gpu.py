@@ -1,67 +1,150 @@
-"""Twenty plans take the bytes and the seconds on one device that were estimated; small ones are compared so on a CPU."""
+"""Twenty plans of one process take the bytes and the seconds on one device that were estimated; a small one on a CPU, too.
+
+On CUDA the allocator tells the most bytes, without cuBLAS's workspaces; on a CPU its events do. Layers are timed and steps are
+taken in turn, since a host that others use is faster at one time than at another.
+"""
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import pytest
+import torch
 
+from sley_core.assemble import assemble
+from sley_core.comm.device import Device
 from sley_core.comm.world import World
-from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_estimate.testing.estimates import Compared, compare, machine_for, measured_tables
-from sley_estimate.testing.short_calibration import shortly
+from sley_core.plan.plan import Plan
+from sley_core.records import steps_on_host
+from sley_estimate.bytes.rank import STEPS, rank_bytes
+from sley_estimate.calibrate.device import host_bandwidth, measure_device, measure_host
+from sley_estimate.calibrate.engine import measure_engine, seconds_of_steps
+from sley_estimate.calibrate.layers import measure_layers
+from sley_estimate.machine import MACHINE_FORMAT, MachineFile, machine_from_dict
+from sley_estimate.step.estimate import estimate_seconds
+from sley_estimate.testing import shortly
 from sley_testing.figures import Figure, note
+from sley_testing.live_bytes import memory_profile, peak_bytes
 
 sys.path.insert(0, str(Path(__file__).parent / "own"))
 from twenty_plans import KINDS, twenty_plans
 
 BYTES, SECONDS = 0.03, 0.10
-"""How far the peak and a step may be from what was estimated, relative."""
+"""How far the peak and a step may be from the estimate, relative."""
 
 
-def figures(found: Compared) -> list[Figure]:
-    """The rows of a plan in the table of all figures."""
-    rows = [_figure(f"peak bytes: {found.name}", found.bytes_error, BYTES, f"of {found.peak.num_bytes / 2**20:,.0f} MiB")]
-    turns = ", ".join(f"{error:+.1%}" for error in found.seconds_errors)
-    real = f"of {found.real_seconds:.4f} s ({min(found.rounds):.4f} to {max(found.rounds):.4f}; in turn {turns})"
-    return [*rows, _figure(f"step seconds: {found.name}", found.seconds_error, SECONDS, real)]
+@contextmanager
+def measured_peak(device: Device, result: list[int]) -> Iterator[None]:
+    """Appends the most bytes at once within the block, above those before it."""
+    if device.type != "cuda":
+        with memory_profile() as profile:
+            yield
+        result.append(peak_bytes(profile))
+        return
+
+    def clear_workspaces() -> None:
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+
+    gc.collect()
+    clear_workspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    yield
+    torch.cuda.synchronize()
+    peak, behind = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated()
+    clear_workspaces()
+    result.append(peak - (behind - torch.cuda.memory_allocated()))
 
 
-def _figure(what: str, error: float, target: float, of: str) -> Figure:
-    return Figure(what, f"{error:+.1%} {of}", f"within {target:.0%}", is_met=abs(error) <= target)
+@dataclass(frozen=True)
+class Compared:
+    """An estimate and a run. states, real_states: bytes by part between two steps. seconds, real_seconds: of a step, per
+    turn.
+    """
+
+    name: str
+    num_bytes: int
+    peak: int
+    states: dict[str, int]
+    real_states: dict[str, int]
+    seconds: Sequence[float]
+    real_seconds: Sequence[float]
+
+    def figures(self) -> list[Figure]:
+        bytes_error = self.num_bytes / self.peak - 1
+        seconds_error = median(self.seconds) / median(self.real_seconds) - 1
+        turns = ", ".join(f"{one / real - 1:+.1%}" for one, real in zip(self.seconds, self.real_seconds, strict=True))
+        of_seconds = f"{seconds_error:+.1%} of {median(self.real_seconds):.4f} s (in turn {turns})"
+        return [
+            Figure(
+                f"peak bytes: {self.name}",
+                f"{bytes_error:+.1%} of {self.peak / 2**20:,.0f} MiB",
+                f"within {BYTES:.0%}",
+                is_met=abs(bytes_error) <= BYTES,
+            ),
+            Figure(f"step seconds: {self.name}", of_seconds, f"within {SECONDS:.0%}", is_met=abs(seconds_error) <= SECONDS),
+        ]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("is_large", [False, True])
-def test_all_of_them_are_plans(device: str, is_large: bool) -> None:
-    plans = twenty_plans(device, is_large=is_large)
-    assert len(plans) == 20
-    for name, tables in plans.items():
-        assert not check_plan(plan_from_dict(tables), 1), name
+def measured_tables(device: Device) -> dict[str, Any]:
+    """The tables of this machine's file, without engine and layers."""
+    return {"format": MACHINE_FORMAT, "device": measure_device(device), "host": measure_host(device)}
+
+
+def machine_for(device: Device, plan: Plan, known: dict[str, Any]) -> MachineFile:
+    """This machine with the layers of `plan` as they are measured now, and what a host that runs ahead takes now."""
+    now: dict[str, Any] = {"layers": measure_layers(plan, device)}
+    if device.is_async:
+        now["engine"] = measure_engine(device, plan)
+        if any(steps_on_host(manager.record) for manager in plan.offload):
+            now["host"] = known["host"] | {"memory_bandwidth": host_bandwidth(device)}
+    return machine_from_dict(known | now)
+
+
+def compare(
+    name: str, plan: Plan, machine_of: Callable[[Device], MachineFile], num_steps: int = 5, num_rounds: int = 3
+) -> Compared:
+    estimated = rank_bytes(plan, 0, 1)
+    peak, seconds, real_seconds = list[int](), list[float](), list[float]()
+    with World.alone(plan.run.device) as world, ExitStack() as stack:
+        with measured_peak(world.device, peak):
+            run = stack.enter_context(assemble(plan, world))
+            for _ in range(STEPS):
+                run.step()
+            states = dict(run.memory.bytes)
+        for _ in range(num_rounds):
+            seconds.append(estimate_seconds(plan, 1, machine_of(world.device)).step.seconds)
+            real_seconds.append(seconds_of_steps(run, num_steps))
+    num_bytes = estimated.peak - estimated.batch
+    return Compared(name, num_bytes, peak[0], dict(estimated.states), states, seconds, real_seconds)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_small_one_takes_what_was_estimated_of_a_cpu(name: str) -> None:
-    """Its bytes; its seconds are compared, and say nothing, since calibration is short and the machine is others' too."""
+    """Its bytes; its seconds say nothing, since calibration is short."""
     plan = plan_from_dict(twenty_plans("cpu", is_large=False)[name])
     with World.alone("cpu") as world, shortly():
         machine = machine_for(world.device, plan, measured_tables(world.device))
     found = compare(name, plan, lambda _: machine, num_steps=1, num_rounds=1)
-    print(found)
+    of_bytes, of_seconds = found.figures()
+    print(of_bytes, of_seconds)
     assert found.states == found.real_states
-    assert abs(found.bytes_error) <= BYTES
-    assert found.real_seconds > 0
-    of_bytes, of_seconds = figures(found)
     assert of_bytes.is_met
-    assert of_seconds.target == "within 10%"
 
 
 @pytest.fixture(scope="module")
 def known():
-    """What is measured of the machine whatever the plan."""
     with World.alone("cuda") as world:
         return measured_tables(world.device)
 
@@ -71,11 +154,11 @@ def known():
 @pytest.mark.timeout(300)  # the first one measures the machine
 @pytest.mark.parametrize("name", KINDS)
 def test_a_large_one_takes_what_was_estimated_of_the_device(name: str, known) -> None:
-    """What parts hold between two steps to the byte; the peak and the seconds nearly so."""
+    """Bytes of parts between two steps exactly; the peak and the seconds nearly so."""
     plan = plan_from_dict(twenty_plans("cuda", is_large=True)[name])
     found = compare(name, plan, lambda device: machine_for(device, plan, known))
-    print(found)
-    for figure in figures(found):
+    for figure in found.figures():
+        print(figure)
         note(figure)
     assert found.states == found.real_states
-    assert all(figure.is_met is not False for figure in figures(found)), str(found)
+    assert all(figure.is_met is not False for figure in found.figures())

@@ -77,13 +77,10 @@ def layers(more: str, picks: str = "pass") -> str:
         ('("head", Pair(32, 256))', "error[loss-output]: cross-entropy needs a tensor of logits"),
     ],
 )
-@pytest.mark.parametrize("sizes", [("parallel.dp=1",), ("parallel.dp=2", 'precision.compute="bf16"')])
-def test_layers_that_do_not_fit_are_told_by_name(
-    cli: Cli, own_model: Own, more: str, words: str, sizes: tuple[str, ...]
-) -> None:
-    result = cli("check", own_model(layers(more)), "--model", changes=sizes)
+def test_layers_that_do_not_fit_are_told_by_name(cli: Cli, own_model: Own, more: str, words: str) -> None:
+    result = cli("check", own_model(layers(more)), "--model", changes=ONE)
     assert result.code == 3, result.err
-    assert words.replace("float32", "bfloat16" if "bf16" in str(sizes) else "float32") in result.err
+    assert words in result.err
     assert "plan.toml:" in result.err
 
 
@@ -114,11 +111,8 @@ def test_running_statistics_are_told_in_one_error(cli: Cli, own_model: Own, more
         "assert (hidden == hidden).all()",
         "hidden[hidden > 1e9].sum().item()",
         "hidden.detach().numpy()",
-        "hidden.detach().tolist()",
-        "numpy.asarray(hidden.detach())",
         "hidden = hidden + torch.from_numpy(numpy.zeros(32, numpy.float32))",
         "assert hidden.data_ptr(), 'a kernel would be given nothing'",
-        "assert hidden.device.type == 'cpu'",
         "hidden = {'cpu': hidden}[hidden.device.type]",
         "if hidden.is_meta: raise ValueError('Pointer argument cannot be accessed from Triton')",
         "hidden = hidden + torch.nonzero(hidden == hidden).shape[0]",

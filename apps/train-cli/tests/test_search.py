@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +12,24 @@ from typing import Any
 import pytest
 import tomli_w
 
-from sley_core.plan.load import load_plan
+from sley_core.errors import SleyError
+from sley_core.plan.load import load_plan, plan_from_dict
+from sley_estimate.bytes.rank import rank_bytes
 from sley_estimate.commands.estimate import shown
-from sley_estimate.search import find
-from sley_estimate.testing.machines import small_machine
-from sley_testing.plans import small_plan
+from sley_estimate.machine import machine_from_dict
+from sley_estimate.search import find as finding
+from sley_estimate.search.find import exact, find
+from sley_estimate.search.layouts import Candidate, Layouts, choices_of
+from sley_estimate.search.roofline import Roofline
+from sley_estimate.testing import small_machine
+from sley_testing.plans import changed, small_plan
+from train_cli.surroundings import num_cores
 
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the best three layouts take their steps, which takes most of a search."""
-    monkeypatch.setattr(find, "NUM_EXACT", 3)
+    monkeypatch.setattr(finding, "NUM_EXACT", 3)
 
 
 @pytest.fixture
@@ -80,25 +88,24 @@ def test_the_fastest_layout_is_written_as_a_plan_with_the_seconds_that_estimate_
             assert sum(of) == pytest.approx(whole, rel=2e-3)
 
 
-def test_a_layout_that_does_not_fit_by_its_own_steps_is_replaced_by_the_next(searched: Callable[..., Any]) -> None:
-    """Bytes at a glance are a lower figure."""
-    kept = [word for axis in ("pp", "sp", "wp", "micro_size") for word in ("--keep", axis)]
-    glance = searched("--world", "2", "--top", "1", "--rough", *kept)
-    exact = searched("--world", "2", "--top", "1", *kept)
-    assert "fastest (rough)" in glance.out
-    (little,), (much,) = (re.findall(r"([\d.]+) KiB", rows_of(done.out)[0][1]) for done in (glance, exact))
+def test_a_layout_that_does_not_fit_by_its_own_steps_is_dropped(searched: Callable[..., Any]) -> None:
+    """The formula's bytes are lower."""
+    axes = ("pp", "sp", "wp", "micro_size", "activations", "reducer", "offload")
+    options = ("--world", "2", "--top", "1", *(word for axis in axes for word in ("--keep", axis)))
+    rough, exact = searched(*options, "--rough"), searched(*options)
+    assert "fastest (rough)" in rough.out
+    (little,), (much,) = (re.findall(r"([\d.]+) KiB", rows_of(done.out)[0][1]) for done in (rough, exact))
     assert float(little) < float(much)
     between = f"{(float(little) + float(much)) / 2 * 1024:.0f}B"
-    tight = searched("--world", "2", "--top", "1", "--memory", between, *kept)
-    assert re.search(r"\d+ that seemed to fit do not, as `estimate` says", tight.out), tight.out
-    fits = rows_of(tight.out)[0][1]
-    assert float(re.findall(r"([\d.]+) KiB", fits)[0]) * 1024 <= float(between.removesuffix("B"))
+    tight = searched(*options, "--memory", between)
+    assert tight.code == 1
+    assert "1 that seemed to fit do not, as `estimate` says" in tight.out
 
 
 def test_a_search_says_how_many_layouts_its_budget_left_out(
     searched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(find, "LEAST_EXACT", 1)
+    monkeypatch.setattr(finding, "LEAST_EXACT", 1)
     done = searched("--world", "1", "--budget", "0", "--top", "1", "--keep", "micro_size")
     assert done.code == 0, done.err
     assert "more did not, since the time for it was over" in done.out
@@ -116,33 +123,6 @@ def test_without_a_machine_it_says_what_writes_one(cli: Callable[..., Any], give
     assert done.code == 2
     assert "error[search-machine]" in done.err
     assert "`--machine machine.toml`" in done.err
-
-
-def test_a_machine_file_of_cpus_without_overlap_is_noted_once_wherever_seconds_are_told(
-    cli: Callable[..., Any], searched: Callable[..., Any], given: Path
-) -> None:
-    """All of an exchange was taken to run beside computing, without a word."""
-    axes = ("pp", "sp", "wp", "micro_size", "reducer", "activations")
-    options = ["--world", "2", "--top", "1", *(word for axis in axes for word in ("--keep", axis))]
-    asked = (given / "plan.toml", "--world", "2", "--machine", given / "machine.toml")
-
-    def times_noted(out: str) -> int:
-        return out.count("says nothing of `overlap`")
-
-    machine = small_machine(device__kind="cpu")
-    (given / "machine.toml").write_text(tomli_w.dumps(machine), "utf-8")
-    assert times_noted(searched(*options, "--rough").out) == 1
-    assert times_noted(searched(*options).out) == 1
-    assert times_noted(cli("estimate", *asked).out) == 1
-    assert times_noted(cli("show", "--timeline", *asked).out) == 1
-    machine["links"]["same_host"]["overlap"] = 0.5
-    (given / "machine.toml").write_text(tomli_w.dumps(machine), "utf-8")
-    assert times_noted(searched(*options, "--rough").out) == times_noted(cli("estimate", *asked).out) == 0
-
-
-def test_an_axis_that_there_is_not_is_refused(searched: Callable[..., Any]) -> None:
-    done = searched("--world", "2", "--keep", "tp")
-    assert done.code == 2
 
 
 def test_states_leave_the_device_where_a_layout_does_not_fit_with_them(searched: Callable[..., Any], given: Path) -> None:
@@ -171,22 +151,87 @@ def test_data_that_are_not_there_end_a_search_before_it_begins(searched: Callabl
     assert "verifying" not in refused.err
 
 
-def test_what_is_to_be_compared_is_asked_for_before_the_search(searched: Callable[..., Any], given: Path) -> None:
-    """A plan of another world cannot be, and a search that is over would be lost."""
-    plan = given / "plan.toml"
-    plan.write_text(plan.read_text("utf-8") + "\n[parallel]\ndp = 2\n", "utf-8")
-    best = given / "best.toml"
-    refused = searched("--world", "4", "--explain", "--write", str(best))
-    assert refused.code == 3
-    assert "error[layout]" in refused.err
-    assert "verifying" not in refused.err
-    assert not best.exists()
+WORLD = 4
 
 
-def test_where_no_layout_is_left_it_says_what_to_do(searched: Callable[..., Any]) -> None:
-    """A machine file whose ranks are all of one host does not know what goes on between two."""
-    kept = [word for axis in ("activations", "offload") for word in ("--keep", axis)]
-    done = searched("--world", "16", "--set", "batch.global_size=16", *kept)
-    assert done.code == 1
-    assert "left out: machine-links: " in done.out
-    assert done.out.endswith("(hint: write its latency and bandwidth, or more `ranks_per_host`)\n")
+def plan_of(**changes: Any) -> Any:
+    data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
+    sizes = {"pp": 2, "dp": 2}
+    return plan_from_dict(
+        small_plan(data=data, model__num_layers=6, batch={"global_size": 16, "micro_size": 1}, parallel=sizes, **changes)
+    )
+
+
+def layouts_of(plan: Any, *keep: Any, world: int = WORLD) -> list[Candidate]:
+    space = Layouts(plan, world, choices_of(plan), ("pp", "sp", "wp", "activations", "offload", *keep))
+    return list(space.every())
+
+
+def test_lengths_that_were_written_for_other_chunks_are_left_out() -> None:
+    plan = plan_of(pipeline={"use": "pp.interleaved", "chunks": 2}, partition={"use": "pp.explicit", "layers": [2, 2, 2, 2]})
+    made = {str(one.schedule): one.plan(plan, WORLD).partition for one in layouts_of(plan, "reducer", "micro_size")}
+    assert made["pp.interleaved (chunks = 2)"].name == "pp.explicit"
+    assert {str(one.name) for words, one in made.items() if words != "pp.interleaved (chunks = 2)"} == {"pp.balanced"}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"parallel": {"dp": 2}},
+        {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}},
+        {"parallel": {"pp": 2}, "pipeline": {"use": "pp.zero_bubble_v"}},
+    ],
+    ids=["one stage", "sharded", "one of two stages"],
+)
+def test_a_weight_that_layers_share_is_there_once(layout: dict[str, Any]) -> None:
+    """It counted with each, so that layouts were dropped that fit."""
+    data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
+    model = {"tie_embeddings": True, "vocab_size": 32768, "hidden": 32}
+    tables = small_plan(data=data, batch={"global_size": 8, "micro_size": 1}, **layout)
+    plan: Any = plan_from_dict(changed(tables, **{f"model__{name}": value for name, value in model.items()}))
+    roofline = Roofline(plan, 2, machine_from_dict(small_machine()), choices_of(plan))
+    layouts = layouts_of(plan, "micro_size", "schedule", world=2)
+    reducers = {one.reducer.name for one in layouts if one.reducer}
+    assert reducers >= {"core.each", "dp.bucketed", "dp.sharded"} or layout.keys() > {"parallel"}
+    for one in layouts:
+        held = max(rank_bytes(one.plan(plan, 2), rank, 2).peak for rank in range(plan.parallel.pp))
+        assert 0.6 * held < roofline.of(one).num_bytes <= held, one
+
+
+def drawn(seed: int) -> tuple[Any, Any]:
+    """A plan and a machine."""
+    rng = random.Random(seed)
+    heads, hidden = rng.choice([2, 4]), rng.choice([64, 128, 256])
+    model = {"use": "models.llama", "num_layers": rng.randint(3, 8), "hidden": hidden, "heads": heads}
+    plan = small_plan(
+        data={"use": "data.text", "source": "python-stdlib", "sequence": rng.choice([64, 128])},
+        model={**model, "kv_heads": heads, "ffn_hidden": 2 * hidden, "tie_embeddings": rng.random() < 0.3},
+        batch={"global_size": rng.choice([8, 16]), "micro_size": 1},
+        precision={"compute": "fp32"},
+        run__device="cuda",
+    )
+    link = {"latency_s": 10 ** rng.uniform(-6, -4), "bandwidth": 10 ** rng.uniform(8, 11)}
+    host = {"to_host": 1e10, "to_device": 1e10, "memory_bandwidth": 1e10}
+    machine = small_machine(links__same_host=link, device__launch_s=10 ** rng.uniform(-8, -5), host=host)
+    return plan_from_dict(plan), machine_from_dict(machine)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_search_finds_a_layout_within_two_percent_of_the_fastest(seed: int) -> None:
+    plan, machine = drawn(seed)
+    space = Layouts(plan, WORLD, choices_of(plan), ["offload", random.Random(seed).choice(["micro_size", "sp", "pp"])])
+    found = find(space, machine, top=1, cores=num_cores())  # first: a backward here would leave it without processes
+    every = []
+    for layout in space.every():
+        try:
+            takes = exact(layout.plan(plan, WORLD), WORLD, machine)
+        except SleyError:
+            continue
+        assert takes is not None
+        every.append((takes.seconds, str(layout)))
+    best, chosen = min(every), found.fastest[0]
+    regret = chosen.takes.seconds / best[0] - 1
+    print(f"seed {seed}: {len(every)} layouts, regret {regret:.2%}; {chosen.layout}, and the fastest is {best[1]}")
+    assert regret <= 0.02

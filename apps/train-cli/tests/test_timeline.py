@@ -48,16 +48,6 @@ def tables(**pipeline: object) -> dict[str, object]:
     return small_plan(**{"batch": {"global_size": 3, "micro_size": 1}, "gradient_handlers": [], **pipeline})
 
 
-@pytest.mark.parametrize("columns", [60, 200])
-def test_it_is_as_wide_as_the_terminal(loader: Loader, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    parts = {"parallel": {"dp": 1, "pp": 2}, "pipeline": {"use": "waves.waves"}, "partition": {"use": "waves.even"}}
-    plan = plan_from_dict(tables(**parts, batch={"global_size": 14, "micro_size": 1}), loader=loader)
-    _, drawn, *_ = timeline_lines(plan, plan.topology(2))
-    widths = [len(line) for line in drawn.splitlines() if line.startswith("stage")]
-    assert columns - 50 < max(widths) <= columns
-
-
 def test_stages_stand_one_below_the_other(loader: Loader) -> None:
     pipeline = {"parallel": {"dp": 1, "pp": 2}, "pipeline": {"use": "waves.waves"}, "partition": {"use": "waves.even"}}
     plan = plan_from_dict(tables(**pipeline), loader=loader)
@@ -66,14 +56,6 @@ def test_stages_stand_one_below_the_other(loader: Loader) -> None:
     assert "stage 1: idle" in drawn
     assert "2 stages, 3 micro-batches; F, I and W take" in drawn
     assert "holds at most 3 micro-batches" in drawn
-
-
-def test_one_stage_and_one_micro_batch_are_not_many(loader: Loader) -> None:
-    parts = {"parallel": {"dp": 1}, "pipeline": {"use": "waves.waves"}, "partition": {"use": "waves.even"}}
-    plan = plan_from_dict(tables(**parts, batch={"global_size": 1, "micro_size": 1}), loader=loader)
-    drawn = "\n".join(timeline_lines(plan, plan.topology(1)))
-    assert ": 1 stage, 1 micro-batch; " in drawn
-    assert "holds at most 1 micro-batch of a chunk" in drawn
 
 
 def test_without_a_pipeline_there_is_none(loader: Loader) -> None:

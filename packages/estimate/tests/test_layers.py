@@ -1,6 +1,8 @@
-"""Layers counted on meta: their FLOPs are torch's own of a real call, halves make a whole, and what is alike has one key."""
+"""Layers counted on meta: FLOPs are those of torch, halves make a whole, equal layers have one key; variants in proportion."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +19,17 @@ from sley_core.errors import PlanError
 from sley_core.model.attention import once_per_field
 from sley_core.model.layers import Layer
 from sley_core.plan.load import plan_from_dict
-from sley_estimate.layers.distinct import layer_keys
-from sley_estimate.layers.operators import PHASES, LayerWork, Operator
-from sley_estimate.layers.recorder import OperatorRecorder, moved_bytes
+from sley_core.plan.plan import Plan
+from sley_estimate.layers.keys import layer_keys
+from sley_estimate.layers.operators import PHASES, LayerWork, Operator, moved_bytes
+from sley_estimate.layers.prices import LayerSeconds, PricedLayer, priced_layers, seconds_of
 from sley_estimate.layers.trace import trace
-from sley_estimate.machine.read import machine_from_dict
-from sley_estimate.machine.tables import DeviceTable
-from sley_estimate.seconds.layer_seconds import LayerSeconds, seconds_of
+from sley_estimate.layers.variants import COPY, grown, with_copies
+from sley_estimate.machine import DeviceTable, MachineFile, machine_from_dict
+from sley_estimate.search.layouts import Layouts, choices_of
+from sley_estimate.search.roofline import Roofline
+from sley_estimate.step.estimate import estimate_seconds
+from sley_estimate.testing import small_machine, timed_layers
 from sley_testing.plans import changed, small_plan
 from train_cli.on_meta import meta_micro_batch
 
@@ -100,17 +106,6 @@ def test_what_layers_share_of_a_micro_batch_is_no_layers_work_nor_kept_by_one() 
     assert first.kept_bytes == alone.kept_bytes, "the backward needs the mask, and nothing else that it did not"
 
 
-def test_the_first_layer_has_no_gradient_of_its_input() -> None:
-    class First(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x)
-
-    fields = {"x": torch.empty(BATCH, WIDTH, device="meta")}
-    module = nn.Linear(WIDTH, WIDTH)
-    first = trace(Layer("it", module, ()), describe(fields["x"]), {}, Keep(), None, torch.float32, torch.float32)[0]
-    assert flops(first, "backward") == flops(first, "forward")
-
-
 def test_expanded_memory_is_moved_once_and_a_view_not_at_all() -> None:
     assert moved_bytes(torch.empty(1, 5, device="meta").expand(7, 5)) == 20
     work = work_of(Plainest(bias=False))
@@ -126,26 +121,6 @@ def test_a_look_up_reads_what_it_writes() -> None:
     work, _ = trace(layer, None, {"input": tokens}, Keep(), None, torch.float32, torch.float32)
     (look_up,) = work.forward
     assert look_up.num_bytes == 2 * 2 * 8 * WIDTH * 4 + 2 * 8 * 8
-
-
-def test_what_is_written_in_place_is_moved_twice_also_by_an_operator_that_returns_nothing() -> None:
-    one, other, step = torch.ones(64), torch.ones(64), torch.ones(())
-    with OperatorRecorder() as recorder:
-        one.add_(other)
-        torch._foreach_add_([one], [other])
-        settings = {
-            "lr": 0.1,
-            "beta1": 0.9,
-            "beta2": 0.9,
-            "weight_decay": 0.0,
-            "eps": 1e-8,
-            "amsgrad": False,
-            "maximize": False,
-        }
-        torch._fused_adamw_([one], [other], [torch.ones(64)], [torch.ones(64)], [], [step], **settings)
-    found = {operator.name: operator.num_bytes for operator in recorder.of("forward")}
-    assert found["aten.add_"] == found["aten._foreach_add_"] == 3 * one.nbytes
-    assert found["aten._fused_adamw_"] == 7 * one.nbytes + step.nbytes, "gradients are read alone"
 
 
 def test_attention_is_one_kernel_that_multiplies_half_of_a_causal_square() -> None:
@@ -170,19 +145,6 @@ def test_a_norm_is_one_kernel_each_way() -> None:
     value = BATCH * 8 * WIDTH * 4
     assert [(one.name, one.num_bytes) for one in work.forward] == [("rms_norm", 2 * value + WIDTH * 4)]
     assert (work.backward[0].name, work.backward[0].num_bytes) == ("rms_norm", 3 * value + 2 * WIDTH * 4)
-
-
-def test_counting_leaves_the_module_as_it_was() -> None:
-    module = Plainest()
-    module.register_buffer("seen", torch.zeros(3))
-    before = {name: (tensor, tensor.clone()) for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
-    work_of(module, Recompute(frozenset({"it"})))
-    after = dict([*module.named_parameters(), *module.named_buffers()])
-    for name, (tensor, value) in before.items():
-        assert after[name] is tensor
-        assert tensor.equal(value)
-        assert tensor.grad is None
-    assert "forward" not in vars(module.up)
 
 
 def test_a_layer_that_reads_a_number_is_named_with_its_operator() -> None:
@@ -237,7 +199,7 @@ def test_what_is_not_known_to_be_plain_is_like_nothing_else() -> None:
             super().__init__()
             self.thing = object()
 
-    from sley_estimate.layers.distinct import kind_of
+    from sley_estimate.layers.keys import kind_of
 
     assert kind_of(Holding(), "a") != kind_of(Holding(), "b")
     assert kind_of(Plainest(), "a") == kind_of(Plainest(), "b")
@@ -260,13 +222,12 @@ def test_seconds_of_operators_by_hand() -> None:
 def test_phases_of_a_layer_are_added_where_they_run() -> None:
     one = (Operator("a", 10_000_000),)
     work = LayerWork(*(one * count for count in range(1, 1 + len(PHASES))), num_parameters=0, output_bytes=0, kept_bytes=0)
-    found = LayerSeconds.computed(work, device("cpu"))
+    found = LayerSeconds.counted(work, device("cpu"))
     assert (found.forward, found.backward) == pytest.approx((2e-3, 2 * 2e-3 + 3 * 2e-3))
     assert (found.input_gradient, found.weight_gradient) == pytest.approx((2 * 2e-3 + 4 * 2e-3, 5 * 2e-3))
 
 
 def test_an_optimizer_that_cannot_be_tried_is_named() -> None:
-    from sley_estimate.seconds_of_plan import estimate_seconds
 
     data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
     optimizer = {"factory": "torch.optim:LBFGS", "lr": 1.0}
@@ -275,3 +236,110 @@ def test_an_optimizer_that_cannot_be_tried_is_named() -> None:
     table = {"name": "it", "kind": "cpu", "memory_bandwidth": 1e10, "launch_s": 1e-3, "matmul": matmul}
     with pytest.raises(PlanError, match="LBFGS"):
         estimate_seconds(plan, 1, machine_from_dict({"format": 1, "device": table}))
+
+
+WEIGHT = 1000
+
+
+def work(samples: int, *, copies: int = 0) -> LayerWork:
+    """A product of a weight, an attention, and so many copies of what it gives, all on `samples` samples."""
+    product = Operator("mm", WEIGHT + 40 * samples, 500 * samples, "fp32")
+    attention = Operator("attention", 80 * samples, 60 * samples, "fp32")
+    forward = (product, *(Operator("clone", 20 * samples) for _ in range(copies)), attention)
+    return LayerWork(forward, (), (product,), (product,), (), WEIGHT, 20 * samples, 40 * samples)
+
+
+@pytest.mark.parametrize("samples", [0.25, 0.5, 3])
+def test_a_weight_is_read_whole_for_a_share_of_a_sample(samples: float) -> None:
+    """A layer that copied on two samples and not on one was taken for a share of its work, its weights' bytes included."""
+    found = grown(work(1), work(2, copies=1), samples)
+    by_name = {one.name: one for one in found.forward}
+    assert by_name["mm"].num_bytes == WEIGHT + 40 * samples
+    assert by_name["mm"].flops == 500 * samples
+    assert by_name["attention"].num_bytes == 80 * samples
+    assert by_name["clone"].num_bytes == 20 * samples
+    assert found.kept_bytes == 40 * samples
+
+
+def test_a_swapped_attention_copies_what_it_reads_and_writes_there_and_back() -> None:
+    plain, copied = work(2), with_copies(work(2))
+    for phase in ("forward", "backward", "input_gradient"):
+        more = sum(one.num_bytes for one in copied.of(phase)) - sum(one.num_bytes for one in plain.of(phase))
+        assert more == COPY * 160
+    assert copied.recompute == plain.recompute
+    assert copied.weight_gradient == plain.weight_gradient
+
+
+DATA = {"use": "data.text", "source": "python-stdlib", "sequence": 64}
+SHAPE = {"use": "models.llama", "num_layers": 3, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn_hidden": 128}
+
+
+def plan_of(micro_size: int = 2, policy: str = "core.keep") -> Plan:
+    batch = {"global_size": 16, "micro_size": micro_size}
+    return plan_from_dict(small_plan(data=DATA, model=SHAPE, batch=batch, activations={"use": policy}))
+
+
+def priced(plan: Plan, machine: MachineFile) -> list[PricedLayer]:
+    dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
+    model = draft_model(plan, dataset.info)
+    return priced_layers(plan, model, meta_micro_batch(plan, dataset), machine)
+
+
+def measured(plan: Plan, times: float, **more: Any) -> MachineFile:
+    """The small machine, on which each layer of `plan` was measured to take so many times what is counted."""
+    return machine_from_dict(small_machine(layers=[table | more for table in timed_layers(plan, times)]))
+
+
+def ranked(machine: MachineFile) -> dict[str, float]:
+    """The seconds of all layouts of one rank by the formula, in order."""
+    plan = plan_of()
+    choices = choices_of(plan)
+    roofline = Roofline(plan, 1, machine, choices)
+    layouts = [one for one in Layouts(plan, 1, choices, ["offload"]).every() if not one.shape.activations.copies]
+    return dict(sorted(((str(one), roofline.of(one).seconds) for one in layouts), key=lambda item: item[1]))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("times", "micro_size", "policy"), [(2.0, 2, "core.keep"), (0.5, 4, "core.keep"), (2.0, 4, "core.recompute")]
+)
+def test_layers_of_one_variant_change_no_order(times: float, micro_size: int, policy: str) -> None:
+    """Recomputation was first where it alone was counted, or where it alone was measured, on a faster machine."""
+    counted = ranked(machine_from_dict(small_machine()))
+    assert len(counted) > 4
+    found = ranked(measured(plan_of(micro_size, policy), times))
+    assert list(found) == list(counted)
+    for name, seconds in found.items():
+        assert seconds == pytest.approx(times * counted[name], rel=0.05), name
+
+
+def test_the_variant_with_about_as_many_samples_counts() -> None:
+    """Small layers and large ones are seldom as far from what is counted."""
+    few, many = measured(plan_of(1), 3.0, micro_size=1), measured(plan_of(8), 1.0, micro_size=8)
+    machine = machine_from_dict(small_machine(layers=[one.model_dump() for one in (*few.layers, *many.layers)]))
+    bare = machine_from_dict(small_machine())
+    for micro_size, times in ((1, 3.0), (2, 3.0), (4, 1.0), (8, 1.0), (16, 1.0)):
+        plan = plan_of(micro_size, "core.recompute")
+        found, counted = priced(plan, machine), priced(plan, bare)
+        assert found[1].seconds.backward == pytest.approx(times * counted[1].seconds.backward, rel=1e-2), micro_size
+
+
+def test_a_layer_that_runs_again_does_so_as_its_forward_was_measured() -> None:
+    device = machine_from_dict(small_machine(device__kind="cpu", device__launch_s=0.0)).device
+    forward, backward = (Operator("x", int(1e9)),), (Operator("y", int(2e9)),)
+    keep = LayerWork(forward, (), backward, backward, (), 0, 0, 0)
+    again = LayerWork(forward, forward, backward, backward, (), 0, 0, 0)
+    counted = LayerSeconds.counted(keep, device)
+    slow = LayerSeconds(3 * counted.forward, counted.backward, counted.input_gradient, 0.0)
+    found = LayerSeconds.in_proportion(again, keep, slow, device)
+    assert found.forward == pytest.approx(3 * counted.forward)
+    assert found.backward == pytest.approx(3 * counted.forward + counted.backward)
+
+
+def test_a_layer_of_another_model_stays_counted() -> None:
+    """It has nothing to do with what was measured."""
+    plan = plan_of()
+    other = plan_from_dict(small_plan(data=DATA, model={**SHAPE, "ffn_hidden": 192}))
+    machine = measured(other, 2.0)
+    assert [one.source for one in priced(plan, machine)][1:-1] == ["counted"] * 3
+    assert ranked(machine)

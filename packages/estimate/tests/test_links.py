@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 
 from sley_core.errors import PlanError
-from sley_core.topology import AXES, Topology
-from sley_estimate.machine.tables import LinksTable
-from sley_estimate.seconds.groups import all_groups, groups_at_once, slowest, slowest_message, spread_apart
-from sley_estimate.seconds.links import NOTHING, collective, message
+from sley_core.topology import Topology
+from sley_estimate.machine import LinksTable
+from sley_estimate.step.links import NOTHING, all_groups, collective, groups_at_once, message, slowest, slowest_message
 
 MB = 1_000_000
 
@@ -81,21 +78,10 @@ def test_what_does_not_overlap_is_work_of_who_waits(cost) -> None:
     assert none == pytest.approx((0.0, 0.0, sum(whole)))
 
 
-def test_over_two_hosts_the_slower_link_says_what_overlaps() -> None:
-    assert collective("sum", 4 * MB, range(8), links(overlap=0.0)).attended_s == 0.0
-    assert collective("swap", 4 * MB, range(8), links(overlap=0.0)).attended_s == 0.0
-
-
 def test_a_kind_overlaps_as_its_own_figures_say() -> None:
     own = links(gather={"latency_s": 0.0, "bandwidth": 1e9, "overlap": 0.0})
     assert collective("gather", 4 * MB, range(4), own).work_s == 0.0
     assert collective("reduce", 4 * MB, range(4), own).attended_s == 0.0
-
-
-def test_ranks_of_a_host_that_share_its_bus() -> None:
-    assert message(MB, 0, 1, links(shared=False, per_host=4)).work_s == pytest.approx(1e-3)
-    shared = LinksTable.model_validate({"ranks_per_host": 4, "same_host": {"latency_s": 0.0, "bandwidth": 1e9, "shared": True}})
-    assert message(MB, 0, 1, shared).work_s == pytest.approx(4e-3)
 
 
 def test_a_link_that_the_file_does_not_have_is_told() -> None:
@@ -117,21 +103,6 @@ def test_of_groups_that_lie_on_hosts_in_different_ways_the_slowest_counts() -> N
         "sum", MB, first, links(per_host=3)
     )
     assert [len(all_groups(topology, "sp", links(per_host=each))) for each in (3, 4, 12)] == [1, 2, 1]
-
-
-def test_groups_of_sizes_that_divide_are_alike_without_looking() -> None:
-    """And where they are not, each way is found."""
-    for world, per_host in product((8, 12, 24), (2, 3, 4, 6, 8)):
-        for pp, sp, wp in product((1, 2, 3, 4), repeat=3):
-            if world % (pp * sp) == world % (pp * wp) == 0:
-                topology, hosts = Topology.of(world, pp=pp, sp=sp, wp=wp), links(per_host=per_host)
-                for axis in AXES:
-                    ways = spread_apart(topology.partition(axis), hosts)
-                    assert len(all_groups(topology, axis, hosts)) == len(ways), (topology, axis, per_host)
-
-
-def test_a_plugin_s_own_group_is_priced_alone() -> None:
-    assert groups_at_once(Topology.of(8), "mine", (1, 2), links()) == [(1, 2)]
 
 
 def test_ties_of_all_ranks_of_a_stage_are_priced() -> None:

@@ -1,13 +1,12 @@
-"""A machine file is read or refused, with the line and a hint; no figure beyond reason becomes an estimate."""
+"""A machine file is read or refused, with the line and a hint."""
 
 from __future__ import annotations
 
 import pytest
 
 from sley_core.errors import PlanError
-from sley_estimate.machine.notes import notes_on
-from sley_estimate.machine.read import load_machine, machine_from_dict, machine_text
-from sley_estimate.testing.machines import small_machine
+from sley_estimate.machine import load_machine, machine_from_dict, machine_text
+from sley_estimate.testing import small_machine
 
 GOOD = """\
 format = 1
@@ -106,29 +105,3 @@ def test_a_cpu_runs_ahead_of_no_device():
     engine = {"step_s": 1e-3, "parameter_s": 2e-5, "micro_s": 2e-4, "gradient_s": 1e-5}
     with pytest.raises(PlanError, match="ahead of no device"):
         machine_from_dict(small_machine(device__kind="cpu", engine=engine))
-
-
-FIGURES = {"latency_s": 1e-5, "bandwidth": 1e10}
-SAID = {**FIGURES, "overlap": 1.0}
-EACH = dict.fromkeys(("send", "sum", "gather", "reduce", "swap"), SAID)
-
-
-@pytest.mark.parametrize(
-    ("link", "kind", "size", "per_host", "count"),
-    [
-        (FIGURES, "cpu", 2, 8, 1),
-        ({**SAID, "swap": FIGURES}, "cpu", 2, 8, 1),
-        ({**FIGURES, "swap": SAID}, "cpu", 2, 8, 1),
-        (SAID, "cpu", 2, 8, 0),
-        ({**FIGURES, **EACH}, "cpu", 2, 8, 0),
-        (FIGURES, "cpu", 1, 8, 0),
-        (FIGURES, "cpu", 8, 1, 0),
-        (FIGURES, "cuda", 2, 8, 0),
-    ],
-)
-def test_links_of_cpus_that_do_not_say_what_overlaps_are_noted(link, kind, size, per_host, count):
-    """Files of before `overlap` was measured are read as if all did, which no estimate said."""
-    tables = small_machine(device__kind=kind, links__same_host=link, links__ranks_per_host=per_host)
-    machine = machine_from_dict(tables)
-    assert len(notes_on(machine, size)) == count
-    assert all("calibrate --ranks" in note for note in notes_on(machine, size))

@@ -1,1 +1,1 @@
-"""What a plan will need, told before it runs: bytes, and seconds on a machine that a file describes."""
+"""Bytes and seconds of a run before it starts, and the search for its fastest layout."""

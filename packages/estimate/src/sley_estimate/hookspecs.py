@@ -1,7 +1,7 @@
-"""The hook of this package, by which a plugin may say what a search tries of it, and how it reads the facts.
+"""The hook by which a plugin may tell a search what to try.
 
-A plugin needs neither to import this package nor to require it: it returns plain mappings, and `optionalhook` says that nobody
-may be there to ask.
+A plugin neither imports this package nor requires it: it returns plain mappings, and `optionalhook` allows the hook to be
+unknown.
 
     @hookimpl(optionalhook=True)
     def sley_estimate_hints():
@@ -24,58 +24,55 @@ if TYPE_CHECKING:
 
 @hookspec
 def sley_estimate_hints() -> Mapping[str, Mapping[str, Any]]:  # type: ignore[empty-body]
-    """Says of a plugin's records, by their names in a plan (`"plugin.record"`), what `train-cli search` needs to know:
+    """Returns hints for `train-cli search`, by the names of records in a plan (`"plugin.record"`):
 
-    variants: tables, without `use`, with which a search tries the record where a plan leaves the choice open; `[{}]` is one
-        with the defaults. Without any, a search uses the record only if the plan names it.
-    copies: of an activation policy, whether it copies what the layers in its attribute `names` save to the host after their
-        forward, and back before their backward.
-    in_steps: of an offload manager, a function of its table (the `config` of its record) that returns whether it moves memory
-        in every step, and so may be replaced by a search; every manager does of which nothing is said.
+    variants: tables, without `use`, that a search tries where the plan leaves the choice open; `[{}]` is one with the defaults.
+        Without any, a search uses the record only if the plan names it.
+    copies: of an activation policy, whether it copies saved tensors of the layers in its attribute `names` to the host.
+    in_steps: of an offload manager, a function of its config that returns whether it moves memory in every step, and so may be
+        replaced by a search; without it every manager does.
     """
 
 
 @dataclass(frozen=True)
 class Hint:
-    """Holds what a plugin says of one record, as `sley_estimate_hints` describes it."""
+    """A plugin's hint for one record, as `sley_estimate_hints` describes it."""
 
     variants: Sequence[Mapping[str, Any]] = ()
     copies: bool = False
     in_steps: Callable[[Any], bool] = lambda config: True
 
 
-NOTHING_SAID = Hint()
+NO_HINT = Hint()
 
-OF_CORE = {f"{CORE}.{name}": Hint(variants=({},)) for name in ("each", "keep", "recompute")}
-"""Core's own records that a search tries."""
+CORE_HINTS = {f"{CORE}.{name}": Hint(variants=({},)) for name in ("each", "keep", "recompute")}
 
 
 def hints_of(plugin: Plugin) -> Mapping[str, Hint]:
-    """Returns what a plugin says of its records, by their full names; nothing if it does not implement the hook.
+    """Returns a plugin's hints, by full names of records.
 
-    Raises PluginError "plugin-invalid" for a hook that fails, names a record that the plugin does not have, or says what is not
-    known.
+    Raises PluginError "plugin-invalid" for a hook that fails, an unknown record, or an unknown key.
     """
     if plugin.name == CORE:
-        return OF_CORE
+        return CORE_HINTS
     hook = getattr(plugin.hooks, sley_estimate_hints.__name__, None)
     if hook is None:
         return {}
     names = {f"{plugin.name}.{name}" for records in plugin.records.values() for name in records}
     try:
-        said = {name: Hint(**facts) for one in hook() for name, facts in one.items()}
+        hints = {name: Hint(**facts) for each in hook() for name, facts in each.items()}
     except Exception as error:
         message = f"{plugin.label} failed in `{sley_estimate_hints.__name__}`: {type(error).__name__}: {error}"
         raise PluginError("plugin-invalid", message) from error
-    if unknown := sorted(said.keys() - names):
+    if unknown := sorted(hints.keys() - names):
         message = f"{plugin.label}: `{sley_estimate_hints.__name__}` names `{unknown[0]}`, which the plugin does not have"
         raise PluginError("plugin-invalid", message)
-    return said
+    return hints
 
 
 def hint_of(loader: Loader, name: str) -> Hint:
-    """Returns what is said of the record `name` of a plan; nothing of a factory. Raises as `hints_of`."""
+    """Returns the hint for the record `name` of a plan; none for a factory. Raises as `hints_of`."""
     plugin = name.partition(".")[0]
     if ":" in name or plugin not in loader.names():
-        return NOTHING_SAID
-    return hints_of(loader.load(plugin)).get(name, NOTHING_SAID)
+        return NO_HINT
+    return hints_of(loader.load(plugin)).get(name, NO_HINT)

@@ -77,7 +77,7 @@ def sley_records() -> list[Record]:
             name="measured",
             config=config.MeasuredConfig,
             build="sley_pp.partitioners:build_balanced",
-            timer="sley_estimate.bench.partition:layer_seconds",
+            timer="sley_estimate.calibrate.bench:layer_seconds",
             summary="The slowest part as fast as can be, by a timed forward and backward of each layer.",
         ),
         PartitionerRecord(

@@ -119,8 +119,8 @@ def run(
     from train_cli.on_meta import check_model
 
     check_model(resolved, size)
-    foresight = module_of("estimate", "sley_estimate.commands.foresight", "`run --estimate`") if estimate else None
-    foreseen = foresight.foreseen(resolved, size, machine) if foresight else None
+    estimates = module_of("estimate", "sley_estimate.commands.estimate", "`run --estimate`") if estimate else None
+    estimated = estimates.run_estimate(resolved, size, machine) if estimates else None
     with held_run_folder(resolved, overwrite=overwrite, resume=stays) as folder:
         if size > 1:
             arguments = {"path": str(plan), "changes": changes, "resume": start, "line": line, "verbose": verbose > 0}
@@ -129,8 +129,8 @@ def run(
             from train_cli.rank import train
 
             code = train(resolved, folder, resume=start, line=line, verbose=verbose > 0)
-        if foresight and code == EXIT_OK and (lines := foresight.put_beside(foreseen, folder)):
-            console.say("\n".join(lines))
+        if estimates and code == EXIT_OK:
+            console.say("\n".join(estimates.compare_with_run(estimated, folder)))
     raise typer.Exit(code)
 
 
@@ -143,7 +143,7 @@ def _dry_run(plan: Plan, world: int | None) -> None:
 
     for note in check_model(plan, size):
         console.say(note)
-    largest = max(estimates.stages(plan, size), key=lambda stage: stage.peak)
+    largest = max(estimates.bytes_and_seconds(plan, size)[0], key=lambda stage: stage.peak)
     peak = estimates.shown(largest.peak)
     console.say(f"dry run on {ranks(size)}: steps can be taken; the most is {peak}, on stage {largest.stage}")
 

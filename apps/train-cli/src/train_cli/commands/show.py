@@ -154,9 +154,9 @@ def show(
     if rank is not None and rank >= topology.world:
         raise PlanError("layout", f"there is no rank {rank}: the ranks are 0 to {topology.world - 1}")
     if timeline and machine is not None:
-        seconds = module_of("estimate", "sley_estimate.commands.seconds", "`show --timeline --machine`")
-        known = seconds.machine_of(machine, per_node)
-        typer.echo("\n".join(seconds.estimated(resolved, topology.world, known)))
+        estimates = module_of("estimate", "sley_estimate.commands.estimate", "`show --timeline --machine`")
+        known = estimates.machine_of(machine, per_node)
+        typer.echo("\n".join(estimates.drawn_step(resolved, topology.world, known)))
     elif timeline:
         typer.echo("\n".join(timeline_lines(resolved, topology)))
     elif form is OutputFormat.json:

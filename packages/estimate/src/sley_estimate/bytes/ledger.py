@@ -1,34 +1,59 @@
-"""Notes which memory comes and goes, in order: every storage once, whoever looks at it."""
+"""Counts memory: every storage once, from its first use to its end, and where the step was at both."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
+from torch._prims_common import elementwise_dtypes
+
+if TYPE_CHECKING:
+    from sley_core.run import Run
 
 ALIGNMENT = 64
-"""Where torch lets memory on a host begin."""
+"""Of torch's allocations on a host, bytes."""
 
 
 class StepPlace(NamedTuple):
-    """Where a step was. step: from 1; 0 before the first. entry: of its list, as F0.1. layer: the one that was called last."""
+    """A place in a step. step: from 1; 0 before the first. entry: of its list, as F0.1. layer: the last one called."""
 
     step: int
     entry: str
     layer: str
 
 
+class StepProgress:
+    """Returns, when called, where the run that it follows is; step 0, "the start of the run", before `follow`."""
+
+    def __init__(self) -> None:
+        self._run: Run | None = None
+        self._at: object = None
+        self._place = StepPlace(0, "the start of the run", "")
+
+    def follow(self, run: Run) -> None:
+        self._run = run
+
+    def __call__(self) -> StepPlace:
+        if self._run is None:
+            return self._place
+        progress = self._run.groups.progress.standing
+        at = progress.step, progress.pending, progress.layer
+        if at != self._at:  # texts are made once per place
+            self._at, self._place = at, StepPlace(progress.step, str(progress.pending), progress.layer)
+        return self._place
+
+
 @dataclass(eq=False)
 class MemoryPiece:
-    """The memory of one storage, from `born` to `died`, which are numbers of events; `died` is None while it is there.
+    """The memory of one storage, from event `born` to event `died` (None: still there); place, ended: where the step was then.
 
-    place, ended: where the step was then. owner: the part of the run that had it between two steps; "" if none has. A storage
-    that gives its memory back and takes it again has a piece for each time.
+    owner: the part of the run that holds it between two steps; "" if none. A storage that is resized has a piece per size.
     """
 
     num_bytes: int
@@ -40,10 +65,8 @@ class MemoryPiece:
 
 
 class Ledger:
-    """Notes the pieces of memory of all storages that it is shown, as they come, go and change their size.
-
-    where: tells the place in the step, asked whenever memory comes or goes. pieces: in the order in which they came. now: the
-    bytes that are there. num_events: so far.
+    """Records the memory of storages. where: returns the place in the step. pieces: in order of birth. now: bytes in use.
+    num_events: allocations and frees so far.
     """
 
     def __init__(self, where: Callable[[], StepPlace]) -> None:
@@ -54,50 +77,44 @@ class Ledger:
         self._live: dict[int, MemoryPiece] = {}
         self._addresses: dict[int, tuple[int, int]] = {}
         self._next_address = ALIGNMENT
-        self._asked: set[int] = set()
-        self._silent: dict[int, int] = {}
+        self._to_poll: set[int] = set()
+        self._polled: dict[int, int] = {}
         self._ignored: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def see(self, tensor: Tensor) -> None:
-        """Counts the storage of `tensor` from now on, until it is gone; if it is counted already, notes a change of its size.
-
-        Does nothing for a storage that is ignored. First notes the end of storages that `ask` follows and that are gone.
-        """
-        if self._silent:
-            self._look()
+        """Counts the storage of `tensor` until it is freed, or notes its new size; skips an ignored one."""
+        if self._polled:
+            self._poll()
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._ignored:
             return
         if key not in self._watched:
             self._watched[key] = weakref.ref(storage, partial(self._gone, key))
-            if key in self._asked:
-                self._asked.discard(key)
-                self.ask(storage)
+            if key in self._to_poll:
+                self._to_poll.discard(key)
+                self.poll(storage)
         self.resized(storage)
 
     def ignore(self, tensor: Tensor) -> None:
-        """Makes `see` pass over the storage of `tensor`, as long as that lives. What was counted of it before stays counted."""
+        """Makes `see` skip the storage of `tensor` from now on."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         self._ignored[key] = weakref.ref(storage, partial(self._forget, key))
 
-    def ask(self, storage: torch.UntypedStorage) -> None:
-        """Checks from now on, at each `see`, whether `storage` is gone: once torch holds a weak reference of its own to it,
-        that keeps its Python object, and Python's weak references do not tell. A storage that is not counted yet is checked
-        once it is.
+    def poll(self, storage: torch.UntypedStorage) -> None:
+        """Checks at each `see` whether `storage` is freed. A weak reference of torch's keeps its Python object alive, so that
+        Python's weak references do not report the end.
         """
         key = storage._cdata
         if key not in self._watched:
-            self._asked.add(key)
-        elif key not in self._silent:
-            self._silent[key] = torch._C.StorageBase._weak_ref(storage)  # type: ignore[attr-defined]  # torch's
+            self._to_poll.add(key)
+        elif key not in self._polled:
+            self._polled[key] = torch._C.StorageBase._weak_ref(storage)  # type: ignore[attr-defined]  # torch's
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Notes the size that a counted storage has now: if it changed, its piece ends, and another begins unless it is empty.
-        Does nothing for a storage that is not counted.
-        """
+        """Notes the present size of a counted storage; does nothing for others."""
         key = storage._cdata
         if key not in self._watched:
             return
@@ -108,25 +125,20 @@ class Ledger:
             self._free(key)
         if num_bytes:
             self.num_events += 1
-            self._live[key] = made = MemoryPiece(num_bytes, self.num_events, self.where())
-            self.pieces.append(made)
+            self._live[key] = piece = MemoryPiece(num_bytes, self.num_events, self.where())
+            self.pieces.append(piece)
             self.now += num_bytes
 
-    def pass_by(self, num_bytes: int) -> None:
-        """Adds a piece of `num_bytes` that comes and goes at once: what an operator takes beside its result. Nothing for 0
-        bytes.
-        """
+    def scratch(self, num_bytes: int) -> None:
+        """Adds `num_bytes` that an operator allocates and frees at once."""
         if num_bytes:
             self.num_events += 2
             place = self.where()
             self.pieces.append(MemoryPiece(num_bytes, self.num_events - 1, place, self.num_events, place))
 
     def address(self, storage: torch.UntypedStorage) -> int:
-        """Returns an address for `storage` such that no two storages that are there overlap; 0 for one without memory, as torch
-        says.
-
-        It stays the same until the storage is gone or has another size; one that is neither counted nor ignored gets a new one
-        at each call.
+        """Returns an address for `storage` that overlaps no other live storage, stable until it is resized; 0 if it is
+        empty.
         """
         key, num_bytes = storage._cdata, storage.nbytes()
         if not num_bytes:
@@ -138,23 +150,19 @@ class Ledger:
             self._addresses[key] = first, num_bytes
         return first
 
-    def lies_in(self, tensor: Tensor, memory: Tensor) -> None:
-        """Sets the address of the storage of `tensor`, which must be ignored, to where the data of `memory` begin: both are one
-        memory.
-        """
+    def place_in(self, tensor: Tensor, memory: Tensor) -> None:
+        """Sets the address of `tensor`, which must be ignored, to that of `memory`: both are the same memory."""
         storage = tensor.untyped_storage()
         assert storage._cdata in self._ignored, "memory of two storages would count twice"
         start = self.address(memory.untyped_storage()) + int(memory.storage_offset()) * memory.element_size()
         self._addresses[storage._cdata] = start, storage.nbytes()
 
     def piece_of(self, tensor: Tensor) -> MemoryPiece | None:
-        """Returns the piece that counts the memory of `tensor` now; None where it has no memory, or is not counted."""
+        """Returns the live piece of `tensor`; None if it is empty or not counted."""
         return self._live.get(tensor.untyped_storage()._cdata)
 
-    def forgo(self, tensor: Tensor) -> None:
-        """Sets the piece of `tensor` to 0 bytes, also for the time before, and ignores its storage from now on: it lies
-        elsewhere.
-        """
+    def move_out(self, tensor: Tensor) -> None:
+        """Sets the piece of `tensor` to 0 bytes, in the past too, and ignores its storage: it lies on another device."""
         key = tensor.untyped_storage()._cdata
         self._watched.pop(key, None)
         if (piece := self._live.pop(key, None)) is not None:
@@ -162,74 +170,101 @@ class Ledger:
             piece.num_bytes = 0
         self.ignore(tensor)
 
-    def move_up(self, owners: Collection[str], event: int, place: StepPlace) -> None:
-        """Dates back the pieces that are there, belong to one of `owners` and came after event number `event`: they count as
-        there from that event on, in `place`, since a long run does not give them back.
-        """
+    def date_back(self, owners: Collection[str], event: int, place: StepPlace) -> None:
+        """Counts live pieces of `owners` from `event` and `place` on, if they came later: a long run has them by then."""
         for piece in self._live.values():
             if piece.owner in owners and piece.born > event:
                 piece.born, piece.place = event, place
 
     def peak(self) -> tuple[int, int]:
-        """Returns the most bytes that were there at once, and the number of the last event at which there were as many; (0, 0)
-        if there was never any memory.
-        """
+        """Returns the most bytes at once, and the last event with as many; (0, 0) if there was no memory."""
         return max(((total, at) for at, total, _ in self._totals()), default=(0, 0))
 
     def alive_at(self, event: int) -> list[MemoryPiece]:
-        """Returns the pieces that were there right after event number `event`, in the order in which they came."""
-        return [one for one in self.pieces if one.born <= event and (one.died is None or one.died > event)]
+        """Returns the pieces that existed right after `event`, in order of birth."""
+        return [piece for piece in self.pieces if piece.born <= event and (piece.died is None or piece.died > event)]
 
     def place_at(self, event: int) -> StepPlace:
-        """Returns where the step was when event number `event` brought memory; step 0, with empty words, if it brought none."""
-        return next((one.place for one in self.pieces if one.born == event), StepPlace(0, "", ""))
+        """Returns where the step was at an event that brought memory; step 0 if it brought none."""
+        return next((piece.place for piece in self.pieces if piece.born == event), StepPlace(0, "", ""))
 
     def curve(self, step: int) -> list[tuple[str, int]]:
-        """Returns pairs of an entry of step `step` and the most bytes that were there during it, in order; only entries in
-        which memory came or went.
-        """
-        found: list[tuple[str, int]] = []
+        """Returns (entry, most bytes during it) for each entry of a step in which memory came or went, in order."""
+        curve: list[tuple[str, int]] = []
         for _, total, place in self._totals():
             if place.step != step:
                 continue
-            if found and found[-1][0] == place.entry:
-                found[-1] = place.entry, max(found[-1][1], total)
+            if curve and curve[-1][0] == place.entry:
+                curve[-1] = place.entry, max(curve[-1][1], total)
             else:
-                found.append((place.entry, total))
-        return found
+                curve.append((place.entry, total))
+        return curve
 
     def _totals(self) -> Iterator[tuple[int, int, StepPlace]]:
-        """Yields, for each event in order, its number, the bytes that are there after it, and where the step was."""
-        events = [(one.born, one.num_bytes, one.place) for one in self.pieces]
-        events += [(one.died, -one.num_bytes, one.ended) for one in self.pieces if one.died and one.ended]
+        """Yields (event, bytes after it, place), in order."""
+        events = [(piece.born, piece.num_bytes, piece.place) for piece in self.pieces]
+        events += [(piece.died, -piece.num_bytes, piece.ended) for piece in self.pieces if piece.died and piece.ended]
         total = 0
         for at, change, place in sorted(events):
             total += change
             yield at, total, place
 
-    def _look(self) -> None:
-        """Notes the end of all storages that `ask` follows and that are gone."""
-        for key, reference in list(self._silent.items()):
+    def _poll(self) -> None:
+        for key, reference in list(self._polled.items()):
             if torch.UntypedStorage._expired(reference):
-                del self._silent[key]
+                del self._polled[key]
                 torch.UntypedStorage._free_weak_ref(reference)  # type: ignore[no-untyped-call]  # torch's
                 self._gone(key, None)
 
     def _forget(self, key: int, _: object) -> None:
-        """Drops what is known of an ignored storage that is gone."""
         del self._ignored[key]
         self._addresses.pop(key, None)
 
     def _gone(self, key: int, _: object) -> None:
-        """Drops what is known of a counted storage that is gone, and ends its piece, if it has one."""
         self._watched.pop(key, None)
         self._addresses.pop(key, None)
         if key in self._live:
             self._free(key)
 
     def _free(self, key: int) -> None:
-        """Ends the piece of a storage now: a new event, and fewer bytes."""
         piece = self._live.pop(key)
         self.num_events += 1
         piece.died, piece.ended = self.num_events, self.where()
         self.now -= piece.num_bytes
+
+
+_aten = torch.ops.aten
+_CHOOSE = {_aten.where, _aten.masked_fill}
+"""Their bool condition is not converted."""
+
+_REDUCE = {_aten.sum, _aten.mean, _aten.prod, _aten.linalg_vector_norm}
+"""They convert their input to the dtype of their result; a mean to fp32 at least."""
+
+
+def scratch_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Returns the bytes of the copies in a common dtype that the CPU's operator `func` makes inside itself, as for
+    `fp32.add_(fp16)`: TensorIterator has kernels of one dtype only. 0 for other than elementwise operators and reductions.
+    """
+    packet = func._overloadpacket
+    if packet in _REDUCE:
+        is_mean = packet is _aten.mean and result.dtype.is_floating_point
+        return _copied_bytes([args[0]], torch.promote_types(result.dtype, torch.float32) if is_mean else result.dtype)
+    if torch.Tag.pointwise not in func.tags or not isinstance(result, Tensor):
+        return 0
+    inputs = [*args, *(value for name, value in kwargs.items() if name != "out")]
+    if packet in _CHOOSE:
+        inputs = [value for value in inputs if not (isinstance(value, Tensor) and value.dtype == torch.bool)]
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    if all(tensor.dtype == result.dtype for tensor in tensors):
+        return 0
+    numbers = (value for value in inputs if isinstance(value, Tensor | bool | int | float))
+    common = elementwise_dtypes(*numbers, type_promotion_kind=PROMOTION.DEFAULT)[1]
+    if result.dtype.is_floating_point and not common.is_floating_point:
+        common = result.dtype  # of integers, as by a division
+    is_in_place = "out" in kwargs or any(result is tensor for tensor in tensors)
+    written = [result] if is_in_place and result.dtype != torch.bool else []
+    return _copied_bytes([*tensors, *written], common)
+
+
+def _copied_bytes(tensors: Sequence[Tensor], dtype: torch.dtype) -> int:
+    return sum(tensor.numel() * dtype.itemsize for tensor in tensors if tensor.dtype != dtype)

@@ -1,16 +1,21 @@
-"""Finds what one rank of a run holds, step by step, by taking its own steps on tensors without values.
+"""What one rank of a run holds, step by step, by taking its own steps on tensors without values.
 
-fake world ──> assemble ──> first step ──> second ──> third: the curve
-                             states are made, orders are learned
+fake world ──> assemble ──> first step ──> second ──> third: the curve, and the recording
+                            states are made, orders are learned
 """
 
 from __future__ import annotations
 
+import gc
+import signal
+import threading
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -19,66 +24,58 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from sley_core.actions.simulate import Costs, Peaks, peaks_of
 from sley_core.assemble import assemble
 from sley_core.comm.progress import BEGINNING
 from sley_core.comm.world import World
-from sley_core.errors import RunError
+from sley_core.errors import RunError, SleyError
 from sley_core.memory.state import PARTS
 from sley_core.model.tensors import counted, standing_for
-from sley_estimate.bytes.cuda_kernels import as_on_cuda
-from sley_estimate.bytes.cycles import MemoryCycles, collected, only_new_objects
-from sley_estimate.bytes.fake_copies import FakeCopies
-from sley_estimate.bytes.fake_device import FakeDevice
-from sley_estimate.bytes.fake_tensors import FakeTensors
-from sley_estimate.bytes.ledger import Ledger, MemoryPiece, StepPlace
-from sley_estimate.bytes.limited import limited
-from sley_estimate.bytes.micros import fewest_micros, least_micros
-from sley_estimate.bytes.recipes import Recipes
-from sley_estimate.bytes.simulation import TakenSteps
-from sley_estimate.bytes.standing import RunStanding
-from sley_estimate.layers.fused import Notes
+from sley_core.process import uncollected
+from sley_estimate.bytes.fake_tensors import FakeTensors, Recipes
+from sley_estimate.bytes.fake_world import FakeCopies, FakeDevice, TakenSteps
+from sley_estimate.bytes.ledger import Ledger, MemoryPiece, StepPlace, StepProgress
+from sley_estimate.layers.kernels import as_on_cuda
 from train_cli.on_meta import micro_batch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.assemble import Draft
+    from sley_core.engine.stage import Lists
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
+    from sley_estimate.step.record import Recording
 
 STEPS = 3
-"""Optimizer states come in the first; buckets lie in the order that it showed from the second on. Both take as few
-micro-batches as the schedule allows, the first only while its peak is below that of the third: states that come may be there
-twice, and pools that more micro-batches fill are there beside them.
+"""Optimizer states come in the first; buckets have their final order from the second on. Both take as few micro-batches as the
+schedule allows, the first only while its peak is below that of the third: states that come may be there twice, beside pools
+that more micro-batches fill.
 """
 
-KEPT = ("pools", "messages")
-"""Parts that a long run has had from a step's start: the first steps of few micro-batches have not filled them."""
+POOLED = ("pools", "messages")
+"""Parts that a long run has from a step's start; first steps of few micro-batches do not fill them."""
 
 STEPPED = frozenset(("masters", "optimizer_states"))
-"""What an optimizer has that steps on the host."""
+"""Parts of an optimizer that may step on the host."""
 
 BATCHES = 2
 """The one that is trained on, and the one that the feed has ready."""
 
+LEAST_MICROS = 3
+"""The first, those in between, the last: gradients come with the first, and are reduced with the last."""
 
-@dataclass(frozen=True)
-class Moment:
-    """One entry of the step's list, and the most bytes that were there at once while it ran."""
-
-    entry: str
-    num_bytes: int
+LEAST_BETWEEN_STAGES = 12
+"""A link may have eight messages under way that nothing waits for, while one is written, one is used and one is expected."""
 
 
 @dataclass(frozen=True)
 class RankBytes:
     """What rank `rank` of stage `stage` holds, in bytes of its device.
 
-    states: by part of the run, between two steps. batch: of samples, where they lie on the device. peak: the most at once;
-    place: when that was. alive: what was there then, by whose it is. curve: the step with the peak, entry by entry: the
-    first, or one as all that follow. num_micros: how many micro-batches were taken, of the plan's `of_micros`; more would not
-    change the peak. cycles: what layers left in reference cycles, counted to the step's end: a run holds them until Python's
-    collector comes, so less or more. None, as it should be, if they left nothing.
+    states: by part, between two steps. batch: of samples on the device. peak: the most at once, at `place`; alive: its parts,
+    by owner. curve: (entry, most bytes) of the step with the peak, the first or a later one. num_micros: micro-batches taken,
+    of the plan's of_micros; more would not change the peak.
     """
 
     rank: int
@@ -88,23 +85,9 @@ class RankBytes:
     peak: int
     place: StepPlace
     alive: Mapping[str, int]
-    curve: Sequence[Moment]
+    curve: Sequence[tuple[str, int]]
     num_micros: int
     of_micros: int
-    cycles: MemoryCycles | None = None
-
-
-class LastStep(Notes, Protocol):
-    """Writes down the last step of a fake run; what it is told to note before that it ignores."""
-
-    def follow(self, run: Run, tensors: FakeTensors) -> None:
-        """Hears from now on what `run`, which has taken no step yet, exchanges. May be called again, with another run."""
-
-    def begin(self) -> None:
-        """Writes from now on: the last step begins."""
-
-    def end(self) -> None:
-        """Stops to write: it is over."""
 
 
 def rank_bytes(
@@ -113,97 +96,91 @@ def rank_bytes(
     size: int,
     recipes: Recipes | None = None,
     draft: Draft | None = None,
-    last_step: LastStep | None = None,
+    recording: Recording | None = None,
 ) -> RankBytes:
-    """Returns the bytes that rank `rank` of `size` holds, from steps that it takes in a fake world: no devices, no peers.
+    """Returns the bytes of rank `rank` of `size`, from steps in a fake world; needs no devices and no peers.
 
-    recipes: what operations made on ranks of this plan that were asked before, which saves time; what is learned is added to
-    it. draft: the plan's model and stages, if they are known, which are used up; else they are made. last_step: writes down the
-    last of the steps, which is as all that follow. Raises PlanError for all that the plan's checks find, RunError
-    `estimate-layer` for a layer that needs values, `estimate-late` once `limits.estimate_timeout_s` has passed.
+    recipes: results of operations of other ranks of this plan; added to. draft: the plan's model and stages, which is used up.
+    recording: records the last step. Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a
+    layer that needs values, `estimate-late` after `limits.estimate_timeout_s`.
     """
     recipes = recipes or Recipes()
-    found, is_exact = _looked_at(plan, rank, size, recipes, draft, last_step, is_first_whole=False)
-    if found.place.step == 1 and not is_exact:
-        found, _ = _looked_at(plan, rank, size, recipes, None, last_step, is_first_whole=True)
-    return found
+    result, is_exact = _steps_taken(plan, rank, size, recipes, draft, recording, is_first_whole=False)
+    if result.place.step == 1 and not is_exact:
+        result, _ = _steps_taken(plan, rank, size, recipes, None, recording, is_first_whole=True)
+    return result
 
 
-def _looked_at(
-    plan: Plan, rank: int, size: int, recipes: Recipes, draft: Draft | None, last_step: LastStep | None, *, is_first_whole: bool
+def _steps_taken(
+    plan: Plan,
+    rank: int,
+    size: int,
+    recipes: Recipes,
+    draft: Draft | None,
+    recording: Recording | None,
+    *,
+    is_first_whole: bool,
 ) -> tuple[RankBytes, bool]:
-    """Takes `STEPS` steps in a fake run; returns what rank `rank` holds, and whether the first step took as many micro-batches
-    as the last, which takes as many as show a step's peak.
+    """Takes `STEPS` steps; returns the bytes, and whether the first step had as many micro-batches as the last.
 
-    is_first_whole: let it; else it takes as few as the schedule allows, and what a long run keeps counts as there from its
-    start: the peak is then not below the true one.
+    is_first_whole: makes it so; else it has few, and pools count from its start, so that the peak is not below the true one.
     """
     with fake_run(plan, rank, size, recipes, draft) as (run, ledger, tensors):
-        if last_step is not None:
-            last_step.follow(run, tensors)
+        if recording is not None:
+            recording.follow(run, tensors)
         of_micros = plan.num_micros(run.topology)
         has_tree = run.store.reduction.fixed_order  # of sums, which grows with the number of micro-batches
-        taken = of_micros if has_tree else fewest_micros(run.stepper.lists, of_micros)
-        batch = micro_batch(plan, run.dataset)
+        micros = of_micros if has_tree else fewest_micros(run.stepper.lists, of_micros)
         few = least_micros(run.stepper.lists, of_micros)
-        first = taken if is_first_whole else few
+        first = micros if is_first_whole else few
+        batch = micro_batch(plan, run.dataset)
         is_cuda = plan.run.device == "cuda"
-        with counted(lambda: ledger.now), as_on_cuda(last_step) if is_cuda else nullcontext():
-            starts = []
-            for num_micros in (first, *[few] * (STEPS - 2), taken):
+        # Masters and states of an optimizer that steps on the host are there, except on a CPU, which is its own host.
+        on_host = STEPPED if is_cuda and run.stepper.update.masters.home is not None else frozenset[str]()
+        kernels = as_on_cuda(recording.note if recording else None) if is_cuda else nullcontext()
+        starts = []
+        with counted(lambda: ledger.now), kernels:
+            for num_micros in (first, *[few] * (STEPS - 2), micros):
                 starts.append(ledger.num_events)
-                if last_step is not None and len(starts) == STEPS:
-                    last_step.begin()
-                take_step(run, [_again(batch) for _ in range(num_micros)])
-                _own(run, ledger, _on_host(plan, run))
-                cycles = collected(ledger, len(starts))
-            if last_step is not None:
-                last_step.end()
-            long_since = starts[0] if first < taken else starts[-1]
-            ledger.move_up(KEPT, long_since, StepPlace(STEPS, BEGINNING, ""))
-        held = 0 if is_cuda else BATCHES * of_micros * sum(value.nbytes for value in batch.values())
-        told = _told(run, ledger, held, taken, of_micros, _on_host(plan, run))
-        return replace(told, cycles=cycles), first == taken
+                if recording is not None and len(starts) == STEPS:
+                    recording.begin()
+                # New tensors over the same memory: layers keep results of each tensor.
+                take_step(run, [{name: value.detach() for name, value in batch.items()} for _ in range(num_micros)])
+                _set_owners(run, ledger, on_host)
+                gc.collect(0)  # reference cycles count to the step's end
+            if recording is not None:
+                recording.end()
+            ledger.date_back(POOLED, starts[0] if first < micros else starts[-1], StepPlace(STEPS, BEGINNING, ""))
+        batch_bytes = 0 if is_cuda else BATCHES * of_micros * sum(value.nbytes for value in batch.values())
+        result = _result(run, ledger, batch_bytes, on_host)
+        return replace(result, num_micros=micros, of_micros=of_micros), first == micros
 
 
 @contextmanager
 def fake_run(
-    plan: Plan,
-    rank: int,
-    size: int,
-    recipes: Recipes | None = None,
-    draft: Draft | None = None,
-    *,
-    runs_ahead: bool | None = None,
+    plan: Plan, rank: int, size: int, recipes: Recipes | None = None, draft: Draft | None = None
 ) -> Iterator[tuple[Run, Ledger, FakeTensors]]:
-    """Yields the run of rank `rank` of `size`, assembled in a fake world, the ledger that counts its memory, and the mode that
-    makes its tensors, which have no values. The run is closed after the block.
+    """Yields the run of rank `rank` of `size` in a fake world, the ledger of its memory, and the mode that makes its tensors.
 
-    recipes: what operations make, remembered; added to. draft: the plan's model and stages, if they are known. runs_ahead:
-    whether copies to the host run beside the device's work, as on CUDA; None: as on the plan's device.
-
-    Raises PlanError for all that the plan's checks find, and in the block RunError `estimate-late` once
-    `limits.estimate_timeout_s` has passed.
+    Raises PlanError for all that the plan's checks find, and in the block RunError `estimate-late` after
+    `limits.estimate_timeout_s`.
     """
-    standing = RunStanding()
-    ledger = Ledger(standing.place)
+    progress = StepProgress()
+    ledger = Ledger(progress)
     is_cuda = plan.run.device == "cuda"
     tensors = FakeTensors(ledger, recipes or Recipes(), has_scratch=not is_cuda)
-    is_ahead = is_cuda if runs_ahead is None else runs_ahead
-    copies = FakeCopies(tensors, runs_ahead=is_ahead)
-    device = FakeDevice(torch.device("cpu"), tensors=tensors, copies=copies)
+    device = FakeDevice(torch.device("cpu"), tensors=tensors, copies=FakeCopies(tensors, runs_ahead=is_cuda))
     limit = limited(plan.limits.estimate_timeout_s)
-    on_device = standing_for("cuda") if is_ahead else nullcontext()
-    world_of = World.fake(rank, size, device, TakenSteps(tensors, "cuda" if is_cuda else "cpu"))
-    with only_new_objects(), limit, tensors.watched(), on_device, world_of as world, assemble(plan, world, draft=draft) as run:
-        standing.follow(run)
+    kind = standing_for("cuda") if is_cuda else nullcontext()
+    world = World.fake(rank, size, device, TakenSteps(tensors, "cuda" if is_cuda else "cpu"))
+    with uncollected(), limit, tensors.watched(), kind, world as joined, assemble(plan, joined, draft=draft) as run:
+        progress.follow(run)
         yield run, ledger, tensors
 
 
 def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
-    """Takes a step of a fake run on `batch`, a mapping for each micro-batch.
-
-    Raises RunError `estimate-layer`, which names operator and place, where the step needs the values of a tensor.
+    """Takes a step of a fake run on `batch`, a mapping per micro-batch. Raises RunError `estimate-layer`, with operator and
+    place, where it needs the values of a tensor.
     """
     try:
         run.step(batch)
@@ -212,64 +189,119 @@ def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
         raise RunError(
             "estimate-layer",
             f"without the values of its tensors the step cannot be taken: `{error.func}` asks for them, {where}",
-            hint="what a layer makes must follow from the shapes of what it is given, and from the batch",
+            hint="the output of a layer must follow from the shapes of its input, and from the batch",
         ) from error
 
 
-def _again(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the micro-batch in new tensors over the same memory: what layers keep of a tensor they keep of each."""
-    return {name: value.detach() for name, value in batch.items()}
-
-
-def _on_host(plan: Plan, run: Run) -> frozenset[str]:
-    """Returns the parts of the run whose memory is the host's and not the device's: the optimizer's on CUDA if it steps on the
-    host; else none, and on a CPU never any.
-    """
-    is_elsewhere = plan.run.device == "cuda" and run.stepper.update.masters.home is not None
-    return STEPPED if is_elsewhere else frozenset()
-
-
-def _told(run: Run, ledger: Ledger, batch: int, num_micros: int, of_micros: int, on_host: Collection[str]) -> RankBytes:
-    """Returns what the ledger counted, as bytes of the run's rank at its peak.
-
-    batch: bytes of samples on a CPU, which are added to the peak, to every moment and to what was alive. on_host: parts that
-    count as 0 bytes.
-    """
+def _result(run: Run, ledger: Ledger, batch: int, on_host: Collection[str]) -> RankBytes:
+    """Returns the ledger's bytes, to which those of the batch on a CPU are added."""
     peak, at = ledger.peak()
     place = ledger.place_at(at)
     alive = Counter({"batch": batch} if batch else {})
     for piece in ledger.alive_at(at):
-        alive[piece.owner or _kind(piece)] += piece.num_bytes
+        alive[piece.owner or kind_of_piece(piece)] += piece.num_bytes
     return RankBytes(
-        run.world.rank,
-        run.topology.coordinates(run.world.rank).stage,
-        {part: 0 if part in on_host else num_bytes for part, num_bytes in run.memory.bytes.items()},
-        batch,
-        peak + batch,
-        place,
-        dict(alive.most_common()),
-        [Moment(entry, num_bytes + batch) for entry, num_bytes in ledger.curve(place.step or STEPS)],
-        num_micros,
-        of_micros,
+        rank=run.world.rank,
+        stage=run.topology.coordinates(run.world.rank).stage,
+        states={part: 0 if part in on_host else num_bytes for part, num_bytes in run.memory.bytes.items()},
+        batch=batch,
+        peak=peak + batch,
+        place=place,
+        alive=dict(alive.most_common()),
+        curve=[(entry, num_bytes + batch) for entry, num_bytes in ledger.curve(place.step or STEPS)],
+        num_micros=0,
+        of_micros=0,
     )
 
 
-def _own(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
-    """Notes in each piece that is there between two steps which part of the run has it, unless it has an owner; takes the
-    memory of parts `on_host` off all counts.
-    """
+def _set_owners(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
+    """Sets the owner of each piece that exists between two steps; takes the memory of parts `on_host` off all counts."""
     for part in PARTS:
         for _, tensor in run.memory.holdings.everything(part):
             if part in on_host:
-                ledger.forgo(tensor)
+                ledger.move_out(tensor)
             elif (piece := ledger.piece_of(tensor)) is not None:
                 piece.owner = piece.owner or part
 
 
-def _kind(piece: MemoryPiece) -> str:
-    """Returns what a piece is that no part of the run keeps: "temporary buffers" if it ends in the step and entry that made it,
-    else "activations".
+def kind_of_piece(piece: MemoryPiece) -> str:
+    """Returns "temporary buffers" for a piece without owner that ends in the entry that allocated it, else "activations"."""
+    is_temporary = piece.ended is not None and piece.ended[:2] == piece.place[:2]
+    return "temporary buffers" if is_temporary else "activations"
+
+
+def fewest_micros(lists: Lists, num_micros: int) -> int:
+    """Returns the fewest micro-batches with which this stage's list has the same peaks as with `num_micros`: of pairs in
+    flight, graphs, receives, and all together. At least 3, or 12 between stages; `num_micros` if no smaller number will do.
     """
-    if piece.ended is not None and piece.ended[:2] == piece.place[:2]:
-        return "temporary buffers"
-    return "activations"
+    peaks = _peaks(lists, num_micros)
+    least = LEAST_MICROS if lists.placement.num_positions == 1 else LEAST_BETWEEN_STAGES
+    for fewer in range(least, num_micros):
+        try:
+            if _peaks(lists, fewer) == peaks:
+                return fewer
+        except SleyError:
+            continue  # the schedule has no list for so many
+    return num_micros
+
+
+def least_micros(lists: Lists, num_micros: int) -> int:
+    """Returns the fewest micro-batches, up to `num_micros`, for which the schedule has a list."""
+    for fewer in range(1, num_micros):
+        try:
+            lists.training(fewer)
+        except SleyError:
+            continue
+        return fewer
+    return num_micros
+
+
+def _peaks(lists: Lists, num_micros: int) -> Peaks:
+    positions = lists.placement.num_positions
+    # Sizes of a graph, a deferred weight gradient and a message whose sums differ.
+    costs = replace(
+        Costs.even(positions),
+        graph_bytes=(1009,) * positions,
+        queued_bytes=(499,) * positions,
+        boundary_bytes=(11,) * (positions - 1),
+    )
+    return peaks_of(lists.training(num_micros), lists.stage, lists.placement, costs)
+
+
+@contextmanager
+def limited(limit_s: float) -> Iterator[None]:
+    """Raises RunError `estimate-late` in the block after `limit_s` seconds.
+
+    The system's timer interrupts Python code, and waits that a signal ends. There is no limit outside the main thread, on a
+    system without such timers, and if somebody's timer is due before.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    other_s, interval_s = signal.getitimer(signal.ITIMER_REAL)
+    if 0 < other_s <= limit_s:
+        yield
+        return
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise late_error(limit_s)
+
+    began_s = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if other_s:
+            signal.setitimer(signal.ITIMER_REAL, max(1e-6, other_s - (time.monotonic() - began_s)), interval_s)
+
+
+def late_error(limit_s: float) -> RunError:
+    return RunError(
+        "estimate-late",
+        f"the steps of a stage, without values, were not done after {limit_s:g} s",
+        hint="`train-cli run --dry-run` takes the same steps: does a layer wait for a lock, a file or a peer? "
+        "If it only takes long, raise [limits] estimate_timeout_s",
+    )

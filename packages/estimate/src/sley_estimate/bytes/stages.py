@@ -1,76 +1,312 @@
-"""Finds what the stages of a run hold: of one rank of each kind of stage, since the ranks of a stage hold as much as each
-other.
+"""What the stages of a run hold and do: of one rank of each kind of stage, in processes of their own where there are several.
 
-plan ──draft──> kinds of stages ──> first of each kind: `rank_bytes`, in processes of their own where there are several
+plan ──draft──> kinds of stages ──fork──> first rank of a kind: bytes, and its recorded step
+                                ──fork──> another, which knows the results of operations so far
+
+The ranks of a stage hold as much as each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+import gc
+import multiprocessing
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from itertools import accumulate, islice
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from sley_estimate.bytes.each_rank import Look, each_rank, first_draft
-from sley_estimate.bytes.ledger import StepPlace
-from sley_estimate.bytes.rank import Moment, RankBytes, rank_bytes
-from sley_estimate.bytes.stage_kinds import stage_kinds
+import torch
+
+from sley_core.actions.action import Action, Kind, Step
+from sley_core.assemble import draft_of, dtypes
+from sley_core.comm.world import World
+from sley_core.errors import PlanError, RunError
+from sley_core.plan.check import check_plan
+from sley_core.plan.write import leaves
+from sley_estimate.bytes.fake_tensors import FakeTensors, Recipes
+from sley_estimate.bytes.fake_world import meta_outputs
+from sley_estimate.bytes.ledger import Ledger, StepPlace
+from sley_estimate.bytes.rank import RankBytes, fewest_micros, late_error, least_micros, rank_bytes
+from sley_estimate.layers.keys import layer_keys
+from sley_estimate.step.record import RankRecord, Recording
+from train_cli.on_meta import meta_micro_batch
 
 if TYPE_CHECKING:
     from sley_core.assemble import Draft
-    from sley_core.engine.stage import Stage
+    from sley_core.engine.stage import Lists, Stage
+    from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
     from sley_core.topology import Topology
-    from sley_estimate.bytes.recipes import Recipes
 
-Found = TypeVar("Found")
+T = TypeVar("T")
+
+BACKWARD_S = 60.0
+"""The most seconds of the backward of one element in a fork."""
+
+FEW = 2
+"""Up to so many ranks take their steps in this process: a fork is not worth it."""
 
 
-def stage_bytes(plan: Plan, size: int, cores: int = 1, draft: Draft | None = None) -> Iterator[RankBytes]:
-    """Yields what the first rank of each stage of a world of `size` holds, in their order.
-
-    Shards have equal sizes on all ranks, padding included; of a sharded optimizer's states the first rank has no fewer elements
-    than another. cores: how many processes may work at a time. draft: of a rank of that world, which is not used up; left out,
-    it is made as `first_draft` does, which checks the plan. Raises as that does, and as `rank_bytes`.
+def first_draft(plan: Plan, size: int) -> Draft:
+    """Returns the draft of the first of `size` ranks. Raises PlanError for all that the plan's checks find, and as
+    `draft_of`.
     """
-
-    def look(rank: int, recipes: Recipes, own: Draft | None) -> tuple[RankBytes, None]:
-        return rank_bytes(plan, rank, size, recipes, own), None
-
-    for held, _ in each_stage(plan, size, cores, look, draft or first_draft(plan, size)):
-        yield held
+    if problems := check_plan(plan, size):
+        raise PlanError.many(problems)
+    with World.fake(0, size) as world:
+        return draft_of(plan, world)
 
 
-def each_stage(
-    plan: Plan, size: int, cores: int, look: Look[tuple[RankBytes, Found]], draft: Draft
-) -> Iterator[tuple[RankBytes, Found]]:
-    """Yields what `look` finds of the first rank of each stage, in order, where stages of one kind are looked at once: bytes as
-    on that stage, and the rest as it is of the first stage of its kind.
+def stage_bytes(plan: Plan, size: int, cores: int = 1, draft: Draft | None = None) -> list[RankBytes]:
+    """Returns what the first rank of each stage of a world of `size` holds, which no other rank exceeds. Raises as
+    `first_draft` and `rank_bytes`.
+    """
+    return [held for held, _ in each_stage(plan, size, cores, draft or first_draft(plan, size), records=False)]
+
+
+def each_stage(plan: Plan, size: int, cores: int, draft: Draft, *, records: bool) -> list[tuple[RankBytes, RankRecord | None]]:
+    """Returns for the first rank of each stage its bytes, and with `records` the recorded step of the first stage of its
+    kind.
     """
     topology = plan.topology(size)
     kinds = stage_kinds(plan, topology, draft)
-    firsts = {kind: kinds.index(kind) for kind in reversed(kinds)}
-    ranks = {kind: number * topology.ranks_per_stage for kind, number in sorted(firsts.items(), key=lambda one: one[1])}
-    found = each_rank(plan, list(ranks.values()), cores, look, draft)
-    known: dict[Hashable, tuple[RankBytes, Found]] = dict(zip(ranks, found, strict=True))
+    firsts = sorted({kinds.index(kind) for kind in kinds})
+    known = dict(zip(firsts, take_steps(plan, size, firsts, cores, draft, records=records), strict=True))
+    result = []
     for number, kind in enumerate(kinds):
-        held, more = known[kind]
-        yield _as_on(held, draft.stage.at(number), topology), more
+        held, record = known[kinds.index(kind)]
+        result.append((_on_stage(held, draft.stage.at(number), topology), record))
+    return result
 
 
-def _as_on(one: RankBytes, stage: Stage, topology: Topology) -> RankBytes:
-    """Returns what the first rank of `stage` holds, given what that of a stage of the same kind does: the same bytes, with this
-    stage's number, rank, entries and layers in the words.
+def take_steps(
+    plan: Plan,
+    size: int,
+    stages: Sequence[int],
+    cores: int,
+    draft: Draft,
+    *,
+    records: bool,
+    recipes: Recipes | None = None,
+    most: int | None = None,
+) -> list[tuple[RankBytes, RankRecord | None]]:
+    """Takes the steps of the first rank of each of `stages`; returns bytes, and with `records` recorded steps, in order.
+
+    cores: processes at a time; with more than `FEW` of them and stages they are forked. draft: is not used up. recipes: added
+    to. most: in this process, a stage that holds more bytes is the last. Raises as `rank_bytes` and `forked`.
     """
-    number, same = stage.lists.stage, stage.at(one.stage)
+    ranks = [stage * plan.topology(size).ranks_per_stage for stage in stages]
+    recipes = recipes or Recipes()
+
+    def look(rank: int, own: Draft) -> tuple[RankBytes, RankRecord | None, Recipes]:
+        recording = Recording() if records else None
+        held = rank_bytes(plan, rank, size, recipes, own, recording)
+        return held, recording.record if recording else None, recipes
+
+    if min(len(ranks), cores + 1) <= FEW or not can_fork():
+        result = []
+        for rank in ranks:
+            own = first_draft(plan, size)  # a run uses it up; lowered lists, which take longer, are shared
+            result.append(look(rank, replace(own, stage=replace(own.stage, lists=draft.stage.lists)))[:2])
+            if most is not None and result[-1][0].peak > most:
+                break
+        return result
+    by_number: dict[int, tuple[RankBytes, RankRecord | None]] = {}
+    calls = [partial(look, rank, draft) for rank in ranks]
+    for number, (held, record, learned) in forked(calls, cores, plan.limits.estimate_timeout_s):
+        recipes.learn(learned)
+        by_number[number] = held, record
+    return [by_number[number] for number in range(len(ranks))]
+
+
+def _on_stage(held: RankBytes, stage: Stage, topology: Topology) -> RankBytes:
+    """Returns the bytes of a rank of one stage as those of `stage`, of the same kind: numbers and names change."""
+    number, same = stage.lists.stage, stage.at(held.stage)
     layers = {here.name: there.name for here, there in zip(same.layers, stage.layers, strict=True)}
-    lists = (same.lists.training(one.num_micros), stage.lists.training(one.num_micros))
+    lists = (same.lists.training(held.num_micros), stage.lists.training(held.num_micros))
     entries = {str(here): str(there) for here, there in zip(*lists, strict=True)}
-    step, entry, layer = one.place
+    step, entry, layer = held.place
     return replace(
-        one,
+        held,
         stage=number,
         rank=number * topology.ranks_per_stage,
         place=StepPlace(step, entries.get(entry, entry), layers.get(layer, layer)),
-        cycles=one.cycles and replace(one.cycles, layer=layers.get(one.cycles.layer, one.cycles.layer)),
-        curve=[Moment(entries.get(moment.entry, moment.entry), moment.num_bytes) for moment in one.curve],
+        curve=[(entries.get(entry, entry), num_bytes) for entry, num_bytes in held.curve],
     )
+
+
+def stage_kinds(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]:
+    """Returns the kind of every stage, equal for stages that hold as much: alike, with the same list except for neighbours'
+    numbers. Raises as `alike_stages`.
+    """
+    lists, of_micros = draft.stage.lists, plan.num_micros(topology)
+    alike = alike_stages(plan, topology, draft)
+    return [(kind, _entries(lists.at(number), of_micros)) for number, kind in enumerate(alike)] if topology.pp > 1 else alike
+
+
+def alike_stages(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]:
+    """Returns for every stage a value equal for stages that do the same in an action: with layers of the same kinds that no
+    name or pattern of the plan distinguishes, the same messages, and no tie. Raises RunError `estimate-layer` for a layer that
+    cannot be called on meta.
+    """
+    if topology.pp == 1:
+        return [0]
+    model, stage = draft.model, draft.stage
+    policy = plan.activations.build([layer.name for layer in model.layers])
+    keys = layer_keys(plan, model, policy, meta_micro_batch(plan, draft.dataset))
+    patterns = _matching_patterns(plan, model.layers)
+    known = {layer.name: (key, patterns[layer.name]) for layer, key in zip(model.layers, keys, strict=True)}
+    parts = [tuple(known[layer.name] for layer in layers) for _, layers in stage.stages]
+    outputs = [*map(repr, meta_outputs(plan, stage, draft.dataset, dtypes(plan)[0]).outputs), None]
+    tied = {number for stages in stage.ties for number in stages}
+    placement = stage.lists.placement
+    kinds: list[Hashable] = []
+    for number in range(topology.pp):
+        positions = [placement.position(number, chunk) for chunk in range(placement.chunks)]
+        chunks = tuple((at and outputs[at - 1], parts[at], outputs[at]) for at in positions)
+        kinds.append((chunks, number if number in tied else None))
+    return kinds
+
+
+def representatives(plan: Plan, topology: Topology, draft: Draft) -> list[tuple[int, ...]]:
+    """Returns for every stage the stages whose recorded steps give its seconds, the nearest first. Raises as `alike_stages`.
+
+    Of alike stages this is one with the most forwards waiting at once, which holds the most bytes; with sharded weights also
+    one with the fewest: a gather ahead depends on the next action, and these two have nearly all pairs of actions.
+    """
+    lists = draft.stage.lists
+    alike, micros = alike_stages(plan, topology, draft), fewest_micros(lists, plan.num_micros(topology))
+    waiting = [most_waiting(steps) for steps in lists.of_all_stages(micros)]
+    ends: dict[Hashable, tuple[int, ...]] = {}
+    for number in sorted(range(topology.pp), key=lambda stage: (-waiting[stage], stage)):
+        known = ends.get(alike[number], ())
+        ends[alike[number]] = (*known[:1], number) if plan.parallel.wp > 1 else known or (number,)
+    return [tuple(sorted(ends[kind], key=lambda end: abs(end - number))) for number, kind in enumerate(alike)]
+
+
+def most_waiting(steps: Sequence[Step]) -> int:
+    """Returns the most forwards of a stage's list that wait for their (whole) backward at once. The list need not be
+    lowered.
+    """
+    changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRADIENT: -1}
+    return max(accumulate((changes.get(step.kind, 0) for step in steps if isinstance(step, Action)), initial=0))
+
+
+def _entries(lists: Lists, of_micros: int) -> Hashable:
+    """Returns the lists of the steps that this stage's estimate takes, with a transfer's peer as a distance."""
+    counts = {least_micros(lists, of_micros), fewest_micros(lists, of_micros)}
+    return tuple(
+        tuple(step if isinstance(step, Action) else step._replace(peer=step.peer - lists.stage) for step in steps)
+        for steps in map(lists.training, sorted(counts))
+    )
+
+
+def _matching_patterns(plan: Plan, layers: Sequence[Layer]) -> dict[str, Hashable]:
+    """Returns, per layer, the texts of the plan that match one of its modules or parameters, with the rest of that name."""
+
+    def texts(value: object) -> list[str]:
+        if isinstance(value, list):
+            return [text for each in value for text in texts(each)]
+        return [value] if isinstance(value, str) else []
+
+    patterns = {text for _, value in leaves(plan.tables) for text in texts(value)}
+    return {
+        layer.name: frozenset(
+            (pattern, name.removeprefix(layer.name))
+            for name in [
+                *(name for name, _ in layer.module.named_modules(prefix=layer.name)),
+                *(name for name, _ in layer.module.named_parameters(prefix=layer.name)),
+            ]
+            for pattern in patterns
+            if fnmatchcase(name, pattern)
+        )
+        for layer in layers
+    }
+
+
+def can_fork() -> bool:
+    """Returns whether a forked process can work: torch refuses a backward there after one in this process."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        return False
+    try:
+        return all(is_done for _, is_done in forked([_backward], 1, BACKWARD_S))
+    except (RuntimeError, RunError):
+        return False
+
+
+@cache
+def _import_all() -> None:
+    """Runs an operation on fake tensors: the first one imports much of torch, which a forked process would do anew."""
+    with FakeTensors(Ledger(lambda: StepPlace(0, "", ""))):
+        torch.empty(2).add_(1)
+
+
+def forked(calls: Iterable[Callable[[], T]], at_once: int, limit_s: float) -> Iterator[tuple[int, T]]:
+    """Yields the number of each call and its result as they end, each from a forked process, `at_once` at a time. A call is
+    taken from `calls` when its process starts.
+
+    Results cross by pickle. Raises what a call raises, RunError `estimate-ended` for a process that ends before its call, and
+    `estimate-late` for a call that takes longer than `limit_s`; then the other processes are killed.
+    """
+    _import_all()
+    context = multiprocessing.get_context("fork")
+    remaining = enumerate(calls)
+    running: dict[Any, tuple[int, Any, float]] = {}
+    try:
+        while True:
+            for number, call in islice(remaining, at_once - len(running)):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_work, args=(call, sender), daemon=True)
+                process.start()
+                sender.close()
+                running[receiver] = number, process, time.monotonic() + limit_s
+            if not running:
+                return
+            first_end = min(end for _, _, end in running.values())
+            ready = wait(list(running), max(0.0, first_end - time.monotonic()))
+            if not ready:
+                raise late_error(limit_s)
+            for ended in ready:
+                number, process, _ = running[ended]
+                result = _received(ended, process)
+                del running[ended]
+                yield number, result
+    finally:
+        for _, process, _ in running.values():
+            process.kill()
+            process.join()
+
+
+def _received(receiver: Any, process: Any) -> Any:
+    try:
+        is_done, result = receiver.recv()
+    except EOFError:
+        process.join()
+        raise RunError(
+            "estimate-ended",
+            f"a process that took a stage's steps without values ended with code {process.exitcode}",
+            hint="-9 is the system's when memory runs out",
+        ) from None
+    process.join()
+    if not is_done:
+        raise result
+    return result
+
+
+def _work(call: Callable[[], Any], sender: Connection) -> None:
+    """Makes the call in a forked process, with one thread, and sends (True, its result) or (False, the exception)."""
+    gc.freeze()  # else the collector would copy inherited pages
+    torch.set_num_threads(1)  # OpenMP's threads are not inherited
+    try:
+        sender.send((True, call()))
+    except Exception as error:
+        sender.send((False, error))
+
+
+def _backward() -> bool:
+    torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]  # torch's
+    return True

@@ -1,10 +1,9 @@
-"""Measures what the host takes for a step beside its layers: runs of the engine itself, on weights of one element.
+"""Measures the host's seconds of a step beside its layers: runs of the engine itself, on weights of one element.
 
     a step = step_s + parameter_s x weights + micro-batches x (micro_s + gradient_s x weights)
 
-Runs of few and of many weights, with one micro-batch and with some, give the four. Such a run's device has next to nothing to
-do, so that its steps take as long as the host takes to start them: reading a batch, gradients that autograd hands over, norm,
-clipping, the optimizer, the totals.
+Runs of few and of many weights, with one micro-batch and with several, give the four. Their device has next to nothing to do,
+so a step takes as long as the host: batches, gradients that autograd hands over, norm, clipping, the optimizer, the totals.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.plan.load import plan_from_dict
-from sley_estimate.machine.tables import EngineTable
+from sley_estimate.machine import EngineTable
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
@@ -37,7 +36,7 @@ MICROS = 1, 5
 """Micro-batches of a step."""
 
 STEPS, TURNS = 4, 7
-"""Steps of each kind of run in a turn, and turns. Each gives the four, and medians count: hosts have other work, by turns."""
+"""Steps of each run in a turn, and turns; medians of turns count, since hosts have other work at times."""
 
 FIRST_STEPS = 3
 """In which optimizer states and orders come."""
@@ -56,7 +55,7 @@ class Numbers:
 
 
 class Weights(nn.Module):
-    """A layer of `count` weights of one element, which computes nothing; each gets a gradient of its own."""
+    """A layer of `count` weights of one element that computes nothing; each gets a gradient."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -64,18 +63,16 @@ class Weights(nn.Module):
             self.register_parameter(f"weight{number}", nn.Parameter(torch.ones(1)))
 
     def forward(self, number: Tensor) -> Tensor:
-        found: Tensor = _Nothing.apply(*self._parameters.values())  # type: ignore[no-untyped-call]  # torch's
-        return found
+        zero: Tensor = _Zero.apply(*self._parameters.values())  # type: ignore[no-untyped-call]  # torch's
+        return zero
 
 
 def weights(count: int) -> list[nn.Module]:
-    """Returns the one layer of that model."""
+    """Returns the layers of that model."""
     return [Weights(count)]
 
 
-class _Nothing(torch.autograd.Function):
-    """Reads its inputs and gives 0, float32 []; the gradient of each is what comes back."""
-
+class _Zero(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> Tensor:
         ctx.count, ctx.dtype = len(weights), weights[0].dtype
@@ -83,25 +80,23 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        # one tensor for each: autograd copies what it is given twice
+        # a tensor of its own for each: autograd copies one that it is given twice
         return torch.unbind(gradients[0].to(ctx.dtype).expand(ctx.count, 1).contiguous())
 
 
-class Passed:
+class Identity:
     """A loss that is the output."""
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
-        """Returns the number of samples."""
         return float(len(batch["number"]))
 
     def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Returns the output."""
         return output
 
 
 def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]:
-    """Measures what the host takes for a step beside layers, and returns the table `[engine]` of a machine file, in seconds.
-    Takes a second or two. plan: with whose types of weights and gradients; None for weights in bf16.
+    """Returns the table `[engine]` of a machine file, in seconds; takes a second or two. plan: gives the dtypes of weights and
+    gradients; None for weights in bf16.
     """
     precision = {"compute": plan.precision.compute, "gradients": plan.precision.gradients} if plan else {"compute": "bf16"}
     turns = []
@@ -118,32 +113,26 @@ def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]
 
 
 def solved(seconds: Mapping[tuple[int, int], float]) -> EngineTable:
-    """Returns the four that give a step of each kind, (weights, micro-batches), its `seconds`; or, since none is less than 0,
-    come near.
-    """
-    one, some = MICROS
-    micro_s, gradient_s = _line({n: (seconds[n, some] - seconds[n, one]) / (some - one) for n in WEIGHTS})
-    step_s, parameter_s = _line({n: seconds[n, one] - one * (micro_s + n * gradient_s) for n in WEIGHTS})
+    """Returns the four figures, none negative, for seconds of a step of each kind (weights, micro-batches)."""
+    few, many = MICROS
+    micro_s, gradient_s = _line({n: (seconds[n, many] - seconds[n, few]) / (many - few) for n in WEIGHTS})
+    step_s, parameter_s = _line({n: seconds[n, few] - few * (micro_s + n * gradient_s) for n in WEIGHTS})
     return EngineTable(step_s=step_s, parameter_s=parameter_s, micro_s=micro_s, gradient_s=gradient_s)
 
 
 def _line(values: Mapping[int, float]) -> tuple[float, float]:
-    """Returns where the line through two points begins, at 0, and its slope; neither less than 0."""
+    """Returns the value at 0 of the line through two points, and its slope; neither negative."""
     (few, low), (many, high) = values.items()
     slope = max(0.0, (high - low) / (many - few))
     return max(0.0, low - few * slope), slope
 
 
 def _plan(device: Device, precision: Mapping[str, str], count: int, micros: int) -> Plan:
-    """Returns the plan of a run on `device` of `count` weights, whose steps take `micros` micro-batches: clipped, with AdamW.
-    precision: keys of its table.
-    """
-    factory = f"{__name__}:{{}}".format
     tables = {
         "run": {"name": "engine", "steps": 1 << 20, "device": device.type},
-        "model": {"factory": factory("weights"), "options": {"count": count}},
-        "data": {"factory": factory("Numbers")},
-        "loss": {"factory": factory("Passed")},
+        "model": {"factory": f"{__name__}:weights", "options": {"count": count}},
+        "data": {"factory": f"{__name__}:Numbers"},
+        "loss": {"factory": f"{__name__}:Identity"},
         "batch": {"global_size": micros, "micro_size": 1},
         "optimizer": {"use": "core.adamw", "lr": 1e-4, "clip_norm": 1.0},
         "precision": dict(precision),
@@ -152,9 +141,7 @@ def _plan(device: Device, precision: Mapping[str, str], count: int, micros: int)
 
 
 def seconds_of_steps(run: Run, num_steps: int) -> float:
-    """Takes steps one after the other, each launched before the one before is read, as `Run.train` does; returns the mean
-    seconds of one.
-    """
+    """Returns the mean seconds of steps, each launched before the one before is read, as `Run.train` does."""
     device = run.world.device
     late = run.launch(None)
     device.wait_until(device.moment())

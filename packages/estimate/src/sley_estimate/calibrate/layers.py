@@ -1,59 +1,104 @@
-"""Times each distinct layer of a plan, one at a time, for the table `[[layers]]` of a machine file.
+"""Measures a machine: its device and host, links where several ranks measure, and each distinct layer of a plan.
 
-the plan's own ──> its micro-batches under other policies ──> other sizes, under all policies ──> ...until the time is over
+the plan's own layers ──> its micro-batches under other policies ──> other sizes, under all policies ──> ... until time is over
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from sley_core.assemble import DTYPES, draft_model, dtypes
+from sley_core.comm.backends import Done
+from sley_core.comm.groups import Group
+from sley_core.comm.transport import Transport, Work, put
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.errors import PlanError, SleyError
 from sley_core.plan.check import check_plan
+from sley_core.process import keep_freed_memory
 from sley_core.records import ActivationPolicyRecord
-from sley_estimate.bench.layer_bench import LayerBench
-from sley_estimate.bench.layer_calls import Handed
-from sley_estimate.calibrate.echo import Echo, NotImaginedError, imagined
-from sley_estimate.layers.distinct import layer_keys
+from sley_core.topology import DEFAULT_LANE, LANES
+from sley_estimate.calibrate.bench import Handed, LayerBench
+from sley_estimate.calibrate.device import measure_device, measure_host
+from sley_estimate.calibrate.engine import measure_engine
+from sley_estimate.calibrate.links import measure_links
+from sley_estimate.layers.keys import layer_keys
 from sley_estimate.layers.variants import Variant, with_variant
-from sley_estimate.search.choices import choices_of
+from sley_estimate.machine import MACHINE_FORMAT, MachineFile, machine_from_dict
+from sley_estimate.search.layouts import choices_of
 from train_cli.on_meta import meta_micro_batch
 
 if TYPE_CHECKING:
-    from sley_core.comm.device import Device
+    from sley_core.comm.device import Device, Span
+    from sley_core.comm.groups import Exchange
+    from sley_core.comm.world import World
     from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
     from sley_core.protocols import SequenceCommunicator
-    from sley_estimate.search.choices import Choice
+    from sley_estimate.search.layouts import Choice
+
+BUDGET_S = 50.0
+"""Of a calibration, unless the plan's own layers alone take longer."""
 
 REPETITIONS = 15
-"""Of each layer as the plan has it: a machine file is made once, and read often."""
+"""Of each layer as the plan has it."""
 
 REPETITIONS_OF_OTHERS = 7
-"""Of each layer under another policy, or on other micro-batches: there are many."""
-
-STEP = 4
-"""From one size of a micro-batch that is timed to the next."""
+"""Of each layer under another policy, or on other micro-batches."""
 
 LATE = "the time was over"
 
 
-def measure_layers(plan: Plan, device: Device) -> list[dict[str, Any]]:
-    """Times the distinct layers of the plan's model, each alone on `device` on a micro-batch of the plan's data; returns a
-    `[[layers]]` table for each.
+def measure(
+    world: World, plan: Plan | None, timeout_s: float, budget_s: float = BUDGET_S
+) -> tuple[MachineFile, Sequence[str]] | None:
+    """Returns the machine and a text per variant of layers that was not timed, on rank 0 of `world`; None on other ranks. A
+    collective of several ranks, which measures links.
 
-    Layers of one key are timed once. Of a plan that slices sequences they are those of the first slice: their attention sees as
-    many positions as in a run, and what it would exchange is not among their seconds. Raises what the plan's data and layers
-    raise, and PlanError "calibrate-slice" for an attention that asks what only other ranks can answer.
+    The device and its layers are measured by rank 0 alone, but on CPUs, where ranks share memory and caches, by all at once.
+    There the process keeps freed memory from then on, unless the plan says not to. plan: its layers are timed. budget_s: after
+    which no other variant of the plan's layers begins, by each rank's own clock.
+    """
+    until_s = time.monotonic() + budget_s
+    is_cpu = world.device.type == "cpu"
+    if is_cpu and (plan is None or plan.run.keep_freed_memory):
+        keep_freed_memory()
+    links = measure_links(world, timeout_s) if world.size > 1 else None
+
+    def alone() -> dict[str, Any]:
+        tables: dict[str, Any] = {"device": measure_device(world.device), "host": measure_host(world.device)}
+        if world.device.is_async:
+            tables["engine"] = measure_engine(world.device, plan)
+        if plan is not None:
+            tables["layers"], tables["left out"] = measure_variants(plan, world.device, until_s)
+        return tables
+
+    tables: dict[str, Any] = {"format": MACHINE_FORMAT}
+    together = world.size > 1 and is_cpu
+    if together or world.rank == 0:
+        tables |= world.on_all(alone, "measure its device and layers") if together else alone()
+    if world.rank != 0:
+        return None
+    left_out = tables.pop("left out", ())
+    if links is not None:
+        tables["links"] = links
+    return machine_from_dict(tables), left_out
+
+
+def measure_layers(plan: Plan, device: Device) -> list[dict[str, Any]]:
+    """Returns a `[[layers]]` table for each distinct layer of the plan's model, timed alone on a micro-batch of its data.
+
+    With slices of sequences it is the first slice: attention sees all positions, and exchanges do not count. Raises what the
+    plan's data and layers raise, and PlanError "calibrate-slice" for an attention that needs an answer of other ranks.
     """
     timing = LayerTiming(plan, device)
     timing.take(timing.own, REPETITIONS)
@@ -62,45 +107,35 @@ def measure_layers(plan: Plan, device: Device) -> list[dict[str, Any]]:
 
 def measure_variants(plan: Plan, device: Device, until_s: float) -> tuple[list[dict[str, Any]], list[str]]:
     """Times the plan's layers, then those under every policy that a search may try, on micro-batches of a few sizes. Returns
-    the `[[layers]]` tables, and for each variant that was left out its words and the reason.
+    the `[[layers]]` tables, and a text for each variant that was left out.
 
-    until_s: when `time.monotonic` passes it no other variant is begun; the plan's own are timed in any case. Raises what the
-    plan's own data and layers raise, and PlanError "calibrate-slice" for an attention that asks what only other ranks can
-    answer.
+    until_s: when `time.monotonic` passes it no other variant begins. Raises as `measure_layers`.
     """
     timing = LayerTiming(plan, device)
     timing.take(timing.own, REPETITIONS)
     left_out = []
     for variant in other_variants(plan):
-        words = f"`{variant.policy}` on micro-batches of {variant.micro_size}"
-        if why := timing.tried(variant, REPETITIONS_OF_OTHERS, until_s):
-            left_out.append(f"{words}: {why}")
+        if reason := timing.tried(variant, REPETITIONS_OF_OTHERS, until_s):
+            left_out.append(f"`{variant.policy}` on micro-batches of {variant.micro_size}: {reason}")
     return timing.tables, left_out
 
 
 def other_variants(plan: Plan) -> Iterator[Variant]:
-    """Yields the variants of the plan's layers that a search may try beside the plan's own, the most useful first: other
-    policies, then other sizes of micro-batches. Policies that the plan's checks refuse, and those that copy to the host, are
-    left out.
-    """
+    """Yields the variants of the plan's layers beside its own that a search may try: other policies, then other sizes."""
     policies = [choice for choice in choices_of(plan).policies if _is_allowed(plan, choice)]
     own, sp = plan.batch.micro_size, plan.parallel.sp
     sizes = [own, *other_sizes(own, plan.batch.global_size)]
-    variants = (Variant(policy, size, sp) for size in sizes for policy in policies)
-    yield from islice(variants, 1, None)
+    yield from islice((Variant(policy, size, sp) for size in sizes for policy in policies), 1, None)
 
 
 def other_sizes(own: int, most: int) -> list[int]:
-    """Returns up to three sizes of micro-batches, none `own` and none above `most`: with the largest power of two that is at
-    most `own`, four times that, a quarter of it, and sixteen times it.
-    """
+    """Returns sizes of micro-batches up to `most` other than `own`: 4, 1/4 and 16 times the power of two below it."""
     near = 1 << (own.bit_length() - 1)
-    found = dict.fromkeys((STEP * near, max(1, near // STEP), STEP**2 * near))
-    return [size for size in found if size != own and size <= most]
+    return [size for size in dict.fromkeys((4 * near, max(1, near // 4), 16 * near)) if size != own and size <= most]
 
 
 def _is_allowed(plan: Plan, choice: Choice) -> bool:
-    """Returns whether a policy may be timed: the plan's own, or one that computes alone and that its checks do not refuse."""
+    """Returns whether a policy may be timed: the plan's own, or one that does not copy and that the plan's checks accept."""
     own = plan.activations
     if (choice.name, choice.config) == (own.name, own.config):
         return True
@@ -108,11 +143,11 @@ def _is_allowed(plan: Plan, choice: Choice) -> bool:
         return False
     world = plan.world()
     try:
-        known = {(one.code, one.message) for one in check_plan(plan, world)}
-        found = check_plan(with_variant(plan, policy=choice), world)
+        known = {(each.code, each.message) for each in check_plan(plan, world)}
+        problems = check_plan(with_variant(plan, policy=choice), world)
     except SleyError:
         return False
-    return all((one.code, one.message) in known for one in found)
+    return all((each.code, each.message) in known for each in problems)
 
 
 class _LateError(Exception):
@@ -120,10 +155,7 @@ class _LateError(Exception):
 
 
 class LayerTiming:
-    """Times layers of `plan` variant by variant, and those that are alike once. tables: what was found.
-
-    own: the variant that the plan is.
-    """
+    """Times layers of `plan`, variant by variant, equal ones once. tables: the results. own: the plan's variant."""
 
     def __init__(self, plan: Plan, device: Device) -> None:
         self.plan = plan
@@ -131,14 +163,12 @@ class LayerTiming:
         self.own = Variant(choices_of(plan).policies[0], plan.batch.micro_size, plan.parallel.sp)
         self.tables: list[dict[str, Any]] = []
         self._keys: set[str] = set()
-        self._handed: dict[str, Handed] = {}
+        self._outputs: dict[str, Handed] = {}
         self._size = 0
         self._took: dict[str, tuple[float, int]] = {}
 
     def tried(self, variant: Variant, repetitions: int, until_s: float) -> str | None:
-        """Times a variant if that will be done before `time.monotonic` passes `until_s`; returns None, or words that say why
-        not all of it was timed. What was timed before that stays in `tables`.
-        """
+        """Times a variant if that ends before `until_s`; returns None, or the reason why not all of it was timed."""
         if time.monotonic() > until_s:
             return LATE
         try:
@@ -152,11 +182,7 @@ class LayerTiming:
         return None
 
     def take(self, variant: Variant, repetitions: int, until_s: float = inf) -> None:
-        """Times those layers of a variant whose keys are not in `tables` yet, and adds them there.
-
-        Raises what the plan's data and layers raise, PlanError "calibrate-slice" for an attention that asks what only other
-        ranks can answer, and _LateError where `until_s` would pass.
-        """
+        """Times the layers of a variant whose keys are not in `tables`. Raises as `measure_layers`, and _LateError."""
         plan = with_variant(self.plan, policy=variant.policy, micro_size=variant.micro_size)
         try:
             self._take(plan, variant, repetitions, until_s)
@@ -171,47 +197,125 @@ class LayerTiming:
             raise PlanError.many([plan.diagnostic("calibrate-slice", message, ("sequence", "use"), hint)]) from error
 
     def _take(self, plan: Plan, variant: Variant, repetitions: int, until_s: float) -> None:
-        """Times the new layers of `plan`, which is the plan under `variant`, in the order of the model: each gets what the one
-        before it hands on. Raises as `take`, but NotImaginedError for an attention that needs other ranks.
-        """
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
         model = draft_model(plan, dataset.info)
         policy = plan.activations.build([layer.name for layer in model.layers])
         keys = layer_keys(plan, model, policy, meta_micro_batch(plan, dataset))
         if self._keys >= set(keys):
             return
-        if variant.micro_size != self._size:  # what others are given has another shape
-            self._size, self._handed = variant.micro_size, {}
+        if variant.micro_size != self._size:  # inputs have another shape
+            self._size, self._outputs = variant.micro_size, {}
         echo = Echo(plan.parallel.sp, self.device)
         attention: SequenceCommunicator | None = None
         if plan.sequence is not None and plan.parallel.sp > 1:
             attention = plan.sequence.build(imagined("sp", echo, plan.parallel.sp))
         value: Handed | None = None
         with self.device.random_state_kept():
-            gradients = DTYPES[plan.precision.gradients]
-            working = dtypes(plan)[0]
+            gradients, working = DTYPES[plan.precision.gradients], dtypes(plan)[0]
             bench = LayerBench(plan, self.device, model, dataset, working, gradients, repetitions, echo.spans, attention)
             for layer, key in zip(model.layers, keys, strict=True):
-                if key not in self._handed:
+                if key not in self._outputs:
                     self._time(bench, layer, key, value, variant, until_s)
-                value = self._handed[key]
+                value = self._outputs[key]
 
     def _time(self, bench: LayerBench, layer: Layer, key: str, value: Handed | None, variant: Variant, until_s: float) -> None:
-        """Times one layer, keeps what it hands on under its key, and adds a table if the key is new. value: what the layer
-        before handed on; None for the first.
-
-        Raises _LateError where `until_s` would pass, if each repetition takes as long per sample as it did for this layer
-        before.
-        """
+        """Times one layer. Raises _LateError if it would pass `until_s` at its earlier seconds per sample."""
         one_s, size = self._took.get(layer.name, (0.0, variant.micro_size))
         began_s = time.monotonic()
         if began_s + one_s * max(1.0, variant.micro_size / size) * bench.repetitions > until_s:
             raise _LateError
-        times, self._handed[key] = bench.time(layer, value, split=True)
+        times, self._outputs[key] = bench.time(layer, value, split=True)
         self._took[layer.name] = (time.monotonic() - began_s) / bench.repetitions, variant.micro_size
         if key not in self._keys:
             self._keys.add(key)
-            output_bytes = sum(leaf.num_bytes for leaf in self._handed[key][0].leaves)
+            output_bytes = sum(leaf.num_bytes for leaf in self._outputs[key][0].leaves)
             how = {"activations": str(variant.policy), "micro_size": variant.micro_size, "sp": variant.sp}
             seconds = {name: value for name, value in asdict(times).items() if value or not name.startswith("host_")}
             self.tables.append({"key": key, "name": layer.name, "output_bytes": output_bytes, **seconds, **how})
+
+
+class NotImaginedError(Exception):
+    """An imagined group cannot do this, since its other members do not exist."""
+
+
+class Echo(Transport):
+    """Imitates a group of `size` ranks of which only this one, the first, exists: its own part takes the place of each peer's.
+
+    rank 0 gives a0 a1    gather of a0  a0 a0    reduction  a0 + a0    swap  a0 a1    message  the last one like it that was
+    sent
+
+    So shapes and magnitudes are those of a run. Exchanges are complete when they begin; their copies are timed separately.
+    """
+
+    def __init__(self, size: int, device: Device) -> None:
+        self._size = size
+        self._device = device
+        self._sent: dict[tuple[object, ...], Tensor] = {}
+        self._spans: list[Span] = []
+
+    def spans(self) -> list[Span]:
+        """Returns the spans of exchanges since the last call, as moments of the device."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
+        def repeat() -> None:
+            for whole, shard in zip(wholes, shards, strict=True):
+                for row in whole.detach().view(self._size, *shard.shape):
+                    put(shard.detach(), row)
+
+        return self._timed(repeat)
+
+    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
+        own = [whole.detach()[: whole.shape[0] // self._size] for whole in wholes]
+        return self._timed(lambda: [rows.mul_(self._size) for rows in own])
+
+    def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
+        return self._timed(lambda: put(sent.detach(), received.detach()))
+
+    def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
+        return self._timed(lambda: tensor.detach().mul_(self._size))
+
+    def imitate(self, kind: Exchange, result: Tensor, given: Tensor, lane: str, what: str) -> Callable[[], None]:
+        """Imitates an exchange without a transport. This rank is the first, so it has the value of a broadcast."""
+        key = lane, given.numel(), given.dtype
+        match kind:
+            case "sum":
+                self.all_reduce(result, what=what)
+            case "swap":
+                self.all_to_all(result, given, what=what)
+            case "gather":
+                self.all_gather([result.view(-1)], [given.view(-1)], what=what)
+            case "send":
+                self._sent[key] = given.detach()
+            case "receive":  # looked up at the wait: the message may be sent after this call
+                return lambda: self._receive(result, lane, what)
+        return lambda: None
+
+    def _receive(self, tensor: Tensor, lane: str, what: str) -> None:
+        sent = self._sent.get((lane, tensor.numel(), tensor.dtype))
+        if sent is None:
+            raise NotImaginedError(f"waits for a message ({what}) like which it has sent none itself")
+        self._timed(lambda: put(sent.view(tensor.shape), tensor.detach()))
+
+    def _timed(self, copy: Callable[[], object]) -> Work:
+        began = self._device.moment()
+        copy()
+        self._spans.append((began, self._device.moment()))
+        return Done()
+
+
+class _NoCommunicators(dict[str, dist.ProcessGroup]):
+    def __missing__(self, lane: str) -> dist.ProcessGroup:
+        raise NotImaginedError(f"asks for the communicator of the lane `{lane}` itself")
+
+
+class _EchoTransports(dict[str, Transport]):
+    def __missing__(self, lane: str) -> Transport:
+        raise NotImaginedError(f"asks for a transport of the lane `{lane}`, which its group does not have")
+
+
+def imagined(axis: str, echo: Echo, size: int) -> Group:
+    """Returns a group of `size` ranks whose exchanges `echo` imitates. It raises NotImaginedError for anything else."""
+    transports: dict[str, Transport] = _EchoTransports(dict.fromkeys(LANES.get(axis, (DEFAULT_LANE,)), echo))
+    return Group(axis, tuple(range(size)), 0, _NoCommunicators(), transports, imitate=echo.imitate)

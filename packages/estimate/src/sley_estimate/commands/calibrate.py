@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,15 +10,14 @@ import typer
 
 from sley_core.errors import EXIT_OK, UsageError
 from sley_core.plan.load import load_plan
-from sley_estimate.machine.read import machine_text
-from sley_estimate.machine.tables import MachineFile
+from sley_estimate.machine import MachineFile, machine_text
 from train_cli import console
 from train_cli.console import Settings
 from train_cli.faults import Fault, write_report
 from train_cli.options import SetOption
 
 TIMEOUT_S = 60.0
-"""Of everything for which ranks wait for each other."""
+"""Of every wait of ranks for each other."""
 
 OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="The machine file to write, TOML.")]
 PlanOption = Annotated[
@@ -44,20 +42,15 @@ def calibrate(
         raise UsageError("calibrate-plan", "`--set` changes a plan, but there is no `--plan`")
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not is_rank:
-        _check(out, replaces=force)
+        if out.exists() and not force:
+            raise UsageError("machine-exists", f"`{out}` is there already", hint="`--force` replaces it")
+        if not out.absolute().parent.is_dir():
+            raise UsageError("machine-folder", f"there is no folder `{out.absolute().parent}`")
     if ranks is not None and not is_rank:
         if plan is not None:
-            load_plan(plan, overrides or [])  # what is wrong with it is said once, and not by each rank
+            load_plan(plan, overrides or [])  # so that a mistake is reported once, and not by each rank
         raise typer.Exit(_launch(context.ensure_object(Settings), out, plan, overrides or [], ranks))
     _measure(out, plan, overrides or [])
-
-
-def _check(out: Path, *, replaces: bool) -> None:
-    """Raises UsageError, before anything is measured, if the file could not be written at the end."""
-    if out.exists() and not replaces:
-        raise UsageError("machine-exists", f"`{out}` is there already", hint="`--force` replaces it")
-    if not out.absolute().parent.is_dir():
-        raise UsageError("machine-folder", f"there is no folder `{out.absolute().parent}`")
 
 
 def _launch(settings: Settings, out: Path, plan: Path | None, overrides: list[str], ranks: int) -> int:
@@ -80,35 +73,31 @@ def measure_on_rank(out: str, plan: str | None, overrides: list[str]) -> int:
 def _measure(out: Path, plan: Path | None, overrides: list[str]) -> None:
     """Measures in this process; rank 0 writes the file. A rank that fails reports the reason to the launcher."""
     from sley_core.comm.world import World
-    from sley_estimate.calibrate.machine import measure
+    from sley_estimate.calibrate.layers import measure
 
     try:
         resolved = load_plan(plan, overrides) if plan else None
         device = resolved.run.device if resolved else "auto"
         with World.join(device, timeout_s=TIMEOUT_S) as world:
-            machine = measure(world, resolved, TIMEOUT_S, leave_out=_say_left_out)
+            measured = measure(world, resolved, TIMEOUT_S)
     except Exception as error:
         write_report(Fault.of(error))
         raise
-    if machine is not None:
+    if measured is not None:
+        machine, left_out = measured
+        for variant in left_out:
+            console.say(f"not timed: {variant}")
         out.write_text(machine_text(machine), "utf-8")
         console.say(f"{machine.device.name}: {out} has {_contents(machine)}")
 
 
-def _say_left_out(variants: Sequence[str]) -> None:
-    """Says of which variants some layers were not timed."""
-    for one in variants:
-        console.say(f"not timed: {one}")
-
-
 def _contents(machine: MachineFile) -> str:
-    """Returns in words what the machine file contains."""
-    found = ["the device"]
+    parts = ["the device"]
     if machine.links.same_host is not None:
-        found.append("links between ranks of this host")
+        parts.append("links between ranks of this host")
     if machine.layers:
-        found.append(f"{len(machine.layers)} layers")
+        parts.append(f"{len(machine.layers)} layers")
         policies = dict.fromkeys(str(layer.activations) for layer in machine.layers)
         sizes = sorted({layer.micro_size for layer in machine.layers if layer.micro_size is not None})
-        found.append(f"under {', '.join(policies)}, on micro-batches of {', '.join(map(str, sizes))}")
-    return ", ".join(found)
+        parts.append(f"under {', '.join(policies)}, on micro-batches of {', '.join(map(str, sizes))}")
+    return ", ".join(parts)

@@ -1,20 +1,28 @@
-"""`train-cli estimate`: the bytes that every stage of a run needs, and the seconds of a step, before a device is touched."""
+"""`train-cli estimate`: the bytes of every stage of a run, and the seconds of a step, before a device is touched.
+
+Also for other commands: `run --dry-run`, `run --estimate` and `show --timeline --machine`.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sley_core.actions.action import in_words
-from sley_core.errors import UsageError
+from sley_core.actions.draw import draw_text
+from sley_core.actions.simulate import Delivery
+from sley_core.errors import SleyError, UsageError
+from sley_core.json_text import write_json
 from sley_core.plan.load import load_plan
-from sley_estimate.commands.seconds import machine_of, seconds_data, seconds_lines
-from sley_estimate.draw_memory import memory_elements
-from sley_estimate.machine.on_machine import on_machine
+from sley_estimate.machine import load_machine
+from train_cli.commands.show import WIDTH
 from train_cli.options import (
     FormatOption,
     NodesOption,
@@ -25,21 +33,21 @@ from train_cli.options import (
     WorldOption,
     given_world,
 )
+from train_cli.progress import SUMMARY
 from train_cli.surroundings import num_cores
-from train_cli.timeline_svg import picture, timeline_elements
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from sley_core.plan.plan import Plan
     from sley_estimate.bytes.rank import RankBytes
-    from sley_estimate.machine.tables import MachineFile
-    from sley_estimate.seconds_of_plan import PlanSeconds
+    from sley_estimate.layers.prices import Source
+    from sley_estimate.machine import MachineFile
+    from sley_estimate.step.estimate import PlanSeconds
+    from sley_estimate.step.lanes import Exposed
 
 GIB = 1 << 30
 COUNTED = "counted are a rank's tensors; its process needs more: libraries, CUDA's context, what allocators keep free"
-SVG_WIDTH = 1200
-"""Pixels."""
 
 UNITS = {
     "TiB": 1 << 40,
@@ -52,7 +60,24 @@ UNITS = {
     "KB": 10**3,
     "B": 1,
 }
-"""Bytes of the units that a size may have; `B` comes last, since all end so."""
+"""Bytes of the units of a size; `B` is last, since all end with it."""
+
+SOURCES: dict[Source, str] = {
+    "measured": "timed on this machine",
+    "in proportion": "computed in proportion to variants of them that were timed on this machine",
+    "counted": "computed from their operators",
+}
+
+WAITS = {
+    "sum": "sums of gradients",
+    "reduce": "reductions of gradients",
+    "gather": "gathers of weights",
+    "swap": "exchanges of attention",
+    "all": "the norm and loss of all ranks",
+    "to_host": "copies to the host",
+    "to_device": "copies from the host",
+}
+"""Texts of waits, by the first word of an exchange's lane."""
 
 
 def estimate(
@@ -69,12 +94,6 @@ def estimate(
         Path | None,
         typer.Option("--machine", metavar="FILE", help="Say the seconds of a step on this machine too, as calibrate wrote it."),
     ] = None,
-    svg: Annotated[
-        Path | None,
-        typer.Option(
-            "--svg", metavar="FILE", help="Draw the memory over one step, stage by stage; with --machine its timeline too."
-        ),
-    ] = None,
     form: FormatOption = OutputFormat.text,
 ) -> None:
     """Say how many bytes each stage of a run holds at most, when, and what of; no device is needed."""
@@ -83,57 +102,46 @@ def estimate(
     given = given_world(world, nodes, per_node)
     size = resolved.world(None) if given is None else given
     known = None if machine is None else machine_of(machine, per_node)
-    if known is not None:
-        resolved = on_machine(resolved, known)
-    found, timed = bytes_and_seconds(resolved, size, known)
+    stages, seconds = bytes_and_seconds(resolved, size, known)
     if limit is None and known is not None:
         limit = known.device.memory
-    if svg is not None:
-        svg.write_text(drawn(found, timed, limit), "utf-8")
     if form is OutputFormat.json:
-        told = {"world": size, "memory": limit, "stages": [asdict(one) for one in found]}
-        typer.echo(json.dumps(told | ({} if timed is None else {"seconds": seconds_data(timed)}), indent=2))
+        data = {"world": size, "memory": limit, "stages": [asdict(stage) for stage in stages]}
+        typer.echo(json.dumps(data | ({} if seconds is None else {"seconds": seconds_data(seconds)}), indent=2))
     else:
-        typer.echo("\n".join(lines(found, size, limit)))
-        if timed is not None and known is not None:
-            typer.echo("\n".join(seconds_lines(timed, known)))
-    if limit is not None and max(one.peak for one in found) > limit:
+        typer.echo("\n".join(lines(stages, size, limit)))
+        if seconds is not None and known is not None:
+            typer.echo("\n".join(seconds_lines(seconds, known)))
+    if limit is not None and max(stage.peak for stage in stages) > limit:
         raise typer.Exit(1)
 
 
-def stages(plan: Plan, size: int) -> Sequence[RankBytes]:
-    """Returns the bytes of each stage by rank. Raises as `bytes_and_seconds`."""
-    return bytes_and_seconds(plan, size, None)[0]
+def machine_of(file: Path, per_node: int | None) -> MachineFile:
+    """Returns the machine in `file`, with `per_node` ranks on each host if given. Raises as `load_machine`."""
+    machine = load_machine(file)
+    if per_node is None:
+        return machine
+    links = machine.links.model_copy(update={"ranks_per_host": per_node})
+    return machine.model_copy(update={"links": links})
 
 
-def bytes_and_seconds(plan: Plan, size: int, machine: MachineFile | None) -> tuple[Sequence[RankBytes], PlanSeconds | None]:
-    """Returns the bytes of each stage by rank, and the seconds of a step on `machine`, if there is one. Raises SleyError, with
-    its place in the plan, as `stage_bytes` and `estimate_both` do.
-    """
-    from sley_core.errors import SleyError
+def bytes_and_seconds(
+    plan: Plan, size: int, machine: MachineFile | None = None
+) -> tuple[Sequence[RankBytes], PlanSeconds | None]:
+    """Returns the bytes of each stage, and the seconds of a step on `machine`. Raises SleyError with its place in the plan."""
     from sley_estimate.bytes.stages import stage_bytes
-    from sley_estimate.seconds_of_plan import estimate_both
+    from sley_estimate.step.estimate import estimate_both
 
     try:
         if machine is None:
-            return list(stage_bytes(plan, size, cores=num_cores())), None
+            return stage_bytes(plan, size, cores=num_cores()), None
         return estimate_both(plan, size, machine, num_cores())
     except SleyError as error:
         raise plan.located(error) from error.__cause__
 
 
-def drawn(found: Sequence[RankBytes], timed: PlanSeconds | None, limit: int | None) -> str:
-    """Returns an SVG picture of the memory over one step, and below it of the step's timeline if its seconds are known."""
-    curves = {f"stage {one.stage}": [(moment.entry, moment.num_bytes) for moment in one.curve] for one in found}
-    body, height = memory_elements(curves, 0, SVG_WIDTH, limit)
-    if timed is not None:
-        more, height = timeline_elements({"estimated": timed.step.timeline}, height, SVG_WIDTH)
-        body += more
-    return picture(body, SVG_WIDTH, height)
-
-
 def num_bytes(text: str) -> int:
-    """Returns the bytes of a size such as 80GiB or 512 MB. Raises UsageError `memory-size` for anything else."""
+    """Returns the bytes of a size such as 80GiB or 512 MB. Raises UsageError `memory-size` for other texts."""
     for unit, factor in UNITS.items():
         number = text.removesuffix(unit).strip()
         if text.endswith(unit) and number.replace(".", "", 1).isdecimal() and float(number) > 0:
@@ -143,28 +151,22 @@ def num_bytes(text: str) -> int:
     )
 
 
-def lines(found: Sequence[RankBytes], size: int, limit: int | None) -> Iterator[str]:
-    """Yields the estimate as lines of text."""
-    per_stage = size // len(found)
-    for one in found:
-        last = one.rank + per_stage - 1
-        ranks = f"rank {one.rank}" if per_stage == 1 else f"ranks {one.rank} to {last}"
-        layer = f", layer {one.place.layer}" if one.place.layer else ""
-        first = " of the first step" if one.place.step == 1 else ""
-        yield f"stage {one.stage} ({ranks}): peak {shown(one.peak)} in {in_words(one.place.entry)}{first}{layer}"
-        for owner, count in one.alive.items():
+def lines(stages: Sequence[RankBytes], size: int, limit: int | None) -> Iterator[str]:
+    """Yields the bytes as lines of text."""
+    per_stage = size // len(stages)
+    for stage in stages:
+        ranks = f"rank {stage.rank}" if per_stage == 1 else f"ranks {stage.rank} to {stage.rank + per_stage - 1}"
+        layer = f", layer {stage.place.layer}" if stage.place.layer else ""
+        first = " of the first step" if stage.place.step == 1 else ""
+        yield f"stage {stage.stage} ({ranks}): peak {shown(stage.peak)} in {in_words(stage.place.entry)}{first}{layer}"
+        for owner, count in stage.alive.items():
             yield f"    {owner.replace('_', ' '):18} {shown(count):>12}"
-        if one.cycles is not None:
-            yield (
-                f"    note: from layer {one.cycles.layer} on, {shown(one.cycles.num_bytes)} stay in reference cycles, and are "
-                "counted to the step's end; a run holds them until Python's collector comes, sooner or later than that"
-            )
-    most = max(found, key=lambda one: one.peak)
+    most = max(stages, key=lambda stage: stage.peak)
     verdict = f"the most is {shown(most.peak)}, on stage {most.stage}"
     if limit is not None:
-        left = limit - most.peak
-        verdict += f": fits into {shown(limit)}, {shown(left)} are left" if left >= 0 else ""
-        verdict += f": does not fit into {shown(limit)}, {shown(-left)} are missing" if left < 0 else ""
+        rest = limit - most.peak
+        verdict += f": fits into {shown(limit)}, {shown(rest)} are left" if rest >= 0 else ""
+        verdict += f": does not fit into {shown(limit)}, {shown(-rest)} are missing" if rest < 0 else ""
     yield verdict
     yield COUNTED
 
@@ -181,3 +183,119 @@ def unit_of(count: int) -> tuple[str, int]:
         if count >= size:
             return unit, size
     return "B", 1
+
+
+def drawn_step(plan: Plan, size: int, machine: MachineFile) -> Iterator[str]:
+    """Yields the drawing of a step of `plan` on `size` ranks of `machine`, and what each stage does. Raises SleyError with its
+    place in the plan.
+    """
+    from sley_estimate.step.estimate import estimate_seconds
+
+    try:
+        seconds = estimate_seconds(plan, size, machine, num_cores())
+    except SleyError as error:
+        raise plan.located(error) from error.__cause__
+    yield f"# {plan.pipeline.name if plan.pipeline else 'no pipeline'} on {size} x {machine.device.name}, estimated"
+    yield draw_text(seconds.step.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
+    yield from seconds_lines(seconds, machine)
+
+
+def seconds_lines(seconds: PlanSeconds, machine: MachineFile) -> Iterator[str]:
+    """Yields the seconds of a step, what each stage does, and the source of the layers' seconds."""
+    step = seconds.step
+    behind_s = step.seconds - step.devices_s
+    yield f"a step takes {step.seconds:.4g} s" + (f", of which devices wait {behind_s:.4g} s for a host" if behind_s else "")
+    for stage, computing_s in enumerate(step.computing_s):
+        waited: dict[str, float] = defaultdict(float)
+        for span in step.exposed:
+            if span.rank == stage:
+                waited[_awaited(span)] += span.end_s - span.start_s
+        by_length = sorted(waited.items(), key=lambda item: -item[1])
+        waits = ", ".join(f"{_ms(value)} waiting for {what}" for what, value in by_length)
+        idle = f"idle {step.idle(stage):.1%}" + (f": {waits}" if waits else "")
+        started = f"; its host starts all of it in {step.host_s[stage]:.4g} s" if step.host_s[stage] else ""
+        yield f"  stage {stage}: computes {computing_s:.4g} s, {idle}{started}"
+    yield f"  {_sources(seconds)} ({machine.device.name})"
+
+
+def _awaited(span: Exposed) -> str:
+    if isinstance(span.key, Delivery):
+        what = "activations" if span.key.flow == "forward" else "gradients"
+        return f"{what} from stage {span.lane.split(' ')[1].split('>')[0]}"
+    kind = span.lane.split(" ")[0]
+    return WAITS.get(kind, f"`{kind}`")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _sources(seconds: PlanSeconds) -> str:
+    if not seconds.layers:
+        return "slices of sequences are computed from their operators"
+    counts = Counter(layer.source for layer in seconds.layers)
+    texts = [(counts[source], text) for source, text in SOURCES.items() if counts[source]]
+    if len(texts) == 1:
+        count = len(seconds.layers)
+        return f"all {count} layers were {texts[0][1]}" if count > 1 else f"its layer was {texts[0][1]}"
+    return f"of {len(seconds.layers)} layers, {', '.join(f'{count} were {text}' for count, text in texts)}"
+
+
+def seconds_data(seconds: PlanSeconds) -> dict[str, Any]:
+    """Returns the estimated seconds for JSON."""
+    step = seconds.step
+    return {
+        "step": step.seconds,
+        "stages": [
+            {"computes": computing_s, "idle": step.idle(stage), "waits": step.exposed_s(stage), "host": host_s}
+            for stage, (computing_s, host_s) in enumerate(zip(step.computing_s, step.host_s, strict=True))
+        ],
+        "layers": [{"name": layer.name, "source": layer.source, **asdict(layer.seconds)} for layer in seconds.layers],
+    }
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    """The estimate of rank 0: bytes by part between two steps, the peak, and seconds of a step on a known machine.
+
+    `run --estimate` makes it in the process that starts the ranks; under torchrun there is none.
+    """
+
+    states: Mapping[str, int]
+    peak: int
+    seconds: float | None
+
+
+def run_estimate(plan: Plan, size: int, machine: Path | None) -> RunEstimate:
+    """Returns the estimate of rank 0 of `size` ranks. Raises SleyError as `train-cli estimate` does."""
+    stages, seconds = bytes_and_seconds(plan, size, load_machine(machine) if machine else None)
+    return RunEstimate(stages[0].states, stages[0].peak, seconds.step.seconds if seconds else None)
+
+
+def compare_with_run(estimated: RunEstimate, folder: Path) -> list[str]:
+    """Writes the estimate into the run's `summary.json`, and returns lines that compare both; none without a summary.
+
+    On a CPU the peak of a run is not measured.
+    """
+    path = folder / SUMMARY
+    if not path.exists():
+        return []
+    summary = json.loads(path.read_text("utf-8"))
+    states, peak, seconds = dict(estimated.states), estimated.peak, estimated.seconds
+    summary["estimated"] = {"memory_bytes": states, "peak_bytes": peak, "step_seconds": seconds}
+    write_json(path, summary)
+    held = sum(summary["memory_bytes"].values())
+    result = [f"  memory         {shown(held)} between steps; {shown(sum(states.values()))} were estimated"]
+    if summary["device"].startswith("cuda"):
+        measured = summary["memory_mb"] * 2**20
+        result.append(f"                 {shown(int(measured))} at most; {shown(peak)} were estimated{_error(peak, measured)}")
+    else:
+        result.append(f"                 {shown(peak)} at most, as estimated; a CPU does not measure the peak of tensors")
+    if seconds is not None:
+        step_s = summary["seconds"] / summary["steps"]
+        result.append(f"  a step         {step_s:.4g} s; {seconds:.4g} s were estimated{_error(seconds, step_s)}")
+    return result
+
+
+def _error(estimated: float, measured: float) -> str:
+    return f" ({(estimated - measured) / measured:+.1%})" if measured else ""

@@ -12,23 +12,24 @@ from rich.progress import Progress
 
 from sley_core.errors import PlanError, SleyError, UsageError
 from sley_core.plan.load import load_plan
-from sley_estimate.commands.estimate import num_bytes
-from sley_estimate.machine.notes import notes_on
-from sley_estimate.machine.read import load_machine
-from sley_estimate.search.layouts import AXES, Axis
+from sley_core.plan.write import sections
+from sley_estimate.commands.estimate import num_bytes, shown, unit_of
+from sley_estimate.machine import load_machine
+from sley_estimate.search.layouts import AXES
 from train_cli.options import PlanArgument, SetOption
 from train_cli.progress import draws_line
 from train_cli.surroundings import num_cores
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from sley_core.plan.plan import Plan
-    from sley_estimate.machine.tables import MachineFile
-    from sley_estimate.search.find import ExactEstimate, SearchFound
+    from sley_estimate.machine import MachineFile
+    from sley_estimate.search.find import ExactEstimate, Result, SearchResult
+    from sley_estimate.search.layouts import Candidate
 
 BUDGET_S = 150.0
-"""Seconds after the ranking in which layouts begin the steps that verify them, unless the user says otherwise."""
+"""Default seconds after the ranking in which layouts begin the steps that verify them."""
 
 
 def search(
@@ -65,48 +66,45 @@ def search(
         raise UsageError("search-machine", "a search needs to know what the machine's devices and links reach", hint=hint)
     if explain and not verify:
         raise UsageError("explain-needs-steps", "`--explain` compares what `estimate` says, which `--rough` leaves out")
-    from sley_estimate.commands.found import compared, lines, written
     from sley_estimate.search.roofline import Rough
 
     limit = None if memory is None else num_bytes(memory)
     resolved = load_plan(plan, overrides or [])
     known = load_machine(machine)
-    # Before the search: a plan that fits no such world as it is ends this at once, and nothing that was found is lost.
-    own = _as_it_is(resolved, world, known) if explain else None
-    kept = [_axis(name) for name in keep or ()]
-    found, skipped = _found(resolved, world, known, limit, top, kept, budget, verify=verify)
-    typer.echo("\n".join(lines(found, skipped, limit, notes_on(known, world))))
-    if not found.fastest:
+    # First: a plan that fits no such world ends this at once.
+    own = _own_estimate(resolved, world, known) if explain else None
+    result, skipped = _search(resolved, world, known, limit, top, keep or (), budget, verify=verify)
+    typer.echo("\n".join(lines(result, skipped, limit)))
+    if not result.fastest:
         raise typer.Exit(1)
-    best = found.fastest[0]
+    best = result.fastest[0]
     if own is not None and not isinstance(best.takes, Rough):
         typer.echo("\n".join(compared(own, best.takes)))
     if write is not None:
-        write.write_text(written(resolved, world, best), "utf-8")
+        write.write_text(plan_text(resolved, world, best), "utf-8")
         typer.echo(f"written to {write}")
 
 
-def _found(
+def _search(
     plan: Plan,
     world: int,
     machine: MachineFile,
     limit: int | None,
     top: int,
-    keep: Sequence[Axis],
+    keep: Sequence[str],
     budget_s: float,
     *,
     verify: bool,
-) -> tuple[SearchFound, Sequence[str]]:
-    """Returns what a search found, and the plugins that it could not load. Raises SleyError with its place in the plan."""
+) -> tuple[SearchResult, Sequence[str]]:
+    """Returns the result of a search, and the plugins that it could not load. Raises SleyError with its place in the plan."""
     from sley_core.plan.check import check_data
-    from sley_estimate.search.choices import choices_of
     from sley_estimate.search.find import find
-    from sley_estimate.search.layouts import Layouts
+    from sley_estimate.search.layouts import Layouts, choices_of
 
-    # Such as files that are not there, which every layout would be left out for.
-    wrong = check_data(plan.data, plan.model, evaluates=plan.evaluation is not None)
-    if problems := [plan.diagnostic(one.code, one.message, one.path, one.hint) for one in wrong]:
-        raise PlanError.many(problems)
+    # Such as files that are missing, for which every layout would be left out.
+    problems = check_data(plan.data, plan.model, evaluates=plan.evaluation is not None)
+    if located := [plan.diagnostic(each.code, each.message, each.path, each.hint) for each in problems]:
+        raise PlanError.many(located)
     choices = choices_of(plan)
     try:
         space = Layouts(plan, world, choices, keep)
@@ -116,14 +114,14 @@ def _found(
             def tell(done: int, total: int) -> None:
                 progress.update(task, description="taking the steps of the best", completed=done, total=total)
 
-            found = find(space, machine, memory=limit, top=top, verify=verify, cores=num_cores(), budget_s=budget_s, tell=tell)
-        return found, choices.skipped
+            result = find(space, machine, memory=limit, top=top, verify=verify, cores=num_cores(), budget_s=budget_s, tell=tell)
+        return result, choices.skipped
     except SleyError as error:
         raise plan.located(error) from error.__cause__
 
 
-def _as_it_is(plan: Plan, world: int, machine: MachineFile) -> ExactEstimate:
-    """Returns the estimate of the plan as it is. Raises SleyError with its place in the plan, as `estimate` does."""
+def _own_estimate(plan: Plan, world: int, machine: MachineFile) -> ExactEstimate:
+    """Returns the estimate of the plan as it is. Raises SleyError with its place in the plan."""
     from sley_estimate.search.find import exact_apart
 
     try:
@@ -132,9 +130,88 @@ def _as_it_is(plan: Plan, world: int, machine: MachineFile) -> ExactEstimate:
         raise plan.located(error) from error.__cause__
 
 
-def _axis(name: str) -> Axis:
-    """Returns the axis called `name`; raises UsageError "no-axis" if there is none."""
-    for axis in AXES:
-        if axis == name:
-            return axis
-    raise UsageError("no-axis", f"there is no axis `{name}`", hint=f"the axes are {', '.join(AXES)}")
+def lines(result: SearchResult, skipped: Sequence[str], limit: int | None) -> Iterator[str]:
+    """Yields the result as lines of text. skipped: plugins that could not be loaded. limit: bytes of a device."""
+    ranking = result.ranking
+    too_large = "" if limit is None else f"; {ranking.too_large:,} exceed {shown(limit)}"
+    steps = f": the best {result.num_exact:,} by a formula took their own steps" if result.num_exact else ""
+    yield f"{ranking.num_layouts:,} layouts considered{steps}{too_large}"
+    if result.not_begun:
+        yield f"  {result.not_begun:,} more did not, since the time for it was over: a larger `--budget` takes them too"
+    yield from (f"  {count:,} left out: {reason}" for reason, count in ranking.refused.most_common())
+    yield from (f"  left out: {name}" for name in skipped)
+    if result.dropped:
+        yield f"  {result.dropped:,} that seemed to fit do not, as `estimate` says"
+    if not result.fastest:
+        yield _nothing(result, limit)
+        return
+    how = "verified by estimate" if result.num_exact else "rough"
+    yield f"fastest ({how})"
+    yield from map(_row, result.fastest)
+    sources = {source for each in result.fastest for source in getattr(each.takes, "sources", ())}
+    if "counted" in sources and len(sources) > 1:
+        yield "  Some layers were measured, others are computed from their operators alone: their seconds may be far apart."
+        yield "  `calibrate --plan` measures a plan's layers."
+    if result.front:
+        yield f"less memory for more time ({how})"
+        yield from map(_row, result.front)
+
+
+def _nothing(result: SearchResult, limit: int | None) -> str:
+    ranking = result.ranking
+    if result.smallest is None or limit is None:
+        hints = (ranking.hints.get(reason) for reason, _ in ranking.refused.most_common())
+        hint = next((f" (hint: {hint})" for hint in hints if hint), "")
+        return f"no layout of this plan is left in this world, for the reasons above{hint}"
+    need = shown(int(result.smallest.takes.num_bytes))
+    return f"nothing fits into {shown(limit)}: the smallest layout found needs {need} or more: {result.smallest.layout}"
+
+
+def _row(result: Result) -> str:
+    return f"  {result.takes.seconds:10.4g} s  {shown(int(result.takes.num_bytes)):>12}  {result.layout}"
+
+
+def compared(own: ExactEstimate, best: ExactEstimate) -> Iterator[str]:
+    """Yields the parts of two estimates side by side. own: of the plan as it is."""
+
+    def rows(title: str, one: float, other: float, parts: Mapping[str, float], others: Mapping[str, float]) -> Iterator[str]:
+        values = {name: (parts.get(name, 0.0), others.get(name, 0.0)) for name in sorted({*parts, *others})}
+        ordered = sorted(values.items(), key=lambda item: -max(item[1]))
+        for name, (mine, its) in [(title, (one, other)), *((f"  {name.replace('_', ' ')}", pair) for name, pair in ordered)]:
+            yield f"{name:34}{mine:14.4g}{its:14.4g}{its - mine:+14.4g}"
+
+    yield f"{'':34}{'as it is':>14}{'fastest':>14}{'difference':>14}"
+    yield from rows("a step, in seconds", own.seconds, best.seconds, own.seconds_parts, best.seconds_parts)
+    unit, size = unit_of(max(own.num_bytes, best.num_bytes))
+    mine, its = ({name: value / size for name, value in each.bytes_parts.items()} for each in (own, best))
+    yield from rows(f"most bytes of a rank, in {unit}", own.num_bytes / size, best.num_bytes / size, mine, its)
+
+
+def plan_text(plan: Plan, world: int, best: Result) -> str:
+    """Returns the plan file of a layout of `plan`, with a comment on every table that the search filled."""
+    takes = best.takes
+    how = "rough" if not hasattr(takes, "sources") else "verified by estimate"
+    head = f"# {world} ranks: {takes.seconds:.4g} s per step, {shown(int(takes.num_bytes))} on the fullest rank, {how}\n"
+    comments = _comments(best.layout)
+    texts = []
+    for text in sections(best.layout.plan(plan, world).tables):
+        comment = comments.pop(text.split("\n", 1)[0], None)  # of several tables with one header the first gets it
+        texts.append(f"# {comment}\n{text}" if comment else text)
+    return head + "\n".join(texts)
+
+
+def _comments(layout: Candidate) -> dict[str, str]:
+    sizes, shape = layout.shape.sizes, layout.shape
+    choices = {
+        "[activations]": shape.activations,
+        "[pipeline]": layout.schedule,
+        "[weights]": shape.weights,
+        "[sequence]": shape.attention,
+        "[[gradient_handlers]]": layout.reducer,
+        "[[offload]]": shape.offload,
+    }
+    return {
+        "[parallel]": f"search: pp = {sizes.pp}, sp = {sizes.sp}, wp = {sizes.wp}; dp follows",
+        "[batch]": f"search: micro_size = {sizes.micro_size}",
+        **{header: f"search: {choice}" for header, choice in choices.items() if choice is not None},
+    }

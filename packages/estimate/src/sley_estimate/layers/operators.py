@@ -1,20 +1,28 @@
-"""Holds the work of a layer as plain numbers: what each operator multiplies and moves, in each phase. No torch in here."""
+"""What operators multiply and move: FLOPs by torch's formulas, and the bytes that they read and write."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 PhaseName = Literal["forward", "recompute", "backward", "input_gradient", "weight_gradient"]
-"""When an operator runs. A whole backward is `backward`; a split one is `input_gradient`, later `weight_gradient`; in front of
-either comes `recompute`, where the activation policy runs the layer again."""
+"""When an operator runs: a whole backward is `backward`, a split one `input_gradient` and later `weight_gradient`; `recompute`
+runs before either."""
+
+PHASES: tuple[PhaseName, ...] = ("forward", "recompute", "backward", "input_gradient", "weight_gradient")
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One kernel. num_bytes: of its inputs and outputs, each once. flops: of a product of `dtype`, 0 for any other operator.
-
-    is_on_host: whether it works on memory of the host, which its cores do, and not the device.
+    """One kernel. num_bytes: of inputs and outputs, each once. flops: of a product of `dtype`, else 0. is_on_host: whether the
+    host's cores run it, on the host's memory.
     """
 
     name: str
@@ -26,11 +34,8 @@ class Operator:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The operators of one layer and one micro-batch, by phase, in the order in which they run.
-
-    num_parameters: elements that are trained. output_bytes: of what the layer hands on. kept_bytes: of what waits for the
-    backward. passing_bytes: the most that its backward has at once beyond what waited for it, the gradient that it begins from
-    included.
+    """The operators of one layer and one micro-batch, by phase, in order. num_parameters: trained elements. output_bytes: of
+    the layer's output. kept_bytes: of tensors kept for the backward.
     """
 
     forward: tuple[Operator, ...]
@@ -41,13 +46,172 @@ class LayerWork:
     num_parameters: int
     output_bytes: int
     kept_bytes: int
-    passing_bytes: int = 0
 
     def of(self, phase: PhaseName) -> tuple[Operator, ...]:
-        """Returns the operators of one phase, in the order in which they run."""
-        found: tuple[Operator, ...] = getattr(self, phase)
-        return found
+        operators: tuple[Operator, ...] = getattr(self, phase)
+        return operators
 
 
-PHASES: tuple[PhaseName, ...] = ("forward", "recompute", "backward", "input_gradient", "weight_gradient")
-assert set(PHASES) <= {field.name for field in fields(LayerWork)}
+aten = torch.ops.aten
+
+DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+FREE = {
+    aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten._unsafe_view,
+    aten._reshape_alias, aten.lift_fresh, aten.resize_, aten.set_, aten.promote_types, aten._local_scalar_dense,
+}  # fmt: skip
+"""Operators that move nothing and are no views to torch."""
+
+ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
+"""The fused attention that runs on tensors of any dtype; `FusedKernels` calls it."""
+
+ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+OF_BACKWARD = 2.5
+"""Products of an attention's backward per product of its forward: five for two, since scores are computed again."""
+
+LOOK_UPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward}
+"""Operators that read no more of their first input than they write."""
+
+
+class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Records the operators that run within it under `phase`, and by `keep` what autograd saves. last: the latest operator."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.phase: PhaseName = "forward"
+        self.last = ""
+        self._shared: set[int] = set()
+        self._kept: dict[int, int] = {}
+        self._operators: dict[PhaseName, list[Operator]] = {}
+
+    def of(self, phase: PhaseName) -> tuple[Operator, ...]:
+        return tuple(self._operators.get(phase, ()))
+
+    def share(self, value: object) -> None:
+        """Leaves a tensor that all layers share out of `keep`."""
+        if isinstance(value, Tensor):
+            self._shared.add(value.untyped_storage()._cdata)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Counts a tensor that is saved for the backward, unless it is shared or a parameter; returns it."""
+        storage = tensor.untyped_storage()
+        is_weight = isinstance(tensor, nn.Parameter) or (tensor._is_view() and isinstance(tensor._base, nn.Parameter))
+        if not is_weight and storage._cdata not in self._shared:
+            self._kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(self._kept.values())
+
+    def note(self, operator: Operator) -> None:
+        self._operators.setdefault(self.phase, []).append(operator)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        self.last = str(func)
+        result = func(*args, **kwargs)
+        operator = operator_of(func, args, kwargs, result)
+        if operator is not None:
+            self.note(operator)
+        return result
+
+
+def operator_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Operator | None:
+    """Returns the work of one call of torch's operator `func`; None if it computes and moves nothing, as a view.
+
+    An operator that returns nothing writes in place; a look-up reads as much of its table as it writes.
+    """
+    packet = func._overloadpacket
+    is_query = func.namespace in ("prim", "profiler")
+    if is_query or packet in FREE or getattr(func, "is_view", False) or func is aten.detach.default:
+        return None
+    if packet is ATTENTION:
+        query, key, value = args[:3]
+        is_causal = len(args) > 4 and args[4]  # a default may be left out
+        return attention_operator(query, key, value, result[0], is_causal=is_causal)
+    if packet is ATTENTION_BACKWARD:
+        gradient, query, key, value = args[:4]
+        return attention_backward(query, key, value, gradient, result, is_causal=args[7])
+    if func.namespace == "torch_attn":
+        return _over_documents(func, args, kwargs, result)
+    inputs = _tensors((args, kwargs))
+    outputs = _tensors(result)
+    if packet in LOOK_UPS:
+        table, *inputs = inputs
+        inputs += outputs if table.numel() else ()
+    outputs += _written(func, args, kwargs)
+    num_bytes = sum(map(moved_bytes, inputs)) + sum(map(moved_bytes, outputs))
+    formula: Callable[..., int] | None = flop_registry.get(packet) or flop_registry.get(_out_of_place(packet))
+    if formula is None:
+        return Operator(str(packet), num_bytes)
+    dtype = next((DTYPE_NAMES[tensor.dtype] for tensor in inputs if tensor.dtype in DTYPE_NAMES), "fp32")
+    return Operator(str(packet), num_bytes, int(formula(*args, **kwargs, out_val=result)), dtype)
+
+
+def attention_operator(query: Tensor, key: Tensor, value: Tensor, context: Tensor, *, is_causal: bool) -> Operator:
+    """Returns an attention as one operator, "attention"; a causal one multiplies half."""
+    grouped = (*query.shape[:-2], *key.shape[-2:])  # each key serves the queries of its group
+    of_values = *grouped[:-1], value.shape[-1]
+    flops = sdpa_flop_count(query.shape, grouped, of_values) // (2 if is_causal else 1)  # type: ignore[no-untyped-call]
+    num_bytes = sum(map(moved_bytes, (query, key, value, context)))
+    return Operator("attention", num_bytes, flops, DTYPE_NAMES.get(query.dtype, "fp32"))
+
+
+def attention_backward(
+    query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, results: Sequence[Tensor], *, is_causal: bool
+) -> Operator:
+    """Returns the backward of an attention, which reads the context too. gradient: of the context."""
+    forward = attention_operator(query, key, value, gradient, is_causal=is_causal)
+    num_bytes = forward.num_bytes + sum(map(moved_bytes, (gradient, *results)))
+    return replace(forward, num_bytes=num_bytes, flops=int(forward.flops * OF_BACKWARD))
+
+
+def _over_documents(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Operator:
+    """Returns torch's attention over documents, [positions, heads, d], or its backward. Lengths are unknown: all pairs within
+    the longest possible document count, as where a mask of documents is traced.
+    """
+    named = _named(func, args, kwargs)
+    query, longest = named["query"], named["max_q"]
+    positions, heads, width = query.shape
+    rows = max(1, positions // longest), heads, longest
+    flops = sdpa_flop_count((*rows, width), (*rows, width), (*rows, named["value"].shape[-1]))  # type: ignore[no-untyped-call]
+    num_bytes = sum(map(moved_bytes, [*_tensors((args, kwargs)), *_tensors(result)]))
+    factor = OF_BACKWARD if "grad_out" in named else 1
+    return Operator("attention", num_bytes, int(flops * factor), DTYPE_NAMES.get(query.dtype, "fp32"))
+
+
+def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the tensors that an operator without a result writes, such as an update of many tensors at once."""
+    if func._schema.returns:
+        return []
+    named = _named(func, args, kwargs)
+    places = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    if named.get("grad_scale") is None:
+        places = [name for name in places if name != "grads"]  # a fused optimizer writes gradients that it scales
+    return _tensors([named.get(name) for name in places])
+
+
+def _out_of_place(packet: Any) -> Any:
+    """Returns `addmm` for `addmm_`, of which torch has a FLOP formula; None for operators that are not in place."""
+    name = str(packet).removeprefix("aten.")
+    return getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
+
+
+def moved_bytes(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor in memory: expanded dims count once."""
+    numel = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        numel *= size if stride else 1
+    return numel * tensor.element_size()
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

@@ -1,28 +1,26 @@
-"""Finds keys and work of a plan's layers in any variant: under another activation policy, on other micro-batches, on slices of
-sequences.
+"""Keys and work of a plan's layers in any variant: under another activation policy, on other micro-batches, on slices.
 
-    policy, micro-batch ──> keys of all layers
-    policy              ──> traced on one sample and on two ──> work on any number of samples, on any slice
-
-It looks at nothing before it is asked, and at each policy once.
+A policy is traced on one sample and on two. Shapes, bytes and FLOPs are linear in the number of samples except for weights, so
+these give the work on any number; a slice of a sequence over n ranks is 1/n of a sample: of its positions, in attention of its
+heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from sley_core.data.batches import Slices, sliced_info
 from sley_core.errors import SleyError
 from sley_core.plan.load import with_tables
-from sley_estimate.layers.distinct import LayerKinds, slices_of
-from sley_estimate.layers.grown import grown, with_copies
-from sley_estimate.layers.once import once
-from sley_estimate.layers.operators import LayerWork
-from sley_estimate.layers.works import Traced, layer_works
+from sley_estimate.layers.keys import LayerKinds, slices_of
+from sley_estimate.layers.operators import PHASES, LayerWork, Operator
+from sley_estimate.layers.trace import Traced, layer_works
 from train_cli.on_meta import meta_micro_batch
 
 if TYPE_CHECKING:
@@ -30,11 +28,35 @@ if TYPE_CHECKING:
     from sley_core.model.layers import Model
     from sley_core.plan.plan import Plan
     from sley_core.protocols import ActivationPolicy
-    from sley_estimate.search.choices import Choice
+    from sley_estimate.search.layouts import Choice
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+ATTENTION = "attention"
+"""The operator as which an attention is recorded."""
+
+TENSORS, COPY = 4, 3
+"""q, k, v and the context; and how many bytes a copy moves per byte, as `operator_of` counts."""
+
+_MISSING: Any = object()
+
+
+def once(known: dict[Key, Value | SleyError], key: Key, make: Callable[[], Value]) -> Value:
+    """Returns `known[key]`, made by `make` the first time. A SleyError that `make` raises is kept and raised each time."""
+    value: Value | SleyError = known.get(key, _MISSING)
+    if value is _MISSING:
+        try:
+            value = known[key] = make()
+        except SleyError as error:
+            value = known[key] = error
+    if isinstance(value, SleyError):
+        raise value
+    return value
 
 
 class SlicedAttention(Protocol):
-    """What attends over slices, as a plan's component or a search's choice has it."""
+    """The attention over slices, as a plan's component or a search's choice."""
 
     @property
     def name(self) -> str: ...
@@ -44,7 +66,7 @@ class SlicedAttention(Protocol):
 
 @dataclass(frozen=True)
 class Variant:
-    """How layers run. sp: over how many ranks a sequence is cut."""
+    """How layers run. sp: ranks that share a sequence."""
 
     policy: Choice
     micro_size: int
@@ -52,12 +74,12 @@ class Variant:
 
     @property
     def samples(self) -> float:
-        """Returns how many samples a rank has of a micro-batch; a slice of one is a share."""
+        """Returns the samples of a rank's micro-batch; a slice is a share of one."""
         return self.micro_size / self.sp
 
 
 class LayerVariants:
-    """Makes keys and works of `model`, drafted on meta for `plan`."""
+    """Keys and works of `model`, on meta for `plan`; each policy is traced once, when it is asked for."""
 
     def __init__(self, plan: Plan, model: Model, dataset: AnyDataset) -> None:
         self.plan = plan
@@ -65,27 +87,30 @@ class LayerVariants:
         self.dataset = dataset
         self._names = [layer.name for layer in model.layers]
         self._plans: dict[str, tuple[Plan, ActivationPolicy] | SleyError] = {}
-        self._kinds: dict[str, LayerKinds] = {}
-        self._batches: dict[int, dict[str, Tensor]] = {}
+        self._kinds: dict[str, LayerKinds | SleyError] = {}
+        self._batches: dict[int, Mapping[str, Tensor] | SleyError] = {}
         self._traced: Traced = {}
         self._works: dict[tuple[str, int], list[LayerWork] | SleyError] = {}
-        self._grown: dict[tuple[int, float, bool], LayerWork] = {}
+        self._grown: dict[tuple[int, float, bool], LayerWork | SleyError] = {}
 
     def policy(self, policy: Choice) -> ActivationPolicy:
-        """Returns a policy, built for the model's layers. Raises PlanError for one that cannot be built."""
+        """Returns the policy, built for the model's layers. Raises PlanError for one that cannot be built."""
         return self._plan(policy)[1]
 
     def keys(self, variant: Variant, attention: SlicedAttention | None = None) -> list[str]:
-        """Returns the key of each layer, 16 hexadecimal digits, equal for layers that take as long and as much memory as each
-        other.
-
-        attention: what attends over slices; needed where a sequence is cut. Raises PlanError for a policy that cannot be built.
+        """Returns the key of each layer. attention: needed with `sp` > 1. Raises PlanError for a policy that cannot be
+        built.
         """
-        policy = variant.policy
-        if str(policy) not in self._kinds:
-            plan, built = self._plan(policy)
-            self._kinds[str(policy)] = LayerKinds(plan, self.model, built)
-        fields: Mapping[str, Tensor] = self._fields(variant.micro_size)
+
+        def kinds() -> LayerKinds:
+            plan, policy = self._plan(variant.policy)
+            return LayerKinds(plan, self.model, policy)
+
+        fields: Mapping[str, Tensor] = once(
+            self._batches,
+            variant.micro_size,
+            lambda: meta_micro_batch(with_variant(self.plan, micro_size=variant.micro_size, sp=1), self.dataset),
+        )
         slices: tuple[Any, ...] = ()
         if variant.sp > 1:
             assert attention is not None, variant
@@ -93,72 +118,108 @@ class LayerVariants:
             info = sliced_info(self.dataset.info, variant.sp)  # raises where data has no sequences
             declared = {name: field for name, field in info.fields.items() if name in fields}
             fields = Slices(declared, variant.sp, 0)(fields)
-        return self._kinds[str(policy)].keys(fields, slices)
+        return once(self._kinds, str(variant.policy), kinds).keys(fields, slices)
 
     def works(self, variant: Variant) -> list[LayerWork]:
-        """Returns the work of each layer, from traces on one sample and on two; the same object for layers that are alike. On
-        slices it includes the copies that attentions make for what they swap.
-
-        Raises PlanError for a policy that cannot be built, "estimate-layer" for a layer that cannot be counted.
-        """
-        pairs = zip(self.traced(variant.policy, 1), self.traced(variant.policy, 2), strict=True)
-        return [self._grown_once(one, two, variant.samples, is_slice=variant.sp > 1) for one, two in pairs]
-
-    def traced(self, policy: Choice, micro_size: int) -> list[LayerWork]:
-        """Returns the work of each layer on `micro_size` whole samples, traced the first time.
-
-        Raises PlanError for a policy that cannot be built, "estimate-layer" for a layer that cannot be counted.
+        """Returns the work of each layer; the same object for equal layers. On slices it includes the copies that attentions
+        make for their exchanges. Raises PlanError for a policy that cannot be built, "estimate-layer".
         """
 
-        def traced() -> list[LayerWork]:
-            """Traces all layers on a new micro-batch on meta."""
+        def grow(one: LayerWork, two: LayerWork) -> LayerWork:
+            work = grown(one, two, variant.samples)
+            return with_copies(work) if variant.sp > 1 else work
+
+        pairs = zip(self._on_samples(variant.policy, 1), self._on_samples(variant.policy, 2), strict=True)
+        return [once(self._grown, (id(one), variant.samples, variant.sp > 1), partial(grow, one, two)) for one, two in pairs]
+
+    def _on_samples(self, policy: Choice, micro_size: int) -> list[LayerWork]:
+        """Returns the work of each layer on whole samples."""
+
+        def trace() -> list[LayerWork]:
             plan, _ = self._plan(policy)
             keys = self.keys(Variant(policy, micro_size))
-            # Tensors of its own: of those seen before, layers do not make again what they keep, as tables of positions.
+            # Tensors of its own: layers keep results for tensors seen before, such as tables of positions.
             fields = meta_micro_batch(with_variant(plan, micro_size=micro_size), self.dataset)
             return layer_works(plan, self.model, fields, keys, self._traced)
 
-        return once(self._works, (str(policy), micro_size), traced)
-
-    def _grown_once(self, one: LayerWork, two: LayerWork, samples: float, *, is_slice: bool) -> LayerWork:
-        """Returns the work on `samples` samples, grown from that on one and on two; the same object for the same arguments.
-        is_slice: adds the copies that attentions make for what they swap.
-        """
-        key = id(one), samples, is_slice
-        if key not in self._grown:
-            work = grown(one, two, samples)
-            self._grown[key] = with_copies(work) if is_slice else work
-        return self._grown[key]
+        return once(self._works, (str(policy), micro_size), trace)
 
     def _plan(self, policy: Choice) -> tuple[Plan, ActivationPolicy]:
-        """Returns the plan with whole sequences under a policy, and the policy, built for its layers; made once."""
+        """Returns the plan under a policy, with whole sequences, and the policy, built."""
 
-        def made() -> tuple[Plan, ActivationPolicy]:
+        def build() -> tuple[Plan, ActivationPolicy]:
             plan = with_variant(self.plan, policy=policy, sp=1)
             return plan, plan.activations.build(self._names)
 
-        return once(self._plans, str(policy), made)
-
-    def _fields(self, micro_size: int) -> dict[str, Tensor]:
-        """Returns a micro-batch of whole sequences on meta, for its shapes; made once for each size."""
-        if micro_size not in self._batches:
-            plan = with_variant(self.plan, micro_size=micro_size, sp=1)
-            self._batches[micro_size] = meta_micro_batch(plan, self.dataset)
-        return self._batches[micro_size]
+        return once(self._plans, str(policy), build)
 
 
 def with_variant(plan: Plan, *, policy: Choice | None = None, micro_size: int | None = None, sp: int | None = None) -> Plan:
-    """Returns `plan` with another policy, size of micro-batch or `sp` in its tables; None leaves each as it is. The plan itself
-    if nothing differs. Raises PlanError for a plan that cannot be read so.
+    """Returns `plan` with another policy, `micro_size` or `sp`; itself if nothing differs. Raises PlanError for a wrong
+    plan.
     """
-    given, tables = plan.document.tables, dict[str, Any]()
+    document, tables = plan.document.tables, dict[str, Any]()
     own = plan.activations
     if policy is not None and (policy.name, policy.config) != (own.name, own.config):
         tables["activations"] = policy.table
-    for table, key, value, has in (
+    for table, key, value, present in (
         ("batch", "micro_size", micro_size, plan.batch.micro_size),
         ("parallel", "sp", sp, plan.parallel.sp),
     ):
-        if value is not None and value != has:
-            tables[table] = {**given.get(table, {}), key: value}
+        if value is not None and value != present:
+            tables[table] = {**document.get(table, {}), key: value}
     return with_tables(plan, tables) if tables else plan
+
+
+def grown(one: LayerWork, two: LayerWork, samples: float) -> LayerWork:
+    """Returns the work on `samples` samples (a share of one, too), on the line through the works on one and on two samples.
+
+    Operators of a name that occurs more often on two samples, as those of a loss taken in pieces, are in proportion to two.
+    """
+    return LayerWork(
+        **{name: _operators(one.of(name), two.of(name), samples) for name in PHASES},
+        num_parameters=one.num_parameters,
+        output_bytes=_line(one.output_bytes, two.output_bytes, samples),
+        kept_bytes=_line(one.kept_bytes, two.kept_bytes, samples),
+    )
+
+
+def with_copies(work: LayerWork) -> LayerWork:
+    """Returns the work of a layer whose attentions exchange slices: each forward, recomputation and backward of an attention
+    copies q, k, v and the context for the exchange.
+    """
+
+    def copied(operators: Sequence[Operator], attentions: Sequence[Operator]) -> tuple[Operator, ...]:
+        sizes = [operator.num_bytes for operator in attentions if operator.name == ATTENTION]
+        copies = [Operator("copy", COPY * num_bytes // TENSORS) for num_bytes in sizes for _ in range(TENSORS)]
+        return (*operators, *copies)
+
+    return replace(
+        work,
+        forward=copied(work.forward, work.forward),
+        recompute=copied(work.recompute, work.recompute),
+        backward=copied(work.backward, work.forward),
+        input_gradient=copied(work.input_gradient, work.forward),
+    )
+
+
+def _operators(one: Sequence[Operator], two: Sequence[Operator], samples: float) -> tuple[Operator, ...]:
+    """Returns operators in the order of `two`, paired by name; a name that is not as often in both has no pair."""
+    firsts: dict[str, list[Operator]] = defaultdict(list)
+    for operator in one:
+        firsts[operator.name].append(operator)
+    counts = Counter(operator.name for operator in two)
+    pairs = {name: iter(operators) for name, operators in firsts.items() if len(operators) == counts[name]}
+    return tuple(_operator(next(pairs[second.name]) if second.name in pairs else None, second, samples) for second in two)
+
+
+def _operator(first: Operator | None, second: Operator, samples: float) -> Operator:
+    if first is None:
+        share = samples / 2
+        return replace(second, num_bytes=round(second.num_bytes * share), flops=round(second.flops * share))
+    num_bytes = _line(first.num_bytes, second.num_bytes, samples)
+    return replace(second, num_bytes=num_bytes, flops=_line(first.flops, second.flops, samples))
+
+
+def _line(one: int, two: int, samples: float) -> int:
+    return round(one + (two - one) * (samples - 1))

@@ -1,0 +1,233 @@
+"""Seconds from steps without values: what each action does and waits for, exchanges, updates, copies to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from sley_core.actions.action import Action, Kind
+from sley_core.actions.draw import draw_text
+from sley_core.comm.device import Device
+from sley_core.errors import PlanError
+from sley_core.plan.load import plan_from_dict
+from sley_core.plan.plan import Plan
+from sley_estimate.bytes.stages import first_draft
+from sley_estimate.calibrate.layers import measure_layers
+from sley_estimate.commands.estimate import seconds_lines
+from sley_estimate.layers.operators import Operator
+from sley_estimate.machine import machine_from_dict
+from sley_estimate.step import estimate
+from sley_estimate.step.estimate import estimate_seconds, records_of
+from sley_estimate.step.record import Awaited, Began, Computed, RecordedStep, expanded
+from sley_estimate.testing import shortly, small_machine
+from sley_testing.plans import changed, small_plan
+
+FAST = {"latency_s": 1e-5, "bandwidth": 1e10}
+SLOW = {"latency_s": 1e-5, "bandwidth": 1e6}
+
+
+def machine(
+    link: dict[str, float] = FAST,
+    layers: Sequence[dict[str, Any]] = (),
+    launch_s: float = 1e-6,
+    kind: str = "cpu",
+    per_host: int = 8,
+):
+    matmul = {"fp64": {"flops_per_s": 1e10}, "fp32": {"flops_per_s": 1e10}}
+    device = {"name": "even", "kind": kind, "memory_bandwidth": 1e9, "launch_s": launch_s, "matmul": matmul}
+    links = {"ranks_per_host": per_host, "same_host": link, "other_host": SLOW}
+    return machine_from_dict({"format": 1, "device": device, "links": links, "layers": [*layers]})
+
+
+DATA = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
+
+
+def plan_of(**changes: Any) -> Plan:
+    return plan_from_dict(small_plan(**{"data": DATA} | changes))
+
+
+TIES = {"model__tie_embeddings": True, "gradient_handlers": [{"use": "pp.shared_modules"}]}
+STAGES = {"parallel": {"pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}, "batch": {"global_size": 12, "micro_size": 1}}
+
+
+def test_waits_are_told_with_what_is_waited_for_and_from_whom() -> None:
+    plan, on = plan_of(**STAGES | TIES), machine(SLOW)
+    found = estimate_seconds(plan, 2, on)
+    _, first, last, sources, *_ = seconds_lines(found, on)
+    assert "ms waiting for gradients from stage 1" in first
+    assert "ms waiting for sums of gradients" in first
+    assert "ms waiting for activations from stage 0" in last
+    assert f"all {len(found.layers)} layers were computed from their operators (even)" in sources
+    drawn = "\n".join(draw_text(found.step.timeline, 100).splitlines()[:2])
+    for stage, line in enumerate((first, last)):
+        share = found.step.idle(stage)
+        assert f"idle {share:.1%}" in line
+        assert f"{share:4.0%} idle" in drawn, "the drawing left out what comes behind the list"
+
+
+def test_attention_that_a_policy_keeps_is_not_priced_twice() -> None:
+    """`memory.selective` runs a layer again but for its attention."""
+    long: dict[str, Any] = {"data": {"use": "data.text", "source": "python-stdlib", "sequence": 512}}
+    long |= {"model__hidden": 64, "model__ffn_hidden": 96}
+    whole, kept = (plan_from_dict(small_plan(**long, activations={"use": use})) for use in RECOMPUTING)
+    seconds = [estimate_seconds(plan, 1, machine()).step.seconds for plan in (whole, kept)]
+    assert seconds[1] < 0.97 * seconds[0]
+
+
+RECOMPUTING = "core.recompute", "memory.selective"
+SHARDS = {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}}
+SLICES = {"parallel": {"sp": 2}, "sequence": {"use": "isp.all_to_all"}}
+RANKS = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "powersgd.reducer", "start_step": 1}]}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("changes", "lane"),
+    [(SHARDS, "gather"), (SLICES, "swap"), ({"precision": {"compute": "fp32"}, **RANKS}, "sum")],
+    ids=["wp", "sp", "powersgd"],
+)
+def test_a_slow_link_is_waited_for(changes: dict[str, Any], lane: str) -> None:
+    plan = plan_of(**changes)
+    fast, slow = (estimate_seconds(plan, 2, machine(link)).step for link in (FAST, SLOW))
+    assert slow.seconds > 1.2 * fast.seconds
+    assert slow.exposed_s(0)[lane] > fast.exposed_s(0).get(lane, 0.0)
+
+
+def test_a_gather_ahead_is_begun_before_the_layer_in_front_of_it_computes() -> None:
+    plan = plan_of(**SHARDS)
+    step = records_of(plan, 2, first_draft(plan, 2)).ranks[0].step
+    words = next(words for action, words in step.actions if action.kind is Kind.FORWARD)
+    gathers = [at for at, word in enumerate(words) if isinstance(word, Began) and word.kind == "gather"]
+    waits = [at for at, word in enumerate(words) if isinstance(word, Awaited)]
+    assert gathers[1] < waits[0] < waits[1], words
+    assert any(isinstance(word, Computed) for word in words[gathers[1] : waits[1]])
+
+
+F, B = Kind.FORWARD, Kind.BACKWARD
+
+
+def work(number: int) -> Computed:
+    return Computed((Operator("add", number),))
+
+
+def test_a_longer_step_keeps_what_each_action_waits_for() -> None:
+    """Each forward waits for the gather that the one before it began, and begins that of the next."""
+    actions = []
+    for micro in range(3):
+        words = (Awaited(micro), work(1), Began(micro + 1, "gather", "wp", "gather", 8))
+        actions += [(Action(F, 0, micro), words), (Action(B, 0, micro), (work(2),))]
+    step = RecordedStep((Began(0, "gather", "wp", "gather", 8),), actions, (Awaited(3), work(3)))
+    longer = [Action(kind, 0, micro) for micro in range(6) for kind in (F, B)]
+    found = expanded(step, longer)
+    assert [action for action, _ in found.actions] == longer
+    begun = [word.number for word in found.events if isinstance(word, Began)]
+    assert len(begun) == len(set(begun)) == 7
+    assert [word.number for word in found.events if isinstance(word, Awaited)] == begun
+    assert sum(isinstance(word, Computed) for word in found.events) == 13
+
+
+def test_layers_of_slices_take_what_was_timed_of_them() -> None:
+    """Only what was timed alone is scaled with them: what they swap, and the update, stay."""
+    plan = plan_of(**SLICES)
+    with shortly():
+        tables = measure_layers(plan, Device(torch.device("cpu")))
+    assert [table["name"] for table in tables] == ["embed", "blocks.0", "head"]
+    times = ("forward", "backward", "input_gradient", "weight_gradient")
+    slower = [{**table, **dict.fromkeys(times, 1.0)} for table in tables]
+    found = [estimate_seconds(plan, 2, machine(layers=some)) for some in (tables, slower)]
+    assert [layer.source for layer in found[0].layers] == ["measured"] * 4
+    num_micros = plan.num_micros(plan.topology(2))
+    assert found[1].step.computing_s[0] == pytest.approx(num_micros * 4 * 2.0, rel=1e-3)
+    assert found[0].step.updating_s == pytest.approx(found[1].step.updating_s)
+    swaps = [one.step.exposed_s(0)["swap"] for one in found]
+    assert swaps[0] == pytest.approx(swaps[1])
+
+
+@pytest.mark.parametrize(
+    ("tables", "sizes", "lane"),
+    [(SHARDS, {"dp": 6, "wp": 3}, "gather"), (SLICES, {"dp": 2, "sp": 3}, "swap"), (STAGES, {"dp": 3, "pp": 2}, "up")],
+    ids=["wp", "sp", "pp"],
+)
+def test_the_slowest_group_of_a_stage_counts(tables: dict[str, Any], sizes: dict[str, int], lane: str) -> None:
+    """Of six ranks on hosts of four the first three are on one host, the next three on two; so are ranks 1 and 4."""
+    several = {"model__hidden": 24, "model__heads": 6, "model__kv_heads": 3, "batch": {"global_size": 12, "micro_size": 1}}
+    plan = plan_of(**{**tables, **several, "parallel": sizes})
+    together, apart = (machine(per_host=number) for number in (6, 4))
+    last = sizes.get("pp", 1) - 1
+    slow, fast = (estimate_seconds(plan, 6, one).step.exposed_s(last)[lane] for one in (apart, together))
+    assert slow > 10 * fast
+
+
+LINK = {"latency_s": 1e-4, "bandwidth": 1e9}
+MACHINE = small_machine(device__kind="cpu", links={"ranks_per_host": 2, "same_host": LINK})
+
+
+FP32 = {"precision": {"compute": "fp32"}}
+
+
+def seconds(plan: Plan, size: int, machine: dict[str, Any] = MACHINE) -> float:
+    return estimate_seconds(plan, size, machine_from_dict(machine)).step.seconds
+
+
+@pytest.mark.parametrize("handler", ["core.each", "dp.bucketed", "dp.sharded"])
+def test_a_slower_link_makes_a_step_longer_with_every_reducer(handler: str) -> None:
+    plan = plan_of(**FP32, parallel={"dp": 2}, gradient_handlers=[{"use": handler}])
+    slow = changed(MACHINE, links__same_host=LINK | {"bandwidth": 1e6})
+    assert seconds(plan, 2, slow) > 1.1 * seconds(plan, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "says"),
+    [
+        ({"parallel": {"dp": 4}}, 4, r"no `\[links.other_host\]`"),
+        ({"precision": {"compute": "bf16"}}, 1, r"no `\[device.matmul.bf16\]`"),
+    ],
+)
+def test_what_is_not_known_is_refused(changes: dict[str, Any], size: int, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        seconds(plan_of(**FP32 | changes), size)
+
+
+def test_estimates_are_made_where_no_plan_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written, and no process group is left."""
+    monkeypatch.chdir(tmp_path)
+    assert seconds(plan_of(**FP32, parallel={"pp": 2, "dp": 1}, pipeline={"use": "pp.one_f_one_b"}), 2) > 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("dp", "reduced"), [(1, {}), (2, {"gradient_handlers": [{"use": "dp.bucketed"}]})])
+def test_all_that_stages_have_is_updated_whether_or_not_it_is_reduced(dp: int, reduced: dict[str, Any]) -> None:
+    """By AdamW in fp32: the gradient is read twice, weight and two states are read and written."""
+    staged = {"parallel": {"pp": 2, "dp": dp}, "pipeline": {"use": "pp.one_f_one_b"}}
+    plan = plan_of(**FP32, **staged, optimizer={"use": "core.adamw", "lr": 1e-3}, **reduced)
+    parameters = {p for layer in first_draft(plan, 2 * dp).model.layers for p in layer.module.parameters()}
+    at_once = changed(MACHINE, links__ranks_per_host=4, device__launch_s=0.0)
+    moved_bytes = 4 * (2 + 2 * 3) * sum(p.numel() for p in parameters)
+    found = estimate_seconds(plan, 2 * dp, machine_from_dict(at_once)).step
+    assert sum(found.updating_s) == pytest.approx(moved_bytes / MACHINE["device"]["memory_bandwidth"], rel=0.05)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("handler", ["dp.sharded", "dp.bucketed"])
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_h1"])
+def test_alike_stages_take_what_each_would_by_its_own_steps(schedule: str, handler: str) -> None:
+    plan = plan_of(
+        **FP32,
+        model__num_layers=10,
+        batch={"global_size": 16, "micro_size": 1},
+        parallel={"pp": 4, "dp": 2},
+        pipeline={"use": f"pp.{schedule}"},
+        partition={"use": "pp.uniform"},
+        gradient_handlers=[{"use": handler, "bucket_mb": 0.02}],
+    )
+    slow = changed(MACHINE, links={"ranks_per_host": 8, "same_host": LINK | {"bandwidth": 1e7}})
+    with patch.object(estimate, "take_steps", wraps=estimate.take_steps) as looked:
+        together = seconds(plan, 8, slow)
+    assert len(looked.call_args.args[2]) < 4, "some stages are alike"
+    with patch.object(estimate, "representatives", lambda plan, topology, draft: [(one,) for one in range(topology.pp)]):
+        assert together == pytest.approx(seconds(plan, 8, slow), rel=1e-9)

@@ -1,1 +1,0 @@
-"""Times the layers of a model one at a time."""

@@ -1,0 +1,1 @@
+"""The recorded step of a plan, and its seconds on a machine."""

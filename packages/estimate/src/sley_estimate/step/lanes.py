@@ -1,0 +1,299 @@
+"""Simulates a step: a program per stage computes on one lane, exchanges run on lanes beside it.
+
+    compute   F0 F1 F2 ......B0===B1===B2===|wait|update
+    up          >> >> >>
+    down               << <<
+    reduce                          [=========]            hidden under B2, then exposed
+
+Exchanges that share a link share its bandwidth: n of them run at 1/n, so an end moves whenever an exchange starts or ends on
+one of its links. Time goes from event to event; the result does not depend on the order of the programs.
+
+A host that runs ahead of its device may be a step ahead, so that it catches up in wide layers what it loses in narrow ones: a
+step takes the longer of its devices and of the slowest host.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from sley_core.actions.action import Action
+from sley_core.actions.simulate import TimedAction, Timeline
+from sley_core.errors import PlanError
+
+
+class Compute(NamedTuple):
+    """The rank computes. action: which this is part of; None outside the list. host_s: of the host to start it."""
+
+    seconds: float
+    action: Action | None = None
+    host_s: float = 0.0
+
+
+class Exchange(NamedTuple):
+    """An exchange of the programs `members`, which starts once all have begun it and the earlier ones of its lane have ended.
+
+    latency_s: not shared. work_s: of its bytes on free links. attended_s: for which each member that waits works at the end.
+    links: what it shares. after: the key of an exchange that ends first.
+    """
+
+    key: Hashable
+    lane: str
+    members: tuple[int, ...]
+    latency_s: float
+    work_s: float
+    attended_s: float = 0.0
+    links: tuple[Hashable, ...] = ()
+    after: Hashable | None = None
+
+
+class Begin(NamedTuple):
+    """The rank is ready for its part of an exchange, and goes on."""
+
+    exchange: Exchange
+
+
+class Await(NamedTuple):
+    """The rank waits for the exchange `key`, which it has begun."""
+
+    key: Hashable
+
+
+Instruction = Compute | Begin | Await
+Program = Sequence[Instruction]
+
+
+class LaneSpan(NamedTuple):
+    """An exchange ran on `lane`."""
+
+    lane: str
+    key: Hashable
+    members: tuple[int, ...]
+    start_s: float
+    end_s: float
+
+
+class Exposed(NamedTuple):
+    """A rank waited for the exchange `key`, or did its own part of it."""
+
+    rank: int
+    lane: str
+    key: Hashable
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class _Running:
+    """An exchange that has not ended. begun: members that are ready. left_s: its bytes, in seconds of a free link."""
+
+    exchange: Exchange
+    begun: set[int] = field(default_factory=set)
+    start_s: float = -1.0
+    left_s: float = 0.0
+    since_s: float = 0.0
+    share: float = 1.0
+    version: int = 0
+
+
+class Lanes:
+    """One simulation of `programs`; `run` fills `computed` (rank, instruction, start, end), `exchanged`, `exposed`,
+    `ends_s`.
+    """
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        self.programs = programs
+        self.computed: list[tuple[int, Compute, float, float]] = []
+        self.exchanged: list[LaneSpan] = []
+        self.exposed: list[Exposed] = []
+        self.ends_s = [0.0] * len(programs)
+        self._at = [0] * len(programs)
+        self._waits: dict[Hashable, list[tuple[int, float]]] = defaultdict(list)
+        self._followers: dict[Hashable, list[Hashable]] = defaultdict(list)
+        self._running: dict[Hashable, _Running] = {}
+        self._ended: dict[Hashable, Exchange] = {}
+        self._queues: dict[tuple[str, int], deque[Hashable]] = defaultdict(deque)
+        # A dict keeps the order in which they came; a set's is another in each process.
+        self._on_link: dict[Hashable, dict[Hashable, None]] = defaultdict(dict)
+        self._events: list[tuple[float, int, str, Hashable, int]] = []
+        self._count = 0
+
+    def run(self) -> None:
+        """Runs all programs to their ends. Raises PlanError "schedule-deadlock" if some wait for ever."""
+        for rank in range(len(self.programs)):
+            self._continue(rank, 0.0)
+        while self._events:
+            now_s, _, what, key, version = heapq.heappop(self._events)
+            if what == "rank":
+                assert isinstance(key, int), key
+                self._continue(key, now_s)
+            elif (running := self._running.get(key)) is not None and running.version == version:
+                if what == "bytes":
+                    running.since_s = now_s
+                    for link in running.exchange.links:
+                        self._on_link[link][key] = None
+                    self._share_again(running, now_s)
+                else:
+                    self._end(running, now_s)
+        stuck = [rank for rank, program in enumerate(self.programs) if self._at[rank] < len(program)]
+        if stuck:
+            waits = [self.programs[rank][self._at[rank]] for rank in stuck]
+            names = (wait.key if isinstance(wait, Await) else wait for wait in waits)
+            places = "; ".join(f"program {rank} waits for {name}" for rank, name in zip(stuck, names, strict=True))
+            raise PlanError("schedule-deadlock", f"the step comes to a stop: {places}", path=("pipeline", "use"))
+
+    def _continue(self, rank: int, now_s: float) -> None:
+        """Runs a rank's instructions until one takes time or must wait."""
+        program = self.programs[rank]
+        while self._at[rank] < len(program):
+            instruction = program[self._at[rank]]
+            if isinstance(instruction, Compute):
+                end_s = now_s + instruction.seconds
+                self.computed.append((rank, instruction, now_s, end_s))
+                self._at[rank] += 1
+                if instruction.seconds:
+                    self._event(end_s, "rank", rank)
+                    return
+                continue
+            if isinstance(instruction, Begin):
+                self._begin(instruction.exchange, rank, now_s)
+            elif (ended := self._ended.get(instruction.key)) is None:
+                self._waits[instruction.key].append((rank, now_s))
+                return
+            elif ended.attended_s:
+                self._attend(ended, rank, now_s, now_s)
+                return
+            self._at[rank] += 1
+        self.ends_s[rank] = now_s
+
+    def _attend(self, exchange: Exchange, rank: int, since_s: float, now_s: float) -> None:
+        """Ends a wait that began at `since_s`: the rank does its part of the exchange, then goes on. Both are exposed."""
+        end_s = now_s + exchange.attended_s
+        if end_s > since_s:
+            self.exposed.append(Exposed(rank, exchange.lane, exchange.key, since_s, end_s))
+        self._at[rank] += 1
+        if exchange.attended_s:
+            self._event(end_s, "rank", rank)
+        else:
+            self._continue(rank, now_s)
+
+    def _begin(self, exchange: Exchange, rank: int, now_s: float) -> None:
+        assert rank in exchange.members, f"program {rank} begins {exchange}"
+        running = self._running.setdefault(exchange.key, _Running(exchange))
+        assert running.exchange == exchange, f"{exchange} at {rank}, {running.exchange} elsewhere"
+        running.begun.add(rank)
+        self._queues[exchange.lane, rank].append(exchange.key)
+        self._start_if_ready(exchange.key, now_s)
+
+    def _start_if_ready(self, key: Hashable, now_s: float) -> None:
+        """Starts an exchange once all members have begun it, it is the first of its lane at each, and `after` has ended."""
+        running = self._running[key]
+        exchange = running.exchange
+        if len(running.begun) < len(exchange.members) or running.start_s >= 0:
+            return
+        if any(self._queues[exchange.lane, member][0] != key for member in exchange.members):
+            return
+        if exchange.after is not None and exchange.after not in self._ended:
+            self._followers[exchange.after].append(key)
+            return
+        running.start_s, running.left_s = now_s, exchange.work_s
+        self._event(now_s + exchange.latency_s, "bytes", key, running.version)
+
+    def _share_again(self, changed: _Running, now_s: float) -> None:
+        """Computes new ends of the exchanges that share a link with `changed`, which came or went: each runs at 1/n, where n
+        exchanges are on its fullest link.
+        """
+        neighbours = {key: None for link in changed.exchange.links for key in self._on_link[link]}
+        if changed.exchange.key in self._running:
+            neighbours[changed.exchange.key] = None
+        for key in neighbours:
+            running = self._running[key]
+            running.left_s -= (now_s - running.since_s) * running.share
+            running.since_s = now_s
+            fullest = max((len(self._on_link[link]) for link in running.exchange.links), default=1)
+            running.share = 1.0 / fullest
+            running.version += 1
+            self._event(now_s + max(0.0, running.left_s) * fullest, "end", key, running.version)
+
+    def _end(self, running: _Running, now_s: float) -> None:
+        exchange = running.exchange
+        del self._running[exchange.key]
+        self._ended[exchange.key] = exchange
+        self.exchanged.append(LaneSpan(exchange.lane, exchange.key, exchange.members, running.start_s, now_s))
+        for link in exchange.links:
+            self._on_link[link].pop(exchange.key, None)
+        if exchange.links:
+            self._share_again(running, now_s)
+        for member in exchange.members:
+            queue = self._queues[exchange.lane, member]
+            assert queue.popleft() == exchange.key
+            if queue:
+                self._start_if_ready(queue[0], now_s)
+        for follower in self._followers.pop(exchange.key, ()):
+            self._start_if_ready(follower, now_s)
+        for rank, since_s in self._waits.pop(exchange.key, ()):
+            self._attend(exchange, rank, since_s, now_s)
+
+    def _event(self, at_s: float, what: str, key: Hashable, version: int = 0) -> None:
+        """what: "rank" to go on, "bytes" when a latency is over, "end" of an exchange. An older version does not count."""
+        self._count += 1
+        heapq.heappush(self._events, (at_s, self._count, what, key, version))
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """A simulated step. exposed: waits of stages, and their own parts of exchanges. computing_s: of each stage, of which
+    updating_s outside the list: norm and update. devices_s: until all devices are done. host_s: of each stage's host; 0 where
+    it does not run ahead.
+    """
+
+    timeline: Timeline
+    exchanges: tuple[LaneSpan, ...]
+    exposed: tuple[Exposed, ...]
+    computing_s: tuple[float, ...]
+    updating_s: tuple[float, ...]
+    devices_s: float
+    host_s: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Returns the seconds of the step: of the devices, or of the slowest host."""
+        return max((self.devices_s, *self.host_s))
+
+    def idle(self, stage: int) -> float:
+        """Returns the share of the step in which a stage computes nothing, from 0 to 1."""
+        return self.timeline.idle(stage)
+
+    def exposed_s(self, stage: int) -> dict[str, float]:
+        """Returns a stage's seconds of waiting, by the first word of the lane: `up`, `down`, `reduce`, `gather`, `all`, ..."""
+        seconds: dict[str, float] = defaultdict(float)
+        for span in self.exposed:
+            if span.rank == stage:
+                seconds[span.lane.split(" ")[0]] += span.end_s - span.start_s
+        return dict(seconds)
+
+
+def simulate_programs(programs: Sequence[Program]) -> StepSeconds:
+    """Returns the step that the programs make, one per stage. Pure. Raises PlanError "schedule-deadlock"."""
+    lanes = Lanes(programs)
+    lanes.run()
+    computing, updating = [0.0] * len(programs), [0.0] * len(programs)
+    spans: dict[tuple[int, Action], TimedAction] = {}
+    for rank, compute, start_s, end_s in lanes.computed:
+        computing[rank] += end_s - start_s
+        if compute.action is None:
+            updating[rank] += end_s - start_s
+        else:
+            before = spans.get((rank, compute.action))
+            spans[rank, compute.action] = TimedAction(rank, compute.action, before.start_s if before else start_s, end_s)
+    devices_s = max(lanes.ends_s, default=0.0)
+    host_s = tuple(sum(each.host_s for each in program if isinstance(each, Compute)) for program in programs)
+    timeline = replace(
+        Timeline.of(len(programs), spans.values()), end_s=max((devices_s, *host_s)), computing_s=tuple(computing)
+    )
+    return StepSeconds(
+        timeline, tuple(lanes.exchanged), tuple(lanes.exposed), tuple(computing), tuple(updating), devices_s, host_s
+    )

@@ -1,0 +1,333 @@
+"""Records one step of a rank, action by action: the operators that ran, the exchanges that began, the waits for them.
+
+opening      before the first action
+F0.0         Computed, Began(gather of the next layer), Computed, Awaited(gather), Computed ...
+B0.0         ... Computed, Began(reduction), Computed
+closing      handlers' waits, norm, update, and the gathers that the next step waits for
+
+`expanded` makes a step of many micro-batches from a recorded one of few.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from sley_core.actions.action import GRADIENT_KINDS, Action, Kind, Transfer
+from sley_core.comm.copies import storage_id
+from sley_core.errors import PlanError
+from sley_core.protocols import Collective
+from sley_estimate.bytes.fake_world import CopyKind, FakeDevice, StepListener, TakenSteps
+from sley_estimate.layers.operators import Operator, operator_of
+
+if TYPE_CHECKING:
+    from sley_core.run import Run
+    from sley_core.topology import Topology
+    from sley_estimate.bytes.fake_tensors import FakeTensors
+
+HOST = "host"
+"""The axis of copies between a device and its host: no group, the rank alone."""
+
+MESSAGES = "pp"
+"""The axis of messages, which the lists have already."""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The rank ran `operators`, one after the other."""
+
+    operators: tuple[Operator, ...]
+
+
+@dataclass(frozen=True)
+class Began:
+    """The rank began an exchange of `num_bytes` (of whole tensors) on a lane of its group of `axis`, or a copy on stream `lane`
+    of the axis `HOST`. number: counts the exchanges and copies of a run. after: a copy that comes first.
+    """
+
+    number: int
+    kind: Collective | CopyKind
+    axis: str
+    lane: str
+    num_bytes: int
+    after: int | None = None
+
+    @property
+    def queue(self) -> tuple[str, str]:
+        """Returns axis and lane: exchanges of one queue run one after another."""
+        return self.axis, self.lane
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """The rank waited for exchange `number`, for the first time."""
+
+    number: int
+
+
+Event = Computed | Began | Awaited
+Events = tuple[Event, ...]
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One step of one rank. actions: the compute actions of its list, each with its events. carried: exchanges that the step
+    before began and this one waited for.
+    """
+
+    opening: Events
+    actions: Sequence[tuple[Action, Events]]
+    closing: Events
+    carried: Sequence[Began] = ()
+
+    @property
+    def events(self) -> list[Event]:
+        return [*self.opening, *(event for _, events in self.actions for event in events), *self.closing]
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """A recorded step, and facts of the run. groups: global ranks of this rank's groups, by axis. messages: bytes that each
+    position of the model but the last hands on. layers: names, by chunk. num_trained: parameters. more: steps of alike stages.
+    """
+
+    step: RecordedStep
+    topology: Topology
+    groups: Mapping[str, tuple[int, ...]]
+    messages: Sequence[int]
+    layers: Sequence[Sequence[str]]
+    num_trained: int
+    more: Sequence[RecordedStep] = ()
+
+    def on_stage(self, stage: int, layers: Sequence[Sequence[str]], more: Sequence[RecordedStep]) -> RankRecord:
+        """Returns the record of the first rank of an alike stage, with the names of its layers."""
+        size = self.topology.ranks_per_stage
+        here = min(self.groups["stage"])
+        own, shift = range(here, here + size), stage * size - here
+        shifted = {
+            axis: tuple(rank + shift for rank in ranks) if set(ranks) <= set(own) else ranks
+            for axis, ranks in self.groups.items()
+        }
+        return replace(self, groups=shifted, layers=layers, more=more)
+
+
+class Recording(StepListener):
+    """Records the last step of a fake run: `follow` the run, `begin` and `end` around the step, then read `record`.
+
+    Exchanges before it are numbered too, since the step may wait for them.
+    """
+
+    record: RankRecord
+
+    def follow(self, run: Run, tensors: FakeTensors) -> None:
+        """Listens to `run`, which has taken no step yet; forgets an earlier run."""
+        self._run, self._tensors = run, tensors
+        self._all: dict[int, Began] = {}
+        self._awaited: set[int] = set()
+        self._first = 0
+        self._is_recording = False
+        self._on_host: set[int] = set()
+        self._known: dict[Hashable, Operator | None] = {}
+        self._entry: object = None
+        self._operators: list[Operator] = []
+        self._opening: list[Event] = []
+        self._closing: list[Event] = []
+        self._actions: list[tuple[Action, list[Event]]] = []
+        self._events = self._opening
+        device, simulation = run.world.device, run.world.simulation
+        assert isinstance(device, FakeDevice), device
+        assert isinstance(simulation, TakenSteps), simulation
+        simulation.listener = device.copies.listener = self
+
+    def begin(self) -> None:
+        masters = self._run.stepper.update.masters
+        if masters.home is not None:
+            self._on_host = {storage_id(each.parameter) for each in masters.stepped}
+        self._first = len(self._all)
+        self._is_recording = True
+        self._run.groups.progress.standing.follow = self._entered
+        self._tensors.listener = self._ran
+
+    def end(self) -> None:
+        run, self._tensors.listener = self._run, None
+        self._end_work()
+        self._is_recording = False
+        actions = [(action, tuple(events)) for action, events in self._actions]
+        step = RecordedStep(tuple(self._opening), actions, tuple(self._closing))
+        waits = (event.number for event in step.events if isinstance(event, Awaited))
+        carried = [self._all[number] for number in waits if number < self._first]
+        placement, described = run.stepper.lists.placement, run.parts.foretold
+        messages = []
+        if described is not None:
+            for position in range(placement.num_positions - 1):
+                leaves = described(*placement.holder(position)).leaves
+                messages.append(sum(leaf.num_bytes for leaf in leaves if leaf.same_as is None))
+        self.record = RankRecord(
+            replace(step, carried=carried),
+            run.topology,
+            {axis: group.ranks for axis, group in run.groups.items()},
+            messages,
+            [[layer.name for layer in chunk] for chunk in run.stepper.executor.chunks],
+            len(run.parts.registry.trainable),
+        )
+        del self._run
+
+    def note(self, operator: Operator) -> None:
+        """Records a kernel that torch does not see as one operator; ignored before `begin`."""
+        if self._is_recording:
+            self._operators.append(operator)
+
+    def began(self, kind: Collective, axis: str, lane: str, num_bytes: int) -> Callable[[], None]:
+        if axis == MESSAGES:
+            return lambda: None
+        began = self._begin(Began(len(self._all), kind, axis, lane, num_bytes))
+        return lambda: self.awaited(began.number)
+
+    def copied(self, kind: CopyKind, stream: int, num_bytes: int, after: int | None) -> int:
+        return self._begin(Began(len(self._all), kind, HOST, str(stream), num_bytes, after)).number
+
+    def awaited(self, number: int) -> None:
+        if number in self._awaited:
+            return
+        self._awaited.add(number)
+        if self._is_recording:
+            self._end_work()
+            self._events.append(Awaited(number))
+
+    def _entered(self, entry: object) -> None:
+        """Is called when another entry of the step begins: an action, a transfer, or a text for a part after the list."""
+        self._end_work()
+        self._entry = entry
+        if isinstance(entry, Action):
+            if entry.kind is not Kind.CHUNK_DONE:  # what begins there belongs to the chunk's last action
+                self._actions.append((entry, []))
+            self._events = self._actions[-1][1]
+        elif not isinstance(entry, Transfer) and self._actions:
+            self._events = self._closing
+
+    def _ran(self, key: Hashable | None, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Records one call of torch's operator `func`, outside of transfers. key: equal for equal calls on equal shapes."""
+        if isinstance(self._entry, Transfer):
+            return
+        try:
+            operator = self._known[key]
+        except KeyError:
+            operator = operator_of(func, args, kwargs, result)
+            if key is not None:
+                self._known[key] = operator
+        if operator is not None:
+            is_on_host = bool(self._on_host) and any(
+                isinstance(leaf, Tensor) and storage_id(leaf) in self._on_host for leaf in tree_leaves(args)
+            )
+            self.note(replace(operator, is_on_host=True) if is_on_host else operator)
+
+    def _begin(self, began: Began) -> Began:
+        self._all[began.number] = began
+        if self._is_recording:
+            self._end_work()
+            self._events.append(began)
+        return began
+
+    def _end_work(self) -> None:
+        if self._operators:
+            self._events.append(Computed(tuple(self._operators)))
+            self._operators = []
+
+
+def expanded(step: RecordedStep, actions: Sequence[Action], more: Sequence[RecordedStep] = ()) -> RecordedStep:
+    """Returns `step` as a step of the compute actions `actions`; itself if these are its own. Pure.
+
+    Each action gets the events of a recorded one with the same neighbours and the same place (first or last) in its chunk; else
+    of the last recorded one of its kind and chunk. Exchanges get new numbers; waits keep their distance in the queue. more:
+    steps of alike stages, for places that `step` does not have. Raises PlanError "estimate-seconds" for an action of a kind or
+    chunk that was not recorded.
+    """
+    if list(actions) == [action for action, _ in step.actions]:
+        return step
+    known: dict[Hashable, Events] = {}
+    for each in (*more, step):
+        for (_, events), places in zip(each.actions, _places([action for action, _ in each.actions]), strict=True):
+            for place in places:
+                known[place] = events
+    copies = _Copies(step, more)
+    opening = copies.of(step.opening)
+    expanded_actions = []
+    for action, places in zip(actions, _places(actions), strict=True):
+        place = next((place for place in places if place in known), None)
+        if place is None:
+            raise PlanError("estimate-seconds", f"no action like {action} was recorded")
+        expanded_actions.append((action, copies.of(known[place])))
+    return RecordedStep(opening, expanded_actions, copies.of(step.closing), step.carried)
+
+
+def _places(actions: Sequence[Action]) -> Iterator[list[Hashable]]:
+    """Yields for each action keys of its place, the most exact first."""
+    last = {action.chunk: at for at, action in enumerate(actions) if action.kind in GRADIENT_KINDS}
+    first: dict[tuple[Kind, int], int] = {}
+    for at, action in enumerate(actions):
+        first.setdefault((action.kind, action.chunk), at)
+    kinds = [None, *((action.kind, action.chunk) for action in actions), None]
+    for at, action in enumerate(actions):
+        own = action.kind, action.chunk
+        ends = first[own] == at, last.get(action.chunk) == at
+        yield [(own, ends, kinds[at], kinds[at + 2]), (own, ends, kinds[at + 2]), (own, ends), own]
+
+
+class _Copies:
+    """Copies events: each exchange gets a new number, and each wait refers as far back in the queue as the recorded one."""
+
+    def __init__(self, step: RecordedStep, more: Sequence[RecordedStep]) -> None:
+        self._queues: dict[tuple[str, str], list[int]] = defaultdict(list)
+        self._numbers = count(1 + max((event.number for event in step.events if isinstance(event, Began)), default=0))
+        self._distances = {key: value for each in (*more, step) for key, value in _distances(each).items()}
+        for began in step.carried:
+            self._queues[began.queue].append(began.number)
+
+    def of(self, events: Events) -> Events:
+        return tuple(map(self._copy, events))
+
+    def _copy(self, event: Event) -> Event:
+        if isinstance(event, Began):
+            after = self._referred(event) if event.after is not None else None
+            copy = replace(event, number=next(self._numbers), after=after)
+            self._queues[copy.queue].append(copy.number)
+            return copy
+        if isinstance(event, Awaited):
+            number = self._referred(event)
+            assert number is not None, event
+            return Awaited(number)
+        return event
+
+    def _referred(self, event: Event) -> int | None:
+        """Returns the new number of the exchange that an event refers to; None if that lies before the step."""
+        if id(event) not in self._distances:
+            return None
+        queue, distance = self._distances[id(event)]
+        return self._queues[queue][-distance]
+
+
+def _distances(step: RecordedStep) -> dict[int, tuple[tuple[str, str], int]]:
+    """Returns, by `id` of each wait and of each copy behind another, the queue of the exchange that it refers to, and how far
+    back it is there (1: the last).
+    """
+    queues: dict[tuple[str, str], list[int]] = defaultdict(list)
+    queue_of: dict[int, tuple[str, str]] = {}
+    distances = {}
+    for began in step.carried:
+        queues[began.queue].append(began.number)
+        queue_of[began.number] = began.queue
+    for event in step.events:
+        number = event.number if isinstance(event, Awaited) else event.after if isinstance(event, Began) else None
+        if number in queue_of:
+            queue = queues[queue_of[number]]
+            distances[id(event)] = queue_of[number], len(queue) - queue.index(number)
+        if isinstance(event, Began):
+            queues[event.queue].append(event.number)
+            queue_of[event.number] = event.queue
+    return distances

@@ -1,0 +1,113 @@
+"""For tests of estimates: small machine files, short calibrations, and steps of plain lists.
+
+machine = machine_from_dict(small_machine(links__ranks_per_host=2, layers=timed_layers(plan, times=2.0)))
+with shortly():
+    machine, _ = measure(world, plan, timeout_s=30)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from sley_core.actions.action import Action, Kind, Transfer
+from sley_core.actions.simulate import taken
+from sley_core.assemble import draft_model
+from sley_core.data.dataset import DataContext
+from sley_core.data.factory import open_dataset
+from sley_estimate.calibrate import device, layers, links
+from sley_estimate.layers.prices import priced_layers
+from sley_estimate.machine import machine_from_dict
+from sley_estimate.step.lanes import Await, Begin, Compute, Instruction, StepSeconds, simulate_programs
+from sley_estimate.step.programs import message_exchange
+from sley_testing.plans import Tables, changed
+from train_cli.on_meta import meta_micro_batch
+
+if TYPE_CHECKING:
+    from sley_core.actions.action import Lowered, Placement
+    from sley_core.plan.plan import Plan
+    from sley_estimate.layers.prices import LayerSeconds
+    from sley_estimate.step.links import Cost
+
+_SMALL: Tables = {
+    "format": 1,
+    "device": {
+        "name": "even",
+        "kind": "cuda",
+        "memory_bandwidth": 1e11,
+        "launch_s": 1e-6,
+        "matmul": {"fp32": {"flops_per_s": 1e11}, "fp64": {"flops_per_s": 1e11}},
+    },
+    "links": {"ranks_per_host": 8, "same_host": {"latency_s": 1e-5, "bandwidth": 1e10}},
+}
+
+
+def small_machine(**changes: Any) -> Tables:
+    """Returns the tables of a machine of one host of eight devices, without timed layers, with `changes` as in `changed`."""
+    return changed(_SMALL, **changes)
+
+
+def timed_layers(plan: Plan, times: float = 1.0, host: float = 0.0, launch_s: float = 1e-6) -> list[Tables]:
+    """Returns tables `[[layers]]` of the small machine for the layers of `plan`.
+
+    times: measured over counted seconds, with `launch_s` per operator. host: the host's seconds over the device's.
+    """
+    dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
+    model, machine = draft_model(plan, dataset.info), machine_from_dict(small_machine(device__launch_s=launch_s))
+    tables = {}
+    for layer in priced_layers(plan, model, meta_micro_batch(plan, dataset), machine) or ():
+        seconds = {name: times * value for name, value in asdict(layer.seconds).items()}
+        hosts = {f"host_{name}": host * value for name, value in seconds.items() if not name.startswith("host_")}
+        tables[layer.key] = {"key": layer.key, "name": layer.name, "output_bytes": layer.output_bytes, **seconds, **hosts}
+    return [*tables.values()]
+
+
+@contextmanager
+def shortly() -> Iterator[None]:
+    """Makes calibration measure small tensors a few times within the block: figures of the right kind, worth little."""
+    with ExitStack() as patches:
+        for module, name, value in (
+            (device, "SIZES", {"cpu": (32, 64)}),
+            (device, "MOVED_BYTES", {"cpu": 1 << 20}),
+            (device, "REPETITIONS", 3),
+            (device, "BUCKET", 1 << 14),
+            (device, "WRITTEN_BYTES", {"cpu": 1 << 16}),
+            (links, "MANY", 1 << 18),
+            (links, "EDGE", 64),
+            (links, "REPETITIONS", 3),
+            (layers, "REPETITIONS", 3),
+            (layers, "REPETITIONS_OF_OTHERS", 1),
+        ):
+            patches.enter_context(patch.object(module, name, value))
+        yield
+
+
+def plain_step(
+    lists: Sequence[Lowered],
+    placement: Placement,
+    parts: Sequence[Sequence[LayerSeconds]],
+    messages: Sequence[Cost],
+    behind: Mapping[int, Sequence[Instruction]] | None = None,
+) -> StepSeconds:
+    """Returns the simulated step of lowered lists, without a plan.
+
+    parts: the layers of each position. messages: the cost between position i and i + 1. behind: ends of programs, by stage.
+    """
+    programs = []
+    for stage, steps in enumerate(lists):
+        program: list[Instruction] = []
+        for step in steps:
+            if isinstance(step, Transfer):
+                program.append(Begin(message_exchange(step, stage, placement, messages.__getitem__)))
+            elif isinstance(step, Action) and step.kind is not Kind.CHUNK_DONE:
+                position = placement.position(stage, step.chunk)
+                needed = taken(step, position, placement)
+                if needed is not None and placement.holder(needed.origin).stage != stage:
+                    program.append(Await(needed))
+                seconds = sum(layer.of(step.kind) for layer in parts[position])
+                program.append(Compute(seconds, step, sum(layer.host_of(step.kind) for layer in parts[position])))
+        programs.append([*program, *(behind or {}).get(stage, ())])
+    return simulate_programs(programs)

@@ -1,1 +1,0 @@
-"""For tests of estimates: small machine files, short calibrations, and runs beside their estimates."""

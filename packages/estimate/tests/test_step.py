@@ -1,0 +1,370 @@
+"""Simulated steps against hand-computed ones: lanes, links, hosts, and copies."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from sley_core.actions.action import Action, Kind, loop
+from sley_core.actions.lower import lower
+from sley_core.actions.simulate import Costs, simulate
+from sley_core.comm.device import Device
+from sley_core.comm.world import World
+from sley_core.errors import PlanError
+from sley_core.plan.load import plan_from_dict
+from sley_core.plan.plan import Plan
+from sley_estimate.bytes.fake_tensors import FakeTensors
+from sley_estimate.bytes.fake_world import FakeCopies
+from sley_estimate.bytes.ledger import Ledger, StepPlace
+from sley_estimate.bytes.stages import first_draft
+from sley_estimate.calibrate import engine
+from sley_estimate.calibrate.device import measure_host
+from sley_estimate.calibrate.engine import MICROS, WEIGHTS, measure_engine, solved
+from sley_estimate.layers.operators import LayerWork, Operator
+from sley_estimate.layers.prices import LayerSeconds
+from sley_estimate.machine import EngineTable, MachineFile, machine_from_dict
+from sley_estimate.search.find import seconds_parts
+from sley_estimate.step.estimate import estimate_seconds
+from sley_estimate.step.lanes import Await, Begin, Compute, Exchange, Instruction, Lanes, StepSeconds
+from sley_estimate.step.links import NOTHING, Cost, copy_cost, on_host_s
+from sley_estimate.step.record import HOST, Awaited, Began, Computed, RecordedStep, expanded
+from sley_estimate.testing import plain_step, small_machine, timed_layers
+from sley_testing.plans import small_plan
+from sley_testing.runs import any_lists
+
+LAYER = LayerSeconds(forward=1.0, backward=2.0, input_gradient=1.0, weight_gradient=1.0)
+
+
+def one_f_one_b(stages, micros):
+    lists = []
+    for stage in range(stages):
+        ahead = min(stages - 1 - stage, micros)
+        kinds = "F" * ahead + "FB" * (micros - ahead) + "B" * ahead
+        seen = {"F": 0, "B": 0}
+        actions = []
+        for kind in kinds:
+            actions.append(Action(Kind(kind), 0, seen[kind]))
+            seen[kind] += 1
+        lists.append(actions)
+    return lists
+
+
+def step(stages, micros, messages=None):
+    placement = loop(stages)
+    lists = lower(one_f_one_b(stages, micros), placement, micros)
+    return plain_step(lists, placement, [[LAYER]] * stages, messages or [NOTHING] * (stages - 1))
+
+
+@pytest.mark.parametrize(("stages", "micros"), [(1, 4), (2, 1), (2, 4), (4, 4), (4, 16), (8, 3)])
+def test_the_bubble_of_1f1b_is_that_of_the_formula(stages, micros):
+    found = step(stages, micros)
+    assert found.seconds == pytest.approx(3 * (micros + stages - 1))
+    for stage in range(stages):
+        assert found.idle(stage) == pytest.approx((stages - 1) / (micros + stages - 1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_without_shared_links_it_is_the_simulation_of_actions(seed):
+    """Messages of a pair of stages in one direction, as `simulate` knows them; drawn lists, drawn costs."""
+    rng = random.Random(seed)
+    placement, micros = loop(rng.randint(2, 4), rng.randint(1, 2)), rng.randint(1, 6)
+    lowered = lower(any_lists(placement, micros, rng), placement, micros)
+    even = Costs.even(placement.num_positions, forward=1.0, input_gradient=1.25, weight_gradient=0.5)
+    simulated = simulate(lowered, placement, even)
+    parts = [[LayerSeconds(1.0, 1.75, 1.25, 0.5)]] * placement.num_positions
+    found = plain_step(lowered, placement, parts, [NOTHING] * (placement.num_positions - 1))
+    assert found.timeline.spans == simulated.timeline.spans
+
+
+def test_a_message_delays_the_stage_that_needs_it():
+    found = step(2, 1, messages=[Cost(0.25, 0.5)])
+    assert found.seconds == pytest.approx(6 + 2 * 0.75)
+    assert found.exposed_s(0) == {"down": pytest.approx(0.75 + 3.0 + 0.75)}
+
+
+def exchange(key, rank, links, work=2.0, latency=0.0):
+    return Exchange(key, f"lane {key}", (rank,), latency, work, links=links)
+
+
+def run(*programs):
+    lanes = Lanes(programs)
+    lanes.run()
+    return lanes.ends_s
+
+
+def test_two_groups_on_one_link_have_half_of_it_each():
+    one, other = exchange("a", 0, ("card",)), exchange("b", 1, ("card",))
+    assert run([Begin(one), Await("a")], [Begin(other), Await("b")]) == [4.0, 4.0]
+    elsewhere = exchange("b", 1, ("another card",))
+    assert run([Begin(one), Await("a")], [Begin(elsewhere), Await("b")]) == [2.0, 2.0]
+
+
+def test_who_comes_later_slows_down_the_first_only_from_then_on():
+    """a alone until 1, both until 3 (a ends), b alone for its last second."""
+    one, other = exchange("a", 0, ("card",)), exchange("b", 1, ("card",))
+    assert run([Begin(one), Await("a")], [Compute(1.0), Begin(other), Await("b")]) == [3.0, 4.0]
+
+
+def test_latency_is_not_shared():
+    one, other = exchange("a", 0, ("card",), latency=1.0), exchange("b", 1, ("card",))
+    assert run([Begin(one), Await("a")], [Begin(other), Await("b")]) == [4.0, 3.0]
+
+
+def test_an_exchange_waits_for_its_lane_and_for_all_members():
+    both = Exchange("x", "lane", (0, 1), 0.0, 1.0)
+    first = Exchange("y", "lane", (0,), 0.0, 5.0)
+    assert run([Begin(first), Begin(both), Await("x")], [Compute(2.0), Begin(both), Await("x")]) == [6.0, 6.0]
+
+
+@pytest.mark.parametrize(("computing", "end"), [(0.0, 3.0), (1.0, 3.0), (5.0, 6.0)], ids=["at once", "early", "late"])
+def test_what_does_not_overlap_is_work_of_each_member_that_waits(computing, end):
+    """Two seconds of three run beside computing; who does not wait does not work for it."""
+    shared = Exchange("x", "lane", (0, 1), *Cost(0.0, 3.0).with_overlap(2 / 3))
+    lanes = Lanes([[Begin(shared), Compute(computing), Await("x")], [Begin(shared)]])
+    lanes.run()
+    assert lanes.ends_s == pytest.approx([end, 0.0])
+    (waits,) = lanes.exposed
+    assert waits.end_s - waits.start_s == pytest.approx(end - computing)
+
+
+def test_a_program_that_waits_for_nobody_is_refused_by_name():
+    lone = Exchange("x", "lane", (0, 1), 0.0, 1.0)
+    with pytest.raises(PlanError, match="program 0 waits for x"):
+        run([Begin(lone), Await("x")], [Compute(1.0)])
+
+
+ENGINE = {"step_s": 1e-6, "parameter_s": 1e-8, "micro_s": 1e-7, "gradient_s": 1e-8}
+NARROW = LayerSeconds(1.0, 2.0, 1.0, 1.0, host_forward=2.0, host_backward=3.0)
+WIDE = LayerSeconds(4.0, 8.0, 4.0, 4.0, host_forward=2.0, host_backward=3.0)
+
+
+def stepped(layers: Sequence[LayerSeconds], micros: int = 1, behind: Sequence[Instruction] = ()) -> StepSeconds:
+    """A step of one stage: all forwards and backwards of a micro-batch, one after the other."""
+    actions = [Action(kind, 0, micro) for micro in range(micros) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+    return plain_step(lower([actions], loop(1), micros), loop(1), [layers], [], {0: behind})
+
+
+@pytest.mark.parametrize(
+    ("layers", "device_s", "host_s"), [([NARROW] * 2, 6, 10), ([WIDE] * 2, 24, 10), ([NARROW, WIDE], 15, 10)]
+)
+def test_what_the_host_loses_in_narrow_layers_it_catches_up_in_wide_ones(
+    layers: list[LayerSeconds], device_s: float, host_s: float
+) -> None:
+    found = stepped(layers, micros=3)
+    assert found.devices_s == pytest.approx(3 * device_s)
+    assert found.host_s == (pytest.approx(3 * host_s),)
+    assert found.seconds == pytest.approx(3 * max(device_s, host_s))
+    assert found.idle(0) == pytest.approx(1 - 3 * device_s / found.seconds)
+
+
+def test_parts_of_a_step_that_waits_for_its_host_sum_to_it() -> None:
+    bound, free = stepped([NARROW]), stepped([WIDE])
+    parts = seconds_parts(bound)
+    assert parts["waiting for the host"] == pytest.approx(2.0)
+    assert "waiting for the host" not in seconds_parts(free)
+    assert sum(parts.values()) == pytest.approx(bound.seconds)
+
+
+def plan_of(**changes: Any) -> Plan:
+    data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
+    return plan_from_dict(small_plan(**{"data": data, "precision": {"compute": "fp32"}, **changes}))
+
+
+def machine_of(plan: Plan, host: float) -> MachineFile:
+    """A machine on which each layer of `plan` takes what is counted, and its host `host` times as long to start it."""
+    layers = timed_layers(plan, host=host, launch_s=0.0)
+    return machine_from_dict(small_machine(device__launch_s=0.0, layers=layers, engine=ENGINE))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("host", [0.01, 3.0])
+def test_a_step_has_the_host_of_its_layers_and_of_its_engine(host: float) -> None:
+    plan = plan_of()
+    machine, num_micros = machine_of(plan, host), plan.num_micros(plan.topology(1))
+    found = estimate_seconds(plan, 1, machine)
+    num_parameters = len({id(one) for layer in first_draft(plan, 1).model.layers for one in layer.module.parameters()})
+    engine_s = EngineTable(**ENGINE).seconds(num_parameters, num_micros)
+    layers_s = sum(one.seconds.forward + one.seconds.backward for one in found.layers) * num_micros
+    # in what was recorded, the first micro-batch has fewer operators than those after it
+    assert found.step.host_s == (pytest.approx(host * layers_s + engine_s, rel=0.02),)
+    assert (found.step.seconds > found.step.devices_s) == (host > 1)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("changes", "is_waited_for"),
+    [
+        ({"optimizer": {"factory": "torch.optim:RMSprop", "lr": 1e-3}}, True),
+        ({"precision": {"compute": "fp16"}}, True),
+        ({"optimizer": {"use": "core.sgd", "lr": 1e-3}}, False),
+    ],
+)
+def test_an_update_for_which_the_host_waits_is_waited_for(changes: dict[str, Any], is_waited_for: bool) -> None:
+    """Where it does not know on the device whether a step is taken, it starts the update when the device has nothing to do."""
+    plan, matmul = plan_of(**changes), {name: {"flops_per_s": 1e11} for name in ("fp16", "fp32")}
+    slow, fast = (
+        machine_from_dict(small_machine(engine=ENGINE | {"parameter_s": value}, device__matmul=matmul)) for value in (1e-3, 0.0)
+    )
+    one, other = (estimate_seconds(plan, 1, machine).step.devices_s for machine in (slow, fast))
+    num_parameters = len({id(one) for layer in first_draft(plan, 1).model.layers for one in layer.module.parameters()})
+    assert one - other == pytest.approx(num_parameters * 1e-3 if is_waited_for else 0.0, abs=1e-9)
+
+
+def test_a_layer_in_proportion_has_its_host_by_the_number_of_operators() -> None:
+    """Not by their size: a host starts large operators as fast as small ones."""
+    device = machine_from_dict(small_machine(device__launch_s=0.1)).device
+    small, large = (Operator("x", size) for size in (10**9, 10**12))
+    there = LayerWork((small,), (), (small,) * 2, (small,), (small,), 0, 0, 0)
+    again = LayerWork((large,), (large,), (large,) * 2, (large,), (large,), 0, 0, 0)
+    measured = LayerSeconds(1.0, 2.0, 1.0, 1.0, 0.5, 1.0, 0.5, 0.5)
+    found = LayerSeconds.in_proportion(again, there, measured, device)
+    assert found.forward == pytest.approx(1000.0), "what starts take has no part in the device's seconds"
+    assert (found.host_forward, found.host_backward) == pytest.approx((0.5, 1.5))
+    assert (found.host_input_gradient, found.host_weight_gradient) == pytest.approx((1.0, 0.5))
+
+
+def test_four_kinds_of_steps_tell_the_four_figures_of_the_engine() -> None:
+    known = EngineTable(**ENGINE)
+    seconds = {
+        (count, micros): known.step_s + known.parameter_s * count + micros * (known.micro_s + known.gradient_s * count)
+        for count in WEIGHTS
+        for micros in MICROS
+    }
+    assert solved(seconds).model_dump() == pytest.approx(ENGINE)
+    assert EngineTable(**ENGINE).seconds(WEIGHTS[0], MICROS[1]) == pytest.approx(seconds[WEIGHTS[0], MICROS[1]])
+    flat = solved(dict.fromkeys(seconds, 1.0))
+    assert flat.model_dump() == pytest.approx({"step_s": 1.0, "parameter_s": 0.0, "micro_s": 0.0, "gradient_s": 0.0})
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_the_engine_is_timed_by_runs_of_it(compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the figures say what the engine takes there; no machine file of one has them."""
+    monkeypatch.setattr(engine, "TURNS", 2)
+    plan = plan_from_dict(small_plan(precision={"compute": compute}))
+    with World.alone("cpu") as world:
+        found = measure_engine(world.device, plan)
+    assert found.keys() == ENGINE.keys()
+    assert all(0.0 <= value < 1.0 and math.isfinite(value) for value in found.values())
+    many, few = (EngineTable(**found).seconds(count, 1) for count in (1000, 10))
+    assert many > 2 * few > 0, "each weight takes its time"
+
+
+class Heard:
+    def __init__(self):
+        self.events = []
+
+    def copied(self, kind, stream, num_bytes, after):
+        self.events.append((kind, stream, num_bytes, after))
+        return len([word for word in self.events if len(word) == 4]) - 1
+
+    def awaited(self, number):
+        self.events.append(("awaited", number))
+
+
+@pytest.fixture
+def fake():
+    tensors = FakeTensors(Ledger(lambda: StepPlace(1, "", "")))
+
+    def made(*, runs_ahead):
+        copies = FakeCopies(tensors, runs_ahead=runs_ahead)
+        copies.listener = Heard()
+        with tensors:
+            device = torch.empty(4)
+        return copies, device.view(torch.uint8), copies.memory(16).data
+
+    with tensors.watched():
+        yield made
+
+
+def test_a_copy_that_runs_ahead_is_awaited_with_all_before_it_on_its_stream(fake) -> None:
+    copies, device, host = fake(runs_ahead=True)
+    out, into = copies.stream(), copies.stream()
+    out.copy(host, device)
+    first = out.record()
+    out.copy(host, device)
+    out.copy(host, device)
+    into.after(out.record())
+    into.copy(device, host)
+    assert not first.is_done()
+    out.record().hold_device()
+    assert first.is_done()
+    first.wait()
+    assert not into.record().is_done()
+    into.record().wait()
+    assert copies.listener.events == [
+        ("to_host", 0, 16, None),
+        ("to_host", 0, 16, None),
+        ("to_host", 0, 16, None),
+        ("to_device", 1, 16, 2),
+        ("awaited", 0),
+        ("awaited", 1),
+        ("awaited", 2),
+        ("awaited", 3),
+    ]
+
+
+def test_on_a_cpu_each_copy_is_awaited_at_once(fake) -> None:
+    copies, device, host = fake(runs_ahead=False)
+    stream = copies.stream()
+    stream.copy(host, device)
+    assert copies.listener.events == [("to_host", 0, 16, None), ("awaited", 0)]
+    assert stream.record().is_done()
+
+
+def test_an_exchange_waits_for_the_one_that_it_comes_after() -> None:
+    """On another lane, begun at once; and where that has ended before."""
+    out = Exchange("out", "to_host", (0,), 0.0, 2.0)
+    into = Exchange("in", "to_device", (0,), 0.0, 3.0, after="out")
+    lanes = Lanes([[Begin(out), Begin(into), Await("in"), Compute(1.0)]])
+    lanes.run()
+    assert lanes.ends_s == [6.0]
+    assert [(span.key, span.start_s, span.end_s) for span in lanes.exchanged] == [("out", 0.0, 2.0), ("in", 2.0, 5.0)]
+    late = Lanes([[Begin(out), Await("out"), Begin(into), Await("in")]])
+    late.run()
+    assert late.ends_s == [5.0]
+
+
+def test_copies_of_a_longer_step_follow_and_are_awaited_as_in_the_one_that_was_recorded() -> None:
+    work = Computed((Operator("mm", 8),))
+
+    def action(micro, number):
+        out = Began(number, "to_host", HOST, "0", 16)
+        back = Began(number + 1, "to_device", HOST, "1", 16, after=number)
+        return Action(Kind.FORWARD, 0, micro), (work, out, back, Awaited(number + 1))
+
+    step = RecordedStep((), [action(0, 0), action(1, 2)], ())
+    longer = expanded(step, [Action(Kind.FORWARD, 0, micro) for micro in range(5)])
+    began = [word for word in longer.events if isinstance(word, Began)]
+    assert len({word.number for word in began}) == 10
+    for out, back in zip(began[::2], began[1::2], strict=True):
+        assert back.after == out.number
+    assert [word.number for word in longer.events if isinstance(word, Awaited)] == [one.number for one in began[1::2]]
+
+
+def test_a_copy_takes_its_latency_and_its_bytes_at_the_rate_of_its_direction() -> None:
+    table = {"to_host": 1e9, "to_device": 2e9, "latency_s": 1e-5, "memory_bandwidth": 4e9}
+    machine = machine_from_dict(small_machine(host=table))
+    assert copy_cost("to_host", 10**6, machine) == (1e-5, 1e-3, 0.0)
+    assert copy_cost("to_device", 10**6, machine) == (1e-5, 5e-4, 0.0)
+    assert on_host_s([Operator("adamw", 10**6), Operator("copy", 10**6)], machine) == 5e-4
+
+
+def test_a_cpu_without_a_table_copies_at_its_bandwidth_and_a_gpu_is_refused() -> None:
+    cpu = machine_from_dict(small_machine(device__kind="cpu"))
+    assert copy_cost("to_host", 10**6, cpu) == (cpu.device.launch_s, 2e6 / cpu.device.memory_bandwidth, 0.0)
+    with pytest.raises(PlanError, match="machine-host"):
+        copy_cost("to_host", 1, machine_from_dict(small_machine()))
+    with pytest.raises(PlanError, match="machine-host"):
+        on_host_s([Operator("adamw", 1)], machine_from_dict(small_machine(host={"to_host": 1e9, "to_device": 1e9})))
+
+
+def test_copies_are_measured_on_this_machine_and_make_a_table() -> None:
+    table = measure_host(Device(torch.device("cpu")))
+    assert set(table) == {"to_host", "to_device", "latency_s"}
+    assert machine_from_dict(small_machine(device__kind="cpu", host=table)).host is not None
+    assert 1e8 < table["to_device"] < 1e12
