@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -30,6 +30,8 @@ ALL: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "g
 class OffloadConfig(Table):
     """Moves memory to the host and back, in copies that overlap with the device's other work."""
 
+    MOVES: ClassVar[tuple[Part, ...]] = ()
+
     bucket_mb: Annotated[float, Field(gt=0)] = 64.0
     """Megabytes that are moved at a time; with `between_steps`, megabytes of weights that are stepped at a time."""
 
@@ -39,11 +41,11 @@ class OffloadConfig(Table):
     @property
     def moves(self) -> tuple[Part, ...]:
         """Returns the parts of a run's memory that it moves."""
-        raise NotImplementedError
+        return self.MOVES
 
     @property
     def is_shared(self) -> bool:
-        """Returns whether ranks share host copies of what they have in common."""
+        """Returns whether ranks share host copies of memory that they have in common."""
         return False
 
     @property
@@ -68,30 +70,24 @@ class CopiedConfig(OffloadConfig):
 class WeightsConfig(CopiedConfig):
     """Moves parameters and module buffers, frozen ones too."""
 
-    @property
-    def moves(self) -> tuple[Part, ...]:
-        return ("weights", "buffers")
+    MOVES = ("weights", "buffers")
 
 
 class MastersConfig(CopiedConfig):
     """Moves the fp32 masters of narrower weights."""
 
-    @property
-    def moves(self) -> tuple[Part, ...]:
-        return ("masters",)
+    MOVES = ("masters",)
 
 
 class StatesConfig(CopiedConfig):
     """Moves the optimizer's states, such as AdamW's moments."""
 
+    MOVES = ("optimizer_states",)
+
     when: Literal["idle", "between_steps"] = "idle"
     """`"idle"`: offload when the program calls `run.memory.offload()`. `"between_steps"`: keep states away except while their
     weights are stepped.
     """
-
-    @property
-    def moves(self) -> tuple[Part, ...]:
-        return ("optimizer_states",)
 
     @property
     def steps_in_buckets(self) -> bool:
@@ -101,9 +97,7 @@ class StatesConfig(CopiedConfig):
 class GradientsConfig(OffloadConfig):
     """Frees gradients, and allocates their memory again."""
 
-    @property
-    def moves(self) -> tuple[Part, ...]:
-        return ("gradients",)
+    MOVES = ("gradients",)
 
 
 class EverythingConfig(CopiedConfig):
@@ -120,9 +114,7 @@ class EverythingConfig(CopiedConfig):
 class HostOptimizerConfig(OffloadConfig):
     """Keeps masters and optimizer states on the host, and steps them there."""
 
-    @property
-    def moves(self) -> tuple[Part, ...]:
-        return ("masters", "optimizer_states")
+    MOVES = ("masters", "optimizer_states")
 
     @property
     def steps_in_buckets(self) -> bool:
@@ -163,7 +155,7 @@ def chosen(layers: int | Sequence[str] | None, layer_names: Sequence[str]) -> fr
     """
     if layers is None or isinstance(layers, int):
         return frozenset(layer_names[1:-1][:layers])
-    found: set[str] = set()
+    names: set[str] = set()
     for number, pattern in enumerate(layers):
         matching = [name for name in layer_names if fnmatchcase(name, pattern)]
         if not matching:
@@ -171,5 +163,5 @@ def chosen(layers: int | Sequence[str] | None, layer_names: Sequence[str]) -> fr
             hint = suggestion(pattern, layer_names, f"the model's layers are {first}, ...")
             path = ("activations", "layers", number)
             raise PlanError.many([Diagnostic("unknown-layer", f"no layer has the name `{pattern}`", path, hint=hint)])
-        found.update(matching)
-    return frozenset(found)
+        names.update(matching)
+    return frozenset(names)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import cycle
+from itertools import accumulate, cycle
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -31,16 +31,9 @@ RING = 2
 """Buckets whose gradients are on the host at once: one is stepped while the next arrives."""
 
 
-class Landing(NamedTuple):
-    """Host memory for one bucket at a time: its gradients, and its weights in the format of the device."""
-
-    gradients: HostMemory
-    weights: HostMemory
-
-
 class SteppedBucket(NamedTuple):
-    """What is stepped at a time. landed, rounded: a view of a landing's memory for each gradient, and for each weight in the
-    format of the device.
+    """Parameters that are stepped together. landed: host memory for each gradient; rounded: for each weight in the format of
+    the device. Both are used by every second bucket.
     """
 
     stepped: Sequence[Stepped]
@@ -63,7 +56,7 @@ class HostOptimizer(OffloadManager):
         self.config = config
         self._moved: dict[Part, Moved] = {part: Moved() for part in config.moves}
         self._buckets: list[SteppedBucket] = []
-        self._ring: list[Landing] = []
+        self._ring: list[HostMemory] = []
         self._sent: dict[int, Copies] = {}
 
     @property
@@ -78,12 +71,12 @@ class HostOptimizer(OffloadManager):
         parts.events.step_in_buckets = self._step
 
     def offload(self, part: Part) -> Callable[[], None]:
-        """Does nothing but count the call: they are on the host. Returns a function that does nothing."""
+        """Only counts the call: they are on the host."""
         self._moved[part].num_no_ops += 1
-        return _nothing
+        return lambda: None
 
     def onload(self, part: Part) -> Callable[[], None]:
-        """Does nothing but count the call: they stay on the host. Returns a function that does nothing."""
+        """Only counts the call: they stay on the host."""
         return self.offload(part)
 
     def require(self, part: Part, what: str) -> None: ...
@@ -111,9 +104,12 @@ class HostOptimizer(OffloadManager):
                 arriving[at].end.wait()
                 if self._device.is_async:
                     self._arrived(arriving[at])
-                self._give(bucket)
+                for param, landed in zip(bucket.stepped, bucket.landed, strict=True):
+                    param.parameter.grad = landed.to(param.parameter.dtype) if param.param in self._store else None
                 yield bucket.stepped
-                self._drop_copies(bucket)
+                for param, landed in zip(bucket.stepped, bucket.landed, strict=True):
+                    if landed.dtype != param.parameter.dtype:  # a copy: the host has those of one bucket at a time
+                        param.parameter.grad = None
                 self._send(at)
                 if at + RING < len(self._buckets):
                     arriving.append(self._fetch(at + RING))
@@ -128,26 +124,14 @@ class HostOptimizer(OffloadManager):
                 self._returned(sent)
         self._sent.clear()
 
-    def _give(self, bucket: SteppedBucket) -> None:
-        """Gives a bucket's gradients, which are on the host, to its masters, in their type."""
-        for one, landed in zip(bucket.stepped, bucket.landed, strict=True):
-            one.parameter.grad = landed.to(one.parameter.dtype) if one.param in self._store else None
-
-    def _drop_copies(self, bucket: SteppedBucket) -> None:
-        """Drops gradients that are copies in another type: the host has those of one bucket at a time."""
-        for one, landed in zip(bucket.stepped, bucket.landed, strict=True):
-            if landed.dtype != one.parameter.dtype:
-                one.parameter.grad = None
-
     def _fetch(self, at: int) -> Copies:
         """Starts to copy a bucket's gradients to the host."""
         began, num_bytes = time.perf_counter(), 0
-        for one, landed in zip(self._buckets[at].stepped, self._buckets[at].landed, strict=True):
-            if one.param not in self._store:
-                continue
-            gradient = self._store.part(one.param)
-            self._streams.out.copy(landed, gradient)
-            num_bytes += gradient.nbytes
+        for param, landed in zip(self._buckets[at].stepped, self._buckets[at].landed, strict=True):
+            if param.param in self._store:
+                gradient = self._store.part(param.param)
+                self._streams.out.copy(landed, gradient)
+                num_bytes += gradient.nbytes
         self._moved["optimizer_states"].copied_out += num_bytes
         fetched = Copies(self._streams.out.record(), began, num_bytes)
         if not self._device.is_async:  # they are done
@@ -159,20 +143,19 @@ class HostOptimizer(OffloadManager):
         device.
         """
         bucket, _, weights = self._buckets[at]
-        dtype = bucket[0].original.dtype
-        is_direct = dtype == bucket[0].parameter.dtype and not self._device.is_async
-        if is_direct:
-            weights = [one.parameter.detach() for one in bucket]
+        masters = [param.parameter.detach() for param in bucket]
+        if bucket[0].original.dtype == masters[0].dtype and not self._device.is_async:
+            weights = masters
         else:
             if at % RING in self._sent:
                 self._sent[at % RING].end.wait()
                 if self._device.is_async:
                     self._returned(self._sent[at % RING])
-            torch._foreach_copy_(weights, [one.parameter.detach() for one in bucket])
-        began, num_bytes = time.perf_counter(), 0
-        for one, value in zip(bucket, weights, strict=True):
-            self._streams.into.copy(one.working, value)
-            num_bytes += value.nbytes
+            torch._foreach_copy_(weights, masters)
+        began = time.perf_counter()
+        for param, value in zip(bucket, weights, strict=True):
+            self._streams.into.copy(param.working, value)
+        num_bytes = sum(value.nbytes for value in weights)
         self._moved["masters"].copied_in += num_bytes
         sent = self._sent[at % RING] = Copies(self._streams.into.record(), began, num_bytes)
         if not self._device.is_async:
@@ -195,33 +178,26 @@ class HostOptimizer(OffloadManager):
         if sum(len(bucket.stepped) for bucket in self._buckets) == len(stepped):
             return
         buckets, wide = by_bytes(stepped, int(self.config.bucket_mb * MB)), self._store.dtype
-        sizes = [_bytes(bucket, wide) for bucket in buckets]
-        narrow = [_bytes(bucket, bucket[0].original.dtype) for bucket in buckets]
-        make = self._device.host_memory
-        self._ring = [Landing(make(max(sizes, default=0)), make(max(narrow, default=0))) for _ in range(RING)]
-        self._moved["optimizer_states"].host_bytes = sum(
-            slot.gradients.num_bytes + slot.weights.num_bytes for slot in self._ring
-        )
+        num_wide = max((_offsets(bucket, wide)[-1] for bucket in buckets), default=0)
+        num_narrow = max((_offsets(bucket, bucket[0].original.dtype)[-1] for bucket in buckets), default=0)
+        self._ring = [self._device.host_memory(size) for size in (num_wide, num_narrow) * RING]
+        self._moved["optimizer_states"].host_bytes = sum(memory.num_bytes for memory in self._ring)
         self._buckets = [
             SteppedBucket(bucket, _views(gradients.data, bucket, wide), _views(weights.data, bucket, bucket[0].original.dtype))
-            for bucket, (gradients, weights) in zip(buckets, cycle(self._ring))
+            for bucket, gradients, weights in zip(buckets, cycle(self._ring[::2]), cycle(self._ring[1::2]), strict=False)
         ]
 
 
-def _bytes(bucket: Sequence[Stepped], dtype: torch.dtype) -> int:
-    """Returns the bytes that a bucket takes in `dtype`, each weight aligned to 256 bytes."""
-    return sum(round_up(one.parameter.numel() * dtype.itemsize, ALIGNMENT_BYTES) for one in bucket)
+def _offsets(bucket: Sequence[Stepped], dtype: torch.dtype) -> list[int]:
+    """Returns where each weight of a bucket starts in memory for all of them in `dtype`, aligned to 256 bytes, and its size."""
+    sizes = (round_up(param.parameter.numel() * dtype.itemsize, ALIGNMENT_BYTES) for param in bucket)
+    return list(accumulate(sizes, initial=0))
 
 
 def _views(memory: Tensor, bucket: Sequence[Stepped], dtype: torch.dtype) -> list[Tensor]:
-    """Returns one view of `memory`, uint8 [bytes], for each weight of `bucket`: its shape, in `dtype`, aligned to 256 bytes."""
-    views = []
-    start = 0
-    for one in bucket:
-        size = one.parameter.numel() * dtype.itemsize
-        views.append(memory[start : start + size].view(dtype).view(one.parameter.shape))
-        start += round_up(size, ALIGNMENT_BYTES)
-    return views
-
-
-def _nothing() -> None: ...
+    """Returns one view of `memory`, uint8 [bytes], for each weight of `bucket`: its shape, in `dtype`."""
+    shapes = [param.parameter.shape for param in bucket]
+    return [
+        memory[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        for start, shape in zip(_offsets(bucket, dtype), shapes, strict=False)
+    ]

@@ -1,8 +1,8 @@
 """Finds tensors that have memory on the device, and names them by the way that leads there from the run.
 
-What a program sees of a tensor is its path: `layers[0].module.cache`. So the search goes forward, from the run's layers,
-then from its other objects, then from all modules and the local variables of running functions, and ends at the first
-way to each tensor, which is the shortest.
+A program sees a tensor by its path: `layers[0].module.cache`. So the search goes forward, from the run's layers, then from its
+other objects, then from all modules and the local variables of running functions, and ends at the first way to each tensor,
+which is the shortest.
 """
 
 from __future__ import annotations
@@ -11,25 +11,22 @@ import gc
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from sley_core.api.memory import PARTS, is_host_memory, storage_id
 
-if TYPE_CHECKING:
-    from types import CellType
-
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, CodeType)
-"""What holds nothing, or leads everywhere."""
+"""Types whose objects hold nothing, or lead everywhere."""
 
 OTHERS = sys.stdlib_module_names | {"numpy", "sympy", "torch"}
 """Packages of a hundred thousand objects, of which none is the user's."""
-
 
 NO_PATH = "held by something that is not Python's"
 
@@ -76,11 +73,11 @@ def _leaks(run: Any, min_bytes: int) -> list[Leak]:
     gc.collect()
     # tensors of a subclass, such as stand-ins of sharded weights, may refuse to be asked
     with torch._C.DisableTorchFunctionSubclass():
-        left = {id(tensor): tensor for tensor in _tensors(holdings.device, min_bytes) if _address(tensor) not in places}
-        paths = _paths(left, dict(_roots(run)))
+        tensors_left = {id(tensor): tensor for tensor in _tensors(holdings.device, min_bytes) if _address(tensor) not in places}
+        paths = _paths(tensors_left, dict(_roots(run)))
         best: dict[int, Leak] = {}
         # those with a path first, the shortest first: a view may be reached where the tensor that it is of is not
-        for key, tensor in sorted(left.items(), key=lambda pair: (pair[0] not in paths, len(paths.get(pair[0], "")))):
+        for key, tensor in sorted(tensors_left.items(), key=lambda pair: (pair[0] not in paths, len(paths.get(pair[0], "")))):
             path = paths.get(key, NO_PATH)
             leak = Leak(tensor.untyped_storage().nbytes(), tensor.dtype, tuple(tensor.shape), path)
             best.setdefault(storage_id(tensor), leak)
@@ -100,14 +97,9 @@ def _tensors(device: torch.device, min_bytes: int) -> Iterator[Tensor]:
     """Yields all tensors that Python knows, on `device`, with a storage of at least `min_bytes`."""
     for one in gc.get_objects():
         # by type: `isinstance` would ask objects that pretend, such as lazy modules, what they are
-        is_large = issubclass(type(one), Tensor) and one.device == device and _num_bytes(one) >= max(1, min_bytes)
-        if is_large and not is_host_memory(one):
+        is_here = issubclass(type(one), Tensor) and one.device == device and _address(one)
+        if is_here and one.untyped_storage().nbytes() >= min_bytes and not is_host_memory(one):
             yield one
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of a tensor's storage; 0 where it has no memory."""
-    return tensor.untyped_storage().nbytes() if _address(tensor) else 0
 
 
 def _address(tensor: Tensor) -> int:
@@ -122,24 +114,24 @@ def _address(tensor: Tensor) -> int:
         return 0
 
 
-def _paths(wanted: Mapping[int, Tensor], roots: Mapping[str, object]) -> dict[int, str]:
-    """Returns a path to each of `wanted`, by id, as far as there is one: first from `roots`, then through functions and hooks,
+def _paths(targets: Mapping[int, Tensor], roots: Mapping[str, object]) -> dict[int, str]:
+    """Returns a path to each of `targets`, by id, as far as there is one: first from `roots`, then through functions and hooks,
     then from all modules and running functions.
     """
-    found: dict[int, str] = {}
-    hidden: dict[int, object] = {id(one): one for one in (wanted, found)}  # our own
+    paths: dict[int, str] = {}
+    hidden: dict[int, object] = {id(one): one for one in (targets, paths)}  # our own
     for stage, is_far in ((roots.items(), False), (roots.items(), True), (_everywhere(), True)):
         seen = dict(hidden)  # with the objects: an id may be another's once its object is gone
         todo = deque((name, one) for name, one in stage)
-        while todo and len(found) < len(wanted):
+        while todo and len(paths) < len(targets):
             path, one = todo.popleft()
             if id(one) in seen or issubclass(type(one), PLAIN):
                 continue
             seen[id(one)] = one
-            if id(one) in wanted:
-                found.setdefault(id(one), path)
+            if id(one) in targets:
+                paths.setdefault(id(one), path)
             todo.extend((path + step, child) for step, child in _children(one, is_far=is_far))
-    return found
+    return paths
 
 
 def _everywhere() -> Iterator[tuple[str, object]]:
@@ -160,64 +152,55 @@ def _everywhere() -> Iterator[tuple[str, object]]:
             frame = frame.f_back
 
 
-def _children(one: object, *, is_far: bool) -> Iterable[tuple[str, object]]:
-    """Returns what `one` refers to, each with the step that is added to the path. is_far: also through functions and hooks,
-    which lead to the whole run.
+def _children(one: Any, *, is_far: bool) -> Iterator[tuple[str, object]]:
+    """Yields the objects that `one` refers to, each with the step that is added to the path. is_far: also through functions and
+    hooks, which lead to the whole run.
     """
     kind = type(one)  # not `isinstance`: some objects pretend to be of another class, or warn when they are asked
     if issubclass(kind, dict):
-        found = [(f"[{key!r}]" if issubclass(type(key), PLAIN) else f"[{_name(key)}]", value) for key, value in _items(one)]
-        return [*found, *_attributes(one)] if kind is not dict else found
-    if issubclass(kind, list | tuple | deque):
-        return [(f"[{at}]", value) for at, value in enumerate(_elements(one))]
-    if issubclass(kind, set | frozenset):
-        return [(f"{{{_name(value)}}}", value) for value in _elements(one)]
-    if issubclass(kind, nn.Module):
-        return _of_module(one, is_far=is_far)
-    if issubclass(kind, FunctionType | MethodType | partial):
-        return _of_callable(one) if is_far else ()
-    if issubclass(kind, ModuleType):
-        return ()
-    return [*_attributes(one), *((" > " + _name(child), child) for child in _others(one))]
+        yield from ((f"[{key!r}]" if issubclass(type(key), PLAIN) else f"[{_name(key)}]", value) for key, value in _items(one))
+        if kind is not dict:
+            yield from _attributes(one)
+    elif issubclass(kind, list | tuple | deque):
+        yield from ((f"[{at}]", value) for at, value in enumerate(list(one)))
+    elif issubclass(kind, set | frozenset):
+        yield from ((f"{{{_name(value)}}}", value) for value in list(one))
+    elif issubclass(kind, nn.Module):
+        for key, value in _items(_get(one, "__dict__")):
+            if key in ("_parameters", "_buffers", "_modules"):
+                yield from ((f".{name}", child) for name, child in _items(value))
+            elif is_far or not str(key).endswith("_hooks"):
+                yield f".{key}", value
+    elif issubclass(kind, FunctionType | MethodType | partial):
+        yield from _of_callable(one) if is_far else ()
+    elif not issubclass(kind, ModuleType):
+        yield from _attributes(one)
+        # Iterators and containers written in C have no attributes.
+        has_names = _get(one, "__dict__") is not None or any(_slots(base) for base in kind.__mro__)
+        if not has_names and not issubclass(kind, Tensor):
+            children = [child for child in gc.get_referents(one) if not issubclass(type(child), FrameType)]
+            yield from ((" > " + _name(child), child) for child in children)
 
 
-def _of_callable(one: Any) -> Iterable[tuple[str, object]]:
-    """Returns what a function closes over, the object of a method, the arguments of a partial."""
-    if issubclass(type(one), FunctionType):
-        return [(f"({name})", _content(cell)) for name, cell in _cells(one)]
+def _of_callable(one: Any) -> Iterator[tuple[str, object]]:
+    """Yields the variables of a closure, the object of a method, the arguments of a partial."""
     if issubclass(type(one), MethodType):
-        return [("", one.__self__)]
-    return [(".args", one.args), (".keywords", one.keywords), (".func", one.func)]
-
-
-def _of_module(module: object, *, is_far: bool) -> Iterator[tuple[str, object]]:
-    """Yields what an nn.Module holds, with steps of the path: parameters of its registries by name, and attributes; hooks if
-    `is_far`.
-    """
-    for key, value in _items(_get(module, "__dict__")):
-        if key in ("_parameters", "_buffers", "_modules"):
-            yield from ((f".{name}", child) for name, child in _items(value))
-        elif is_far or not str(key).endswith("_hooks"):
-            yield f".{key}", value
+        yield "", one.__self__
+    elif issubclass(type(one), partial):
+        yield from ((".args", one.args), (".keywords", one.keywords), (".func", one.func))
+    else:
+        for name, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=False):
+            with suppress(ValueError):  # a variable that has no value yet
+                yield f"({name})", cell.cell_contents
 
 
 def _attributes(one: object) -> Iterator[tuple[str, object]]:
-    """Yields the attributes of an object, in slots and in its dict, with steps of the path; and the gradient
-    of a leaf tensor.
-    """
+    """Yields the attributes of an object, in slots and in its dict, with steps of the path; and the gradient of a leaf."""
     names = [name for kind in type(one).__mro__ for name in _slots(kind)]
     yield from ((f".{name}", _get(one, name)) for name in names if not name.startswith("__"))
     yield from ((f".{key}", value) for key, value in _items(_get(one, "__dict__")))
     if issubclass(type(one), Tensor):
         yield ".grad", _get(one, "grad") if _get(one, "is_leaf") else None
-
-
-def _others(one: object) -> list[object]:
-    """Returns what an object without attributes refers to, such as an iterator or a container written in C; [] for others."""
-    has_names = _get(one, "__dict__") is not None or any(_slots(kind) for kind in type(one).__mro__)
-    if has_names or issubclass(type(one), Tensor):
-        return []
-    return [child for child in gc.get_referents(one) if not issubclass(type(child), FrameType)]
 
 
 def _get(one: object, name: str) -> Any:
@@ -228,10 +211,6 @@ def _get(one: object, name: str) -> Any:
         return None
 
 
-def _elements(one: Any) -> list[object]:
-    return list(one)
-
-
 def _slots(kind: type) -> tuple[str, ...]:
     slots = kind.__dict__.get("__slots__", ())
     return (slots,) if isinstance(slots, str) else tuple(slots)
@@ -239,17 +218,6 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 def _items(mapping: Any) -> list[tuple[object, object]]:
     return list(dict.items(mapping)) if issubclass(type(mapping), dict) else []
-
-
-def _cells(function: FunctionType) -> list[tuple[str, CellType]]:
-    return list(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
-
-
-def _content(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # of a variable that has no value yet
-        return None
 
 
 def _name(one: object) -> str:

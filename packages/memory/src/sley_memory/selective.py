@@ -48,7 +48,7 @@ class KeptAttention:
         self._at = 0
 
     def __del__(self) -> None:
-        self.tally.add(-self.num_bytes)
+        self.tally.num_bytes -= self.num_bytes
 
     def put(self, result: Sequence[Any], *, is_drawn: bool) -> None:
         """Keeps the result of an attention, without its history, if the budget allows it; else notes that it must be computed
@@ -57,11 +57,9 @@ class KeptAttention:
         is_drawn: whether it drew random numbers: then it must run again, or later draws would differ.
         """
         num_bytes = sum(value.untyped_storage().nbytes() for value in result if isinstance(value, Tensor))
-        if is_drawn or not self.tally.may_keep(num_bytes):
-            self.tally.again(num_bytes)
+        if not self.tally.keep(num_bytes, is_drawn=is_drawn):
             self._results.append(None)
             return
-        self.tally.add(num_bytes)
         self.num_bytes += num_bytes
         # Without the history that autograd gives the layer's own: that would keep the graph alive.
         self._results.append([(_detached(v), version_of(v)) if isinstance(v, Tensor) else (v, 0) for v in result])
@@ -81,17 +79,17 @@ class KeptAttention:
         """
         if self._at == len(self._results):
             raise self._differs("more")
-        found = self._results[self._at]
+        result = self._results[self._at]
         self._at += 1
-        if found is None:
+        if result is None:
             return None
-        if any(isinstance(value, Tensor) and version_of(value) != version for value, version in found):
+        if any(isinstance(value, Tensor) and version_of(value) != version for value, version in result):
             raise RunError(
                 "saved-in-place",
                 "a layer writes in place on what its attention gave, which `memory.selective` keeps for its second run",
                 hint="let it make a new tensor (`h = h * g`), or take `core.recompute`",
             )
-        return [_detached(value) if isinstance(value, Tensor) else value for value, _ in found]
+        return [_detached(value) if isinstance(value, Tensor) else value for value, _ in result]
 
     def check_taken(self) -> None:
         """Raises RunError `attention-differs` if the second run, which is over, attended less often than the first: one of its
@@ -118,30 +116,22 @@ class KeptTally:
 
     def __init__(self, budget_bytes: int | None) -> None:
         self.budget_bytes = budget_bytes
-        self.num_bytes = 0
-        self.max_bytes = 0
-        self.total_bytes = 0
-        self.again_bytes = 0
-        self.num_kept = 0
-        self.num_again = 0
+        self.num_bytes = self.max_bytes = self.total_bytes = self.again_bytes = self.num_kept = self.num_again = 0
         self.seconds = 0.0
 
-    def may_keep(self, num_bytes: int) -> bool:
-        """Returns whether the budget has room for `num_bytes` more."""
-        return self.budget_bytes is None or self.num_bytes + num_bytes <= self.budget_bytes
-
-    def add(self, num_bytes: int) -> None:
-        """Counts `num_bytes` of attention that are kept from now on, or, if negative, no more."""
+    def keep(self, num_bytes: int, *, is_drawn: bool) -> bool:
+        """Counts an attention of `num_bytes`; returns whether it is kept: it drew no random numbers, and the budget has
+        room.
+        """
+        if is_drawn or (self.budget_bytes is not None and self.num_bytes + num_bytes > self.budget_bytes):
+            self.again_bytes += num_bytes
+            self.num_again += 1
+            return False
         self.num_bytes += num_bytes
         self.max_bytes = max(self.max_bytes, self.num_bytes)
-        if num_bytes > 0:
-            self.total_bytes += num_bytes
-            self.num_kept += 1
-
-    def again(self, num_bytes: int) -> None:
-        """Counts an attention of `num_bytes` that will run again."""
-        self.again_bytes += num_bytes
-        self.num_again += 1
+        self.total_bytes += num_bytes
+        self.num_kept += 1
+        return True
 
     def counts(self) -> Mapping[str, float]:
         """Returns the numbers since the beginning, by name: bytes kept, attentions kept and recomputed, the host's seconds in
@@ -181,58 +171,52 @@ VARLEN = "torch_attn::_varlen_attn"
 not seen."""
 
 
-class _First(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Keeps what attention gives."""
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Sees the operators below autograd: in the first run keeps the results of attention, in the second gives them out in the
+    same order.
+    """
 
-    def __init__(self, kept: KeptAttention) -> None:
+    def __init__(self, kept: KeptAttention, *, is_first: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.kept = kept
+        self._kept = kept
+        self._is_first = is_first
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_attention = (func in ATTENTION or func.name() == VARLEN) and not is_aside()
+        if is_attention and not self._is_first and (result := self._kept.take()) is not None:
+            return tuple(result)
         result = func(*args, **(kwargs or {}))
-        if _is_attention(func):
-            self.kept.put(result, is_drawn=_draws(func, args, kwargs or {}))
+        if is_attention and self._is_first:
+            self._kept.put(result, is_drawn=_draws(func, args, kwargs or {}))
         return result
 
 
-class _Second(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Gives out what `_First` kept, in the same order."""
+class _Run(TorchFunctionMode):
+    """One run of a layer: calls that may be attention are seen operator by operator, all others pass."""
 
-    def __init__(self, kept: KeptAttention) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.kept = kept
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _is_attention(func) and (found := self.kept.take()) is not None:
-            return tuple(found)
-        return func(*args, **(kwargs or {}))
-
-
-class _Within(TorchFunctionMode):
-    """Makes calls that may be attention within `mode`, and lets all others pass."""
-
-    def __init__(self, mode: TorchDispatchMode) -> None:
+    def __init__(self, kept: KeptAttention, *, is_first: bool) -> None:
         super().__init__()
-        self.mode = mode
+        self.kept = kept
+        self._operators = _Operators(kept, is_first=is_first)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _may_be_attention(func):
+        name = getattr(func, "__name__", "").lower()  # also of an operator that a library has registered
+        if "attention" not in name and "attn" not in name:
             return func(*args, **(kwargs or {}))
-        with self.mode:
+        with self._operators:
             return func(*args, **(kwargs or {}))
 
 
-class _Once(_Within):
-    """The first run of a layer: notes how many of its attentions come before the last tensor that the checkpoint saves. The
-    second run makes these, and stops when it has saved as many.
+class _First(_Run):
+    """The first run: notes how many of its attentions come before the last tensor that the checkpoint saves. The second run
+    makes these, and stops when it has saved as many.
     """
 
     def __init__(self, kept: KeptAttention) -> None:
-        super().__init__(_First(kept))
-        self.kept = kept
+        super().__init__(kept, is_first=True)
 
-    def __enter__(self) -> _Once:
-        # The checkpoint's own, which it has entered just before. What it does not save, hooks within the layer do.
+    def __enter__(self) -> _First:
+        # The checkpoint's own, which it has entered just before. Hooks within the layer save other tensors.
         pack, unpack = _top_saved_tensors_default_hooks(False)
         kept = self.kept
 
@@ -251,14 +235,13 @@ class _Once(_Within):
         del self._hooks  # it has the kept results, which end with the graph
 
 
-class _Again(_Within):
-    """The second run of a layer: begins with what was kept first, and measures the time of the run."""
+class _Second(_Run):
+    """The second run: begins with the first result, and measures the time of the run."""
 
     def __init__(self, kept: KeptAttention) -> None:
-        super().__init__(_Second(kept))
-        self.kept = kept
+        super().__init__(kept, is_first=False)
 
-    def __enter__(self) -> _Again:
+    def __enter__(self) -> _Second:
         self._began = time.perf_counter()
         self.kept.rewind()
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's
@@ -271,24 +254,11 @@ class _Again(_Within):
             self.kept.check_taken()
 
 
-def _may_be_attention(func: Any) -> bool:
-    """Returns whether the name of a function or operator of torch, or of one that a library has registered, says that it
-    attends.
-    """
-    name = getattr(func, "__name__", "").lower()
-    return "attention" in name or "attn" in name
-
-
-def _is_attention(func: Any) -> bool:
-    """Returns whether `func` is one of the operators in which torch's attention ends, as a part of the layer."""
-    return (func in ATTENTION or func.name() == VARLEN) and not is_aside()
-
-
 def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Returns whether an attention was called with dropout."""
     names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return float(given.get("dropout_p") or 0.0) > 0
+    options = {**dict(zip(names, args, strict=False)), **kwargs}
+    return float(options.get("dropout_p") or 0.0) > 0
 
 
 class SelectiveRecompute(Recompute):
@@ -303,7 +273,7 @@ class SelectiveRecompute(Recompute):
         reuses it.
         """
         kept = KeptAttention(self.tally)
-        return _Once(kept), _Again(kept)
+        return _First(kept), _Second(kept)
 
     def counts(self) -> Mapping[str, float]:
         """Returns how much attention was kept, and recomputed, and the host's seconds in second runs."""
