@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
 
-from sley_core.plan.load import load_plan, with_values
 from sley_estimate.machine import load_machine
-from sley_estimate.testing import shortly, small_machine, timed_layers
+from sley_estimate.testing import shortly
 from train_cli.main import main
 
 pytestmark = pytest.mark.timeout(180)
@@ -43,19 +41,6 @@ def test_a_plan_is_drawn_in_the_seconds_of_the_machine_that_timed_it(cli: Cli, p
     assert [layer["source"] for layer in data["seconds"]["layers"]] == ["measured"] * 3
     other = cli(*drawn, "--set", "data.sequence=8")
     assert "all 3 layers were computed from their operators" in other.out
-
-
-def test_a_host_that_is_slower_than_its_device_is_told(cli: Cli, plan: Path, folder: Path) -> None:
-    engine = {"step_s": 1e-3, "parameter_s": 0.0, "micro_s": 0.0, "gradient_s": 0.0}
-    layers = timed_layers(with_values(load_plan(plan), {("parallel", "dp"): 1}), host=9.0)
-    (folder / "host.toml").write_text(tomli_w.dumps(small_machine(layers=layers, engine=engine)), "utf-8")
-    asked = "estimate", plan, "--machine", "host.toml", "--set", "parallel.dp=1"
-    told = cli(*asked).out
-    assert ", of which devices wait " in told
-    assert "; its host starts all of it in " in told
-    seconds = json.loads(cli(*asked, "--format", "json").out)["seconds"]
-    (stage,) = seconds["stages"]
-    assert seconds["step"] == stage["host"] == pytest.approx(9 * stage["computes"] + 1e-3, rel=0.02)
 
 
 @pytest.mark.usefixtures("few_sizes")

@@ -94,13 +94,6 @@ def test_a_dry_run_finds_what_only_a_step_shows(cli: Cli, own_model: Callable[..
     assert "in layer `1` (Linear) of micro-batch 0" in result.err
 
 
-@pytest.mark.parametrize(("unit", "power"), [("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)])
-def test_a_size_is_read_in_every_unit_in_which_one_is_printed(unit: str, power: int) -> None:
-    assert num_bytes(f"3{unit}") == num_bytes(f"3 {unit}") == 3 * 1024**power
-    assert num_bytes(f"0.5{unit}") == 1024**power // 2
-    assert num_bytes(f"3{unit.replace('i', '')}") == 3 * 1000**power
-
-
 @pytest.mark.parametrize("text", ["100", "0KiB", "KiB", "-1KiB", "1kib", "1 PiB"])
 def test_what_is_no_size_is_told_the_units(text: str) -> None:
     with pytest.raises(UsageError, match="KiB") as raised:

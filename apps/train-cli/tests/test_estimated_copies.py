@@ -9,9 +9,8 @@ import pytest
 
 from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_dict
-from sley_estimate.bytes.rank import fake_run, rank_bytes, take_step
+from sley_estimate.bytes.rank import rank_bytes
 from sley_estimate.bytes.stages import first_draft
-from sley_estimate.layers.kernels import as_on_cuda
 from sley_estimate.machine import MachineFile, machine_from_dict
 from sley_estimate.step.estimate import estimate_seconds, records_of
 from sley_estimate.step.programs import Records, seconds_of_records
@@ -19,7 +18,6 @@ from sley_estimate.step.record import HOST, Began
 from sley_estimate.testing import small_machine
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import record
-from train_cli.on_meta import micro_batch
 
 RATE = 1e9
 """Bytes per second."""
@@ -121,12 +119,6 @@ def test_a_cpu_copies_by_itself_one_way_after_the_other(texts: Path) -> None:
     assert seconds(machine("cpu"), texts, offload=[STATES]) == pytest.approx(num_bytes / RATE, rel=1e-3)
 
 
-@pytest.mark.parametrize("copies", COPIES)
-def test_copies_that_take_no_time_add_nothing(copies: str, texts: Path) -> None:
-    at_once = machine(to_host=AT_ONCE, to_device=AT_ONCE)
-    assert seconds(at_once, texts, **COPIES[copies]) < 1e-3 * seconds(machine(), texts, **COPIES[copies])
-
-
 @pytest.mark.parametrize(
     ("changes", "host", "says"),
     [
@@ -158,20 +150,3 @@ def test_masters_on_the_host_are_none_of_the_devices_memory(texts: Path) -> None
     assert away.states["masters"] == away.states["optimizer_states"] == 0
     assert here.peak - away.peak == pytest.approx(moved, rel=0.1)
     assert on("cpu", offload=[OPTIMIZER]).states == on("cpu").states
-
-
-def test_attention_over_documents_on_cuda_is_kept_too(texts: Path) -> None:
-    """There it is one operator of torch's, of another namespace; on tensors without values, as no CPU has it."""
-    tables = small_plan(
-        run__device="cuda",
-        precision={"compute": "bf16"},
-        activations={"use": "memory.selective"},
-        data__documents="pack",
-        batch__global_size=4,
-    )
-    with fake_run(plan_from_dict(tables, texts), 0, 1) as (run, _, _tensors), as_on_cuda():
-        batch = micro_batch(run.plan, run.dataset)
-        take_step(run, [batch, batch])
-        counts = run.counts["memory.selective"]
-    assert counts["recomputed_attentions"] == 0
-    assert counts["kept_attentions"] == 2 * tables["model"]["num_layers"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -68,15 +67,6 @@ def test_waits_are_told_with_what_is_waited_for_and_from_whom() -> None:
         share = found.step.idle(stage)
         assert f"idle {share:.1%}" in line
         assert f"{share:4.0%} idle" in drawn, "the drawing left out what comes behind the list"
-
-
-def test_attention_that_a_policy_keeps_is_not_priced_twice() -> None:
-    """`memory.selective` runs a layer again but for its attention."""
-    long: dict[str, Any] = {"data": {"use": "data.text", "source": "python-stdlib", "sequence": 512}}
-    long |= {"model__hidden": 64, "model__ffn_hidden": 96}
-    whole, kept = (plan_from_dict(small_plan(**long, activations={"use": use})) for use in RECOMPUTING)
-    seconds = [estimate_seconds(plan, 1, machine()).step.seconds for plan in (whole, kept)]
-    assert seconds[1] < 0.97 * seconds[0]
 
 
 RECOMPUTING = "core.recompute", "memory.selective"
@@ -174,13 +164,6 @@ def seconds(plan: Plan, size: int, machine: dict[str, Any] = MACHINE) -> float:
     return estimate_seconds(plan, size, machine_from_dict(machine)).step.seconds
 
 
-@pytest.mark.parametrize("handler", ["core.each", "dp.bucketed", "dp.sharded"])
-def test_a_slower_link_makes_a_step_longer_with_every_reducer(handler: str) -> None:
-    plan = plan_of(**FP32, parallel={"dp": 2}, gradient_handlers=[{"use": handler}])
-    slow = changed(MACHINE, links__same_host=LINK | {"bandwidth": 1e6})
-    assert seconds(plan, 2, slow) > 1.1 * seconds(plan, 2)
-
-
 @pytest.mark.parametrize(
     ("changes", "size", "says"),
     [
@@ -191,13 +174,6 @@ def test_a_slower_link_makes_a_step_longer_with_every_reducer(handler: str) -> N
 def test_what_is_not_known_is_refused(changes: dict[str, Any], size: int, says: str) -> None:
     with pytest.raises(PlanError, match=says):
         seconds(plan_of(**FP32 | changes), size)
-
-
-def test_estimates_are_made_where_no_plan_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written, and no process group is left."""
-    monkeypatch.chdir(tmp_path)
-    assert seconds(plan_of(**FP32, parallel={"pp": 2, "dp": 1}, pipeline={"use": "pp.one_f_one_b"}), 2) > 0
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("dp", "reduced"), [(1, {}), (2, {"gradient_handlers": [{"use": "dp.bucketed"}]})])

@@ -149,14 +149,6 @@ OWN_LOSS = """
 """
 
 
-def test_a_loss_that_its_weight_prepares_is_no_mistake(cli: Cli, own_model: Own) -> None:
-    path = own_model(layers('("head", nn.Linear(32, 256))') + OWN_LOSS)
-    path.write_text(path.read_text("utf-8") + '\n[loss]\nfactory = "own:loss"\n', "utf-8")
-    result = cli("check", path, "--model", changes=ONE)
-    assert result.code == 0, result.err
-    assert "the loss was not looked at: AttributeError" in result.err
-
-
 def test_a_loss_that_does_not_fit_is_told(cli: Cli, own_model: Own) -> None:
     path = own_model(layers('("head", nn.Linear(32, 256))') + OWN_LOSS.replace("* self.count", "@ output"))
     path.write_text(path.read_text("utf-8") + '\n[loss]\nfactory = "own:loss"\n', "utf-8")

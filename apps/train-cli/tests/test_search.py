@@ -102,16 +102,6 @@ def test_a_layout_that_does_not_fit_by_its_own_steps_is_dropped(searched: Callab
     assert "1 that seemed to fit do not, as `estimate` says" in tight.out
 
 
-def test_a_search_says_how_many_layouts_its_budget_left_out(
-    searched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(finding, "LEAST_EXACT", 1)
-    done = searched("--world", "1", "--budget", "0", "--top", "1", "--keep", "micro_size")
-    assert done.code == 0, done.err
-    assert "more did not, since the time for it was over" in done.out
-    assert "(verified by estimate)" in done.out
-
-
 def test_what_cannot_fit_says_what_the_smallest_layout_needs(searched: Callable[..., Any]) -> None:
     done = searched("--world", "2", "--memory", "1B", "--keep", "pp", "--keep", "micro_size")
     assert done.code == 1
@@ -165,13 +155,6 @@ def plan_of(**changes: Any) -> Any:
 def layouts_of(plan: Any, *keep: Any, world: int = WORLD) -> list[Candidate]:
     space = Layouts(plan, world, choices_of(plan), ("pp", "sp", "wp", "activations", "offload", *keep))
     return list(space.every())
-
-
-def test_lengths_that_were_written_for_other_chunks_are_left_out() -> None:
-    plan = plan_of(pipeline={"use": "pp.interleaved", "chunks": 2}, partition={"use": "pp.explicit", "layers": [2, 2, 2, 2]})
-    made = {str(one.schedule): one.plan(plan, WORLD).partition for one in layouts_of(plan, "reducer", "micro_size")}
-    assert made["pp.interleaved (chunks = 2)"].name == "pp.explicit"
-    assert {str(one.name) for words, one in made.items() if words != "pp.interleaved (chunks = 2)"} == {"pp.balanced"}
 
 
 @pytest.mark.parametrize(

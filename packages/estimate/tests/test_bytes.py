@@ -158,12 +158,6 @@ def test_a_layer_that_asks_for_values_is_named(texts, own_layers):
     assert caught.value.diagnostics[0].code == "estimate-layer"
 
 
-def test_a_layer_may_ask_for_what_the_batch_says(texts, own_layers):
-    """Lengths, bounds and places follow from the batch, which has values."""
-    tables = changed(PLAN, model={"factory": "asking_layers:layers_that_ask_the_batch"})
-    assert rank_bytes(plan_from_dict(tables, own_layers), 0, 1).peak > 0
-
-
 FOR_EVER_S = 20.0
 """What waits here would else end by itself, so that a limit that does nothing fails the test and hangs nothing."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,23 +18,18 @@ from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.errors import PlanError, RunError
-from sley_core.hookspecs import hookimpl
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
-from sley_core.records import ActivationPolicyRecord, Problem
-from sley_core.table import Table
-from sley_core.topology import Topology
 from sley_estimate.calibrate import layers as timed_layers
-from sley_estimate.calibrate import links
 from sley_estimate.calibrate.device import HostStepping, host_bandwidth, saturation
 from sley_estimate.calibrate.layers import measure, measure_layers, measure_variants, other_sizes, other_variants
-from sley_estimate.calibrate.links import FEW, MANY, measure_links, overlap, way
+from sley_estimate.calibrate.links import FEW, MANY, measure_links, way
 from sley_estimate.layers.prices import priced_layers
 from sley_estimate.machine import LinksTable, machine_from_dict
 from sley_estimate.step.links import collective, message
 from sley_estimate.testing import shortly
 from sley_testing.drawn_copies import DrawnDevice
-from sley_testing.plans import loader_of, small_plan
+from sley_testing.plans import small_plan
 from train_cli.on_meta import meta_micro_batch
 
 SMALL = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
@@ -75,89 +69,6 @@ def test_links_are_measured_alike_on_all_ranks(ranks) -> None:
     assert first == second
     same = machine_from_dict({"format": 1, "device": BARE, "links": first}).links.same_host
     assert all(getattr(same, kind).bandwidth > 1e6 for kind in ("sum", "gather", "reduce", "swap", "send"))
-
-
-def results_of_each() -> dict[str, bool]:
-    """Whether each exchange that is timed has brought what the other rank gave."""
-    with World.join("cpu") as world:
-        together, sliced = (world.groups(Topology.of(2, **axis), 30.0, attaches=True) for axis in ({"wp": 2}, {"sp": 2}))
-        kinds = links.collectives(together["stage"], together["wp"], sliced["sp"], world)
-        found = {}
-        for kind, exchange in kinds.items():
-            with recorded_waits() as waited:
-                exchange(1 << 12)()()
-            found[kind] = waited == ["wait", "wait_sent"]
-        return found
-
-
-@contextmanager
-def recorded_waits() -> Iterator[list[str]]:
-    """Gives the waits of exchanges that end in the block."""
-    waits: list[str] = []
-    end_of = links.end_of
-
-    class Heard:
-        def __init__(self, work: Any) -> None:
-            self.work = work
-
-        def wait(self) -> None:
-            waits.append("wait")
-            self.work.wait()
-
-        def wait_sent(self) -> None:
-            waits.append("wait_sent")
-            self.work.wait_sent()
-
-    with patch.object(links, "end_of", lambda work: end_of(Heard(work))):
-        yield waits
-
-
-def test_every_exchange_that_is_timed_is_awaited(ranks) -> None:
-    """A gather that is not is never read: it seemed to take a quarter of its time."""
-    for found in ranks(2)(results_of_each):
-        assert found == dict.fromkeys(("sum", "gather", "reduce", "swap"), True)
-
-
-def overlap_of_each() -> tuple[float, float]:
-    """What is found of an exchange that its ranks do themselves when they wait, and of one that needs none of them."""
-    with World.join("cpu") as world:
-        groups = world.groups(Topology.of(2, wp=2), 30.0)
-
-        def attended() -> Callable[[], None]:
-            return lambda: time.sleep(0.1)
-
-        def beside() -> Callable[[], None]:
-            end = time.perf_counter() + 0.1
-            return lambda: time.sleep(max(0.0, end - time.perf_counter()))
-
-        sleeping = patch.object(links, "products", lambda count, one, result: time.sleep(count * 1e-3))
-        with sleeping, patch.object(links, "REPETITIONS", 3):
-            return overlap(groups, attended, world), overlap(groups, beside, world)
-
-
-def test_what_runs_beside_computing_is_told_from_what_the_ranks_do_themselves(ranks) -> None:
-    for attended, beside in ranks(2)(overlap_of_each):
-        assert attended == pytest.approx(0.0, abs=0.2)
-        assert beside == pytest.approx(1.0, abs=0.2)
-
-
-def machine_of_two() -> tuple[bool, int]:
-    """Whether this rank has the machine, and how many layers it has timed."""
-    num_timed = []
-
-    def counted(plan: Plan, device: Device, until_s: float) -> tuple[list[dict[str, Any]], list[str]]:
-        found = measure_variants(plan, device, until_s)
-        num_timed.extend(found[0])
-        return found
-
-    with World.join("cpu") as world, shortly(), patch.object(timed_layers, "measure_variants", counted):
-        machine = measure(world, plan_from_dict(small_plan(data=SMALL)), 30.0, budget_s=0.0)
-        return machine is not None, len(num_timed)
-
-
-def test_ranks_that_share_a_host_time_layers_at_once(ranks) -> None:
-    """Alone on the machine, layers of real compute take less than in a run."""
-    assert ranks(2)(machine_of_two) == [(True, 3), (False, 3)]
 
 
 def failure_of_one() -> str:
@@ -208,34 +119,6 @@ def test_sizes_of_micro_batches_are_few_and_never_more_than_the_batch(own: int, 
     assert other_sizes(own, most) == sizes
 
 
-class Picky:
-    """A policy that this plugin's own check refuses, and one that copies to the host."""
-
-    @hookimpl
-    def sley_records(self) -> list[ActivationPolicyRecord]:
-        build = "sley_core.engine.call:keep"
-        return [
-            ActivationPolicyRecord(name="never", config=Table, build=build),
-            ActivationPolicyRecord(name="away", config=Table, build=build),
-            ActivationPolicyRecord(name="as_well", config=Table, build=build),
-        ]
-
-    @hookimpl(optionalhook=True)
-    def sley_estimate_hints(self) -> dict[str, Any]:
-        return {f"picky.{name}": {"variants": [{}], "copies": name == "away"} for name in ("never", "away", "as_well")}
-
-    @hookimpl
-    def sley_check_plan(self, plan: Plan, topology: Topology) -> Iterator[Problem]:
-        if plan.activations.name == "picky.never":
-            yield Problem(("activations", "use"), "not here")
-
-
-def test_policies_of_outsiders_are_timed_but_those_that_are_refused_or_copy() -> None:
-    plan = plan_from_dict(small_plan(data=SMALL), loader=loader_of({"picky": Picky()}))
-    names = {name for name, _ in variants_of(plan)}
-    assert names == {"core.keep", "core.recompute", "picky.as_well"}
-
-
 def test_layers_that_are_alike_under_two_policies_are_timed_once() -> None:
     plan = plan_from_dict(small_plan(data=SMALL, batch={"global_size": 4, "micro_size": 1}))
     with World.alone("cpu") as world, shortly():
@@ -246,19 +129,6 @@ def test_layers_that_are_alike_under_two_policies_are_timed_once() -> None:
     assert len({table["key"] for table in tables}) == len(tables)
     assert [table["name"] for table in tables[:3]] == ["embed", "blocks.0", "head"]
     machine_from_dict({"format": 1, "device": BARE, "layers": tables})
-
-
-def test_a_layer_that_would_end_too_late_is_not_begun() -> None:
-    """As long as it took before, and longer on more samples."""
-    plan = plan_from_dict(small_plan(data=SMALL))
-    with World.alone("cpu") as world, shortly():
-        timing = timed_layers.LayerTiming(plan, world.device)
-        timing.take(timing.own, 3)
-        timing._took = dict.fromkeys(timing._took, (10.0, 2))
-        other = next(one for one in other_variants(plan) if one.micro_size == 8)
-        began_s = time.monotonic()
-        assert timing.tried(other, 1, began_s + 39.0) == "the time was over"
-        assert timing.tried(other, 1, began_s + 60.0) is None
 
 
 def test_other_micro_batches_without_memory_are_left_out(monkeypatch) -> None:
@@ -321,7 +191,7 @@ def timed(attention: str) -> list[dict[str, Any]]:
         return measure_layers(plan, world.device)
 
 
-@pytest.mark.parametrize("attention", ["gathers", "published", "sums", "functions", "ring"])
+@pytest.mark.parametrize("attention", ["gathers", "functions", "ring"])
 def test_an_attention_gets_its_own_slice_in_the_place_of_each_other(seen: list[torch.Tensor], attention: str) -> None:
     tables = timed(attention)
     assert [table["name"] for table in tables] == ["embed", "blocks.0", "head"]

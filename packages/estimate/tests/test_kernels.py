@@ -134,21 +134,6 @@ def test_dropout_is_one_kernel_forward_and_one_backward():
     assert [(one.name, one.num_bytes) for one in seen.of("forward")] == [("dropout", 6 * 32 * (2 + 2 + 1))] * 2
 
 
-def test_attention_keeps_what_is_added_to_its_scores():
-    """Of booleans, in the type of the queries."""
-    q = torch.empty(2, 4, 16, 8, dtype=torch.bfloat16)
-    own = 2 * 4 * 16 * 4  # a number for each row
-
-    def attends(mask: torch.Tensor | None) -> Any:
-        return lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
-
-    assert kept(attends(None), q) == own
-    with FakeTensors(Ledger(lambda: StepPlace(0, "", ""))):
-        allowed, added = torch.ones(2, 1, 16, 16, dtype=torch.bool), torch.zeros(2, 1, 16, 16, dtype=torch.bfloat16)
-    assert kept(attends(allowed), q) == own + 2 * 2 * 16 * 16
-    assert kept(attends(added), q) == own
-
-
 def test_a_norm_whose_weight_has_another_type_is_its_formula():
     x, w = torch.empty(6, 32, dtype=torch.bfloat16), torch.empty(32)
     with pytest.warns(UserWarning, match="Mismatch dtype"):

@@ -21,7 +21,7 @@ from sley_core.model.layers import Layer
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_estimate.layers.keys import layer_keys
-from sley_estimate.layers.operators import PHASES, LayerWork, Operator, moved_bytes
+from sley_estimate.layers.operators import LayerWork, Operator
 from sley_estimate.layers.prices import LayerSeconds, PricedLayer, priced_layers, seconds_of
 from sley_estimate.layers.trace import trace
 from sley_estimate.layers.variants import COPY, grown, with_copies
@@ -106,23 +106,6 @@ def test_what_layers_share_of_a_micro_batch_is_no_layers_work_nor_kept_by_one() 
     assert first.kept_bytes == alone.kept_bytes, "the backward needs the mask, and nothing else that it did not"
 
 
-def test_expanded_memory_is_moved_once_and_a_view_not_at_all() -> None:
-    assert moved_bytes(torch.empty(1, 5, device="meta").expand(7, 5)) == 20
-    work = work_of(Plainest(bias=False))
-    assert not [one.name for one in work.forward if "view" in one.name or "transpose" in one.name]
-    softmax = next(one for one in work.forward if "softmax" in one.name)
-    assert softmax.num_bytes == 2 * BATCH * 8 * 8 * 4
-
-
-def test_a_look_up_reads_what_it_writes() -> None:
-    module = nn.Embedding(1000, WIDTH)
-    layer = Layer("it", module, ("input",))
-    tokens = torch.empty(2, 8, dtype=torch.int64, device="meta")
-    work, _ = trace(layer, None, {"input": tokens}, Keep(), None, torch.float32, torch.float32)
-    (look_up,) = work.forward
-    assert look_up.num_bytes == 2 * 2 * 8 * WIDTH * 4 + 2 * 8 * 8
-
-
 def test_attention_is_one_kernel_that_multiplies_half_of_a_causal_square() -> None:
     class Attending(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -189,10 +172,6 @@ def test_what_changes_a_block_changes_its_key(changes) -> None:
     assert keys(**changes)[1] != keys()[1]
 
 
-def test_blocks_that_are_recomputed_and_others_differ() -> None:
-    assert len(set(keys(activations={"use": "core.recompute", "fraction": 0.5})[1:-1])) == 2
-
-
 def test_what_is_not_known_to_be_plain_is_like_nothing_else() -> None:
     class Holding(nn.Module):
         def __init__(self) -> None:
@@ -217,14 +196,6 @@ def test_seconds_of_operators_by_hand() -> None:
     assert seconds_of(operators, device("cpu")) == pytest.approx(7e-3)
     assert seconds_of(operators, device("cuda")) == pytest.approx(5e-3), "starts are hidden"
     assert seconds_of([Operator("c", 10)] * 9, device("cuda")) == pytest.approx(9e-3), "the host is slower"
-
-
-def test_phases_of_a_layer_are_added_where_they_run() -> None:
-    one = (Operator("a", 10_000_000),)
-    work = LayerWork(*(one * count for count in range(1, 1 + len(PHASES))), num_parameters=0, output_bytes=0, kept_bytes=0)
-    found = LayerSeconds.counted(work, device("cpu"))
-    assert (found.forward, found.backward) == pytest.approx((2e-3, 2 * 2e-3 + 3 * 2e-3))
-    assert (found.input_gradient, found.weight_gradient) == pytest.approx((2 * 2e-3 + 4 * 2e-3, 5 * 2e-3))
 
 
 def test_an_optimizer_that_cannot_be_tried_is_named() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +16,7 @@ from sley_core.records import ActivationPolicyRecord, GradientHandlerRecord, Sch
 from sley_core.table import Table
 from sley_estimate.machine import machine_from_dict
 from sley_estimate.search import find as finding
-from sley_estimate.search.find import ExactEstimate, exact, find, one_of_each_first, rank_layouts
+from sley_estimate.search.find import ExactEstimate, exact, find, one_of_each_first
 from sley_estimate.search.layouts import Candidate, Choice, Layouts, Shape, Sizes, choices_of
 from sley_estimate.search.roofline import Roofline, Rough
 from sley_estimate.step.estimate import estimate_both
@@ -82,23 +81,6 @@ def test_the_plans_own_choice_comes_first_even_if_nothing_is_said_of_it():
     choices = choices_of(plan_with({"out": Outsider()}, activations={"use": "out.silent", "depth": 5}))
     assert choices.policies[0] == Choice("out.silent", {"depth": 5})
     assert Choice("out.deep", {}) in choices.policies
-
-
-def test_a_variant_that_is_no_table_of_its_record_is_skipped_by_name():
-    class Wrong:
-        @hookimpl
-        def sley_records(self):
-            build = "sley_core.engine.call:keep"
-            return [ActivationPolicyRecord(name="w", config=Deep, build=build)]
-
-        @hookimpl(optionalhook=True)
-        def sley_estimate_hints(self):
-            return {"bad.w": {"variants": [{"dept": 1}, {"depth": 2}]}}
-
-    choices = choices_of(plan_with({"bad": Wrong()}))
-    assert Choice("bad.w", {"depth": 2}) in choices.policies
-    assert len(choices.skipped) == 1
-    assert choices.skipped[0].startswith("bad.w: its variant {'dept': 1} is no table of it")
 
 
 def test_a_broken_plugin_is_skipped_by_name():
@@ -236,14 +218,6 @@ def test_layouts_that_differ_in_what_can_hardly_matter_come_behind_the_others() 
     best.append((also_whole, Rough(2.0, 9.0)))
     best.append((layout(2, 1, default), Rough(1.5, 4.0)))
     assert one_of_each_first(best, space) == [own, stepped, whole, layout(2, 1, default), sliced, also_whole]
-
-
-def test_slower_layouts_with_less_memory_are_ranked_too() -> None:
-    ranking = rank_layouts(space_of(plan_of(), 4), MACHINE, None, 30, 1)
-    (fastest, *_), front = ranking.best.values(), [*ranking.front.values()]
-    sizes = [fastest.num_bytes, *(one.num_bytes for one in front)]
-    assert all(other <= finding.LESS * one for one, other in pairwise(sizes))
-    assert all(one.seconds <= finding.SLOWEST * fastest.seconds for one in front)
 
 
 def test_the_formula_is_near_the_steps_of_a_layout() -> None:

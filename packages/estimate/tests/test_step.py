@@ -25,7 +25,7 @@ from sley_estimate.bytes.stages import first_draft
 from sley_estimate.calibrate import engine
 from sley_estimate.calibrate.device import measure_host
 from sley_estimate.calibrate.engine import MICROS, WEIGHTS, measure_engine, solved
-from sley_estimate.layers.operators import LayerWork, Operator
+from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.prices import LayerSeconds
 from sley_estimate.machine import EngineTable, MachineFile, machine_from_dict
 from sley_estimate.search.find import seconds_parts
@@ -102,17 +102,6 @@ def test_two_groups_on_one_link_have_half_of_it_each():
     assert run([Begin(one), Await("a")], [Begin(other), Await("b")]) == [4.0, 4.0]
     elsewhere = exchange("b", 1, ("another card",))
     assert run([Begin(one), Await("a")], [Begin(elsewhere), Await("b")]) == [2.0, 2.0]
-
-
-def test_who_comes_later_slows_down_the_first_only_from_then_on():
-    """a alone until 1, both until 3 (a ends), b alone for its last second."""
-    one, other = exchange("a", 0, ("card",)), exchange("b", 1, ("card",))
-    assert run([Begin(one), Await("a")], [Compute(1.0), Begin(other), Await("b")]) == [3.0, 4.0]
-
-
-def test_latency_is_not_shared():
-    one, other = exchange("a", 0, ("card",), latency=1.0), exchange("b", 1, ("card",))
-    assert run([Begin(one), Await("a")], [Begin(other), Await("b")]) == [4.0, 3.0]
 
 
 def test_an_exchange_waits_for_its_lane_and_for_all_members():
@@ -215,19 +204,6 @@ def test_an_update_for_which_the_host_waits_is_waited_for(changes: dict[str, Any
     assert one - other == pytest.approx(num_parameters * 1e-3 if is_waited_for else 0.0, abs=1e-9)
 
 
-def test_a_layer_in_proportion_has_its_host_by_the_number_of_operators() -> None:
-    """Not by their size: a host starts large operators as fast as small ones."""
-    device = machine_from_dict(small_machine(device__launch_s=0.1)).device
-    small, large = (Operator("x", size) for size in (10**9, 10**12))
-    there = LayerWork((small,), (), (small,) * 2, (small,), (small,), 0, 0, 0)
-    again = LayerWork((large,), (large,), (large,) * 2, (large,), (large,), 0, 0, 0)
-    measured = LayerSeconds(1.0, 2.0, 1.0, 1.0, 0.5, 1.0, 0.5, 0.5)
-    found = LayerSeconds.in_proportion(again, there, measured, device)
-    assert found.forward == pytest.approx(1000.0), "what starts take has no part in the device's seconds"
-    assert (found.host_forward, found.host_backward) == pytest.approx((0.5, 1.5))
-    assert (found.host_input_gradient, found.host_weight_gradient) == pytest.approx((1.0, 0.5))
-
-
 def test_four_kinds_of_steps_tell_the_four_figures_of_the_engine() -> None:
     known = EngineTable(**ENGINE)
     seconds = {
@@ -306,14 +282,6 @@ def test_a_copy_that_runs_ahead_is_awaited_with_all_before_it_on_its_stream(fake
         ("awaited", 2),
         ("awaited", 3),
     ]
-
-
-def test_on_a_cpu_each_copy_is_awaited_at_once(fake) -> None:
-    copies, device, host = fake(runs_ahead=False)
-    stream = copies.stream()
-    stream.copy(host, device)
-    assert copies.listener.events == [("to_host", 0, 16, None), ("awaited", 0)]
-    assert stream.record().is_done()
 
 
 def test_an_exchange_waits_for_the_one_that_it_comes_after() -> None:

@@ -44,29 +44,6 @@ class Gathers(SequenceCommunicator):
         return parts.unbind()[1:]
 
 
-class Published(Gathers):
-    def others(self, own):
-        shard = own.detach()[None].contiguous()
-        published = self.group.transport().publish([shard], what="slices")
-        parts = shard.new_full((self.group.size, *shard.shape[1:]), torch.nan)
-        published.all_gather([parts], [shard], what="slices").wait()
-        published.wait_sent()
-        return parts.unbind()[1:]
-
-
-class Sums(Gathers):
-    """Each rank writes its part into zeros, which are summed, by a sum or by reductions."""
-
-    def others(self, own):
-        size, transport = self.group.size, self.group.transport()
-        parts = torch.stack([own.detach()] * size)
-        transport.all_reduce(parts, what="slices").wait()
-        rows = torch.cat([parts, parts], dim=-1)
-        scratch = rows.new_empty((transport.num_scratch_rows(1), *rows.shape[1:]))
-        transport.reduce_scatter([rows], [scratch], what="slices").wait()
-        return [rows[0, ..., : own.shape[-1]] / size**2] * (size - 1)
-
-
 class Functions(Gathers):
     def others(self, own):
         size, group = self.group.size, self.group
@@ -123,5 +100,5 @@ class Early(Raw):
 def sley_records() -> list[SequenceAttentionRecord]:
     return [
         SequenceAttentionRecord(name=one.__name__.lower(), config=SequenceConfig, build=f"asking_attention:{one.__name__}")
-        for one in (Gathers, Published, Sums, Functions, Ring, Only, Raw, Early)
+        for one in (Gathers, Functions, Ring, Only, Raw, Early)
     ]
