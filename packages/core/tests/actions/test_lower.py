@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sley_core.actions.action import Action, Kind, Placement, actions_of, forward_only, loop, sequential, v
+from sley_core.actions.action import Action, Kind, Placement, Schedule, StageChunk, actions_of, loop, sequential, v
 from sley_core.actions.lower import lower
 from sley_core.errors import PlanError
 
@@ -33,11 +33,6 @@ def test_without_a_pipeline_only_the_last_gradient_action_is_marked():
 def test_every_chunk_has_its_own_mark_after_its_last_weight_gradient():
     (steps,) = lower([words("F0.0 F1.0 B1.0 I0.0 W0.0")], loop(1, 2), 1)
     assert texts(steps) == ["F0.0", "F1.0", "B1.0", "C1", "I0.0", "W0.0", "C0"]
-
-
-def test_a_forward_only_list_has_no_marks():
-    (steps,) = lower([forward_only(sequential(3))], ALONE, 3, training=False)
-    assert texts(steps) == ["F0.0", "F0.1", "F0.2"]
 
 
 def test_a_send_follows_at_once_and_a_receive_is_posted_ahead():
@@ -84,11 +79,6 @@ def test_what_is_not_a_step_is_refused_with_the_first_bad_action(placement, list
     (diagnostic,) = caught.value.diagnostics
     assert diagnostic.code == "schedule-wrong"
     assert fault in diagnostic.message
-
-
-def test_a_gradient_in_a_forward_only_list_is_refused():
-    with pytest.raises(PlanError, match=r"B0\.0 .* stands in a forward-only list"):
-        lower([sequential(1)], ALONE, 1, training=False)
 
 
 def test_lists_that_wait_for_each_other_are_refused_with_what_each_stage_waits_for():
@@ -161,3 +151,75 @@ def test_a_changed_list_is_accepted_exactly_if_it_still_is_a_step(any_lists, pla
         with pytest.raises(PlanError) as caught:
             lower(lists, placement, micros)
         assert caught.value.diagnostics[0].code in ("schedule-wrong", "schedule-deadlock")
+
+
+SIZES = st.tuples(st.integers(1, 5), st.integers(1, 4))
+ROUTES = SIZES.flatmap(lambda size: st.permutations([*range(size[0])] * size[1]))
+PLACEMENTS = st.one_of(SIZES.map(lambda size: loop(*size)), st.builds(v, st.integers(1, 5)), ROUTES.map(tuple).map(Placement))
+
+
+@given(PLACEMENTS)
+def test_every_position_is_held_once_and_found_again(placement):
+    holders = [placement.holder(position) for position in range(placement.num_positions)]
+    assert len(set(holders)) == placement.num_positions == placement.stages * placement.chunks
+    assert [placement.position(*holder) for holder in holders] == list(range(placement.num_positions))
+
+
+@given(PLACEMENTS)
+def test_neighbours_are_the_holders_of_the_positions_beside(placement):
+    holders = [placement.holder(position) for position in range(placement.num_positions)]
+    assert [placement.previous(*holder) for holder in holders] == [None, *holders[:-1]]
+    assert [placement.next(*holder) for holder in holders] == [*holders[1:], None]
+
+
+def test_a_loop_goes_round_and_a_v_turns():
+    round_and_round, turned = loop(4, 2), v(4)
+    assert [round_and_round.position(stage, 1) for stage in range(4)] == [4, 5, 6, 7]
+    assert [turned.position(stage, 1) for stage in range(4)] == [7, 6, 5, 4]
+    assert round_and_round.next(3, 0) == StageChunk(0, 1)
+    assert turned.next(3, 0) == StageChunk(3, 1)
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (lambda: loop(0), "has no positions"),
+        (lambda: loop(2, 0), "has no positions"),
+        (lambda: v(2, 3), "a V, which has two parts of the model per stage, not 3"),
+        (lambda: Placement((0, 2)), "gives stage 1 no part of the model, but stage 2 has one"),
+        (lambda: Placement((1, 1)), "gives stage 0 no part of the model, but stage 1 has one"),
+        (lambda: Placement((0, 1, 1)), "2 of the 3 parts of the model on stage 1, but 1 on stage 0: every stage"),
+        (lambda: Placement((0, -1)), "names the stage -1"),
+        (lambda: Placement((0, 1.0)), r"names the stage 1\.0"),
+        (lambda: Schedule(lambda *_: [], 2, lambda stages, chunks: loop(stages)).placement(4), "1 parts .* not 2 on each of 4"),
+        (
+            lambda: Schedule(lambda *_: [], 1, lambda stages, chunks: loop(2)).placement(4),
+            "each of 2 stages, not 1 on each of 4",
+        ),
+    ],
+)
+def test_an_impossible_deal_is_refused(place, words):
+    with pytest.raises(PlanError, match=words) as caught:
+        place()
+    (found,) = caught.value.diagnostics
+    assert (found.code, found.path) == ("placement-wrong", ("pipeline", "use"))
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (None, "returns a `NoneType` instead of a list for each stage"),
+        ([[], None], "returns a `NoneType` instead of a list for a stage"),
+        ([[("F", 0, 0)]], "returns a `tuple` instead of an action in a stage's list"),
+    ],
+)
+def test_lists_that_are_none(made, words):
+    with pytest.raises(PlanError, match=words) as raised:
+        Schedule(lambda stages, chunks, micros: made).lists(2, 2)
+    assert raised.value.diagnostics[0].code == "schedule-wrong"
+
+
+def test_a_placement_that_is_none():
+    with pytest.raises(PlanError, match="placement is a `NoneType`, not a `Placement`") as raised:
+        Schedule(lambda stages, chunks, micros: [], place=lambda stages, chunks: None).placement(2)
+    assert raised.value.diagnostics[0].code == "placement-wrong"

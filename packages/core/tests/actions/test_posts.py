@@ -90,17 +90,6 @@ def test_lists_end_even_where_a_way_does_one_thing_at_a_time(any_lists, placemen
     assert not any(queues.values())
 
 
-@pytest.mark.parametrize("placement", [loop(4), loop(4, 2), v(4)], ids=str)
-@pytest.mark.parametrize("link", [0.0, 0.5, 1.0, 2.0])
-def test_posting_earlier_would_gain_no_time_for_transfers_of_up_to_two_actions(breadth_first, placement, link, monkeypatch):
-    lists, costs = breadth_first(placement, 8), Costs.even(placement.num_positions, link=link)
-    usual = simulate(lower(lists, placement, 8), placement, costs)
-    monkeypatch.setattr("sley_core.actions.lower.AHEAD", 1000)
-    earlier = simulate(lower(lists, placement, 8), placement, costs)
-    assert usual.timeline.makespan_s == earlier.timeline.makespan_s
-    assert max(held.receives for held in earlier.peaks) >= 8
-
-
 @pytest.mark.parametrize("micros", [8, 64])
 def test_the_number_of_receive_buffers_does_not_grow_with_the_number_of_micro_batches(breadth_first, micros):
     placement = loop(4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import json
 from collections import Counter
 from itertools import pairwise
 from random import Random
@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.actions.action import Action, Kind, Placement, Transfer, forward_only, loop, sequential, v
+from sley_core.actions.draw import chrome_trace, draw_text
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, Peaks, TimedAction, Timeline, simulate
 from sley_core.errors import PlanError
@@ -115,23 +116,45 @@ def test_a_simulation_does_everything_once_in_the_order_of_the_lists_and_tells_w
     assert found == simulate(lower(lists, placement, micros, training=training), placement, costs)
 
 
-def test_the_time_of_a_simulation_grows_with_its_actions_and_no_faster(breadth_first):
-    """Against itself: four times the micro-batches take about four times as long, where a search per action takes 16."""
-    placement, costs = v(8), Costs.even(16)
-
-    def least_s(micros):
-        lowered, taken_s = lower(breadth_first(placement, micros), placement, micros), []
-        for _ in range(5):
-            start_s = time.process_time()
-            simulate(lowered, placement, costs)
-            taken_s.append(time.process_time() - start_s)
-        return min(taken_s)
-
-    assert least_s(64) < 9 * least_s(16)
-
-
 def test_costs_measured_are_the_medians_of_what_was_measured():
     spans = [TimedAction(1, Action(F, 0, micro), float(micro), micro + 0.25 * (micro + 1)) for micro in range(3)]
     spans += [TimedAction(0, Action(F, 0, 0), 0.0, 2.0)]
     costs = Costs.measured([Timeline.of(2, spans)], loop(2))
     assert costs.seconds == {F: (2.0, 0.5)}
+
+
+def timeline_of(lists, placement, micros) -> Timeline:
+    return simulate(lower(lists, placement, micros), placement, Costs.even(placement.num_positions)).timeline
+
+
+@pytest.fixture
+def two_stages() -> Timeline:
+    return timeline_of([sequential(2)] * 2, loop(2), 2)
+
+
+def test_text_shows_who_does_what_when(two_stages):
+    assert draw_text(two_stages).splitlines() == [
+        "stage 0  F0-.........B0====F1-.........B1====   50% idle",
+        "stage 1  ...F0-B0====.........F1-B1====......   50% idle",
+        "F forward, B backward",
+    ]
+
+
+@pytest.mark.parametrize("width", [1, 20, 40, 60, 80, 120, 200])
+@pytest.mark.parametrize("micros", [1, 7, 40])
+def test_a_row_is_never_wider_than_asked_for(breadth_first, width, micros):
+    placement = loop(3, 2)
+    drawn = draw_text(timeline_of(breadth_first(placement, micros), placement, micros), width)
+    rows = drawn.splitlines()[:3]
+    least = len("stage 0  .   99% idle")
+    assert max(map(len, rows)) <= max(width, least)
+    assert len({len(row) for row in rows}) == 1
+
+
+def test_a_trace_has_every_action_under_its_timeline_and_stage(two_stages):
+    events = json.loads(chrome_trace({"predicted": two_stages, "measured": two_stages}))["traceEvents"]
+    assert [one["args"]["name"] for one in events if one["name"] == "process_name"] == ["predicted", "measured"]
+    actions = [one for one in events if one["ph"] == "X" and one["pid"] == 1]
+    assert [(one["name"], one["tid"], one["ts"], one["dur"]) for one in actions] == [
+        (str(span.action), span.stage, span.start_s * 1e6, (span.end_s - span.start_s) * 1e6) for span in two_stages.spans
+    ]

@@ -17,7 +17,7 @@ from sley_core.comm.collectives import all_reduce, receive_from, send_to
 from sley_core.comm.groups import Groups, make_groups
 from sley_core.comm.guard import Waiting, circle_in, told
 from sley_core.errors import RunError
-from sley_core.topology import GATHER, REDUCE, Topology
+from sley_core.topology import GATHER, Topology
 from sley_testing.collectives import can_read_peers
 
 reads = pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
@@ -36,22 +36,8 @@ def gather(groups: Groups) -> None:
     start_gather(groups).wait()
 
 
-def start_reduction(groups: Groups) -> Any:
-    transport, size = groups["wp"].transport(REDUCE), groups["wp"].size
-    scratch = torch.empty(transport.num_scratch_rows(2))
-    return transport.reduce_scatter([torch.ones(2 * size)], [scratch], what="the gradients of one")
-
-
-def reduction(groups: Groups) -> None:
-    start_reduction(groups).wait()
-
-
 def total(groups: Groups) -> None:
     all_reduce(torch.ones(2), groups["all"], what="loss and gradient norm").wait()
-
-
-def sum_by_memory(groups: Groups) -> None:
-    groups["stage"].transport().all_reduce(torch.ones(4), what="a bucket").wait_sent()
 
 
 def message(groups: Groups) -> None:
@@ -99,36 +85,6 @@ def test_a_rank_that_has_left_the_layers(ranks: Any, memory: bool) -> None:
     )
 
 
-def test_ranks_that_wait_on_two_lanes(ranks: Any) -> None:
-    first, second = ranks(2)(ended, [[gather, gather], [gather, reduction]], False, wp=2)
-    assert first[:2] == second[:2]
-    assert "rank 1 waits in the reduce of the gradients of one over wp[0, 1] for rank 0" in first[1]
-
-
-@reads
-def test_a_sum_by_memory(ranks: Any) -> None:
-    told_by = ranks(2)(ended, [[sum_by_memory, gather], [gather, sum_by_memory]], True, wp=2)
-    assert {code for code, *_ in told_by} == {"ranks-differ"}
-    assert "rank 0 waits in the exchange of a bucket over stage[0, 1] for rank 1" in told_by[1][1]
-
-
-def published(groups: Groups) -> None:
-    """Shares a shard, and ends that when all have gathered it."""
-    shard = torch.ones(2)
-    share = groups["wp"].transport(GATHER).publish([shard], what="the weights")
-    share.all_gather([torch.empty(2 * groups["wp"].size)], [shard], what="the weights").wait()
-    if groups["wp"].coord == 0:
-        reduction(groups)
-    share.wait_sent()
-
-
-@reads
-def test_a_rank_that_has_not_ended_what_it_shares(ranks: Any) -> None:
-    first, second = ranks(2)(ended, [[published], [published]], True, wp=2)
-    assert first[:2] == second[:2]
-    assert "rank 1 waits in the exchange of the weights over wp[0, 1] for rank 0" in first[1]
-
-
 def test_a_circle_over_stages(ranks: Any) -> None:
     """Ranks 0 and 1 share the first stage, 2 and 3 the second: 1 skips a gather, so 0 never sends what 2 needs."""
     acts: list[list[Act]] = [[gather, message], [message, answer], [message, gather, answer], [message, gather, answer]]
@@ -150,22 +106,6 @@ def test_a_rank_that_is_late_is_not_one_that_differs(ranks: Any) -> None:
     assert first[0] == "collective-failed"
     assert second[0] in ("", "collective-failed")
     assert first[2] < LIMIT_S + 3
-
-
-@by_both
-def test_ranks_that_wait_for_one_that_is_late_do_not_differ(ranks: Any, memory: bool) -> None:
-    """In different exchanges, both of which the two have started."""
-    first, second, _ = ranks(3)(three, memory)
-    assert [first[0], second[0]] == ["collective-failed"] * 2
-    assert "; rank 1 waited in the" in first[1] or "; rank 0 waited in the" in second[1]
-
-
-def three(memory: bool) -> tuple[str, str, float]:
-    """Rank 0 waits in a reduction and rank 1 in a gather; both have started both, and rank 2 comes too late."""
-    works: list[Any] = []
-    begin: list[Act] = [lambda groups: works.extend([start_reduction(groups), start_gather(groups)])]
-    acts: list[list[Act]] = [[*begin, lambda _: works[0].wait()], [*begin, lambda _: works[1].wait()], [late]]
-    return ended(acts, memory, 1 / 8, wp=3)
 
 
 def test_whoever_has_come_is_not_waited_for() -> None:

@@ -7,13 +7,28 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from sley_core.assemble import assemble
 from sley_core.comm import collectives
-from sley_core.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, gather_objects, receive_from, send_to
+from sley_core.comm.collectives import (
+    agree,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather_objects,
+    receive_from,
+    send_to,
+)
 from sley_core.comm.groups import Group
+from sley_core.comm.startup import _AT_ONCE, gather_values
 from sley_core.comm.world import World
 from sley_core.errors import RunError
+from sley_core.plan.load import plan_from_dict
 from sley_core.topology import Topology
+from sley_testing.collectives import collectives as recorded
 
 ALONE = Group("wp", (3,), 3, {})
 
@@ -133,3 +148,89 @@ def test_a_message_between_ranks_that_share_a_device_goes_by_the_host(ranks):
     """It lands at the first wait, and only then."""
     _, found = ranks(2)(messages_by_host)
     assert found == [[0, 1, 2], [0, 0, 0], [10, 11, 12], [0, 0, 0]]
+
+
+def gathered(values):
+    """What each rank has of all, and in how many exchanges."""
+    found = []
+    for own in values:
+        with recorded() as calls:
+            found.append((gather_values(own[dist.get_rank()]), [call.op for call in calls]))
+    return found
+
+
+SHORT = [{"a": [1, None], "ä": "ü"}, ""]
+EDGE = ["x" * (_AT_ONCE - 2), 0]  # its text has two quotes more
+LONG = ["y" * (_AT_ONCE - 1), "z" * 3]
+BOTH = ["u" * 5000, "v" * 2000]
+
+
+def test_a_short_text_goes_with_its_length(ranks):
+    for found in ranks(2)(gathered, [SHORT, EDGE]):
+        assert found == [(SHORT, ["all_gather"]), (EDGE, ["all_gather"])]
+
+
+def test_what_is_longer_follows_on_all_ranks(ranks):
+    for found in ranks(2)(gathered, [LONG, BOTH, LONG[::-1]]):
+        assert found == [(values, ["all_gather"] * 2) for values in (LONG, BOTH, LONG[::-1])]
+
+
+PLAN = {
+    "run": {"name": "agree", "steps": 1, "device": "cpu"},
+    "model": {"factory": "sley_testing.contract:layers"},
+    "data": {"factory": "sley_testing.contract:Data"},
+    "loss": {"factory": "sley_testing.contract:Squares"},
+    "batch": {"global_size": 6, "micro_size": 1},
+    "optimizer": {"use": "core.sgd", "lr": 0.1},
+    "precision": {"compute": "fp64"},
+}
+
+
+def refused(tables, odd, loader=None):
+    """What `assemble` says on this rank; rank 1 is given `odd` instead of `tables`."""
+    chosen = odd if os.environ["RANK"] == "1" else tables
+    with World.join("cpu") as world:
+        try:
+            assemble(plan_from_dict(chosen, loader=loader), world).close()
+        except RunError as error:
+            (diagnostic,) = error.diagnostics
+            return diagnostic.code, diagnostic.message
+    return None
+
+
+def test_equal_plans_agree(ranks):
+    assert ranks(3)(refused, PLAN, PLAN) == [None] * 3
+
+
+def started_without_pickles(tables):
+    """Assembles and trains where nothing that comes from another rank can be unpickled."""
+
+    def refuse(*_):
+        raise AssertionError("unpickled what came over a socket")
+
+    distributed_c10d._tensor_to_object = refuse
+    with World.join("cpu") as world:
+        first = world.from_first(lambda: [0.1, 1e300], "count")
+        with assemble(plan_from_dict(tables), world) as run:
+            return first, run.step()["step"]
+
+
+def test_ranks_tell_each_other_values_not_programs(ranks):
+    """Any user of a host can reach its loopback."""
+    first = ranks(2)(started_without_pickles, PLAN)
+    assert [found[0] for found in first] == [[0.1, 1e300]] * 2
+    assert [found[1] for found in first] == [1, 1]
+
+
+def test_a_rank_with_another_plan_is_named_everywhere_with_the_key(ranks):
+    found = ranks(3)(refused, PLAN, PLAN | {"evaluation": {"every": 1}})
+    what = "`evaluation.every` is 1, not left out; `evaluation.steps` is 10, not left out"
+    assert found == [("ranks-disagree", f"rank 1 has another plan than rank 0: {what}")] * 3
+
+
+def test_of_several_odd_ranks_the_first_is_named_and_the_rest_counted(monkeypatch):
+    everyone = [{"torch": version} for version in ("2.12", "2.13", "2.11", "2.13", "2.13")]
+    monkeypatch.setattr("sley_core.comm.collectives.gather_objects", lambda *_, **__: everyone)
+    control = Group("control", (4, 5, 6, 7, 8), 5, {})
+    with pytest.raises(RunError, match=r"rank 4 \(and 1 more\) has torch 2\.12, rank 5 has 2\.13"):
+        agree({"torch": "2.13"}, control)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sley_core.comm.groups import make_groups
-from sley_core.comm.marks import checksum, mark_of, of_header
+from sley_core.comm.marks import checksum, mark_of
 from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_LANE, GATHER, REDUCE, Topology
 from sley_testing.collectives import can_read_peers
@@ -140,12 +140,3 @@ def test_a_mark_is_of_all_that_an_exchange_is():
     assert len({mark.number for mark in marks}) == 7
     assert checksum(["a", "bc"]) != checksum(["ab", "c"])
     assert mark_of("reduce", "w", [tensor]) == mark_of("reduce", "w", [tensor + 1])
-
-
-def test_a_header_holds_what_fits():
-    """Of long names the beginning, and always the length."""
-    mark = mark_of("reduce", "the gradients of " + "läyer." * 60, [torch.zeros(3)])
-    told = of_header(mark.header())
-    assert told[1:] == mark[1:]
-    assert told.what.startswith("the gradients of läyer.")
-    assert told.what.endswith(" (12 bytes)")

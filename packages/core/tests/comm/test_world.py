@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,12 +17,6 @@ from sley_core.comm.groups import make_communicator
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_LANE, GroupEntry, Topology
-
-
-def test_without_a_launcher_one_process_is_the_world():
-    with World.join("cpu", environ={}) as world:
-        assert (world.rank, world.size, str(world.device)) == (0, 1, "cpu")
-        assert not dist.is_initialized()
 
 
 def members():
@@ -60,21 +52,6 @@ def test_a_program_may_join_again_after_it_has_left(ranks):
     assert ranks(2, 30, init=False)(sum_twice) == [(3.0, 3.0), (3.0, 3.0)]
 
 
-def keeps_its_store(path):
-    environ = {"RANK": "0", "WORLD_SIZE": "1", "SLEY_STORE": path.as_uri()}
-    found = []
-    for _ in range(2):
-        with World.join("cpu", timeout_s=10, environ=environ):
-            pass
-        found.append(path.exists())
-    return found
-
-
-def test_a_store_in_a_file_stays_where_another_rank_may_have_opened_it_again(ranks, tmp_path):
-    """torch deletes the file with the last process that closes it, and with it what a rank that joins again has written."""
-    assert ranks(1, 30, init=False)(keeps_its_store, tmp_path / "store") == [[True, True]]
-
-
 def sums_at_an_address(port):
     """Rank 1 has come again before rank 0 has left."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -92,13 +69,6 @@ def sums_at_an_address(port):
 def test_a_program_may_join_again_at_an_address(ranks, port):
     """The store of rank 0 ended when it left, and with it whoever had come to it again."""
     assert ranks(2, 30, init=False)(sums_at_an_address, port) == [[3.0, 3.0]] * 2
-
-
-def leave_it():
-    before = dist.get_rank()
-    with World.join("cpu", environ={"RANK": "5", "WORLD_SIZE": "7"}) as world:
-        assert (world.rank, world.size) == (before, 2)
-    return dist.is_initialized()
 
 
 def sums_over_overlapping_groups():
@@ -119,10 +89,6 @@ def test_groups_may_overlap_however_they_are_shared_out(ranks):
     """Torch numbers groups by how many a rank has made before: no rank may count other than its peers."""
     low, high = {"tie[1, 2]": 4.0}, {"tie[2, 3]": 4.0}
     assert ranks(4, init=False)(sums_over_overlapping_groups) == [{}, low, low | high, high]
-
-
-def test_a_default_group_that_is_up_is_used_and_left_open(ranks):
-    assert ranks(2)(leave_it) == [True, True]
 
 
 def expect_nobody(environ):
@@ -238,18 +204,6 @@ def test_a_rank_that_fails_waits_for_nobody(ranks, tmp_path):
     assert float(path.read_text()) < 1
 
 
-def test_a_topology_of_another_size_is_our_fault():
-    with World.fake(0, 4) as world, pytest.raises(AssertionError, match="a topology of 2 ranks in a world of 4"):
-        world.groups(Topology.of(2), 1)
-
-
-def test_a_fake_world_leaves_it_to_others_how_errors_are_printed() -> None:
-    hook = sys.excepthook
-    with World.fake(0, 4):
-        assert sys.excepthook is hook
-    assert sys.excepthook is hook
-
-
 @pytest.mark.parametrize(("backend", "bound"), [("gloo", None), ("nccl", torch.device("cuda", 0))])
 def test_a_group_of_gloo_beside_nccl_takes_no_part_in_a_split_of_its_communicator(monkeypatch, backend, bound):
     """torch lets the ranks outside of any new group take part in that, and those inside only of one of NCCL."""
@@ -265,20 +219,3 @@ def test_a_group_of_gloo_beside_nccl_takes_no_part_in_a_split_of_its_communicato
         assert seen == [bound]
         assert dist.group.WORLD.bound_device_id == torch.device("cuda", 0)
         dist.group.WORLD.bound_device_id = None
-
-
-@pytest.mark.parametrize("has_failed", [True, False])
-def test_a_world_of_nccl_that_fails_does_not_wait_for_its_exchanges(monkeypatch, has_failed):
-    """torch's destroying waits for what NCCL was asked to exchange, which peers may never come to."""
-    left = []
-    monkeypatch.setattr("sley_core.comm.world.dist.get_backend", lambda: "nccl")
-    monkeypatch.setattr("sley_core.comm.world.c10d._abort_process_group", lambda: left.append("aborted"))
-    destroy = dist.destroy_process_group
-    monkeypatch.setattr("sley_core.comm.world.dist.destroy_process_group", lambda: left.append("destroyed"))
-    try:
-        with pytest.raises(ValueError, match="as asked") if has_failed else nullcontext(), World.fake(0, 2):
-            if has_failed:
-                raise ValueError("as asked")
-        assert left == ["aborted" if has_failed else "destroyed"]
-    finally:
-        destroy()

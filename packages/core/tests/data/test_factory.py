@@ -1,6 +1,10 @@
+"""Data as a plan names it: built, checked with places, and written back."""
+
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +14,13 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, TensorDataset
 
-from sley_core.data.dataset import TOKEN_FIELDS, DataConfig, DataInfo, FactoryDataConfig, Field, FieldConfig
-from sley_core.data.factory import declared, samples_per_epoch
+from sley_core.data.dataset import TOKEN_FIELDS, DataConfig, DataContext, DataInfo, FactoryDataConfig, Field, FieldConfig
+from sley_core.data.factory import declared, open_dataset, samples_per_epoch
 from sley_core.data.feed import Feed
 from sley_core.errors import PlanError
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import plan_from_text, with_values
+from sley_core.plan.plan import Plan
 
 NOTHING = FactoryDataConfig()
 
@@ -63,13 +70,6 @@ def test_tokens_and_labels_of_one_length_are_token_ids(sample: dict[str, Tensor]
     assert are_ids or all(field.sequence_dim is None and field.ids is None for field in fields.values())
 
 
-def test_the_datasets_own_info_comes_before_its_samples() -> None:
-    class Declares(Ours):
-        info = DataInfo({"image": Field("float32", 0, 2), "label": Field("int64", ids="label")}, vocab_size=10)
-
-    assert declared(Declares(), NOTHING, "my:Declares").info == Declares.info
-
-
 def test_the_plan_comes_before_the_datasets_own_info() -> None:
     class Declares(Ours):
         info = DataInfo(INFERRED, vocab_size=10, sequence=7)
@@ -81,11 +81,6 @@ def test_the_plan_comes_before_the_datasets_own_info() -> None:
     assert (info.vocab_size, info.sequence) == (20, 7)
 
 
-def test_a_plan_may_add_a_vocabulary_to_inferred_fields() -> None:
-    info = declared(Ours(), FactoryDataConfig(vocab_size=5, sequence=3), "my:Ours").info
-    assert info == DataInfo(INFERRED, vocab_size=5, sequence=3)
-
-
 def test_torchs_datasets_and_streams_are_fed() -> None:
     with Feed(declared(Ours(), NOTHING, "my:Ours"), seed=0, batch_size=4, rows=range(4)) as feed:
         batch = feed.next()
@@ -93,21 +88,6 @@ def test_torchs_datasets_and_streams_are_fed() -> None:
     assert sorted(batch["label"].tolist()) == [0, 1, 2, 3]
     with Feed(declared(OurStream(), NOTHING, "my:OurStream"), seed=0, batch_size=4, rows=range(2, 4)) as feed:
         assert feed.next()["x"].tolist() == [[2, 2], [0, 0]]
-        assert feed.next()["x"].tolist() == [[0, 0], [1, 1]]
-
-
-def test_a_datasets_collate_is_used_and_its_batch_is_what_is_inferred() -> None:
-    class Ragged(Ours):
-        def __getitem__(self, index: int) -> dict[str, Tensor]:
-            return {"x": torch.full((index + 1,), index)}
-
-        def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-            joined = torch.nn.utils.rnn.pad_sequence([sample["x"] for sample in samples], batch_first=True)
-            return {"x": joined, "mask": joined > 0}
-
-    dataset = declared(Ragged(), NOTHING, "my:Ragged")
-    assert dataset.info.fields == {"x": Field("int64"), "mask": Field("bool")}
-    with Feed(dataset, seed=0, batch_size=2, rows=range(2), shuffle=False) as feed:
         assert feed.next()["x"].tolist() == [[0, 0], [1, 1]]
 
 
@@ -158,12 +138,6 @@ def test_what_is_no_dataset_is_an_error_of_the_plan(dataset: Any, message: str) 
     assert (caught.value.diagnostics[0].code, caught.value.diagnostics[0].path) == ("data-factory", ("data", "factory"))
 
 
-def test_a_list_of_samples_is_a_dataset() -> None:
-    dataset = declared([{"x": torch.tensor(number)} for number in range(3)], NOTHING, "my:data")
-    with Feed(dataset, seed=0, batch_size=3, rows=range(3), shuffle=False) as feed:
-        assert feed.next()["x"].tolist() == [0, 1, 2]
-
-
 def test_samples_per_epoch_is_the_length_and_a_pin_is_kept() -> None:
     dataset = declared(Ours(), NOTHING, "my:Ours")
     assert samples_per_epoch(dataset, DataConfig()) == 4
@@ -173,16 +147,114 @@ def test_samples_per_epoch_is_the_length_and_a_pin_is_kept() -> None:
     assert caught.value.diagnostics[0].code == "data-changed"
 
 
-def test_a_stream_has_no_samples_per_epoch() -> None:
-    stream = declared(OurStream(), NOTHING, "my:OurStream")
-    assert samples_per_epoch(stream, DataConfig()) is None
-    with pytest.raises(PlanError, match="a stream has no number"):
-        samples_per_epoch(stream, DataConfig(samples_per_epoch=3))
-
-
 @pytest.mark.parametrize(
     ("field", "message"), [({"batch_dim": 1, "sequence_dim": 1}, "are both 1"), ({"dtype": "int65"}, "int64")]
 )
 def test_fields_that_mean_nothing_are_refused(field: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         FactoryDataConfig.model_validate({"fields": {"x": {"dtype": "int64", **field}}})
+
+
+REST = """\
+plan = 1
+[run]
+name = "data"
+steps = 2
+[model]
+use = "models.llama"
+num_layers = 1
+hidden = 8
+heads = 1
+[optimizer]
+use = "core.adamw"
+lr = 0.1
+[batch]
+global_size = 2
+micro_size = 1
+"""
+
+MODULE = """\
+import torch
+
+class Numbers:
+    def __init__(self, start, context=None):
+        self.start = start + (context is not None and context.split == "held_out") * 100
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return {"tokens": torch.tensor([self.start + index])}
+
+def without_context(start):
+    return Numbers(start)
+
+def nothing():
+    return None
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "my_numbers.py").write_text(MODULE)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus/a.txt").write_bytes(bytes(range(20)))
+    before = list(sys.path)
+    yield tmp_path
+    sys.path[:] = before
+    sys.modules.pop("my_numbers", None)
+
+
+def a_plan(folder: Path, data: str) -> Plan:
+    return plan_from_text(REST + data, folder=folder)
+
+
+def test_what_is_wrong_with_the_data_has_its_place(folder: Path) -> None:
+    data = '[data]\nuse = "data.text"\nfiles = [\n  "corpus/*.txt",\n  "corpus/none.txt",\n]\nsequence = 4\n'
+    problems = check_plan(a_plan(folder, data), 1)
+    assert [problem.code for problem in problems] == ["data-missing"]
+    assert problems[0].place is not None
+    assert problems[0].place.line == len(REST.splitlines()) + 5
+
+
+def test_a_plan_is_pinned_to_its_number_of_samples(folder: Path) -> None:
+    plan = a_plan(folder, '[data]\nuse = "data.text"\nfiles = ["corpus/*.txt"]\nsequence = 4\nheld_out = 0.0\n')
+    count = samples_per_epoch(open_dataset(plan.data, DataContext()), plan.data.config)
+    pinned = plan_from_text(with_values(plan, {("data", "samples_per_epoch"): count}).to_toml(), folder=folder)
+    assert pinned.data.config.samples_per_epoch == 5
+    assert check_plan(pinned, 1) == []
+    (folder / "corpus/b.txt").write_bytes(b"more text")
+    assert [problem.code for problem in check_plan(pinned, 1)] == ["data-changed"]
+
+
+FACTORY = """\
+[data]
+factory = "my_numbers:Numbers"
+options = { start = 7 }
+vocab_size = 300
+fields = { tokens = { dtype = "int64", sequence_dim = 1, ids = "token" } }
+"""
+
+
+def test_a_factory_is_built_declared_and_written_back(folder: Path) -> None:
+    plan = a_plan(folder, FACTORY)
+    assert plan_from_text(plan.to_toml(), folder=folder) == plan
+    dataset = open_dataset(plan.data, DataContext())
+    assert dataset.info.fields == {"tokens": Field("int64", 0, 1, ids="token")}
+    assert dataset.info.vocab_size == 300
+    with Feed(dataset, seed=0, batch_size=3, rows=range(3), shuffle=False) as feed:
+        assert torch.equal(feed.next()["tokens"], torch.tensor([[7], [8], [9]]))
+
+
+def test_a_factory_that_takes_context_has_both_splits(folder: Path) -> None:
+    dataset = open_dataset(a_plan(folder, FACTORY).data, DataContext(split="held_out"))
+    with Feed(dataset, seed=0, batch_size=1, rows=range(1), shuffle=False) as feed:
+        assert feed.next()["tokens"].item() == 107
+
+
+def test_a_factory_that_does_not_has_nothing_held_out(folder: Path) -> None:
+    plan = a_plan(folder, '[data]\nfactory = "my_numbers:without_context"\noptions = { start = 7 }\n')
+    assert len(open_dataset(plan.data, DataContext())) == 3
+    with pytest.raises(PlanError, match="does not take `context`") as caught:
+        open_dataset(plan.data, DataContext(split="held_out"))
+    assert caught.value.diagnostics[0].code == "held-out"

@@ -15,10 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered import INFO, Numbers
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
-from sley_core.data.dataset import DataInfo, Field
-from sley_core.data.feed import Feed
+from sley_core.data.feed import Feed, Order
 from sley_core.errors import PlanError, RunError
 from sley_core.json_text import decode_value, encode_value
 
@@ -106,19 +104,6 @@ def test_each_sample_comes_once_per_epoch_and_none_is_dropped(num_samples: int, 
         assert Counter(samples[epoch * num_samples : (epoch + 1) * num_samples]) == Counter(range(num_samples))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_five_samples_in_batches_of_two_span_epochs_without_loss(kind: type) -> None:
-    batches = taken(kind(5), 10, 2)
-    assert [len(batch) for batch in batches] == [2] * 10
-    assert Counter(chain.from_iterable(batches)) == Counter([*range(5)] * 4)
-
-
-def test_epochs_have_orders_of_their_own_unless_shuffle_is_off() -> None:
-    shuffled = taken(Numbers(20), 2, 20)
-    assert shuffled[0] != shuffled[1]
-    assert taken(Numbers(20), 2, 20, shuffle=False) == [list(range(20))] * 2
-
-
 @pytest.mark.parametrize("kind", [*KINDS, TorchNamedStream])
 @pytest.mark.parametrize("num_before", [0, 1, 3, 4, 8])
 def test_a_restored_feed_goes_on_as_if_it_had_not_stopped(kind: type, num_before: int) -> None:
@@ -133,18 +118,6 @@ def test_a_restored_feed_goes_on_as_if_it_had_not_stopped(kind: type, num_before
         feed.restore(state)
         assert feed.state() == state
         assert [feed.next()["x"].tolist() for _ in range(5)] == [batch[1:2] for batch in whole[num_before:]]
-
-
-def test_the_state_does_not_tell_the_layout_and_does_not_see_what_is_prefetched() -> None:
-    for kind in KINDS:
-        states = []
-        for rows in (range(4), range(2, 3)):
-            with Feed(kind(6), seed=1, batch_size=4, rows=rows) as feed:
-                assert feed.state() == {"samples": 0}
-                feed.next()
-                states.append(feed.state())
-        assert states[0] == states[1]
-        assert states[0]["samples"] == 4
 
 
 def test_a_stream_with_a_state_is_not_walked_again() -> None:
@@ -284,37 +257,6 @@ def test_a_data_set_with_other_samples_is_noticed_unless_they_are_drawn(before: 
         assert not feed.changed_since({"samples": 0})
 
 
-def test_the_beginning_can_be_restored() -> None:
-    for kind in KINDS:
-        with Feed(kind(5), seed=1, batch_size=2, rows=range(2)) as feed:
-            first = [feed.next()["x"].tolist() for _ in range(4)]
-            feed.restore({"samples": 0})
-            assert [feed.next()["x"].tolist() for _ in range(4)] == first
-
-
-def test_samples_names_the_rows() -> None:
-    with Feed(Numbers(9), seed=1, batch_size=4, rows=range(1, 3)) as feed:
-        for _ in range(4):
-            assert feed.next()["x"].tolist() == list(feed.samples)
-    with Feed(Stream(3), seed=1, batch_size=4, rows=range(1, 3)) as feed:
-        feed.next()
-        feed.next()
-        assert feed.samples == (5, 6)
-
-
-def test_torchs_iterable_dataset_is_a_stream_even_with_a_length() -> None:
-    class Ours(IterableDataset[dict[str, Tensor]]):
-        info = INFO
-
-        def __len__(self) -> int:
-            return 3
-
-        def __iter__(self) -> Iterator[dict[str, Tensor]]:
-            return iter(Stream(3))
-
-    assert taken(Ours(), 2, 2) == [[0, 1], [2, 0]]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_to_give_is_an_error(kind: type) -> None:
     with pytest.raises(PlanError) as caught:
@@ -341,21 +283,34 @@ def test_a_sample_that_is_not_as_declared_is_an_error(sample: dict[str, Any], me
         taken(Odd(2), 1, 2, shuffle=False)
 
 
-def test_samples_are_stacked_along_the_batch_dim_or_collated_by_the_dataset() -> None:
-    class TimeMajor(Numbers):
-        info = DataInfo({"x": Field("int64", batch_dim=1, sequence_dim=0)})
-
-        def __getitem__(self, index: int) -> dict[str, Tensor]:
-            return {"x": torch.full((3,), index)}
-
-    class Collated(Numbers):
-        def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-            return {"x": -torch.stack([sample["x"] for sample in samples])}
-
-    assert taken(TimeMajor(2), 1, 2, shuffle=False) == [[[0, 1]] * 3]
-    assert taken(Collated(2), 1, 2, shuffle=False) == [[0, -1]]
+GOLDEN = [8, 1, 9, 7, 6, 5, 3, 2, 4, 0]
 
 
-def test_num_samples_is_the_length_of_an_epoch() -> None:
-    assert Feed(Numbers(9), seed=1, batch_size=4, rows=range(4)).num_samples == 9
-    assert Feed(Stream(9), seed=1, batch_size=4, rows=range(4)).num_samples is None
+@given(st.integers(1, 500), st.integers(0, 2**63 - 1), st.integers(0, 10**6))
+def test_each_sample_comes_once_for_any_seed_and_epoch(num_samples: int, seed: int, epoch: int) -> None:
+    order = Order(num_samples, seed=seed, epoch=epoch)
+    assert {order[place] for place in range(num_samples)} == set(range(num_samples))
+
+
+def test_the_order_is_the_same_on_every_machine_and_in_every_version() -> None:
+    order = Order(10, seed=1, epoch=2)
+    assert [order[place] for place in range(10)] == GOLDEN
+
+
+def test_seeds_and_epochs_have_orders_of_their_own() -> None:
+    def first(seed: int, epoch: int) -> tuple[int, ...]:
+        order = Order(1000, seed=seed, epoch=epoch)
+        return tuple(order[place] for place in range(5))
+
+    assert len({first(seed, epoch) for seed in range(10) for epoch in range(10)}) == 100
+
+
+@pytest.mark.parametrize("num_samples", [2, 3, 5, 12])
+def test_every_sample_is_equally_likely_at_every_place(num_samples: int) -> None:
+    num_epochs = 2000
+    for place in (0, num_samples - 1):
+        found = Counter(Order(num_samples, seed=0, epoch=epoch)[place] for epoch in range(num_epochs))
+        expected = num_epochs / num_samples
+        chi_squared = sum((found[sample] - expected) ** 2 / expected for sample in range(num_samples))
+        # The 99.9 % point of chi squared with up to 11 degrees of freedom is 31.3.
+        assert chi_squared < 31.3

@@ -76,18 +76,6 @@ def test_exactly_one_batch_is_prepared_ahead() -> None:
         assert dataset.read == [0, 1, 2, 3]
 
 
-def test_wait_s_is_how_long_the_caller_waited() -> None:
-    dataset = Waits(100)
-    with Feed(dataset, seed=1, batch_size=1, rows=range(1)) as feed:
-        threading.Timer(0.5, lambda: dataset.permits.release(2)).start()
-        feed.next()
-        assert feed.wait_s > 0.4
-        wait_until(lambda: len(dataset.read) == 2)
-        feed.next()
-        assert feed.wait_s < 0.4
-        dataset.permits.release()
-
-
 def test_a_dataset_that_never_returns_is_an_error_in_time() -> None:
     dataset = Waits(100)
     feed = Feed(dataset, seed=1, batch_size=1, rows=range(1), timeout_s=0.05)

@@ -12,9 +12,8 @@ from torch import Tensor
 from sley_core.assemble import assemble
 from sley_core.comm.copies import free, grow, storage_id
 from sley_core.comm.world import World
-from sley_core.errors import PlanError, StateError, UsageError
-from sley_core.memory.holdings import pieces_of, same_place, whole
-from sley_core.memory.run_memory import RunMemory
+from sley_core.errors import StateError, UsageError
+from sley_core.memory.holdings import pieces_of
 from sley_core.memory.state import PARTS, Moved, Where, is_away
 from sley_core.plan.check import check_offload
 from sley_core.plan.load import plan_from_dict
@@ -116,21 +115,6 @@ def test_parts_leave_the_last_first_and_come_back_the_first_first(run):
     run.step()
 
 
-def test_who_has_kept_addresses_is_told_what_came_back(run):
-    """Each part once, when it is there, and not for a call that finds it here; its addresses may be others then."""
-    with_shelves(run, "weights", "masters", "optimizer_states")
-    told: list[tuple[str, int]] = []
-    run.parts.events.came_back.append(lambda part: told.append((part, run.memory.bytes[part])))
-    run.step()
-    sizes = run.memory.bytes
-    run.memory.offload()
-    assert not told
-    run.memory.onload("masters")
-    run.memory.onload()
-    run.memory.onload()
-    assert told == [(part, sizes[part]) for part in ("masters", "weights", "optimizer_states")]
-
-
 def test_what_is_away_is_asked_for_by_name(run):
     with_shelves(run, "masters")
     run.step()
@@ -159,14 +143,6 @@ def test_what_is_away_is_read_on_the_host(run):
         run.memory.host("pools")
 
 
-def test_counts_of_managers_are_those_of_their_parts(run):
-    with_shelves(run, "masters")
-    run.step()
-    run.memory.offload()
-    object.__setattr__(run.plan, "offload", (run.plan.optimizer,))
-    assert run.counts[run.plan.optimizer.name] == {"masters_copied_out": run.memory.report["masters"].copied_out}
-
-
 def test_a_storage_that_two_parts_have_moves_with_the_first(run):
     run.step()
     param = next(iter(run.registry))
@@ -187,27 +163,6 @@ def test_pieces_are_storages_with_all_that_lies_in_them():
     assert [*first.tensors] == ["row", "turned"]
     assert (first.memory.shape, first.memory.dtype) == ((48,), torch.uint8)
     assert second.memory.shape == (6,)
-
-
-def test_a_tensor_is_found_in_a_copy_of_its_storage():
-    """At its offset, with its strides, from a copy that starts within other memory."""
-    base = torch.arange(24.0)
-    tensor = base[4:16].view(3, 4).t()
-    arena = torch.zeros(1024, dtype=torch.uint8)
-    copy = arena[256 : 256 + 96]
-    copy.copy_(whole(base))
-    found = same_place(tensor, copy)
-    assert torch.equal(found, tensor)
-    assert found.stride() == tensor.stride()
-    assert found.untyped_storage()._cdata == arena.untyped_storage()._cdata
-
-
-def test_moved_reports_rates_of_what_was_timed():
-    moved = Moved(copied_out=3_000_000_000, seconds_out=0.5, timed_out=2_000_000_000)
-    numbers = moved.numbers()
-    assert (numbers["gb_per_s_out"], numbers["gb_per_s_in"]) == (4, 0)
-    assert "timed_out" not in numbers
-    assert isinstance(RunMemory, type)
 
 
 def checked(optimizer, scope, parts=("masters",), second=()):
@@ -241,8 +196,3 @@ def test_an_optimizer_that_looks_at_all_gradients_is_not_stepped_in_buckets():
     assert checked(own, "global") == []
     assert checked(own, "per_matrix") == ["offload-optimizer"]
     assert checked({**own, "scope": "elementwise"}, "per_matrix") == []
-
-
-def test_an_unknown_manager_is_refused():
-    with pytest.raises(PlanError, match="offload"):
-        plan_from_dict(small_plan(offload=[{"use": "core.nothing"}]))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 from torch import Tensor
 
+from sley_core.comm.device import Device
 from sley_core.model import attention
-from sley_core.model.attention import Attention, document_mask
+from sley_core.model.attention import Attention, document_mask, once_per_field
 
 BATCH, LENGTH, DIM = 2, 11, 6
 BOUNDS = [[0, 4, 5, 11, 11], [0, 11, 11, 11, 11]]
@@ -116,11 +118,6 @@ def test_rows_are_laid_end_to_end_for_the_varlen_kernel(monkeypatch: pytest.Monk
     torch.testing.assert_close(attention._by_document(q, k, v, cu_seqlens), naive(q, k, v, BOUNDS))
 
 
-@pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="that of torch 2.11 knows no groups of heads")
-def test_this_torch_has_the_varlen_kernel() -> None:
-    assert attention.varlen() is not None
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -132,3 +129,55 @@ def test_cuda_equals_the_naive_form(dtype: torch.dtype, tolerance: float, kv_hea
     ours = Attention()(*(tensor.to("cuda", dtype) for tensor in (q, k, v)), cu_seqlens)
     oracle = naive(q, k, v, BOUNDS if packed else [[0]] * BATCH)
     torch.testing.assert_close(ours.float().cpu(), oracle, rtol=tolerance, atol=tolerance)
+
+
+class Counted:
+    """`compute` that counts its calls."""
+
+    def __init__(self, field: Tensor) -> None:
+        self.field = weakref.ref(field)
+        self.calls = 0
+
+    def __call__(self) -> Tensor:
+        self.calls += 1
+        field = self.field()
+        assert field is not None
+        return field * 2.0
+
+
+def test_a_value_is_computed_once_per_field_and_purpose() -> None:
+    field = torch.arange(3)
+    compute = Counted(field)
+    assert once_per_field(field, "double", compute) is once_per_field(field, "double", compute)
+    assert compute.calls == 1
+    once_per_field(field, "other", compute)
+    once_per_field(field.clone(), "double", compute)
+    assert compute.calls == 3
+
+
+def test_a_field_that_was_written_to_is_computed_anew() -> None:
+    field = torch.arange(3)
+    compute = Counted(field)
+    once_per_field(field, "double", compute)
+    field += 1
+    assert once_per_field(field, "double", compute).tolist() == [2.0, 4.0, 6.0]
+
+
+def test_nothing_from_inference_mode_reaches_a_graph() -> None:
+    field = torch.arange(3.0)
+    with torch.inference_mode():
+        assert once_per_field(field, "double", Counted(field)).is_inference()
+        made_there = torch.arange(3)
+        once_per_field(made_there, "double", Counted(made_there))
+    assert not once_per_field(field, "double", Counted(field)).is_inference()
+
+
+def test_what_is_cached_for_a_moved_field_ends_with_it_though_the_batch_stays() -> None:
+    """On a CPU too, where a micro-batch is where it was."""
+    batch = torch.arange(6)
+    moved = Device.pick("cpu").move(batch)
+    table = weakref.ref(once_per_field(moved, "double", Counted(moved)))
+    assert moved.data_ptr() == batch.data_ptr()
+    del moved
+    gc.collect()
+    assert table() is None

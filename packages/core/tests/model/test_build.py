@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import resource
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo, Field
-from sley_core.engine.refusals import check_hooks
-from sley_core.engine.shards import Shard
-from sley_core.errors import PlanError, PluginError
-from sley_core.model.build import build_on_meta, parameters_on_meta
+from sley_core.errors import PlanError
+from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Model
 from sley_core.model.values import HostModel
 from sley_core.plan.load import plan_from_dict
@@ -96,17 +93,6 @@ def test_random_buffers_follow_the_seed_and_leave_the_generator_alone(real: Buil
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_modules_made_elsewhere_meanwhile_are_left_alone() -> None:
-    made: list[nn.Linear] = []
-    with parameters_on_meta():
-        thread = threading.Thread(target=lambda: made.append(nn.Linear(2, 2)))
-        thread.start()
-        thread.join()
-        assert nn.Linear(2, 2).weight.is_meta
-    assert not made[0].weight.is_meta
-    assert not nn.Linear(2, 2).weight.is_meta
-
-
 class Integer(Embed):
     def __init__(self) -> None:
         super().__init__()
@@ -131,14 +117,6 @@ def test_what_cannot_be_built_is_refused_by_name(build: Build, layer: type[nn.Mo
     with pytest.raises(PlanError, match=says) as raised:
         build(lambda _: [layer()])
     assert raised.value.diagnostics[0].code == code
-
-
-def test_a_record_that_fails_is_the_plugins_fault(build: Build) -> None:
-    def broken(_: DataInfo) -> list[nn.Module]:
-        raise ZeroDivisionError("one over nothing")
-
-    with pytest.raises(PluginError, match=r"ZeroDivisionError: one over nothing \(.*test_build.py:\d+\)"):
-        build(broken)
 
 
 FACTORY = """
@@ -232,22 +210,6 @@ def test_a_builder_must_not_share_what_was_made_outside(build: Build, builds_fir
     with pytest.raises(PlanError, match=r"'second.inner.weight' and 'first.inner.weight' are one parameter") as raised:
         build(layers)
     assert raised.value.diagnostics[0].code == "model-factory"
-
-
-def test_a_hook_that_the_given_parameter_gets_later_counts(build: Build) -> None:
-    """Layouts in which no rank has the full gradient are refused by it, before there are values."""
-
-    def layers(_: DataInfo) -> list[nn.Module]:
-        weight, holder = nn.Parameter(torch.zeros(4, 4)), Holder(nn.Linear(4, 4))
-        holder.inner.weight = weight
-        weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
-        return [holder]
-
-    model = build(layers)
-    weight = model["0"].module.inner.weight
-    assert weight.is_meta
-    with pytest.raises(PlanError, match=r"'0.inner.weight' has a gradient hook"):
-        check_hooks([(0, model.layers)], {id(weight): Shard((4, 4), 2, 0)}, 1)
 
 
 RNG = numpy.random.default_rng(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -81,24 +80,3 @@ def test_transformers_blocks_give_transformers_logits(real: Real) -> None:
         moved = TOKENS.new_tensor(range(5, 29)).expand(3, -1)
         given = forward(model, tokens=TOKENS, positions=moved)
         torch.testing.assert_close(given, whole(TOKENS, position_ids=moved).logits, rtol=1e-5, atol=1e-5)
-
-
-def test_the_convolutions_pass_tuples_tie_and_see_the_past_only(real: Real) -> None:
-    model = real(factory("conv_tie", hidden=16, num_blocks=2), torch.float64)
-    first, *_, last = (layer.module for layer in model)
-    assert last.weight is first.table.weight
-    assert isinstance(first(TOKENS), tuple)
-    assert first.table.weight.std().item() == pytest.approx(0.05, rel=0.1)
-    changed = TOKENS.clone()
-    changed[:, 20:] = 0
-    before, after = (forward(model, tokens=tokens) for tokens in (TOKENS, changed))
-    torch.testing.assert_close(before[:, :20], after[:, :20])
-    assert not torch.allclose(before[:, 20:], after[:, 20:])
-
-
-def test_the_average_survives_as_it_was_built(real: Real) -> None:
-    model = real(factory("conv_tie", hidden=16, num_blocks=2), torch.float64)
-    for one, other in pairwise(layer.module.average for layer in model.layers[1:-1]):
-        assert torch.equal(one.taps, other.taps)
-        assert torch.equal(one.taps, torch.full((16, 1, 4), 0.25, dtype=torch.float64))
-        assert not one.state_dict()

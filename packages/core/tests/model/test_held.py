@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
-from sley_core.data.dataset import DataInfo
 from sley_core.errors import PlanError
 from sley_core.model.layers import Model
-from sley_core.model.tensors import overlap
 
 Real = Callable[..., Model]
 
@@ -78,16 +73,6 @@ def test_memory_that_is_partly_the_same_is_refused_by_name(real: Real, add: Call
     assert raised.value.diagnostics[0].hint
 
 
-def test_a_view_across_layers_is_refused_by_name(real: Real) -> None:
-    def layers(_: DataInfo) -> list[nn.Module]:
-        one, two = Part(), Part()
-        two.second.weight = nn.Parameter(one.second.weight.t())
-        return [one, two]
-
-    with pytest.raises(PlanError, match=r"'0.second.weight' and '1.second.weight' share"):
-        real(layers)
-
-
 def test_parts_of_one_memory_that_do_not_overlap_are_parameters_like_others(real: Real) -> None:
     def parts(part: Any) -> None:
         whole = torch.arange(32.0).view(4, 8)
@@ -95,32 +80,6 @@ def test_parts_of_one_memory_that_do_not_overlap_are_parameters_like_others(real
 
     part = real(lambda _: [Part(parts)])["0"].module
     assert torch.equal(torch.cat([part.left, part.right], 1), torch.arange(32.0).view(4, 8))
-
-
-def test_frozen_parameters_may_be_views_of_each_other(real: Real) -> None:
-    def frozen(part: Any) -> None:
-        part.requires_grad_(False)
-        transposed(part)
-        part.second.requires_grad_(False)
-
-    part = real(lambda _: [Part(frozen)])["0"].module
-    assert torch.equal(part.first.weight.t(), part.second.weight)
-
-
-def test_overlap_is_that_of_elements() -> None:
-    whole = torch.zeros(64, dtype=torch.uint8)
-    floats = whole.view(torch.float32)
-
-    def columns(first: int, size: int, rows: int = 4) -> Tensor:
-        return floats.as_strided((rows, size), (4, 1), first)
-
-    assert not overlap(columns(0, 2), columns(2, 2))
-    assert overlap(columns(0, 2), columns(1, 2))
-    assert not overlap(columns(0, 4, 1), columns(4, 4, 1))
-    assert not overlap(columns(0, 0), columns(0, 4))
-    spread = torch.zeros(80, dtype=torch.uint8)
-    assert overlap(spread.view(torch.float32).as_strided((4,), (5,)), spread[23:24])
-    assert not overlap(spread.view(torch.float32).as_strided((4,), (5,)), spread[24:25])
 
 
 def in_a_list(part: Any) -> None:
@@ -218,24 +177,6 @@ def test_a_parameter_that_is_held_by_name_is_refused(real: Real, kind: type[nn.M
     real(lambda _: [Listed()])
 
 
-def test_what_torch_itself_keeps_beside_its_parameters_is_no_fault(real: Real) -> None:
-    def usual(part: Any) -> None:
-        part.recurrent = nn.LSTM(4, 4)
-        part.recurrent.weight_ih_l0 = nn.Parameter(torch.ones(16, 4))
-        part.list = nn.ParameterList([nn.Parameter(torch.ones(4))])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            part.first = nn.utils.weight_norm(part.first)
-            part.second = nn.utils.spectral_norm(part.second)
-        part.third = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-        prune.l1_unstructured(part.third, "bias", amount=2)  # type: ignore[no-untyped-call]
-
-    part = real(lambda _: [Part(usual)])["0"].module
-    assert part.recurrent._flat_weights[0] is part.recurrent.weight_ih_l0
-    x = torch.ones(2, 4)
-    assert all(one.isfinite().all() for one in (part.first(x), part.second(x), part.third(x), part.recurrent(x)[0]))
-
-
 def test_a_view_in_an_attribute_is_refused_by_name(real: Real) -> None:
     def alias(part: Any) -> None:
         values = torch.ones(4)
@@ -285,37 +226,8 @@ def test_tensors_beside_parameters_have_the_values_of_plain_pytorch(real: Real) 
     assert found.empty.is_meta
 
 
-def test_a_rank_has_the_values_of_its_layers_alone(real: Real) -> None:
-    model = real(lambda _: [Part(beside), Part(beside)], owned={"1"})
-    assert model["0"].module.norm.is_meta
-    assert torch.equal(model["1"].module.norm, Part(beside).norm)
-
-
-def test_two_parameters_over_one_memory_are_refused_by_name(real: Real) -> None:
-    def shared(_: DataInfo) -> list[nn.Module]:
-        one, two = Part(), Part()
-        two.first.weight.data = one.first.weight.data
-        return [one, two]
-
-    with pytest.raises(PlanError, match=r"'0.first.weight' and '1.first.weight' share their memory"):
-        real(shared)
-
-
 def test_modules_of_an_earlier_call_are_refused_by_name(real: Real) -> None:
     parts = [Part(), Part()]
     with pytest.raises(PlanError, match=r"'0.first.weight' belongs to a model that was built before") as raised:
         real(lambda _: parts)
     assert raised.value.diagnostics[0].code == "model-init"
-
-
-def test_memory_that_the_program_uses_again_is_not_the_parameters(real: Real) -> None:
-    """A parameter has memory of its own, not numpy's, which its owner goes on writing."""
-    memory = np.zeros((4, 4), dtype=np.float32)
-
-    def layers(_: DataInfo) -> list[nn.Module]:
-        memory[:] = 1.0
-        return [Part(lambda part: setattr(part, "own", nn.Parameter(torch.from_numpy(memory))))]
-
-    part = real(layers)["0"].module
-    memory[:] = 2.0
-    assert part.own.eq(1.0).all()

@@ -1,7 +1,11 @@
+"""Patches of a forward lie on each other, and are undone in any order without a trace."""
+
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import OrderedDict
-from collections.abc import Callable
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -10,7 +14,7 @@ from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo
 from sley_core.errors import PlanError
-from sley_core.model.layers import Model, as_model, with_fields
+from sley_core.model.layers import ForwardPatch, Model, as_model, with_fields
 
 
 def linear() -> nn.Linear:
@@ -119,8 +123,73 @@ def test_all_misfits_are_told_at_once(info: DataInfo) -> None:
     assert "tokens, labels, positions, cu_seqlens" in (raised.value.diagnostics[0].hint or "")
 
 
-def test_layers_are_found_by_name(build: Callable[..., Model]) -> None:
-    model = build(lambda _: [("a", First()), ("b", linear())])
-    assert len(model) == 2
-    assert model["b"].module is model.layers[1].module
-    assert torch.is_tensor(model["b"].module.weight)
+class Scale(nn.Module):
+    def __init__(self, factor: float = 2.0) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, input):
+        return input * self.factor
+
+
+class Careful(Scale):
+    """Has a say in what becomes of its attributes."""
+
+    def __setattr__(self, name, value):
+        assert name != "forward", "somebody patches me"
+        super().__setattr__(name, value)
+
+
+def with_its_own():
+    """A module whose factory replaced its forward."""
+    module = Scale()
+    module.forward = lambda input: input * 100
+    return module
+
+
+def plus(module, number):
+    """A patch that adds to what the module would return without it."""
+    below = module.forward
+    return ForwardPatch(module, lambda input: below(input) + number)
+
+
+@pytest.mark.parametrize("make", [Scale, Careful, with_its_own])
+@pytest.mark.parametrize("order", [*permutations(range(3))])
+def test_undone_in_any_order(make, order):
+    module = make()
+    was, alone = dict(vars(module)), module(1.0)
+    patches = [plus(module, 10.0**at) for at in range(3)]
+    assert module(1.0) == alone + 111
+    left = {0, 1, 2}
+    for at in order:
+        for _ in range(2):
+            patches[at].undo()
+        left.remove(at)
+        assert module(1.0) == alone + sum(10.0**one for one in left)
+    assert vars(module) == was
+    assert list(vars(module)) == list(was)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_program_s_own_forward_over_a_patch_stays(order):
+    """And no longer passes through what is undone."""
+    module = Scale()
+    patches = [plus(module, 10)]
+    below = module.forward
+    own = module.forward = lambda input: -below(input)
+    patches.append(plus(module, 100))
+    assert module(1.0) == -12 + 100
+    for at in order:
+        patches[at].undo()
+    assert vars(module)["forward"] is own
+    assert module(1.0) == -2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_is_not_patched(copied):
+    module = Scale()
+    ForwardPatch(module, torch.neg)
+    ForwardPatch(module, torch.neg)
+    made = copied(module)
+    made.factor = 3.0
+    assert made(1.0) == 3.0

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from sley_core.errors import RunError
-from sley_core.weight_files.read import INDEX, SINGLE, WeightFiles
+from sley_core.weight_files.read import INDEX, SINGLE, TensorKind, WeightFiles
+from sley_core.weight_files.write import Spec, unfinished, write_tensors
 
 A, B = torch.arange(12.0).reshape(3, 4), torch.ones(5, dtype=torch.bfloat16)
 
@@ -31,15 +33,6 @@ def write_index(folder: Path, weight_map: object) -> None:
 
 def cut(file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
-
-
-def test_names_types_and_values_are_those_of_the_files(folder: Path) -> None:
-    files = WeightFiles(folder)
-    assert files.names == ["a", "b"]
-    assert files.stored["a"] == (folder / "one.safetensors", "F32", (3, 4))
-    assert files.stored["b"].dtype == "BF16"
-    assert torch.equal(files.tensor("a"), A)
-    assert torch.equal(files.tensor("b"), B)
 
 
 def test_a_tensor_does_not_follow_its_file(folder: Path) -> None:
@@ -92,3 +85,77 @@ def test_pickled_weights_are_not_read_and_the_hint_says_why(folder: Path) -> Non
     torch.save({"a": A}, folder / "pytorch_model.bin")
     with pytest.raises(RunError, match="may run code when it is read"):
         WeightFiles(folder)
+
+
+VALUES: dict[str, Tensor] = {
+    "odd": torch.tensor([True, False, True]),
+    "bytes": torch.arange(5, dtype=torch.uint8),
+    "half": torch.tensor([[1.5, -0.0, float("inf")]], dtype=torch.bfloat16),
+    "steps": torch.tensor(2**40),
+    "view": torch.arange(12.0).reshape(3, 4).t(),
+    "double": torch.tensor([1e-300, -1e300], dtype=torch.float64),
+    "none": torch.zeros(0, 4),
+}
+
+
+class Given:
+    """Tensors in memory; `broken` raises instead of one of them."""
+
+    def __init__(self, values: dict[str, Tensor], broken: tuple[str, BaseException] | None = None) -> None:
+        self.values = values
+        self.broken = broken
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.values)
+
+    def kind(self, name: str) -> TensorKind:
+        spec = Spec.of(name, self.values[name].dtype, self.values[name].shape)
+        return TensorKind(spec.dtype, spec.shape)
+
+    def tensor(self, name: str) -> Tensor:
+        if self.broken is not None and self.broken[0] == name:
+            raise self.broken[1]
+        return self.values[name]
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and (
+        one.contiguous().view(-1).view(torch.uint8).tolist() == other.contiguous().view(-1).view(torch.uint8).tolist()
+    )
+
+
+@pytest.mark.parametrize("max_bytes", [1, 20, 10**6])
+def test_what_is_written_is_what_the_library_reads(tmp_path: Path, max_bytes: int) -> None:
+    names = [(name, f"m.{name}") for name in VALUES]
+    files = write_tensors(tmp_path / "out", Given(VALUES), names, max_bytes)
+    found = {name: value for file in files for name, value in load_file(tmp_path / "out" / file).items()}
+    assert found.keys() == {f"m.{name}" for name in VALUES}
+    assert all(same_bits(found[f"m.{name}"], value) for name, value in VALUES.items())
+    assert WeightFiles(tmp_path / "out").names, "the index names exactly these"
+    if len(files) > 1:
+        index = json.loads((tmp_path / "out" / INDEX).read_text())
+        assert index["metadata"]["total_size"] == sum(value.nbytes for value in VALUES.values())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(OSError(28, "No space left on device"), RunError), (KeyboardInterrupt(), KeyboardInterrupt)]
+)
+def test_what_is_not_written_in_full_leaves_nothing(tmp_path: Path, error: BaseException, raised: type[BaseException]) -> None:
+    with pytest.raises(raised):
+        write_tensors(tmp_path / "out", Given(VALUES, ("double", error)), zip(VALUES, VALUES, strict=True), 10)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_type_without_a_name_is_refused_by_the_tensors_name() -> None:
+    with pytest.raises(RunError, match=r"'phase' is torch.complex64"):
+        Spec.of("phase", torch.complex64, (1,))
+
+
+def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    scratch = unfinished(tmp_path / "out")
+    scratch.mkdir()
+    (scratch / "model.safetensors").write_text("half")
+    write_tensors(tmp_path / "out", Given(VALUES), [("half", "half")], 10**6)
+    assert same_bits(load_file(tmp_path / "out" / "model.safetensors")["half"], VALUES["half"])
