@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sley_checkpoint.choosing import index_or_none
 from sley_checkpoint.folders import LocalFolder, open_folder
-from sley_checkpoint.reader import read, ready
+from sley_checkpoint.reader import index_or_none, read, ready
 from sley_core.attempt import read_attempt
 from sley_core.errors import SleyError
 from sley_core.metrics.jsonl import JsonlWriter, rows

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sley_data.counts import num_chunks, num_windows, window
+from sley_data.documents import num_chunks, num_windows, window
 
 
 @given(st.integers(0, 300), st.integers(1, 40))

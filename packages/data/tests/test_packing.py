@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sley_core.data.dataset import IGNORED
 from sley_data import packing
-from sley_data.counts import num_chunks, num_windows, window
+from sley_data.documents import num_chunks, num_windows, window
 from sley_data.packing import TokenArray
 
 documents_of = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=12), min_size=1, max_size=8)

@@ -164,6 +164,16 @@ def read(path: str | Path) -> Checkpoint:
     return Checkpoint(folder, read_index(folder))
 
 
+def index_or_none(folder: ReadableFolder) -> CheckpointIndex | None:
+    """Returns the index of a checkpoint; None if it is damaged, or gone. Raises StalledError."""
+    try:
+        return read_index(folder)
+    except StalledError:
+        raise
+    except Exception:  # whatever a file system raises
+        return None
+
+
 def read_header(folder: ReadableFolder, file: str) -> tuple[dict[str, InFile], dict[str, object]]:
     """Returns a file's tensors by name, and the facts of the file. Raises RunError `checkpoint-damaged`, OSError if it is not
     there.

@@ -14,10 +14,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sley_checkpoint.choosing import index_or_none
 from sley_checkpoint.folders import GONE, STAGING, Folder, open_folder
 from sley_checkpoint.format import INDEX, CheckpointIndex, TensorFacts, chunks_of, file_name
-from sley_checkpoint.reader import is_ours, read_header, ready, step_name
+from sley_checkpoint.reader import index_or_none, is_ours, read_header, ready, step_name
 from sley_checkpoint.writing import Writing
 from sley_core.api.comm import gather_objects, one_line
 from sley_core.api.state import BY_NAME, DTYPES, Attempt, Lineage, Rectangle, TensorPiece, TrainingState

@@ -8,8 +8,7 @@ from sley_core.api.plan import DataConfig
 from sley_core.errors import SleyError
 from sley_core.records import Problem
 from sley_data.config import NUM_BYTES, TextConfig, TokensConfig
-from sley_data.counts import count_samples
-from sley_data.documents import copied_tokens, documents_inside, of_split
+from sley_data.documents import copied_tokens, count_samples, documents_inside, of_split
 from sley_data.files import File, Found, text_files, token_files
 
 

@@ -20,8 +20,7 @@ from sley_core.api.data import DataContext, DataInfo, Sample
 from sley_core.errors import PlanError
 from sley_data import packing
 from sley_data.config import NUM_BYTES, Documents, TextConfig, TokensConfig
-from sley_data.counts import num_windows
-from sley_data.documents import copied_tokens, read_documents
+from sley_data.documents import copied_tokens, num_windows, read_documents
 from sley_data.files import as_error, text_files, token_files
 from sley_data.packing import TokenArray
 

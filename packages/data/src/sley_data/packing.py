@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sley_core.api.data import BOUNDARY_FIELDS, IGNORED, TOKEN_FIELDS, Field, Sample
 from sley_data.config import Documents
-from sley_data.counts import num_windows, window
+from sley_data.documents import num_windows, window
 
 SIGNED = {torch.uint8: torch.uint8, torch.uint16: torch.int16, torch.uint32: torch.int32}
 """For each dtype one of the same size that PyTorch compares with vector instructions and on every device."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from sley_core.api.data import Split
 from sley_data.config import TextConfig, TokensConfig
-from sley_data.counts import count_samples
+from sley_data.documents import count_samples
 from sley_data.files import text_files, token_files
 
 

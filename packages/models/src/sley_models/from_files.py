@@ -10,7 +10,7 @@ from torch import nn
 from sley_core.api.files import WeightFiles, read_tensor
 from sley_core.errors import PlanError, RunError
 from sley_models import hf
-from sley_models.check import PATH, check_files
+from sley_models.hf import PATH, check_files
 
 if TYPE_CHECKING:
     from sley_models.config import LlamaConfig

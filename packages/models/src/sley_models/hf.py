@@ -6,14 +6,16 @@ the files that `save_pretrained` writes. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from sley_core.errors import RunError
+from sley_core.errors import KeyPath, RunError
+from sley_core.records import Problem
 from sley_models.config import LlamaConfig
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from sley_core.api.files import WeightFiles
+    from sley_core.api.plan import Plan
 
 _OUTER = {
     "embed.tokens.weight": "model.embed_tokens.weight",
@@ -51,29 +53,6 @@ def names(config: LlamaConfig) -> Iterator[tuple[str, str]]:
     yield HEAD, _OUTER["embed.tokens.weight" if config.tie_embeddings else HEAD]
 
 
-def to_hugging_face(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
-    """Returns our weights by Hugging Face's names; the tensors are the same objects.
-
-    state: full weights by qualified name (`blocks.0.attention.query.weight`); a tied head may be missing. Raises
-    RunError "weights-mismatch" if a weight is missing or unknown.
-    """
-    known = dict(names(config))
-    check_names(state, known, optional={HEAD} if config.tie_embeddings else set())
-    return {theirs: state[ours] for ours, theirs in known.items() if ours in state and not _is_tied(ours, config)}
-
-
-def from_hugging_face(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
-    """Returns Hugging Face's weights by our names; a tied head has the embedding's tensor under its own name too.
-
-    state: as in safetensors files, or as `LlamaForCausalLM.state_dict()`, which repeats a tied head. Raises RunError
-    "weights-mismatch" if a weight is missing or unknown.
-    """
-    known = dict(names(config))
-    repeated = {_OUTER[HEAD]} if config.tie_embeddings else set()
-    check_names([name for name in state if name not in repeated], {theirs: ours for ours, theirs in known.items()}, set())
-    return {ours: state[theirs] for ours, theirs in known.items()}
-
-
 def shapes(config: LlamaConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every parameter by Hugging Face's name; a tied head has none of its own."""
     hidden, queries, keys = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -95,12 +74,8 @@ def shapes(config: LlamaConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
     return {
         theirs: outer.get(ours) or in_block.get(ours.split(".", 2)[-1], (hidden,))
         for ours, theirs in names(config)
-        if not _is_tied(ours, config)
+        if not (config.tie_embeddings and ours == HEAD)
     }
-
-
-def _is_tied(name: str, config: LlamaConfig) -> bool:
-    return config.tie_embeddings and name == HEAD
 
 
 def check_names(state: Collection[str], known: Mapping[str, str], optional: set[str]) -> None:
@@ -117,3 +92,54 @@ def check_names(state: Collection[str], known: Mapping[str, str], optional: set[
             f"these are not the weights of this Llama: {', '.join(what[:4])}{more}",
             hint="compare num_layers and tie_embeddings with the model that the weights come from",
         )
+
+
+PATH: KeyPath = ("model", "weights")
+
+_IGNORED = ".rotary_emb.inv_freq"
+"""Suffix of a buffer that old files have for each block; transformers computes it instead, too."""
+
+_SHOWN = 4
+
+
+def check_model(plan: Plan) -> Iterable[Problem]:
+    """Yields a problem if `[model] weights` has no files, or files of another model. Reads headers, no values."""
+    config = plan.model.config
+    if not isinstance(config, LlamaConfig) or config.weights is None:
+        return
+    from sley_core.api.files import WeightFiles  # no other plan needs the library
+    from sley_models.hf_config import read_config
+
+    try:
+        read_config(config.weights)
+        files = WeightFiles(config.weights)
+    except ValueError as error:
+        yield Problem(PATH, str(error), "the folder of `save_pretrained` has it", "model-weights")
+    except RunError as error:
+        yield Problem(PATH, error.diagnostics[0].message, error.diagnostics[0].hint, "model-weights")
+    else:
+        for message in check_files(files, config):
+            yield Problem(PATH, message, "`config.json` and the files belong to different models", "model-weights")
+
+
+def check_files(files: WeightFiles, config: LlamaConfig) -> list[str]:
+    """Returns at most one message: which tensors are missing, unknown, of another shape, or of a dtype from which no run can
+    start.
+    """
+    from sley_core.api.files import FLOATS
+
+    assert config.vocab_size is not None, "`weights` says the size of the vocabulary"
+    expected = shapes(config, config.vocab_size)
+    spare = {THEIR_HEAD} if config.tie_embeddings else set()
+    wrong = [f"{name!r} is missing" for name in expected if name not in files.stored]
+    for name, kind in files.stored.items():
+        if name in expected and kind.shape != expected[name]:
+            wrong.append(f"{name!r} is {list(kind.shape)} and not {list(expected[name])}")
+        elif name in expected and kind.dtype not in FLOATS:
+            wrong.append(f"{name!r} is {kind.dtype}, none of {', '.join(FLOATS)}")
+        elif name not in expected and name not in spare and not name.endswith(_IGNORED):
+            wrong.append(f"{name!r} is unknown")
+    if not wrong:
+        return []
+    more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    return [f"the files in `{config.weights}` are not the weights of this model: {', '.join(wrong[:_SHOWN])}{more}"]

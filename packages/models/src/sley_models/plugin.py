@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from sley_core.hookspecs import hookimpl
 from sley_core.records import ModelRecord, Problem
-from sley_models.check import check_model
 from sley_models.config import LlamaConfig
+from sley_models.hf import check_model
 
 if TYPE_CHECKING:
     from sley_core.api.plan import Plan
