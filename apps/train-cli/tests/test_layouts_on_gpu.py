@@ -30,7 +30,6 @@ ONE_F_ONE_B = {"use": "pp.one_f_one_b"}
 TIED = [{"use": "pp.shared_modules"}]
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "each gradient": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "core.each"}]},
     "buckets": {"parallel": {"dp": 2}, "gradient_handlers": BUCKETS},
     "sharded optimizer": {"parallel": {"dp": 2}, "gradient_handlers": SHARDED},
     "sharded weights": {"parallel": {"dp": 2, "wp": 2}, "weights": WEIGHTS},

@@ -29,41 +29,20 @@ PLAN = small_plan(
     optimizer={"use": "core.adamw", "lr": 1e-3},
     precision__compute="bf16",
 )
-SHARDED = [{"use": "dp.sharded"}]
+SHARDED = {"gradient_handlers": [{"use": "dp.sharded"}]}
+ISP = {"use": "isp.communicator"}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
-        "dp": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed"}]},
-        "sharded": {"parallel": {"dp": 2}, "gradient_handlers": SHARDED},
-        "sharded and frozen": {
-            "parallel": {"dp": 2},
-            "gradient_handlers": SHARDED,
-            "optimizer__groups": [{"match": "*norm*", "freeze": True}],
-        },
-        "pp": {"parallel": {"pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}},
+        "sharded and frozen": {"parallel": {"dp": 2}, **SHARDED, "optimizer__groups": [{"match": "*norm*", "freeze": True}]},
         "interleaved": {"parallel": {"pp": 2}, "pipeline": {"use": "pp.interleaved"}},
-        "wp": {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}},
-        "wp by columns": {
-            "model__tie_embeddings": False,
-            "parallel": {"wp": 2},
-            "weights": {"use": "isp.communicator", "embedding": "hidden"},
-        },
+        "wp by columns": {"model__tie_embeddings": False, "parallel": {"wp": 2}, "weights": ISP | {"embedding": "hidden"}},
     },
     4: {
-        "wp and sharded": {
-            "parallel": {"wp": 2, "dp": 4},
-            "weights": {"use": "isp.communicator"},
-            "gradient_handlers": SHARDED,
-        },
+        "wp and sharded": {"parallel": {"wp": 2, "dp": 4}, "weights": ISP, **SHARDED},
         "copies of shards": {"parallel": {"dp": 4}, "gradient_handlers": [{"use": "dp.sharded", "shards": 2}]},
-        "pp and wp": {
-            "parallel": {"pp": 2, "wp": 2},
-            "pipeline": {"use": "pp.one_f_one_b"},
-            "weights": {"use": "isp.communicator"},
-        },
+        "pp and wp": {"parallel": {"pp": 2, "wp": 2}, "pipeline": {"use": "pp.one_f_one_b"}, "weights": ISP},
     },
 }
-SAMPLE = {2: ("sharded and frozen", "interleaved", "wp by columns"), 4: ("copies of shards", "pp and wp")}
-"""Of those whose files are looked at in every run of the tests."""
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -86,11 +65,9 @@ def read(folder: Path) -> Tensors:
     return {name: files.tensor(name) for name in files.names}
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", LAYOUTS)
-@pytest.mark.parametrize("names", [SAMPLE, pytest.param(LAYOUTS, marks=pytest.mark.campaign)], ids=["some", "all"])
-def test_files_have_what_ranks_hold(ranks: Any, texts: Path, tmp_path: Path, names: Any, size: int) -> None:
-    plans = {name: changed(PLAN, **LAYOUTS[size][name]) for name in names[size]}
+def test_files_have_the_weights_of_the_ranks(ranks: Any, texts: Path, tmp_path: Path, size: int) -> None:
+    plans = {name: changed(PLAN, **changes) for name, changes in LAYOUTS[size].items()}
     is_tied = {tables["model"]["tie_embeddings"] for tables in plans.values()}
     alone = {True: ("tied", PLAN), False: ("untied", changed(PLAN, model__tie_embeddings=False))}
     saved(dict(alone[tied] for tied in is_tied), texts, tmp_path)

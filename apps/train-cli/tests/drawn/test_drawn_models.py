@@ -1,200 +1,247 @@
-"""Drawn models in drawn layouts have the numbers of a plain PyTorch loop, or are refused by name where they may be.
-
-A failure prints its case; `python apps/train-cli/tests/drawn/replay.py NUMBER` shows it again.
-"""
+"""Drawn models in drawn layouts have the numbers of a plain PyTorch loop. A failure prints its case; `draw(NUMBER)` has it."""
 
 from __future__ import annotations
 
+import os
 import random
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.config import CrossEntropyConfig
+from sley_core.data.feed import Order
+from sley_core.errors import SleyError
+from sley_core.losses.cross_entropy import CrossEntropy
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
+from sley_testing.parity import assert_same_bits
+from sley_testing.plain import PlainLoop, assert_step
+from sley_testing.runs import gradients, weights
 
 OWN = Path(__file__).parent / "own"
-SAMPLE = {1: 3, 2: 4, 3: 2, 4: 2}
-"""How many of CI's cases take how many ranks."""
 CAMPAIGN = 20
-"""Into how many parts the 2,000 draws are cut, each of numbers of its own."""
+"""Parts of 100 draws, of numbers of their own in each campaign."""
 
-LEAST_EQUAL = 75
-"""Of 100 draws. One in eight is refused by name (444 of 3,600 draws), so that more than 25 of 100 come once in 5,000 parts: by
-chance a campaign fails once in 260."""
-MOST_UNDETERMINED = 3
-"""Of 100 draws: where the plain loop does not know its own numbers, a fault of ours is not seen. There were 4 in four
-campaigns, so 1.2 in 1,000 at most (95 %). Then more than 3 of 100 come once in 130,000 parts, in a campaign once in 6,500."""
+Tensors = dict[str, Tensor]
 
-Check = Callable[..., Counter[str]]
+
+@dataclass
+class Seen:
+    """First weights of one rank, and each step's row, gradients, weights and held-out loss."""
+
+    first: Tensors = field(default_factory=dict)
+    rows: list[Mapping[str, float]] = field(default_factory=list)
+    gradients: list[Tensors] = field(default_factory=list)
+    weights: list[Tensors] = field(default_factory=list)
+    held_out: list[float | None] = field(default_factory=list)
 
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The catalogue, the drawing and the judging are on the path, in ranks too."""
+    """The modules of drawn cases are on the path, in ranks too."""
     monkeypatch.syspath_prepend(OWN)
 
 
-@pytest.fixture
-def check(ranks: Any, own: None, tmp_path: Path) -> Check:
-    """`check(numbers, world)` draws and judges these cases, fails with those that are wrong, and counts the verdicts."""
-    from drawn_batches import judge, valid
-    from drawn_cases import describe
+def plan_of(case: Any, folder: Path) -> Any:
+    tables = dict(case.tables)
+    if case.csv:
+        path = folder / f"case{case.seed}.csv"
+        own = path.with_suffix(f".{os.getpid()}")  # each rank writes it
+        own.write_text(case.csv, "utf-8")
+        own.replace(path)
+        tables["pipeline"] = tables["pipeline"] | {"file": path.name}
+    fixed: dict[str, Any] = {
+        "run": {"name": "drawn", "steps": 99, "device": "cpu", "seed": case.seed % 1000},
+        "model": {"factory": "drawn_model:model", "options": case.model},
+        "data": {"factory": "drawn_model:Rows"},
+        "evaluation": {"every": 10**6, "steps": 1},
+        "limits": {"collective_timeout_s": 20.0},
+    }
+    return plan_from_dict({**fixed, **case.training, **tables}, folder)
 
-    def check(numbers: Iterable[int], world: int | None = None) -> Counter[str]:
-        cases = [valid(number, tmp_path, world) for number in numbers]
-        verdicts = {}
-        for size in sorted({case.world for case in cases}):
-            verdicts |= judge(ranks, [case for case in cases if case.world == size], tmp_path)
-        wrong = [case for case in cases if verdicts[case.seed].how == "wrong"]
-        told = "\n\n".join(f"{describe(case)}\n  => {verdicts[case.seed].why}" for case in wrong)
-        assert not wrong, f"{len(wrong)} of {len(cases)} cases are wrong\n{told}"
-        return Counter(verdict.how for verdict in verdicts.values())
 
-    return check
+def valid(seed: int, folder: Path, world: int | None = None) -> Any:
+    """The case of a number; if the plan's check refuses it, the next of its kind."""
+    from drawn_cases import draw
+
+    for again in range(50):
+        case = draw(seed + again * 10**9, world)
+        world = case.world
+        try:
+            if not check_plan(plan_of(case, folder), world):
+                return case
+        except SleyError:
+            continue
+    raise AssertionError(f"none of 50 draws of {seed} makes a plan")
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("world", SAMPLE)
-def test_a_fixed_sample_equals_a_plain_loop(check, world):
-    found = check(range(SAMPLE[world]), world)
-    assert found["equal"] >= SAMPLE[world] / 2
-    assert found["undetermined"] == 0, "these trainings converge"
+def micros_of(case: Any, number: int) -> list[Tensors]:
+    """The micro-batches of a step's global batch, in order."""
+    from drawn_model import batch
+
+    r = random.Random(f"{case.seed} {number}")
+    size = case.tables["batch"]["micro_size"]
+    return [batch([r.randrange(10**5) for _ in range(size)], length) for length in case.steps[number].lengths]
+
+
+def change(step: Any, parameters: Mapping[str, Any]) -> None:
+    """Does to parameters what a program does before a step."""
+    for name, parameter in parameters.items():
+        if any(fnmatchcase(name, pattern) for pattern in step.freeze):
+            parameter.requires_grad_(False)
+        if any(fnmatchcase(name, pattern) for pattern in step.thaw):
+            parameter.requires_grad_(True)
+        if any(fnmatchcase(name, pattern) for pattern in step.halve):
+            with torch.no_grad():
+                parameter.mul_(0.5)
+
+
+def see(case: Any, folder: Path) -> Seen:
+    """Runs the case on this rank."""
+    seen = Seen()
+    with World.join("cpu") as world, assemble(plan_of(case, folder), world) as run:
+        seen.first = weights(run)
+        for number, step in enumerate(case.steps):
+            change(step, {param.name: param.parameter for param in run.registry})
+            seen.rows.append(run.step(own_batch(case, number, run)))
+            seen.gradients.append(gradients(run))
+            seen.weights.append(weights(run))
+            seen.held_out.append(run.evaluate() if step.evaluates else None)
+    return seen
+
+
+def own_batch(case: Any, number: int, run: Run) -> Any:
+    """This rank's samples, in a list of micro-batches or as one batch."""
+    micros = micros_of(case, number)
+    count = len(micros) // run.topology.dp
+    own = micros[run.groups["dp"].coord * count :][:count]
+    return own if case.steps[number].listed else {name: torch.cat([micro[name] for micro in own]) for name in own[0]}
+
+
+def plain_loop(case: Any) -> PlainLoop:
+    """The same model in a plain loop, with the values that its own code gives it under the run's seed."""
+    import drawn_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(case.seed % 1000)
+        layers = drawn_model.model(**case.model)
+    for _, layer in layers:
+        layer.double()
+    loss, config = case.training["loss"], case.training["optimizer"]
+    own: Any = CrossEntropy(CrossEntropyConfig(label_smoothing=loss.get("label_smoothing", 0.0)))
+    if "factory" in loss:
+        own = getattr(drawn_model, loss["factory"].partition(":")[2])()
+    kind = float(config.get("clip_kind", 2.0))
+    return PlainLoop(
+        layers, own, optimizer=lambda named: optimizer_of(config, named), clip_norm=config.get("clip_norm"), clip_kind=kind
+    )
+
+
+def optimizer_of(config: Mapping[str, Any], named: Any) -> torch.optim.Optimizer:
+    """Torch's own, a group for each parameter; matrices decay, unless the plan's groups say otherwise."""
+    options: dict[str, Any] = {"eps": 1e-3}
+    kind: Any = torch.optim.NAdam
+    if config.get("use") == "core.sgd":
+        kind, options = torch.optim.SGD, {"momentum": config["momentum"], "nesterov": config.get("nesterov", False)}
+    elif config.get("use") == "core.adamw":
+        kind, options = torch.optim.AdamW, options | {"betas": (0.9, 0.95)}
+    groups = []
+    for name, parameter in named:
+        own = next((group for group in config.get("groups", ()) if fnmatchcase(name, group["match"])), {})
+        decay = own.get("weight_decay", config.get("weight_decay", 0.0) if parameter.ndim >= 2 else 0.0)
+        rate = own.get("lr", config["lr"])
+        groups.append({"params": [parameter], "lr": rate, "full": rate, "weight_decay": decay})
+        if own.get("freeze"):
+            parameter.requires_grad_(False)
+    return kind(groups, **options)
+
+
+def compare(case: Any, ranks: Sequence[Seen]) -> None:
+    """Raises AssertionError with the first difference from the plain loop."""
+    import drawn_model
+
+    loop = plain_loop(case)
+    first = {name: value for one in ranks for name, value in one.first.items() if name in loop.parameters}
+    assert_same_bits(loop.weights, first)
+    size, order = case.tables["batch"]["micro_size"], Order(drawn_model.ROWS, seed=case.seed % 1000, epoch=0)
+    keys = [drawn_model.HELD_OUT + order[at] for at in range(case.tables["batch"]["global_size"])]
+    held_out = [drawn_model.batch(keys[at : at + size], drawn_model.LENGTH) for at in range(0, len(keys), size)]
+    for number, step in enumerate(case.steps):
+        change(step, loop.parameters)
+        share = min(1.0, (number + 1) / (case.training["learning_rate"]["warmup_steps"] or 1))
+        for group in loop.optimizer.param_groups:
+            group["lr"] = group["full"] * share
+        expected = loop.step(micros_of(case, number))
+        loss = loop.evaluate(held_out) if step.evaluates else None
+        for rank, one in enumerate(ranks):
+            try:
+                assert_step(expected, one.rows[number], one.gradients[number], one.weights[number])
+                assert one.held_out[number] == (None if loss is None else pytest.approx(loss, rel=1e-9)), "held-out"
+            except AssertionError as error:
+                raise AssertionError(f"step {number + 1}, rank {rank}: {error}") from None
+        missing = set(expected.gradients) - {name for one in ranks for name in one.gradients[number]}
+        assert not missing, f"step {number + 1}: no rank has the gradients of {sorted(missing)}"
+
+
+def check(ranks: Any, folder: Path, numbers: Iterable[int], world: int | None = None) -> None:
+    """Runs these cases; fails with all that are wrong."""
+    wrong = []
+    for case in (valid(number, folder, world) for number in numbers):
+        try:
+            compare(case, ranks(case.world, 60)(see, case, folder))
+        except Exception as error:
+            wrong.append(f"{case}\n  => {type(error).__name__}: {error}")
+    assert not wrong, f"{len(wrong)} cases are wrong\n" + "\n\n".join(wrong)
+
+
+@pytest.mark.parametrize(("world", "count"), [(1, 3), (2, 5), (3, 2), (4, 2)])
+def test_a_fixed_sample_equals_a_plain_loop(ranks: Any, own: None, tmp_path: Path, world: int, count: int) -> None:
+    check(ranks, tmp_path, range(count), world)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("part", range(CAMPAIGN))
-def test_two_thousand_draws_equal_a_plain_loop(check, part):
+def test_two_thousand_draws_equal_a_plain_loop(ranks: Any, own: None, tmp_path: Path, part: int) -> None:
     first = random.SystemRandom().randrange(10**6) * 1000
     print(f"numbers {first} to {first + 99}")
-    found = check(range(first, first + 100))
-    print({how: found[how] for how in ("equal", "refused", "undetermined")})
-    assert found["equal"] >= LEAST_EQUAL
-    assert found["undetermined"] <= MOST_UNDETERMINED
+    check(ranks, tmp_path, range(first, first + 100))
 
 
-def test_a_number_stands_for_one_case_and_all_features_are_drawn(own):
-    """In a few hundred draws: every body, form, schedule, first value, optimizer, loss and option."""
-    from drawn_cases import STARTS, describe, draw
-    from drawn_catalogue import BODIES
-    from drawn_forms import FORMS
-    from drawn_layouts import SCHEDULES
+def test_a_number_stands_for_one_case_and_all_features_are_drawn(own: None) -> None:
+    from drawn_cases import SCHEDULES, STARTS, draw
+    from drawn_model import BODIES, FORMS
 
-    cases = [draw(number) for number in range(400)]
-    assert [describe(case) for case in cases] == [describe(draw(number)) for number in range(400)]
-    text = "\n".join(map(describe, cases))
-    for feature in (
-        *(f"body={body}" for body in BODIES),
-        *(f"give={form}" for form in FORMS),
-        *(f"start={start}" for start in STARTS if start),
-        *(f"carry={carry}" for carry in ("kept", "input", "made", "sent")),
-        *(f'"{schedule}"' for schedule in SCHEDULES),
-        *(f'"{axis}": 2' for axis in ("dp", "pp", "sp", "wp")),
-        *("core.sgd", "core.adamw", "NAdam", "clip_norm", "Squares", "WithSize", "dp.bucketed", "core.recompute"),
-        *('"direct"', '"vocabulary"', '"hidden"', '"ties"', '"shared"', '"frozen"'),
-        *('"freeze"', '"thaw"', '"halve"', '"listed"', '"evaluates"', '"cross_memory_attach": false'),
-    ):
-        assert feature in text, f"{feature} is never drawn"
+    cases = [str(draw(number)) for number in range(400)]
+    assert cases == [str(draw(number)) for number in range(400)]
+    text = "\n".join(cases)
+    names = [*BODIES, *FORMS, *filter(None, STARTS), *SCHEDULES, "core.sgd", "core.adamw", "torch.optim:NAdam", "clip_norm"]
+    names += ["drawn_model:Squares", "dp.bucketed", "core.recompute", "vocabulary", "hidden"]
+    names += ["freeze", "thaw", "halve", "listed", "evaluates"]
+    missing = [name for name in names if f'"{name}"' not in text]
+    assert not missing, f"never drawn: {missing}"
 
 
-@pytest.fixture
-def small(own: None) -> Any:
-    """A case on any number of ranks: two blocks, of which the first has the body and hands on in the form that are given."""
-    from drawn_cases import Case, Step
-
-    def small(seed: int, world: int = 1, body: str = "feed", form: str = "tensor", refusals: str = "") -> Any:
-        layers = [
-            {"body": body, "take": "tensor", "give": form, "carry": "made", "start": ""},
-            {"body": "linear", "take": form, "give": "tensor", "carry": "made", "start": ""},
-        ]
-        model = {"width": 4, "layers": layers, "ties": [], "shared": [], "frozen": []}
-        model |= {"embed": {"give": "tensor", "padding": False, "positions": False}}
-        model |= {"head": {"take": "tensor", "bias": True, "aux": False}}
-        training = {
-            "loss": {"use": "core.cross_entropy", "label_smoothing": 0.0},
-            "optimizer": {"use": "core.adamw", "lr": 0.01, "eps": 1e-6},
-            "learning_rate": {"warmup_steps": 0},
-        }
-        tables = {"batch": {"global_size": 4, "micro_size": 2}, "parallel": {"dp": 1, "pp": world}}
-        tables |= {"precision": {"compute": "fp64"}}
-        tables |= {"pipeline": {"use": "pp.one_f_one_b"}} if world > 1 else {}
-        steps = [Step([3, 3], evaluates=True), Step([2, 2])]
-        return Case(seed, world, model, training, tables, steps, "", frozenset(refusals.split()))
-
-    return small
-
-
-def test_any_number_that_is_off_by_little_is_seen(small, tmp_path):
-    from drawn_runs import Seen, compare, see
-
-    case, seen = small(5), Seen()
-    see(case, tmp_path, seen)
+def test_a_number_that_is_off_by_little_is_seen(own: None, tmp_path: Path) -> None:
+    case = valid(5, tmp_path, 1)
+    case = replace(case, steps=[replace(step, evaluates=True) for step in case.steps])
+    seen = see(case, tmp_path)
     compare(case, [seen])
-    for part, key in (
-        (seen.rows[1], "loss"),
-        (seen.rows[0], "grad_norm"),
-        (seen.gradients[1], "blocks.0.body.up.weight"),
-        (seen.weights[0], "blocks.0.body.up.bias"),
-        (seen.first, "blocks.0.body.norm.weight"),
-    ):
-        kept = part[key]
-        part[key] = kept * (1 + 1e-7)
+    largest = max(seen.gradients[1], key=lambda name: float(seen.gradients[1][name].norm()))
+    for part, key in ((seen.rows[1], "loss"), (seen.rows[0], "grad_norm"), (seen.gradients[1], largest), (seen.first, largest)):
+        right = part[key]
+        part[key] = right * (1 + 1e-7)
         with pytest.raises(AssertionError, match=key.replace(".", r"\.")):
             compare(case, [seen])
-        part[key] = kept
+        part[key] = right
     seen.held_out[0] *= 1 + 1e-7
     with pytest.raises(AssertionError, match="held-out"):
         compare(case, [seen])
-
-
-def test_a_case_that_fails_poisons_no_other(ranks, small, tmp_path):
-    """An error that no case allows, and one that this case allows, before one that is right."""
-    from drawn_batches import Verdict, judge
-
-    cases = [
-        small(1, 2, body="raises", refusals="boundary-type"),
-        small(2, 2, form="unsendable", refusals="boundary-type"),
-        small(3, 2),
-    ]
-    found = judge(ranks, cases, tmp_path)
-    assert found[1].how == "wrong"
-    assert "ValueError: on purpose" in found[1].why
-    assert found[2] == Verdict("refused", "boundary-type")
-    assert found[3] == Verdict("equal")
-
-
-def test_a_training_that_diverges_is_told_from_a_wrong_number(own, tmp_path):
-    """So is one whose optimizer makes a step of a gradient that is rounding: 792422055, by a key's bias and NAdam."""
-    from drawn_batches import valid
-    from drawn_runs import Seen, is_undetermined, plainly
-
-    for number, diverges in ((622912063, True), (792422055, True), (17, False), (5, False)):
-        case = valid(number, tmp_path)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # of 150 other first values, three or four do not show it
-            first = plainly(case).weights
-        assert is_undetermined(case, [Seen(first=first)], len(case.steps) - 1) == diverges
-
-
-def test_a_step_that_is_refused_for_want_of_a_number_has_none_in_the_plain_loop(ranks, small, tmp_path):
-    from drawn_batches import Verdict, judge, valid
-    from drawn_runs import Seen, StepDiffersError, compare, see
-
-    overflows = valid(446718096, tmp_path)
-    assert judge(ranks, [overflows], tmp_path) == {overflows.seed: Verdict("refused", "not-finite")}
-    case, seen = small(5), Seen()
-    see(case, tmp_path, seen)
-    for what in (seen.held_out, seen.rows):
-        what.pop()
-        with pytest.raises(StepDiffersError, match="step 2 was refused, in which the loop has"):
-            compare(case, [seen])
-
-
-@pytest.mark.campaign  # each waits for its time limit; core's tests of circles have short ones
-@pytest.mark.parametrize("number", [331785098, 941950090])
-def test_ranks_that_take_other_layers_are_told_whom_they_wait_for(ranks, own, tmp_path, number):
-    """One waits to reduce gradients, the other to gather weights again: nothing of either comes to the other."""
-    from drawn_batches import Verdict, judge, valid
-
-    assert judge(ranks, [valid(number, tmp_path)], tmp_path) == {number: Verdict("refused", "ranks-differ")}

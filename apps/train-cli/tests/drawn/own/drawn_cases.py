@@ -1,7 +1,4 @@
-"""A case is drawn from a number: a model, how it is trained, and the layout that must not matter.
-
-`draw(seed)` gives the same case everywhere; `describe(case)` prints it. Nothing here imports torch.
-"""
+"""Draws a case from a number: a model, its training, and the layout that must not matter."""
 
 from __future__ import annotations
 
@@ -10,20 +7,27 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from drawn_layouts import draw_layout
+from drawn_model import BODIES, BY_DATA, BY_POSITION, FORMS, MAY_BE_CHANGED, MIXES_POSITIONS, NEEDS_TOKENS
 
 WIDTH = 4
-STARTS = ("", "", "", "", "zeros", "constant", "data", "filled", "normal", "loaded", "assigned", "applied")
+STARTS = ("", "", "", "zeros", "data", "loaded", "assigned", "applied")
 CARRIES = ("made", "made", "kept", "input", "sent")
+SCHEDULES = ("pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v", "pp.csv")
+SQUARE = {
+    **dict.fromkeys(("linear", "begins", "twice", "detaches", "broadcasts", "counts", "reads"), "inner"),
+    **dict.fromkeys(("adds", "unused", "chooses"), "one"),
+    "half_frozen": "two",
+}
+"""Bodies with a square matrix, and the module that has it: these can be tied to one another."""
 
 Tables = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step. lengths: of each micro-batch of the global batch, in order; listed: whether they are given apart.
+    """lengths: of each micro-batch of the global batch; listed: whether they are given one by one.
 
-    Before it, by patterns of names: freeze, thaw: which parameters stop or start being trained; halve: which are written on.
+    Before it, by patterns of names: freeze, thaw: parameters that stop or start being trained; halve: those that are written.
     evaluates: after it.
     """
 
@@ -37,10 +41,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Case:
-    """model: the factory's options. training: loss and optimizer. tables: the rest of the plan. csv: a schedule file's text.
-
-    refusals: codes of errors that may come instead of numbers, because this case holds what they refuse.
-    """
+    """model: the factory's options. training: loss and optimizer. tables: the rest of the plan. csv: a schedule file's text."""
 
     seed: int
     world: int
@@ -49,116 +50,197 @@ class Case:
     tables: Tables
     steps: list[Step]
     csv: str = ""
-    refusals: frozenset[str] = frozenset()
 
-    @property
-    def micro_size(self) -> int:
-        size: int = self.tables["batch"]["micro_size"]
-        return size
-
-
-@dataclass
-class Traits:
-    """What a layout asks of its model and its batches.
-
-    parts: into how many parts the layers are cut. is_sliced: each sequence over several ranks. is_sharded: each weight.
-    """
-
-    parts: int
-    is_sliced: bool
-    is_sharded: bool
-    recomputes: bool
+    def __str__(self) -> str:
+        lines = [f"case {self.seed} on {self.world}"]
+        lines += [f"  {at}: {json.dumps(layer)}" for at, layer in enumerate(self.model["layers"])]
+        lines.append(f"  model {json.dumps({key: value for key, value in self.model.items() if key != 'layers'})}")
+        lines += [f"  training {json.dumps(self.training)}", f"  layout {json.dumps(self.tables)}"]
+        lines += [f"  step {json.dumps({key: value for key, value in vars(step).items() if value})}" for step in self.steps]
+        return "\n".join([*lines, *([f"  csv {self.csv!r}"] if self.csv else [])])
 
 
 def draw(seed: int, world: int | None = None) -> Case:
     """The case of a number. world: how many ranks it takes; drawn too, if left out."""
     r = random.Random(f"sley {seed} {world}")
     world = world or r.choice([1, 1, 2, 2, 2, 2, 3, 4, 4])
-    layout = draw_layout(r, world)
-    sizes = layout.tables["parallel"]
-    traits = Traits(layout.parts, sizes["sp"] > 1, sizes["wp"] > 1, "activations" in layout.tables)
-    from drawn_descriptions import draw_model, refusals
-
-    model, loss = draw_model(r, traits, layout)
-    return Case(
-        seed,
-        world,
-        model,
-        {"loss": loss, "optimizer": draw_optimizer(r), "learning_rate": {"warmup_steps": r.choice([0, 0, 2])}},
-        layout.tables,
-        draw_steps(r, layout, model),
-        layout.csv,
-        refusals(model, layout),
-    )
+    micros = r.randint(1, 6)
+    tables, parts, csv = _layout(r, world, micros)
+    model, loss = _model(r, parts, tables)
+    training = {"loss": loss, "optimizer": _optimizer(r, model), "learning_rate": {"warmup_steps": r.choice([0, 0, 2])}}
+    return Case(seed, world, model, training, tables, _steps(r, tables["parallel"], micros, csv, model), csv)
 
 
-def draw_optimizer(r: random.Random) -> Tables:
+# -- layout ------------------------------------------------------------------------------------------------------------
+
+
+def _layout(r: random.Random, world: int, micros: int) -> tuple[Tables, int, str]:
+    """Returns tables of the plan, the number of parts of the model, and a schedule's text."""
+    pp = r.choice([size for size in (1, 2, 3, 4) if world % size == 0])
+    sp, wp = (r.choice([1, 1, *(size for size in (2,) if world // pp % size == 0)]) for _ in range(2))
+    dp, micro_size = world // pp // sp, r.choice([1, 2])
+    tables: Tables = {
+        "batch": {"global_size": dp * micros * micro_size, "micro_size": micro_size},
+        "parallel": {"dp": dp, "pp": pp, "sp": sp, "wp": wp, "cross_memory_attach": r.random() < 0.7},
+        "precision": {"compute": "fp64", "accumulation": r.choice(["auto", "autograd", "direct", "direct"])},
+    }
+    parts, csv, name = pp, "", r.choice(SCHEDULES)
+    if pp > 1:
+        tables["pipeline"] = {"use": name}
+        chunks = {"pp.interleaved": 2, "pp.zero_bubble_v": 2, "pp.csv": r.choice([1, 2])}.get(name, 1)
+        parts = pp * chunks
+        if name == "pp.csv":
+            csv = _any_order(r, pp, chunks, r.random() < 0.5, micros)
+        if r.random() < 0.4:
+            tables["partition"] = {"use": "pp.uniform"}
+    if wp > 1:
+        tables["weights"] = {
+            "use": "isp.communicator",
+            "unit": r.choice(["layer", "module"]),
+            "overlap": r.random() < 0.8,
+            "ahead": r.choice([0, 1, 2]),
+            "reduce": r.choice(["micro_batch", "step"]),
+            "head": r.choice(["gather", "vocabulary"]),
+            "embedding": r.choice(["gather", "hidden"]),
+        }
+    if sp > 1:
+        tables["sequence"] = {"use": "isp.all_to_all"}
+    if r.random() < 0.3:
+        tables["activations"] = {"use": "core.recompute", "fraction": r.choice([0.5, 1.0])}
+    if dp * sp > 1 and r.random() < 0.6:
+        reducer: Tables = {"use": "dp.bucketed", "bucket_mb": r.choice([1e-4, 5e-4, 25.0])}
+        tables["gradient_handlers"] = [reducer, *([{"use": "pp.shared_modules"}] if pp > 1 else [])]
+    return tables, parts, csv
+
+
+def _any_order(r: random.Random, pp: int, chunks: int, is_v: bool, micros: int) -> str:
+    """A schedule's text: any order in which actions can run one after another, whole backwards and split ones mixed."""
+    parts = pp * chunks
+    rows: list[list[str]] = [[] for _ in range(pp)]
+    forward, backward = dict.fromkeys(range(micros), 0), dict.fromkeys(range(micros), parts - 1)
+    deferred: list[tuple[int, int]] = []
+    while True:
+        ready = [("F", part, micro) for micro, part in forward.items() if part < parts]
+        ready += [("B", part, micro) for micro, part in backward.items() if part >= 0 and forward[micro] == parts]
+        ready += [("W", part, micro) for part, micro in deferred]
+        if not ready:
+            return "".join(",".join(row) + "\n" for row in rows)
+        kind, part, micro = r.choice(ready)
+        if kind == "F":
+            forward[micro] += 1
+        elif kind == "W":
+            deferred.remove((part, micro))
+        else:
+            backward[micro] -= 1
+            if r.random() < 0.5:
+                kind = "I"
+                deferred.append((part, micro))
+        rows[parts - 1 - part if is_v and part >= pp else part % pp].append(f"{part}{kind}{micro}")
+
+
+# -- model -------------------------------------------------------------------------------------------------------------
+
+
+def _model(r: random.Random, parts: int, tables: Tables) -> tuple[dict[str, Any], Tables]:
+    """The options of the factory, and the table of the loss: bodies and forms that may follow one another in this layout."""
+    is_sliced, is_sharded = tables["parallel"]["sp"] > 1, tables["parallel"]["wp"] > 1
+    count = max(parts - 2, 1) + r.choice([0, 0, 1, 2])
+    known = set(BY_POSITION if is_sliced else BODIES)
+    if is_sharded:  # refused: weights that are read without their module, and exchanges that the data decide
+        known -= {"reads", *BY_DATA}
+    bodies = [r.choice(sorted(known)) for _ in range(count)]
+    if is_sliced:
+        bodies[r.randrange(count)] = "attends"
+    forms = [form for form in FORMS if not (is_sliced and form in MIXES_POSITIONS)]
+    gives = [r.choice(["tensor", *forms]) if r.random() < 0.65 else "tensor" for _ in range(count + 1)]
+    gives[-1] = "tensor" if gives[-1] in NEEDS_TOKENS else gives[-1]
+    layers: list[dict[str, Any]] = [
+        {"body": body, "take": take, "give": give, "carry": r.choice(CARRIES), "start": r.choice(STARTS)}
+        for body, take, give in zip(bodies, gives, gives[1:], strict=False)
+    ]
+    shared: list[list[int]] = []
+    if not is_sliced and count > 1 and r.random() < 0.25:
+        first, *others = sorted(r.sample(range(count), r.randint(2, min(4, count))))
+        if layers[first]["body"] != "begins":
+            for other in others:
+                layers[other]["body"], layers[other]["start"] = layers[first]["body"], ""
+            shared = [[first, *others]]
+    _keep_writable(layers, "activations" in tables)
+    own = "" if tables.get("weights", {}).get("head") == "vocabulary" else r.choice(["", "", "", "Squares"])
+    smoothing = r.choice([0.0, 0.1])
+    loss = {"factory": f"drawn_model:{own}"} if own else {"use": "core.cross_entropy", "label_smoothing": smoothing}
+    embed = {"give": gives[0], "padding": r.random() < 0.2, "positions": r.random() < 0.3}
+    if is_sliced and not embed["positions"]:
+        tables["sequence"]["positions"] = False
+    model = {"width": WIDTH, "layers": layers, "embed": embed, "shared": shared}
+    model["head"] = {"take": gives[-1], "bias": r.random() < 0.5}
+    model["ties"] = _ties(r, model, tables)
+    model["frozen"] = _names(r, model) if r.random() < 0.25 else []
+    return model, loss
+
+
+def _keep_writable(layers: list[dict[str, Any]], recomputes: bool) -> None:
+    """Nobody else, no other output and no backward, has the memory that a layer writes on."""
+    for at, layer in enumerate(layers):
+        if layer["body"] != "begins":
+            continue
+        before = layers[at - 1] if at else {"body": "linear", "carry": "made"}
+        form = layer["take"]
+        fresh = before["body"] in MAY_BE_CHANGED and (not FORMS[form].carries or before["carry"] == "made")
+        if recomputes or not fresh or FORMS[form].views or form in ("detached", "nested", "masked", "many", "scaled", "empty"):
+            layer["body"] = "linear"
+        elif layer["carry"] == "input" or (layer["carry"] == "kept" and FORMS[form].carries):
+            layer["carry"] = "made"  # the kept tensor was made of the written one, and a backward reads that
+
+
+def _ties(r: random.Random, model: dict[str, Any], tables: Tables) -> list[list[str]]:
+    ties = []
+    if r.random() < 0.3 and tables.get("weights", {}).get("embedding") != "hidden":
+        ties.append(["embed.table.weight", "head.scores.weight"])
+    taken = {place for places in model["shared"] for place in places}
+    layers = [(at, layer["body"]) for at, layer in enumerate(model["layers"]) if at not in taken and layer["body"] in SQUARE]
+    names = [f"blocks.{at}.body.{SQUARE[body]}.weight" for at, body in layers]
+    if len(names) > 1 and r.random() < 0.5:
+        ties.append(sorted(r.sample(names, r.randint(2, min(4, len(names))))))
+    return ties
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def _optimizer(r: random.Random, model: dict[str, Any]) -> Tables:
+    """With an eps so large that no step depends on the rounding of a gradient that is almost zero."""
     clip = r.choice([{}, {}, {"clip_norm": 0.25}, {"clip_norm": 0.5, "clip_kind": "inf"}, {"clip_norm": 100.0}])
     decay = r.choice([0.0, 0.1])
     chosen: Tables = r.choice(
         [
-            {"use": "core.sgd", "lr": 0.25, "momentum": 0.5, "weight_decay": decay},
-            {"use": "core.sgd", "lr": 0.25, "momentum": 0.9, "nesterov": True},
-            {"use": "core.adamw", "lr": 0.01, "eps": 1e-6, "weight_decay": decay},
-            {"factory": "torch.optim:NAdam", "lr": 0.01, "weight_decay": decay, "options": {"eps": 1e-6}},
+            {"use": "core.sgd", "lr": 0.05, "momentum": 0.5, "weight_decay": decay},
+            {"use": "core.sgd", "lr": 0.05, "momentum": 0.9, "nesterov": True},
+            {"use": "core.adamw", "lr": 0.01, "eps": 1e-3, "weight_decay": decay},
+            {"factory": "torch.optim:NAdam", "lr": 0.01, "weight_decay": decay, "options": {"eps": 1e-3}},
         ]
     )
-    groups: list[Tables] = r.choice(
-        [
-            [],
-            [],
-            [{"match": "embed.*", "lr": chosen["lr"] / 4}],
-            [{"match": "embed.*", "freeze": True}],
-            [{"match": "*", "weight_decay": 0.05}],
-        ]
-    )
+    low, frozen, all_decay = {"match": "embed.*", "lr": 0.01}, {"match": "embed.*", "freeze": True}, {"match": "*"}
+    groups = r.choice([[], [], [low], [] if model["ties"] else [frozen], [all_decay | {"weight_decay": 0.05}]])
     return chosen | clip | ({"groups": groups} if groups else {})
 
 
-def draw_steps(r: random.Random, layout: Any, model: dict[str, Any]) -> list[Step]:
-    replicas, steps = layout.tables["parallel"]["dp"], []
-    unit = layout.tables["parallel"]["sp"]
+def _steps(r: random.Random, sizes: dict[str, int], micros: int, csv: str, model: dict[str, Any]) -> list[Step]:
+    steps: list[Step] = []
     frozen: list[str] = []
     for number in range(r.choice([2, 2, 3])):
-        micros = layout.micros if number == 0 or layout.csv or r.random() < 0.7 else r.randint(1, 6)
-        listed = r.random() < 0.3
-        count = replicas * micros
-        length = unit * r.choice([1, 2, 3])
-        lengths = [unit * r.choice([1, 2, 3]) for _ in range(count)] if listed else [length] * count
-        freeze, thaw = [], []
-        if number and r.random() < 0.3:
-            freeze = draw_names(r, model)
-        if number and (frozen or model["frozen"]) and r.random() < 0.5:
-            thaw = r.choice([frozen or model["frozen"], model["frozen"] or frozen])
+        count = sizes["dp"] * (micros if number == 0 or csv or r.random() < 0.7 else r.randint(1, 6))
+        listed, length = r.random() < 0.3, sizes["sp"] * r.choice([1, 2, 3])
+        lengths = [sizes["sp"] * r.choice([1, 2, 3]) for _ in range(count)] if listed else [length] * count
+        freeze = _names(r, model) if number and r.random() < 0.3 else []
+        thaw = (frozen or model["frozen"]) if number and r.random() < 0.5 else []
         frozen = [*frozen, *freeze]
-        halve = draw_names(r, model) if r.random() < 0.15 else []
+        halve = _names(r, model) if r.random() < 0.15 else []
         steps.append(Step(lengths, listed, freeze, thaw, halve, r.random() < 0.3))
     return steps
 
 
-def draw_names(r: random.Random, model: dict[str, Any]) -> list[str]:
-    """Patterns: of a kind of parameter, of a layer, of the first layers or of the last."""
-    names = ["embed", *(f"blocks.{at}" for at in range(len(model["layers"]))), "head"]
-    kind, at = r.randrange(4), r.randrange(1, len(names))
-    if kind == 0:
-        return [r.choice(["*.weight", "*.bias", "*.inner.*", "*.norm.*"])]
-    if kind == 1:
-        return [f"{r.choice(names)}.*"]
-    return [f"{name}.*" for name in (names[:at] if kind == 2 else names[at:])]
-
-
-def describe(case: Case) -> str:
-    """Everything about the case, a few lines, and how to see it again."""
-    lines = [f"case {case.seed}, on {case.world}: python replay.py {case.seed}"]
-    model = dict(case.model)
-    for part in ("embed", "head"):
-        lines.append(f"  {part:8} {json.dumps(model.pop(part))}")
-    for at, one in enumerate(model.pop("layers")):
-        lines.append(f"  {at:<8} " + " ".join(f"{key}={value}" for key, value in one.items() if value != ""))
-    lines.append(f"  model    {json.dumps({key: value for key, value in model.items() if value})}")
-    lines.append(f"  training {json.dumps(case.training)}")
-    lines.append(f"  layout   {json.dumps(case.tables)}")
-    lines += [f"  step     {json.dumps({key: value for key, value in vars(step).items() if value})}" for step in case.steps]
-    if case.csv:
-        lines.append("  csv      " + case.csv.strip().replace("\n", " | "))
-    return "\n".join(lines)
+def _names(r: random.Random, model: dict[str, Any]) -> list[str]:
+    """Patterns of a kind of parameter, or of one layer but the head, and tables tied to it, so that something stays trained."""
+    layers = [*(f"blocks.{at}" for at in range(len(model["layers"]))), *([] if model["ties"] else ["embed"])]
+    return [r.choice(["*.bias", "*.inner.*", "*.norm.*", *(f"{name}.*" for name in layers)])]
