@@ -277,17 +277,17 @@ def machine_text(machine: MachineFile) -> str:
 
 
 def _checked(document: Document) -> MachineFile:
-    given = document.tables
-    version = given.get("format")
+    tables = document.tables
+    version = tables.get("format")
     if version != MACHINE_FORMAT or isinstance(version, bool):
         message = "this is no machine file: it has no `format`"
-        if "format" in given:
+        if "format" in tables:
             message = f"`format` is {shown(version)}, but this version reads machine files of format {MACHINE_FORMAT}"
         raise PlanError.many([document.diagnostic("machine-format", message, ("format",), MAKE)])
     try:
-        return MachineFile.model_validate(given)
+        return MachineFile.model_validate(tables)
     except ValidationError as error:
-        problems = faults(error, MachineFile, given, (), document, "the machine file")
+        problems = faults(error, MachineFile, tables, (), document, "the machine file")
         raise PlanError.many(by_place(problems)) from None
 
 

@@ -394,11 +394,11 @@ def replace_meta(layers: Iterable[Layer], *, dtype: torch.dtype, device: torch.d
     registered = {id(module) for layer in layers for module in layer.module.modules()}
     own = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
     for layer in layers:
-        for held in held_tensors(layer.name, layer.module, registered):
-            if held.tensor.is_meta and held.tensor.grad_fn is None and id(held.tensor) not in own:
-                value = torch.empty_like(held.tensor, device=device)
-                same = like(held.tensor, value) if isinstance(held.tensor, nn.Parameter) else value
-                torch.utils.swap_tensors(held.tensor, same)  # type: ignore[no-untyped-call]  # torch's
+        for attribute in held_tensors(layer.name, layer.module, registered):
+            if attribute.tensor.is_meta and attribute.tensor.grad_fn is None and id(attribute.tensor) not in own:
+                value = torch.empty_like(attribute.tensor, device=device)
+                same = like(attribute.tensor, value) if isinstance(attribute.tensor, nn.Parameter) else value
+                torch.utils.swap_tensors(attribute.tensor, same)  # type: ignore[no-untyped-call]  # torch's
     # By id of the old tensor, which is kept too, so that its id is not reused.
     replaced: dict[int, tuple[Tensor, Tensor]] = {}
     for module in (module for layer in layers for module in layer.module.modules()):

@@ -65,7 +65,7 @@ def stage_bytes(plan: Plan, size: int, cores: int = 1, draft: Draft | None = Non
     """Returns what the first rank of each stage of a world of `size` holds, which no other rank exceeds. Raises as
     `first_draft` and `rank_bytes`.
     """
-    return [held for held, _ in each_stage(plan, size, cores, draft or first_draft(plan, size), records=False)]
+    return [memory for memory, _ in each_stage(plan, size, cores, draft or first_draft(plan, size), records=False)]
 
 
 def each_stage(plan: Plan, size: int, cores: int, draft: Draft, *, records: bool) -> list[tuple[RankBytes, RankRecord | None]]:
@@ -78,8 +78,8 @@ def each_stage(plan: Plan, size: int, cores: int, draft: Draft, *, records: bool
     known = dict(zip(firsts, take_steps(plan, size, firsts, cores, draft, records=records), strict=True))
     result = []
     for number, kind in enumerate(kinds):
-        held, record = known[kinds.index(kind)]
-        result.append((_on_stage(held, draft.stage.at(number), topology), record))
+        memory, record = known[kinds.index(kind)]
+        result.append((_on_stage(memory, draft.stage.at(number), topology), record))
     return result
 
 
@@ -104,8 +104,8 @@ def take_steps(
 
     def look(rank: int, own: Draft) -> tuple[RankBytes, RankRecord | None, Recipes]:
         recording = Recording() if records else None
-        held = rank_bytes(plan, rank, size, recipes, own, recording)
-        return held, recording.record if recording else None, recipes
+        memory = rank_bytes(plan, rank, size, recipes, own, recording)
+        return memory, recording.record if recording else None, recipes
 
     if min(len(ranks), cores + 1) <= FEW or not can_fork():
         result = []
@@ -117,25 +117,25 @@ def take_steps(
         return result
     by_number: dict[int, tuple[RankBytes, RankRecord | None]] = {}
     calls = [partial(look, rank, draft) for rank in ranks]
-    for number, (held, record, learned) in forked(calls, cores, plan.limits.estimate_timeout_s):
+    for number, (memory, record, learned) in forked(calls, cores, plan.limits.estimate_timeout_s):
         recipes.learn(learned)
-        by_number[number] = held, record
+        by_number[number] = memory, record
     return [by_number[number] for number in range(len(ranks))]
 
 
-def _on_stage(held: RankBytes, stage: Stage, topology: Topology) -> RankBytes:
+def _on_stage(memory: RankBytes, stage: Stage, topology: Topology) -> RankBytes:
     """Returns the bytes of a rank of one stage as those of `stage`, of the same kind: numbers and names change."""
-    number, same = stage.lists.stage, stage.at(held.stage)
+    number, same = stage.lists.stage, stage.at(memory.stage)
     layers = {here.name: there.name for here, there in zip(same.layers, stage.layers, strict=True)}
-    lists = (same.lists.training(held.num_micros), stage.lists.training(held.num_micros))
+    lists = (same.lists.training(memory.num_micros), stage.lists.training(memory.num_micros))
     entries = {str(here): str(there) for here, there in zip(*lists, strict=True)}
-    step, entry, layer = held.place
+    step, entry, layer = memory.place
     return replace(
-        held,
+        memory,
         stage=number,
         rank=number * topology.ranks_per_stage,
         place=StepPlace(step, entries.get(entry, entry), layers.get(layer, layer)),
-        curve=[(entries.get(entry, entry), num_bytes) for entry, num_bytes in held.curve],
+        curve=[(entries.get(entry, entry), num_bytes) for entry, num_bytes in memory.curve],
     )
 
 

@@ -99,8 +99,8 @@ def estimate(
     """Say how many bytes each stage of a run holds at most, when, and what of; no device is needed."""
     limit = None if memory is None else num_bytes(memory)
     resolved = load_plan(plan, overrides or [])
-    given = given_world(world, nodes, per_node)
-    size = resolved.world(None) if given is None else given
+    asked = given_world(world, nodes, per_node)
+    size = resolved.world(None) if asked is None else asked
     known = None if machine is None else machine_of(machine, per_node)
     stages, seconds = bytes_and_seconds(resolved, size, known)
     if limit is None and known is not None:
@@ -284,8 +284,8 @@ def compare_with_run(estimated: RunEstimate, folder: Path) -> list[str]:
     states, peak, seconds = dict(estimated.states), estimated.peak, estimated.seconds
     summary["estimated"] = {"memory_bytes": states, "peak_bytes": peak, "step_seconds": seconds}
     write_json(path, summary)
-    held = sum(summary["memory_bytes"].values())
-    result = [f"  memory         {shown(held)} between steps; {shown(sum(states.values()))} were estimated"]
+    between = sum(summary["memory_bytes"].values())
+    result = [f"  memory         {shown(between)} between steps; {shown(sum(states.values()))} were estimated"]
     if summary["device"].startswith("cuda"):
         measured = summary["memory_mb"] * 2**20
         result.append(f"                 {shown(int(measured))} at most; {shown(peak)} were estimated{_error(peak, measured)}")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sley_estimate.search.find import ExactEstimate, Result, SearchResult
     from sley_estimate.search.layouts import Candidate
 
-BUDGET_S = 150.0
+BUDGET_S = 140.0
 """Default seconds after the ranking in which layouts begin the steps that verify them."""
 
 

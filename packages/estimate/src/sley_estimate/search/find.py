@@ -297,7 +297,7 @@ def exact(
     samples = representatives(plan, plan.topology(size), draft)
     stages = sorted({stage for each in samples for stage in each})
     taken = take_steps(plan, size, stages, 1, draft, records=True, recipes=recipes, most=memory)
-    fullest = max((held for held, _ in taken), key=lambda held: held.peak)
+    fullest = max((each for each, _ in taken), key=lambda each: each.peak)
     if memory is not None and fullest.peak > memory:
         return None
     known = {stage: record for stage, (_, record) in zip(stages, taken, strict=True) if record}

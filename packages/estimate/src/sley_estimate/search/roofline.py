@@ -72,7 +72,7 @@ class LayerCosts(NamedTuple):
     forward: Floats
     backward: Floats
     host: Floats
-    kept: Floats
+    saved: Floats
     output: Floats
     passing: Floats
 
@@ -135,14 +135,14 @@ class Roofline:
             raise PlanError("schedule-too-long", "the step has too many micro-batches")
         choices = shape.activations, shape.weights, shape.attention
         key = "shape", id(cut), sizes.wp, sizes.sp, sizes.micro_size, *map(id, choices)
-        forward, backward, host, held, ramp = self._once(key, lambda: self._micro_batch(shape, cut, micros))
+        forward, backward, host, held_bytes, ramp = self._once(key, lambda: self._micro_batch(shape, cut, micros))
         fixed = self._stages(layout, cut)
         exposed = np.maximum(fixed.sums - backward, 0) + np.maximum(fixed.gathers - forward, 0) + fixed.attended
         stages = micros * (forward + backward) + exposed + fixed.update
         bubble = cut.bubble * float((forward + backward).mean())
         end_s = (sum(self._totals) if sizes.pp > 1 else 0.0) + self.machine.device.step_s
         seconds = max(float(stages.max()) + bubble + ramp + end_s, float(host.max()))
-        return Rough(seconds, float((fixed.num_bytes + held).max()))
+        return Rough(seconds, float((fixed.num_bytes + held_bytes).max()))
 
     def _micro_batch(self, shape: Shape, cut: StageCut, micros: int) -> tuple[Floats, Floats, Floats, Floats, float]:
         """Returns, [stages]: seconds of a micro-batch's forward and backward, and of the host in a step; bytes that wait for
@@ -152,7 +152,9 @@ class Roofline:
         forward = cut.by_stage(np.maximum(layers.forward, gather[0]) + gather[1])
         back = np.maximum(layers.backward, gather[0] + reduce[0]) + gather[1] + reduce[1]
         waiting = np.minimum(cut.waiting, micros * len(cut.places)) / len(cut.places)
-        held = waiting * cut.by_stage(layers.kept) + np.maximum.reduceat(layers.passing, cut.starts)[cut.places].min(axis=0)
+        held_bytes = waiting * cut.by_stage(layers.saved) + np.maximum.reduceat(layers.passing, cut.starts)[cut.places].min(
+            axis=0
+        )
         topology, ramp = Topology(self.world, shape.sizes.pp), 0.0
         for last, ends in zip(cut.starts[1:] - 1, zip(cut.route, cut.route[1:], strict=False), strict=True):
             if ends[0] != ends[1]:
@@ -161,7 +163,7 @@ class Roofline:
         if engine is not None:
             counts = cut.by_stage(np.array([float(len(parameters)) for parameters in self._trained]))
             host = host + [engine.seconds(int(count), micros) for count in counts]
-        return forward, cut.by_stage(back), host, held, ramp
+        return forward, cut.by_stage(back), host, held_bytes, ramp
 
     def _message_s(self, num_bytes: int, ends: tuple[int, int], topology: Topology) -> float:
         key = "message", num_bytes, ends, topology.pp
@@ -181,18 +183,18 @@ class Roofline:
             priced = self._nearest.priced(variant, works, shape.attention)
             for layer, work, (seconds, _) in zip(self.model.layers, works, priced, strict=True):
                 # A backward has the gradient of the layer's output, at least.
-                forward, backward, kept, passing = seconds.forward, seconds.backward, work.kept_bytes, work.output_bytes
+                forward, backward, saved, passing = seconds.forward, seconds.backward, work.kept_bytes, work.output_bytes
                 if sizes.sp > 1:
                     swaps_s, again_s = self._swaps_s(work.forward, sizes.sp), self._swaps_s(work.recompute, sizes.sp)
                     forward, backward = forward + swaps_s, backward + swaps_s + again_s
                 if layer.name in copied:
-                    out_s, back_s = (sum(copy_cost(kind, kept, self.machine)) for kind in get_args(CopyKind))
+                    out_s, back_s = (sum(copy_cost(kind, saved, self.machine)) for kind in get_args(CopyKind))
                     is_beside = self.machine.device.kind == "cuda"
                     forward = max(forward, out_s) if is_beside else forward + out_s
                     backward = max(backward, back_s) if is_beside else backward + back_s
-                    kept, passing = 0, passing + kept
+                    saved, passing = 0, passing + saved
                 host_s = seconds.host_forward + seconds.host_backward
-                rows.append((forward, backward, host_s, kept, work.output_bytes, passing))
+                rows.append((forward, backward, host_s, saved, work.output_bytes, passing))
             return LayerCosts(*np.array(rows, dtype=np.float64).T)
 
         return self._once(("layers", id(shape.activations), sizes.micro_size, sizes.sp), layers)
@@ -246,12 +248,12 @@ class Roofline:
             sums = exchanged("reduce" if is_shared else "sum", self._gradient)
             gathers = exchanged("gather", self._working) if is_shared else np.zeros_like(sums)
             update_s, state_bytes = self._update(shape.offload)
-            held = (shards + whole) * (self._working + self._gradient) + owned * state_bytes
+            held_bytes = (shards + whole) * (self._working + self._gradient) + owned * state_bytes
             if sizes.wp > 1:  # gathered at once: a layer that computes and the next one
                 own = self._sharded(shape)
                 largest = np.maximum.reduceat(own + np.append(own[1:], 0), cut.starts)[cut.places].max(axis=0)
-                held = held + largest * (self._working + self._gradient)
-            return StageCosts(sums[0], gathers[0], sums[1] + gathers[1], owned * update_s, held)
+                held_bytes = held_bytes + largest * (self._working + self._gradient)
+            return StageCosts(sums[0], gathers[0], sums[1] + gathers[1], owned * update_s, held_bytes)
 
         return self._once(("stages", id(cut), shape.sizes.wp, id(shape.weights), is_shared, id(shape.offload)), stages)
 
@@ -283,11 +285,11 @@ class Roofline:
     @cached_property
     def _trained(self) -> list[list[Any]]:
         """Returns the trained parameters of each layer, without those of a layer before it."""
-        seen: set[int] = set()
+        known_ids: set[int] = set()
         trained = []
         for layer in self.model.layers:
-            trained.append([each for each in layer.module.parameters() if each.requires_grad and id(each) not in seen])
-            seen.update(map(id, trained[-1]))
+            trained.append([each for each in layer.module.parameters() if each.requires_grad and id(each) not in known_ids])
+            known_ids.update(map(id, trained[-1]))
         return trained
 
     @cached_property
