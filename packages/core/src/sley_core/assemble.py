@@ -233,7 +233,7 @@ def plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:
 
 
 def _fault(record: object, topology: Topology, taken: dict[str, Plugin]) -> str:
-    """Returns what is wrong with a plugin's group; "" if nothing is."""
+    """Returns the fault of a plugin's group in words; "" if there is none."""
     if not isinstance(record, ProcessGroupRecord):
         return f"{record!r} is no ProcessGroupRecord"
     named = f"the group {record.axis!r}"
@@ -271,7 +271,7 @@ def draft_of(plan: Plan, world: World) -> Draft:
     """Returns the draft of a run on `world`; a collective if the plan's partition times layers. Raises the errors of
     `open_dataset`, `draft_model` and `stage_of`.
     """
-    with world.all_or_none(plan.limits.collective_timeout_s):  # one host may lack a file, or what a factory needs
+    with world.all_or_none(plan.limits.collective_timeout_s):  # one host may lack a file, or a module of a factory
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
         model = draft_model(plan, dataset.info)
     costs, values = by_parameters(model), dict[KeyPath, Any]()
@@ -316,7 +316,7 @@ def dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
 def formats_of(plan: Plan, model: Model, shards: Shards) -> list[str]:
     """Returns a note on the formats of parameters and buffers, if the plan computes in a narrow one.
 
-    Raises PlanError "precision-keep" for a pattern of `[precision] keep` that matches no parameter, and for what needs all
+    Raises PlanError "precision-keep" for a pattern of `[precision] keep` that matches no parameter, and for parts that need all
     weights in one format: sharded weights, parts of weights, masters on the host.
     """
     working, stepped = dtypes(plan)

@@ -317,7 +317,7 @@ def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, step
 
 
 def outputs_of(plan: Plan, world: World, stepper: Stepper, topology: Topology, folder: Path | None) -> Outputs:
-    """Returns what writes into `folder`, the run's; empty outputs if it is None. Metrics writers are on rank 0 only."""
+    """Returns the writers into `folder`, the run's; none if it is None. Metrics writers are on rank 0 only."""
     if folder is None:
         return Outputs()
     writers = [component.build(folder) for component in plan.metrics] if world.rank == 0 else []

@@ -23,7 +23,7 @@ class GradientNormsConfig(Table):
 
 
 class KeepConfig(Table):
-    """`core.keep`: every layer keeps what its backward needs."""
+    """`core.keep`: every layer keeps the tensors of its backward."""
 
 
 class RecomputeConfig(Table):

@@ -62,7 +62,7 @@ def host_state() -> State:
 
 
 def set_host_state(state: State) -> None:
-    """Restores what `host_state` returned, now or as soon as another thread has read its sample."""
+    """Restores a result of `host_state`, now or as soon as another thread has read its sample."""
     with _STATE:
         if _Seeded.running is None:
             _set_own_state(state)

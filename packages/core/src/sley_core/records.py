@@ -1,4 +1,4 @@
-"""What a plugin's hooks return: small frozen records that describe what there is, without building it.
+"""The results of a plugin's hooks: small frozen records that describe its parts, without building them.
 
 A record names a thing (`each` of plugin `core` is `core.each` in a plan), the model of its table, and where the live object
 comes from: `build` is a `"module:attribute"` string that is imported only when a plan uses the record. So listing records does
@@ -26,11 +26,11 @@ def named(name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Names something that a plan can use.
+    """A part that a plan can name.
 
     name: unique among the plugin's records of the same class.
     config: the pydantic model of its table, without the key `use`.
-    build: `"module:attribute"`; the hook's docstring says what it is called with.
+    build: `"module:attribute"`; the record's class gives its arguments.
     """
 
     name: str
@@ -67,7 +67,7 @@ class DatasetRecord(Record):
 
     Each of the others is `"module:attribute"` of a function, or None:
 
-    check: `check(config, *, evaluates, vocab_size) -> Iterable[Problem]` finds what is wrong with the table and its files
+    check: `check(config, *, evaluates, vocab_size) -> Iterable[Problem]` finds faults of the table and its files
         before any process starts, without torch. evaluates: whether held-out data is needed. vocab_size: that of the
         model, None if it is not known.
     text_ids: `text_ids(config, tokenizer: Path | None) -> api.data.TextIds` converts text to token ids and back, for `train-cli
@@ -147,7 +147,7 @@ class GradientHandlerRecord(Record):
 
     role: a reducer sums over the reduce group, a tie over the holders of a shared parameter, a transform changes gradients, an
         observer only reads them.
-    result: what a reducer leaves on this rank, the full sum or a shard of it.
+    result: of a reducer on this rank, the full sum or a shard of it.
     exact: whether the result is the exact sum; else `tolerance` is the relative error that its contract test allows.
     tolerance_of: computes the tolerance from the table, if it depends on that; 0.0 if the result is then the exact sum.
     takes_shards: whether it also works after a reducer whose result is a shard. It then reads `store.part` instead of
@@ -239,7 +239,7 @@ class CheckpointerRecord(Record):
 
 @dataclass(frozen=True)
 class ProcessGroupRecord:
-    """Describes an extra group: core makes it on all ranks, in plan order, and provides it as `run.groups[axis]`.
+    """An extra group: core makes it on all ranks, in plan order, and provides it as `run.groups[axis]`.
 
     attaches: whether its transports may read the memory of ranks on the same host (`[parallel] cross_memory_attach`).
     """

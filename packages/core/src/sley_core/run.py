@@ -55,8 +55,8 @@ Outcome = Literal["finished", "interrupted", "failed"]
 class Run(Loop, AbstractContextManager["Run"]):
     """One rank's part of a training run. All ranks call the same methods in the same order.
 
-    parts: what plugins are attached to; `world`, `topology`, `groups`, `layers`, `registry` and `store` are its attributes too.
-    memory: reports what the run holds, and moves it off the device and back. facts: what the assembly found out; its `notes`
+    parts: this rank's part of the run; `world`, `topology`, `groups`, `layers`, `registry` and `store` are its attributes too.
+    memory: reports what the run holds, and moves it off the device and back. facts: results of the assembly; its `notes`
     are for the user.
     """
 
@@ -95,7 +95,7 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @property
     def resolved_plan(self) -> Plan:
-        """The plan completed by what only the run could determine: the ranks of the world, the samples of an epoch, ..."""
+        """The plan, completed by values that only the run could determine: ranks of the world, samples of an epoch, ..."""
         return self._state.resolved_plan
 
     def train(self) -> Outcome:
@@ -254,9 +254,9 @@ class Run(Loop, AbstractContextManager["Run"]):
 
         All ranks call it, between two steps, and must see the same `folder`. Several files get an index. A tied weight is
         written once, under the name of the registry; persistent buffers are those of the first replica. precision: "working"
-        for `precision.compute`, "full" for what the optimizer steps (fp32 masters). max_file_bytes: the size limit of a file; a
-        larger tensor gets its own file. The metadata of each has `step`, the steps done. Files are written beside `folder` and
-        replace it when all of them are on disk, so it is never incomplete.
+        for `precision.compute`, "full" for the weights that the optimizer steps (fp32 masters). max_file_bytes: the size limit
+        of a file; a larger tensor gets its own file. The metadata of each has `step`, the steps done. Files are written beside
+        `folder` and replace it when all of them are on disk, so it is never incomplete.
 
         Raises RunError `weights-unsaved` on all ranks alike if any could not write, if `folder` holds other files, or if memory
         is offloaded; UsageError `no-precision` for another word.
@@ -299,8 +299,8 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @on_stream
     def load_checkpoint(self, path: str | Path, *, anew: bool = False) -> Restored | None:
-        """Resumes from a checkpoint, in this layout or another, and returns what was loaded; None for "auto" if there is none
-        yet.
+        """Resumes from a checkpoint, in this layout or another, and returns a description of it; None for "auto" if there is
+        none yet.
 
         All ranks call it, between two steps. It restores weights, masters, optimizer states, buffers, loss scale, position in
         the data and the number of steps done; rows that are not of the checkpoint's own steps are dropped from the metrics.

@@ -59,7 +59,7 @@ _VARIABLE = re.compile(r"\$(?:\$|(\w+)|\{(\w+)\})")
 def expanded(text: str, quote: Callable[[str], str] = str) -> str:
     """Returns a path of a plan with a leading `~`, `$NAME` and `${NAME}` replaced, and `$$` by a dollar sign.
 
-    quote: applied to what is put in. Raises ValueError for a name that the environment does not have, or has empty, and for a
+    quote: applied to the replacement. Raises ValueError for a name that the environment does not have, or has empty, and for a
     user without a home folder.
     """
 
@@ -128,7 +128,7 @@ def _relative(value: Path, folder: str | None) -> str:
 
 @dataclass(frozen=True)
 class Words:
-    """Says in words what a field takes, if type and limits do not: `Annotated[str, Field(...), Words("a name")]`."""
+    """The values of a field in words, if type and limits do not say them: `Annotated[str, Field(...), Words("a name")]`."""
 
     text: str
 

@@ -1,9 +1,9 @@
-"""Which rank computes what, which stores what, and which ranks communicate: integers only, for a world of any size.
+"""The ranks that compute, store and communicate the parts of a model: integers only, for a world of any size.
 
 Pipeline stages are contiguous blocks of R = world / pp ranks. Inside a stage the same R ranks are divided in two ways:
 
-    what they compute   R = dp x sp     which samples, which slice of each sequence
-    what they store     R = wdp x wp    which copy, which shard of the weights
+    computation   R = dp x sp     samples, slices of each sequence
+    storage       R = wdp x wp    copies, shards of the weights
 
 `sp` and `wp` run over contiguous ranks and are independent of each other:
 
@@ -38,7 +38,7 @@ TIE = "tie["
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Holds one rank's coordinate on every axis."""
+    """One rank's coordinate on every axis."""
 
     rank: int
     stage: int
@@ -50,7 +50,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class GroupEntry:
-    """Describes one communicator of the global table: `axis` and `lane` name it, `ranks` are its members in ascending order.
+    """One communicator of the global table: `axis` and `lane` name it, `ranks` are its members in ascending order.
 
     attaches: whether members may read each other's memory (cross-memory attach), for an axis that a plugin lists.
     """
@@ -69,7 +69,7 @@ class GroupEntry:
 
 @dataclass(frozen=True)
 class Topology:
-    """Describes the layout of a world. `dp` and `wdp` follow from the other sizes; `of` checks that everything divides."""
+    """The layout of a world. `dp` and `wdp` follow from the other sizes; `of` checks that everything divides."""
 
     world: int
     pp: int = 1

@@ -1,4 +1,4 @@
-"""Describes in words what a field accepts and what a value is: for messages, and for the plan reference.
+"""Descriptions in words of the values that a field accepts, and of a value: for messages, and for the plan reference.
 
 `takes(int, [Ge(1)])` is "an integer of at least 1", `shown(True)` is "the boolean true".
 """
@@ -42,11 +42,11 @@ ELSEWHERE = dict.fromkeys(
     ("epochs", "num_epochs", "max_epochs", "num_train_epochs"),
     "a run is as long as `run.steps` says, and says how many epochs that is",
 )
-"""Keys of other frameworks for what Sley does without a key of the plan, each with a hint."""
+"""Keys of other frameworks without a counterpart in a plan, each with a hint."""
 
 
 def takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """Returns in words what a field of this type, with these pydantic metadata, accepts in a plan."""
+    """Returns in words the values that a field of this type, with these pydantic metadata, accepts in a plan."""
     for item in reversed(metadata):
         if isinstance(item, Words):
             return item.text
@@ -162,7 +162,7 @@ def _range(metadata: Iterable[Any]) -> str:
 
 
 def _array(args: tuple[Any, ...], metadata: Sequence[Any]) -> str:
-    """Returns in words what an array field accepts, with its length."""
+    """Returns in words the values of an array field, with its length."""
     low = max((item.min_length for item in metadata if isinstance(item, limits.MinLen)), default=0)
     high = min((item.max_length for item in metadata if isinstance(item, limits.MaxLen)), default=None)
     if args[-1] is not Ellipsis:

@@ -1,4 +1,4 @@
-"""Checks, before the first gradient is sent, that ranks do alike in a step what they must do alike.
+"""Checks, before the first gradient is sent, that ranks agree on a step.
 
     begin ──> first action of the step ──> check ──> everything else
       └── one small sum over all ranks, on the hosts, beside that action; the loss weight of the batch is in it
@@ -58,7 +58,7 @@ View = tuple[Any, int]
 
 
 class Agreement:
-    """Compares what the ranks of `groups` do in a step, and sums the loss weight of the global batch.
+    """Compares the ranks of `groups` in a step, and sums the loss weight of the global batch.
 
     store: the store whose trained parameters are compared; None compares none. first: called once, after the first check has
     passed. weight: the loss weight of the global batch, valid after `check`.
@@ -182,7 +182,7 @@ class Agreement:
 
 
 def _message(fact: int, views: Mapping[int, View]) -> str:
-    """Returns the text that says what the first odd rank does, and what a rank of the majority does."""
+    """Returns a message about the first odd rank and a rank of the majority."""
     usual, _ = Counter(number for _, number in views.values()).most_common(1)[0]
     other = next(rank for rank, (_, number) in views.items() if number == usual)
     odd = next(rank for rank, (_, number) in views.items() if number != usual)

@@ -6,7 +6,7 @@ marked `same_as`.
 
 Containers are tuples, lists and dicts, named tuples, dataclasses and the types that torch's pytrees know (transformers'
 ModelOutput). A type is sent by its name, `module:Class`, and looked up among the modules that the receiving process has
-imported. Ranks run one program, so the receiver finds the type that the sender used; no code runs but what rebuilds the value.
+imported. Ranks run one program, so the receiver finds the sender's type; only the code that rebuilds the value runs.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def put_together(kind: Any, context: Context, parts: Sequence[Any]) -> Any:
 
 
 def parts_of(value: Any) -> list[Any]:
-    """Returns what a container, or an object with attributes, holds; nothing for a module, a class or a function."""
+    """Returns the parts of a container, or of an object with attributes; none of a module, a class or a function."""
     if isinstance(value, Mapping):
         return [*value.values(), *_attributes(value).values()]
     if isinstance(value, tuple | list | set | frozenset):

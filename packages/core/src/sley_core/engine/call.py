@@ -1,4 +1,4 @@
-"""The one function through which every layer is called, and the activation policies: what a layer keeps for its backward.
+"""The one function through which every layer is called, and the activation policies, which decide what it keeps.
 
     wait for the layer's weights ──> seed its generators ──> activation policy ──> layer
         `Waits`                       (seed, step, micro, layer)
@@ -65,7 +65,7 @@ def is_aside() -> bool:
 
 
 class Keep(ActivationPolicy):
-    """Calls layers unchanged: autograd saves what it needs."""
+    """Calls layers unchanged: autograd saves its tensors."""
 
     def call(
         self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class AllReduces(Sums):
-    """All-reduces the gradients of a buffer one by one, in place. sent: counts what this rank sends."""
+    """All-reduces the gradients of a buffer one by one, in place. sent: counts the bytes that this rank sends."""
 
     def __init__(self, sent: SentBytes) -> None:
         self._sent = sent

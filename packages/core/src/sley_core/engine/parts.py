@@ -156,11 +156,11 @@ class Parts:
 
     run, batch, precision, limits: the plan's own tables. world: this process and its device. topology: the ranks along each
     axis. groups: this rank's, by axis. layers: this rank's. registry: their parameters. store: the accumulated gradients.
-    weights: the store of the working weights. waits: what must be complete before a layer's weights are used. queue: weight
-    gradients that a split backward defers. numbers: takes what plugins add to each step's row. pool: `pool(name)` is the run's
+    weights: the store of the working weights. waits: callbacks before a layer's weights are used. queue: weight
+    gradients that a split backward defers. numbers: that plugins add to each step's row. pool: `pool(name)` is the run's
     memory pool of that name, `pool(None)` its own. events: moments of a step, for plugins that are no gradient handlers.
-    foretold: in a fake world that takes steps, what a chunk of another stage (stage, chunk) would announce to this one; None
-    elsewhere.
+    foretold: in a fake world that takes steps, the description that a chunk of another stage (stage, chunk) would send to this
+    one; None elsewhere.
     """
 
     run: RunTable

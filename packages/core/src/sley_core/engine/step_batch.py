@@ -145,8 +145,8 @@ class BatchSplitter:
     def given(self, batch: GivenBatch) -> StepBatch:
         """Checks and cuts the samples that a program gives a step.
 
-        Raises RunError "batch-fields" for what is neither a batch nor a list of them, and for fields other than the declared
-        ones, "batch-size" if samples are not whole micro-batches, "token-out-of-range", and what `fed` raises.
+        Raises RunError "batch-fields" for anything but a batch or a list of them, and for fields other than the declared
+        ones, "batch-size" if samples are not whole micro-batches, "token-out-of-range", and the errors of `fed`.
         """
         whole = [batch] if isinstance(batch, Mapping) else _listed(batch)
         counts = [self._count(piece) for piece in whole]

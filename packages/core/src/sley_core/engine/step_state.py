@@ -76,7 +76,7 @@ class StepState:
 
     @property
     def was_taken(self) -> bool:
-        """Whether the last step changed weights. After one that did not, what a handler kept of its gradients is useless."""
+        """Whether the last step changed weights. Else the copies that a handler has of its gradients are useless."""
         if self._ask_taken is not None:
             self.was_taken = self._ask_taken()
         return self._was_taken

@@ -1,4 +1,4 @@
-"""A step's totals, equal on all ranks, and what follows from them: fp16's loss scale, a skipped step, a refused one.
+"""A step's totals, equal on all ranks, and their consequences: fp16's loss scale, a skipped step, a refused one.
 
 Totals are read at once on CPU, a step later on CUDA.
 
@@ -175,7 +175,7 @@ class LossScale:
                 self.value *= config.growth_factor
 
     def state(self) -> dict[str, float | int]:
-        """Returns what a checkpoint keeps, the same on every rank."""
+        """Returns the state for a checkpoint, the same on every rank."""
         return {"value": self.value, "num_good": self._num_good, "num_skipped": self.num_skipped}
 
     def restore(self, state: Mapping[str, float | int]) -> None:
@@ -214,7 +214,7 @@ class Skips:
         return self.num_in_a_row > self.most
 
     def state(self) -> dict[str, int]:
-        """Returns what a checkpoint keeps, the same on every rank."""
+        """Returns the state for a checkpoint, the same on every rank."""
         self.settle()
         return {"num_skipped": self.num_skipped, "num_in_a_row": self.num_in_a_row}
 

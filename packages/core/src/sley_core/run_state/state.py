@@ -251,7 +251,7 @@ class NoCheckpointer(Checkpointer):
         self._default: Checkpointer | None = None
 
     def save(self, path: str | Path | None, step: int) -> str:
-        """Saves as the default checkpointer. Raises PluginError "plugin-missing", which says what to install."""
+        """Saves as the default checkpointer. Raises PluginError "plugin-missing" with the package to install."""
         return self._imported().save(path, step)
 
     def load(self, path: str | Path, *, anew: bool) -> Restored | None:

@@ -168,7 +168,7 @@ def generators(device: Device) -> dict[str, Any]:
 
 
 def restore_generators(states: Mapping[str, Any], device: Device) -> None:
-    """Restores what `generators` returned."""
+    """Restores a result of `generators`."""
     values = {name: decode_value(state) for name, state in states.items()}
     of_numpy = None
     if "numpy" in values:
@@ -193,7 +193,7 @@ def _plain(value: Any, parameter: str, name: str) -> Any:
 
 
 class StateLeaf(NamedTuple):
-    """Holds a value in a state. path: the containers that lead to it, each as its kind and the key or index in it."""
+    """A value in a state. path: the containers that lead to it, each as its kind and the key or index in it."""
 
     path: tuple[tuple[str, str | int], ...]
     value: Any
