@@ -7,7 +7,7 @@ from sley_core.engine.direct import Handover, WeightQueue
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import Parts
 from sley_core.engine.reduction import Sums
-from sley_core.engine.registry import Param, ParameterRegistry
+from sley_core.engine.registry import Param
 from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.engine.weights import WeightBuffer
 from sley_core.sizes import ALIGNMENT_BYTES, round_up, split_by_size
@@ -23,7 +23,6 @@ __all__ = [
     "Layout",
     "MicroStep",
     "Param",
-    "ParameterRegistry",
     "Parts",
     "Phase",
     "Planner",
