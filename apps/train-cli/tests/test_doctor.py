@@ -93,36 +93,6 @@ def test_doctor_names_the_rank_and_nothing_is_left(
     assert verdict["layer"] == "only" if kind in ("error", "busy") else verdict["exchanges"]
 
 
-def test_one_process_reports_too(own_model: Own, cli: Cli) -> None:
-    path = own_model("""
-        from torch import nn
-
-        class Tiny(nn.Embedding):
-            def forward(self, tokens):
-                if self.training:
-                    raise ValueError("no good")
-
-        def layers():
-            return [("only", Tiny(256, 256))]
-    """)
-    assert cli("run", path, changes=["parallel.dp=1"]).code == 1
-    said = cli("doctor", "runs/small").out
-    assert said.startswith("cause     rank 0 failed: ValueError: no good in layer `only` (Tiny)")
-    assert "action    the forward of chunk 0 on micro-batch 0 (F0.0)\nlayer     only\n" in said
-
-
-def test_a_slow_rank_is_no_fault(start: Start, own_model: Own, cli: Cli, folder: Path) -> None:
-    result = start("run", own_model(doing_once("time.sleep(3)")), *LIMIT).finish(60)
-    assert result.code == 0, result.err
-    assert not (folder / "runs" / "small" / FAULTS).exists()
-    said = cli("doctor", "runs/small").out
-    assert said.startswith(
-        "no rank has reported a failure in `runs/small`: the run has ended: finished; all ranks finished step 4"
-    )
-    assert "slow      cannot be told: 4 steps are too few to tell" in said
-    assert "  rank 1 (stage 0): works " in said
-
-
 @pytest.mark.campaign
 def test_torchrun_starts_the_ranks_again_at_once_and_both_attempts_are_told_apart(
     start: Start, own_model: Own, cli: Cli, folder: Path

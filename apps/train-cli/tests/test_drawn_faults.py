@@ -13,7 +13,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from itertools import cycle, islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -223,8 +223,3 @@ def test_any_fault_is_found(start: Callable[..., Any], own: Path) -> None:
     num = int(os.environ.get("SLEY_TEST_FAULTS") or 30)
     print(f"seed {seed}")
     check_all(start, own, campaign(random.Random(seed), num))
-
-
-@pytest.mark.campaign
-def test_nothing_is_found_where_nothing_is_wrong(start: Callable[..., Any], own: Path) -> None:
-    check_all(start, own, [Fault(layout, "none", "action", 0, 1) for layout in islice(cycle(LAYOUTS), 30)])

@@ -18,7 +18,7 @@ from parity_page import league, write_league
 
 from sley_core.comm.world import World
 from sley_testing.league.play import play, take
-from sley_testing.league.rows import ROWS, LeagueRow, Result, in_lines
+from sley_testing.league.rows import ROWS, LeagueRow, Result
 from sley_testing.plans import changed
 from sley_testing.verify import measure
 
@@ -89,43 +89,6 @@ def test_a_row_says_so_where_its_fault_is_put_in(played: Played, name: str) -> N
     assert found.differs[0].startswith("beside one process it differs: "), found.differs
 
 
-def test_the_plain_loop_tells_what_one_process_does_too(played: Played) -> None:
-    with fault("packed-dp"):
-        (found,) = played(row("packed-dp"), faulty="packed-dp")
-    assert max(found.errors.values()) <= found.row.limit
-    assert found.plain is not None
-    assert found.plain > 1e-3
-    assert found.differs[0].startswith("beside the plain loop it differs: the loss, since step 1"), found.differs
-
-
-def test_a_row_whose_ranks_fail_is_named_and_the_others_are_played(ranks: Any, tmp_path: Path) -> None:
-    broken, fine = row("tied-stages"), row("clip-pp")
-    started: list[list[str]] = []
-
-    def fail_first(rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> str:
-        started.append([one.name for one in rows])
-        if len(started) == 1:
-            return "stage 1 is gone"
-        return forked(ranks, None, rows, num_ranks, folder)
-
-    found = list(play([broken, fine], tmp_path, fail_first))
-    assert started == [["tied-stages", "clip-pp"], ["clip-pp"]]
-    assert [(one.row.name, one.failed, one.holds) for one in found] == [
-        ("tied-stages", "stage 1 is gone", False),
-        ("clip-pp", "", True),
-    ]
-    told = "\n".join(in_lines(found))
-    assert "could not be compared: stage 1 is gone" in told
-    assert told.endswith("1 of 2 rows do not hold: tied-stages")
-
-
-def test_a_row_that_one_process_cannot_take_is_named(played: Played) -> None:
-    options = {"labels": [0]}
-    nothing = replace(row("accumulation"), tables=changed(row("accumulation").tables, data__options=options))
-    (found,) = played(nothing)
-    assert (found.holds, found.failed.partition(": ")[0]) == (False, "as one process"), found
-
-
 @pytest.mark.parametrize("what", ["own_weights", "_unclipped"])
 def test_what_no_rank_compares_does_not_hold(ranks: Any, tmp_path: Path, what: str) -> None:
     def without_norms(rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> str:
@@ -140,26 +103,6 @@ def test_what_no_rank_compares_does_not_hold(ranks: Any, tmp_path: Path, what: s
     (found,) = play([row("accumulation")], tmp_path, without_norms)
     kind = "first value" if what == "own_weights" else "gradient"
     assert found.failed == f"no rank has the {kind} of `blocks.0.attention_norm.weight` (of 5 such parameters)"
-
-
-@pytest.mark.parametrize("what", ["own_weights", "_unclipped"])
-def test_what_no_rank_compares_in_a_later_layout_does_not_hold(ranks: Any, tmp_path: Path, what: str) -> None:
-    """Only the first step, and so the first layout, was looked at."""
-
-    def without_norms_later(rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> str:
-        whole = getattr(measure, what)
-
-        def part(run: Any, *more: Any) -> dict[str, Any]:
-            is_later = run.num_steps_done > rows[0].steps
-            return {name: one for name, one in whole(run, *more).items() if not is_later or "norm" not in name}
-
-        with patch.object(measure, what, part):
-            return forked(ranks, None, rows, num_ranks, folder)
-
-    one = replace(row("accumulation"), layouts=({}, {}))
-    (found,) = play([one], tmp_path, without_norms_later)
-    kind, step = "weight" if what == "own_weights" else "gradient", one.steps + 1
-    assert found.failed == f"no rank has the {kind} of step {step} of `blocks.0.attention_norm.weight` (of 5 such parameters)"
 
 
 def test_the_command_starts_ranks_and_leaves_nothing(start: Any, tmp_path: Path) -> None:
@@ -178,17 +121,6 @@ def test_the_command_fails_where_a_row_does_not_hold(cli: Any) -> None:
     assert "DOES NOT HOLD" in result.out
     assert "  beside one process it differs: the loss, since step 1, on stage 0 (rank 0)\n" in result.out
     assert result.out.endswith("1 of 1 rows do not hold: accumulation\n")
-
-
-def test_the_command_prints_json(cli: Any) -> None:
-    result = cli("verify", "--league", "--rows", "accumulation", "--format", "json")
-    assert result.code == 0, result.err
-    told = json.loads(result.out)
-    (only,) = told["rows"]
-    assert (told["holds"], only["holds"], only["name"], only["layout"]) == (True, True, "accumulation", "8 micro-batches")
-    assert set(only["errors"]) == {"loss", "gradient norm", "gradient", "weight"}
-    assert 0 < only["plain_loop"] <= only["allowed"] == 1e-6
-    assert "transformers PR #34191" in only["seen"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from written_records import BLOCK, USUAL, record, replicas, spread, stages, window
+from written_records import USUAL, record, replicas, spread, stages, window
 
 from sley_doctor.reports.work_record import DATA, DEVICE, UPDATE, Queue, Spread, Usage, Window, WorkRecord
 from sley_doctor.slow.judge import Cause, judge
@@ -37,11 +37,6 @@ def test_less_than_a_quarter_of_a_step_is_not_told(more_s: float) -> None:
     judged = judge(replicas(USUAL, {**USUAL, "F0": 0.02 + more_s}))
     assert not judged.causes
     assert nobody(judged).startswith("none: in steps 11 to 60 no rank worked 25% of a step longer than its peers")
-
-
-def test_a_machine_that_is_half_as_fast_is_named_without_a_layer() -> None:
-    cause = only(judge(replicas(USUAL, USUAL, {place: 2 * one for place, one in USUAL.items()})).causes)
-    assert (cause.ranks, cause.place, cause.layer) == ((2,), "B0", "")
 
 
 def test_work_that_nobody_waits_for_is_no_cause() -> None:
@@ -89,13 +84,6 @@ def test_a_rank_without_likes_is_compared_with_itself_before() -> None:
     assert (cause.kind, cause.ranks, cause.place) == ("change", (1,), "W0")
     assert cause.first > 60
     assert "rank 1 has become slower: its backward for weights of chunk 0 (W0) takes" in cause_in_words(cause)
-
-
-def test_one_rank_makes_nobody_wait() -> None:
-    layers = {"F0": {"blocks.0": spread(0.001), "blocks.1": spread(0.05)}}
-    alike = dict.fromkeys(layers["F0"], BLOCK)
-    alone = record(0, [window(n, {"F0": 0.051}, {}, layers=layers) for n in range(6)], 1, layers=alike)
-    assert not judge([alone]).causes
 
 
 def test_a_layer_is_named_where_most_of_the_excess_is() -> None:
@@ -150,34 +138,9 @@ def test_a_host_that_comes_late_to_a_step_is_named_where_the_hosts_of_others_wai
     assert "waits 100 ms in `control main`" in next(iter(work_in_words(judge(ranks))))
 
 
-def test_a_wait_for_the_device_is_none_for_a_rank() -> None:
-    """All wait for what the devices do; one host queues it for longer than the others, and has time left."""
-    queues_for = [0.03, 0.06, 0.03, 0.03]
-    judged = judge(on_cuda(*({"F0": one, DEVICE: 0.098 - one} for one in queues_for)))
-    assert not judged.causes
-    assert nobody(judged).endswith("a host late within a step is seen")
-    assert "waits 68 ms for the device" in next(iter(work_in_words(judged)))
-    assert not judge(on_cuda(*({"F0": one, DEVICE: 0.098 - one} for one in [0.03, 0.098, 0.03, 0.03]))).causes
-
-
 def test_a_host_with_time_left_is_not_named_although_others_wait_for_it_elsewhere() -> None:
     ranks = on_cuda({"F0": 0.02, DEVICE: 0.02}, {"F0": 0.08, DEVICE: 0.02}, control=[0.06, 0.0005])
     assert not judge(ranks).causes
-
-
-def test_data_that_comes_while_the_device_is_busy_is_no_cause() -> None:
-    works = {"F0": 0.02, DATA: 0.04, DEVICE: 0.04}
-    assert not judge(on_cuda(works, works)).causes
-
-
-def test_a_change_of_work_while_the_device_is_busy_is_no_cause() -> None:
-    works = [{"W0": 0.02, DEVICE: 0.02}] * 6 + [{"W0": 0.09, DEVICE: 0.02}] * 3
-    ranks = [
-        record(rank, [window(n, works[n] if rank else works[0], {"all main": 0.005}) for n in range(9)], 2, rank)
-        for rank in range(2)
-    ]
-    slow_steps = [replace(one, seconds=ranks[1].windows[n].seconds) for n, one in enumerate(ranks[0].windows)]
-    assert not judge([replace(ranks[0], windows=slow_steps), ranks[1]]).causes
 
 
 def test_a_message_that_is_long_on_its_way_names_the_link_and_not_the_rank_that_waits() -> None:
@@ -193,12 +156,6 @@ def test_a_collective_in_which_the_last_to_come_waits_names_the_link() -> None:
     ranks = [record(rank, [window(n, work, {"stage main": 0.05}) for n in range(6)]) for rank, work in enumerate(works)]
     cause = only(judge(ranks).causes)
     assert (cause.kind, cause.ranks) == ("link", (0, 1))
-
-
-def test_a_large_exchange_over_a_sound_link_is_not_slow() -> None:
-    queues = {"stage main": Queue("stage[0, 1]", (0, 1), None, 1.0, 2e6)}
-    ranks = [record(rank, [window(n, USUAL, {"stage main": 0.1}, queues=queues) for n in range(6)]) for rank in range(2)]
-    assert not judge(ranks).causes
 
 
 def test_data_that_every_rank_waits_for_is_told_of_all() -> None:

@@ -12,15 +12,12 @@ import tomli
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.errors import UsageError
 from sley_core.plan.load import load_plan, plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.verify.findings import Limits, RankFindings, differences, in_words, read
 from sley_testing.verify.measure import compare, keep, limits
-from train_cli.faults import Fault
 from train_cli.one_process import in_layout, in_one_process
-from train_cli.verify import refuse_dropout
 
 ROOT = Path(__file__).parents[3]
 OWN = Path(__file__).parent / "own"
@@ -190,31 +187,6 @@ def test_the_command_compares_ranks_and_leaves_nothing(start: Any, plan: Path, t
     assert set(tmp_path.iterdir()) == before
 
 
-def test_the_command_fails_where_they_differ(
-    cli: Any, plan: Path, ranks: Any, plugin_folder: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its ranks are forked here, where the launcher starts interpreters."""
-    plugin_folder(OWN, wrong="wrong_reducers")
-    changes = ['gradient_handlers=[{use="wrong.mean"}]']
-
-    def launch(target: str, arguments: dict[str, Any], size: int, folder: Path, **_: Any) -> Fault:
-        assert (target, arguments["folder"]) == ("train_cli.verify:compare_on_rank", str(folder))
-        ranks(size, 120)(on_a_rank, load_plan, (plan, changes), 1, folder)
-        return Fault((), 0)
-
-    monkeypatch.setattr("train_cli.local_launch.launch", launch)
-    result = cli("verify", plan, "--steps", 1, changes=changes)
-    assert result.code == 1, result.err
-    assert "the gradient of `embed.tokens.weight`, since step 1" in result.out
-    result = cli("verify", plan, "--steps", 1, "--format", "json", changes=changes)
-    told = json.loads(result.out)
-    first = told["differs"][0]
-    assert (result.code, told["agrees"], told["ranks"], told["steps"]) == (1, False, 2, 1)
-    assert (first["kind"], first["name"], first["step"], first["rank"]) == ("gradient", "embed.tokens.weight", 1, 0)
-    assert first["times"] == pytest.approx(0.5)
-    assert cli("verify", plan, "--steps", 1, "--tolerance", 3, changes=changes).code == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "changes", "code", "said"),
     [
@@ -228,30 +200,3 @@ def test_what_cannot_be_compared_is_refused(
 ) -> None:
     result = cli("verify", plan, *arguments, changes=changes)
     assert (result.code, f"error[{said}]" in result.err) == (code, True), result.err
-
-
-def test_a_layout_of_one_rank_is_compared_too(start: Any, plan: Path) -> None:
-    """Recomputation and offload are for one rank as well, and were refused as a plan that has nothing of the kind."""
-    changes = ["parallel.dp=1", "activations.use=core.recompute"]
-    result = start("verify", plan, "--steps", 1, changes=changes).finish()
-    assert result.code == 0, result.err
-    assert result.out.startswith("the plan and one process without its layout agree over 1 step\n"), result.out
-
-
-def test_dropout_over_slices_is_refused(own_model: Any) -> None:
-    path = own_model("""
-        from torch import nn
-        class Embed(nn.Embedding):
-            def forward(self, tokens):
-                return super().forward(tokens)
-        def layers(rate):
-            return [Embed(256, 16), nn.Sequential(nn.Linear(16, 256), nn.Dropout(rate))]
-        """)
-    for rate, found in ((0.0, False), (0.1, True)):
-        plan = load_plan(path, ["parallel.dp=1", f"model.options={{rate={rate}}}"])
-        with assemble(plan, World.alone("cpu")) as run:
-            if found:
-                with pytest.raises(UsageError, match=r"verify-dropout.*`1\.1`"):
-                    refuse_dropout(run)
-            else:
-                refuse_dropout(run)

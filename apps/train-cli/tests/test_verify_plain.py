@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,12 @@ import pytest
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.errors import RunError, UsageError
+from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import Tables, small_plan
 from sley_testing.verify.findings import SeenHabit, differences, in_words, read
 from sley_testing.verify.measure import check_complete, compare, limits
-from sley_testing.verify.plain import keep_plain, refuse_unlike
+from sley_testing.verify.plain import keep_plain
 from train_cli.main import main
 from train_cli.one_process import in_layout, in_one_process
 
@@ -74,22 +73,6 @@ def test_what_torch_does_by_itself_is_no_habit(texts: Path, tmp_path: Path, mode
     assert looked(tables(model, precision__compute=compute), texts, tmp_path) == []
 
 
-def test_a_layer_that_adds_to_a_field_does_so_once(texts: Path, tmp_path: Path) -> None:
-    given = tables("Counted")
-    (habit,) = looked(given, texts, tmp_path)
-    assert habit.where == "labels"
-    with assemble(plan_from_dict(given, texts), World.alone("cpu")) as run:
-        compare(run, 1, tmp_path)
-    assert not differences(read(tmp_path, 1), limits(plan_from_dict(given, texts), is_plain=True))
-
-
-def test_an_optimizer_that_draws_is_named(texts: Path, tmp_path: Path) -> None:
-    optimizer = {"factory": "plain_habits:Rounding", "lr": 0.1}
-    found = looked(tables("Plain", optimizer=optimizer), texts, tmp_path)
-    assert [one.where for one in found] == ["the optimizer"]
-    assert "draws in `step()`" in found[0].what
-
-
 def test_the_test_kit_is_asked_for_by_name(
     plan: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,29 +108,6 @@ def test_layouts_equal_the_loop(ranks: Any, texts: Path, tmp_path: Path, habit: 
     assert not differences(found, allowed), "\n".join(in_words(found, allowed, 3, is_plain=True))
 
 
-def test_a_difference_is_one_from_the_loop(texts: Path, tmp_path: Path, ranks: Any) -> None:
-    given = tables("Unseeded", parallel={"dp": 2})
-    looked(given, texts, tmp_path, steps=1)
-    ranks(2, 120)(on_a_rank, given, texts, 1, tmp_path)
-    found, allowed = read(tmp_path, 2), limits(plan_from_dict(given, texts), is_plain=True)
-    words = "\n".join(in_words(found, allowed, 1, is_plain=True))
-    assert words.startswith("differs: the loss, since step 1")
-    assert "that of a plain loop" in words
-
-
-def test_a_plan_of_one_process_is_compared(start: Any, plan: Path) -> None:
-    result = start("verify", plan, "--plain", "--steps", 1, "--format", "json", changes=["parallel.dp=1"]).finish()
-    assert result.code == 0, result.err
-    told = json.loads(result.out)
-    assert (told["agrees"], told["ranks"], told["habits"]) == (True, 1, [])
-
-
 def test_a_loop_that_fails_is_told_with_its_layer(texts: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"layer `middle` \(Fails\) fails in step 1 of a plain loop, too: ValueError: no 8"):
         looked(tables("Fails"), texts, tmp_path)
-
-
-def test_what_a_plain_loop_does_not_have_is_refused(texts: Path) -> None:
-    refuse_unlike(plan_from_dict(tables("Plain"), texts))
-    with pytest.raises(UsageError, match="loss scale"):
-        refuse_unlike(plan_from_dict(tables("Plain", precision__compute="fp16"), texts))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sley_core.comm.copies import CopyStream, free, grow
-from sley_testing.drawn_copies import DrawnDevice, DrawnStream
+from sley_core.comm.copies import free, grow
+from sley_testing.drawn_copies import DrawnDevice
 
 
 class Bench:
@@ -160,30 +160,6 @@ def test_what_is_in_order_passes() -> None:
             assert b.host.tolist() == [0, 1, 2, 3]
 
 
-def test_one_event_orders_what_its_stream_followed() -> None:
-    """A host that has waited need not follow the device again."""
-    b = bench()
-    with b.device.watching():
-        b.weights.add_(1)
-        b.first.follow()
-        b.first.record().wait()
-        b.second.copy(b.host, b.weights)
-        b.second.record().wait()
-        assert b.host.tolist() == [1, 2, 3, 4]
-
-
-def test_asking_is_as_good_as_waiting_once_the_answer_is_yes() -> None:
-    """And it is yes some time, however late copies are."""
-    for seed in range(20):
-        b = bench(seed)
-        with b.device.watching():
-            away(b)
-            event = b.first.record()
-            while not event.is_done():
-                pass
-            assert b.host.tolist() == [0, 1, 2, 3]
-
-
 def late(is_strict: bool) -> Bench:
     """A device whose copies happen when they must."""
     made = bench(is_strict=is_strict)
@@ -221,17 +197,6 @@ def test_a_source_is_copied_as_it_is_then() -> None:
         assert b.host.isnan().all()
 
 
-def test_an_early_copy_is_not_disturbed_by_the_next_ones_target() -> None:
-    """What the second copy overwrites, the first on the same stream still reads."""
-    b, sevens = late(is_strict=True), torch.full((4,), 7.0)
-    with b.device.watching():
-        b.first.follow()
-        b.first.copy(b.host, b.weights)
-        b.first.copy(b.weights, sevens)
-        b.first.record().wait()
-        assert (b.host.tolist(), b.weights.tolist()) == ([0, 1, 2, 3], [7, 7, 7, 7])
-
-
 def test_streams_overtake_each_other_unless_one_comes_after_the_other() -> None:
     """Over the seeds every order comes, and only the permitted ones."""
     orders: dict[bool, set[str]] = {False: set(), True: set()}
@@ -260,18 +225,6 @@ def _unseen(targets: list[Tensor]) -> list[Tensor]:
         return [target.clone() for target in targets]
 
 
-def test_a_write_of_a_copy_counts_when_it_is_given() -> None:
-    """As on a real stream, so autograd and masters see one version in every order."""
-    b = late(is_strict=True)
-    with b.device.watching():
-        b.parked()
-        before = b.weights._version
-        back(b)
-        given = b.weights._version
-        b.first.record().wait()
-        assert (given, b.weights._version) == (before + 2, before + 2)  # zero_, and the copy
-
-
 def test_the_same_seed_draws_the_same_order() -> None:
     def history(seed: int) -> list[bool]:
         b = bench(seed)
@@ -285,8 +238,3 @@ def test_the_same_seed_draws_the_same_order() -> None:
 
     assert history(3) == history(3)
     assert len({tuple(history(seed)) for seed in range(20)}) > 3
-
-
-def test_it_is_a_stream_like_any_other() -> None:
-    stream: CopyStream = DrawnDevice().copy_stream()
-    assert isinstance(stream, DrawnStream)

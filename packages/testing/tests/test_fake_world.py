@@ -6,8 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sley_testing.collectives import assert_same_sequence
-
 
 def test_groups_of_64_ranks_in_one_process(fake_world):
     for rank in range(64):
@@ -33,25 +31,3 @@ def test_a_failure_inside_leaves_no_group_and_the_next_world_starts_anew(fake_wo
     assert not dist.is_initialized()
     with fake_world(1, 3):
         assert dist.get_world_size() == 3
-
-
-def test_worlds_do_not_nest(fake_world):
-    with fake_world(0, 2), pytest.raises(AssertionError, match="do not nest"), fake_world(1, 2):
-        pass
-
-
-def test_the_order_of_64_ranks_is_compared_without_a_process(fake_world, collectives):
-    recorded = []
-    for rank in range(64):
-        with fake_world(rank, 64), collectives() as calls:
-            first = rank // 8 * 8
-            group = dist.new_group(range(first, first + 8), use_local_synchronization=True, group_desc=f"dp[{first}]")
-            dist.all_reduce(torch.ones(3), group=group)
-            dist.all_reduce(torch.ones(4 if rank == 42 else 5), group=group)
-        recorded.append(calls)
-    assert_same_sequence(recorded[:40])
-    with pytest.raises(AssertionError) as caught:
-        assert_same_sequence(recorded)
-    text = str(caught.value)
-    assert text.startswith("the order on dp[40] is not the same on all ranks: call 2 differs\n  ranks 40, 41, 43, 44,")
-    assert "  rank 42: all_reduce of 4 float32\n" in text

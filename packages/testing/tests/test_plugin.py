@@ -21,6 +21,7 @@ pytest_plugins = ["pytester"]
 ALONE = ("-p", "no:hypothesispytest")
 """Without the plugin that would import hypothesis anew in each run, for its summary."""
 
+
 KEPT = (torch, Ranks, multiprocessing.popen_forkserver)
 """pytester unloads what its runs import first; torch and the fork server are to be loaded once, before."""
 
@@ -61,17 +62,6 @@ def test_a_test_that_needs_more_devices_than_there_are_is_skipped(pytester, monk
     result.stdout.fnmatch_lines(["*needs 1000 CUDA devices, here are *"])
 
 
-def test_the_time_limit_of_ranks_is_an_option(pytester):
-    pytester.makepyfile(
-        """
-        def test_limit(ranks):
-            assert ranks(2).timeout_s == 7.5
-            assert ranks(2, 3).timeout_s == 3
-        """
-    )
-    pytester.runpytest(*ALONE, "--rank-timeout=7.5").assert_outcomes(passed=1)
-
-
 def test_a_process_left_behind_fails_the_test_that_asked(pytester):
     pytester.makepyfile(
         """
@@ -92,23 +82,6 @@ def test_a_process_left_behind_fails_the_test_that_asked(pytester):
     result = pytester.runpytest(*ALONE)
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(["*1 processes are left after 1 s*"])
-
-
-def test_modules_that_pytest_loads_by_file_reach_the_ranks(pytester):
-    """Two modules of one name, as `--import-mode=importlib` allows, a class of theirs, and a neighbour that they import."""
-    for folder in ("first", "second"):
-        package = pytester.mkpydir(folder)
-        (package / "neighbour.py").write_text(f"name = {folder!r}")
-        (package / "test_same.py").write_text(
-            "from .neighbour import name\n\n"
-            "class Here: ...\n\n"
-            "def which(given):\n    assert isinstance(given, Here)\n    return Here, name\n\n"
-            f"def test_which(ranks):\n    assert ranks(1, init=False)(which, Here()) == [(Here, {folder!r})]\n"
-        )
-    (pytester.mkdir("third") / "test_same.py").write_text(
-        "def here(): return here\n\ndef test_here(ranks):\n    assert ranks(1, init=False)(here) == [here]\n"
-    )
-    pytester.runpytest(*ALONE, "--import-mode=importlib").assert_outcomes(passed=3)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

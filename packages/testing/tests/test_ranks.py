@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-import uuid
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from sley_core.errors import RunError
-from sley_testing.processes import assert_none_left, processes_with
+from sley_testing.processes import assert_none_left
 from sley_testing.ranks import GRACE_S, RankError, RankTimeoutError
 
 
@@ -40,50 +38,6 @@ def test_results_come_in_order_of_rank(ranks):
     assert ranks(3)(sum_of_ranks, 10, plus=1) == [Seen(0, 31.0), Seen(1, 31.0), Seen(2, 31.0)]
 
 
-TENSORS = {
-    "number": torch.tensor(-0.0, dtype=torch.float64),
-    "narrow": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
-    "empty": torch.empty(0, 3),
-    "turned": torch.arange(6).reshape(2, 3).t(),
-    "part": torch.arange(9)[2:4],
-    "flags": torch.tensor([True, False]),
-    "complex": torch.ones(2, dtype=torch.complex64).conj(),
-    "parameter": torch.nn.Parameter(torch.ones(2)),
-}
-
-
-def tensors():
-    return TENSORS, random_numbers()
-
-
-def random_numbers():
-    return torch.rand(2), torch.initial_seed()
-
-
-def test_tensors_arrive_as_they_were_returned(ranks):
-    ((found, drawn),) = ranks(1)(tensors)
-    for name, wanted in TENSORS.items():
-        assert type(found[name]) is type(wanted), name
-        assert (found[name].dtype, found[name].requires_grad) == (wanted.dtype, wanted.requires_grad), name
-        assert torch.equal(found[name], wanted), name
-    assert str(found["number"].item()) == "-0.0"
-    found["narrow"].add_(1)
-    with torch.random.fork_rng(devices=()):
-        torch.random.default_generator.manual_seed(drawn[1])
-        assert torch.equal(drawn[0], random_numbers()[0]), "what the server did before it forked has drawn numbers"
-
-
-def parent_and_what_is_imported():
-    return os.getppid(), {"torch._dynamo", "sley_core.topology"} <= set(sys.modules)
-
-
-def test_every_rank_is_forked_from_one_server_that_has_imported_torch(ranks):
-    found = ranks(2)(parent_and_what_is_imported) + ranks(1, init=False)(parent_and_what_is_imported)
-    assert len({parent for parent, _ in found}) == 1
-    assert found[0][0] != os.getpid()
-    assert all(there for _, there in found)
-
-
 def surroundings():
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLEY_STORE", "SLEY_TEST_VALUE")
     return ({name: os.environ.get(name) for name in names}, str(Path.cwd()), torch.get_num_threads(), dist.is_initialized())
@@ -97,16 +51,6 @@ def test_a_rank_has_the_tests_environment_folder_and_path(ranks, monkeypatch, tm
     assert environ.pop("SLEY_STORE") == first[0]["SLEY_STORE"]
     assert environ == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "SLEY_TEST_VALUE": "from the test"}
     assert (folder, num_threads, initialised) == (str(tmp_path), 1, False)
-
-
-def join_by_environment():
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=os.environ["SLEY_STORE"], rank=rank, world_size=size)
-    return sum_of_ranks(1, plus=0).total
-
-
-def test_a_function_can_join_the_world_by_itself(ranks):
-    assert ranks(2, init=False)(join_by_environment) == [1.0, 1.0]
 
 
 def fail_on_rank_1():
@@ -234,18 +178,6 @@ def test_no_process_is_left_when_the_test_is_interrupted(ranks, no_children):
         signal.signal(signal.SIGALRM, before)
 
 
-def start_a_child_and_hang():
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    time.sleep(60)
-
-
-def test_what_a_rank_started_goes_with_it(ranks, monkeypatch):
-    monkeypatch.setenv("SLEY_TEST_MARK", mark := uuid.uuid4().hex)
-    with pytest.raises(RankTimeoutError):
-        ranks(1, timeout_s=0.5, init=False)(start_a_child_and_hang)
-    assert_none_left(lambda: processes_with("SLEY_TEST_MARK", mark), within_s=10)
-
-
 def fail_while_the_other_is_busy():
     if dist.get_rank() == 0:
         raise ValueError("cause")
@@ -263,13 +195,3 @@ def test_others_are_killed_after_a_short_grace(ranks):
 def test_a_nested_function_is_refused_with_the_remedy(ranks):
     with pytest.raises(TypeError, match="use a function at module level"):
         ranks(1)(lambda: None)
-
-
-def return_a_lambda():
-    return lambda: None
-
-
-def test_a_result_that_cannot_travel_fails_in_its_rank(ranks):
-    with pytest.raises(Exception, match="lambda") as caught:
-        ranks(1)(return_a_lambda)
-    assert "rank 0 of 1 failed first" in caught.value.__notes__[0]

@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 
 from sley_core.actions import simulate
-from sley_core.discovery import core_version
 from sley_testing import plain
 from sley_testing import ranks as kit
 from sley_testing.processes import descendants
-from sley_testing.ranks import KEPT, end_idle, idle_processes
+from sley_testing.ranks import end_idle, idle_processes
 
 written = []
 """What calls of this module's functions have left in it."""
@@ -69,17 +68,6 @@ def test_a_call_sees_nothing_of_the_one_before(ranks, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     ((process, there),) = ranks(1)(what_a_test_could_notice)
     assert (process, there["folder"]) == (first, str(tmp_path))
-
-
-def cached():
-    size = core_version.cache_info().currsize
-    core_version()
-    return size
-
-
-def test_a_call_finds_nothing_in_the_caches_of_functions(ranks):
-    ranks(1)(cached)
-    assert ranks(1)(cached) == [0]
 
 
 def leave_a_patched_function():
@@ -181,22 +169,6 @@ def test_after_a_failure_there_are_new_processes(ranks):
     assert not idle_processes()
     after = ranks(2)(process_and_group)
     assert not {process for process, *_ in before} & {process for process, *_ in after}
-
-
-def test_other_numbers_of_ranks_another_environment_and_who_asks_for_it_get_new_processes(ranks, monkeypatch):
-    found = {ranks(2)(process_and_group)[0][0], ranks(1)(process_and_group)[0][0]}
-    found.add(ranks(2, fresh=True)(process_and_group)[0][0])
-    monkeypatch.setenv("SLEY_TEST_VALUE", "other")
-    found.add(ranks(2)(process_and_group)[0][0])
-    assert len(found) == 4
-    assert len(idle_processes()) <= 2 * KEPT
-
-
-def test_processes_are_replaced_after_some_calls(ranks, monkeypatch):
-    monkeypatch.setattr(kit, "CALLS", 4)
-    seen = [ranks(1)(os.getpid)[0] for _ in range(5)]
-    assert len(set(seen[:4])) == 1
-    assert seen[4] != seen[0]
 
 
 def test_what_is_asked_once_is_called_once_and_each_has_results_of_its_own(ranks, tmp_path, monkeypatch):

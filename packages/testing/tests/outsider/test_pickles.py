@@ -9,24 +9,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
-from sley_core.plan.load import plan_from_dict
 from sley_testing.checkpointer_contract import CheckpointerContract
-from sley_testing.plans import small_plan
 
 pytestmark = pytest.mark.usefixtures("installed")
 
 
 class TestPickles(CheckpointerContract):
     checkpoint: ClassVar[dict[str, Any]] = {"use": "pickles.folder"}
-
-
-def test_a_run_saves_itself_when_a_save_is_due(texts: Path, tmp_path: Path) -> None:
-    tables = small_plan(run__steps=4, checkpoint={"use": "pickles.folder", "every_steps": 2})
-    with assemble(plan_from_dict(tables, texts), World.alone("cpu"), folder=tmp_path) as run:
-        run.train()
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
 
 
 @pytest.mark.parametrize(

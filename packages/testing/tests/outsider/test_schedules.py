@@ -78,15 +78,3 @@ def test_a_wrong_handler_of_ties_fails(ranks: Callable[..., Ranks], texts: Path,
 
     with pytest.raises(AssertionError, match=r"differ by more than 1e-10, the worst first\n  embed"):
         Torn().test_two_stages_train_a_shared_weight_as_one_process(ranks, texts)
-
-
-@pytest.mark.parametrize("name", ["blocked", "greedy", "forgetful"])
-def test_what_is_broken_elsewhere_still_has_every_action_once(name: str) -> None:
-    named(name).test_every_micro_batch_goes_once_through_every_chunk()
-
-
-def test_a_claim_that_nothing_reaches_is_no_claim() -> None:
-    contract = named("one_by_one")
-    contract.most_held = lambda stage, stages, micros: micros + 1  # type: ignore[method-assign]
-    with pytest.raises(AssertionError, match="says more than any stage of any size holds"):
-        contract.test_a_stage_holds_what_it_says()

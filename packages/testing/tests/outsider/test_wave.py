@@ -11,11 +11,8 @@ import pytest
 import torch
 
 from sley_core.actions.action import Placement, Schedule
-from sley_core.actions.draw import draw_text
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, Machine, SimulatedStep, simulate
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
 from sley_core.errors import PlanError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
@@ -78,13 +75,6 @@ def test_nothing_is_sent_before_its_receive_is_posted_and_few_receives_are(hanay
     assert max(held.receives for held in simulated(schedule, stages, micros).peaks) <= 6
 
 
-def test_waves_shorten_the_bubble_as_their_paper_says(hanayo):
-    """A further wave makes the parts smaller, and with them what the others wait for at the start and at the end."""
-    idle = [max(map(simulated(hanayo(waves), 4, 4).timeline.idle, range(4))) for waves in (1, 2, 3)]
-    assert idle == sorted(idle, reverse=True)
-    assert idle[2] < idle[0] < 0.5
-
-
 # -- the plan ----------------------------------------------------------------------------------------------------------
 
 
@@ -96,16 +86,6 @@ def test_a_plan_takes_what_the_schedule_s_record_names_and_the_only_link() -> No
     assert (plan.link.name, plan.partition.name) == ("wave.link", "wave.even")
     assert [handler.name for handler in plan.gradient_handlers] == ["wave.ties"]
     assert check_plan(plan, 4) == []
-
-
-def test_it_is_drawn_and_assembled_in_a_world_without_others() -> None:
-    plan = plan_of(pp=4)
-    assert plan.pipeline is not None
-    drawn = draw_text(simulated(plan.pipeline.build(), 4, 4).timeline, width=200)
-    assert drawn.startswith("stage 0  F0-F1-F2-F3-.........f0-b0====f1-b1====")
-    with World.fake(1, 4) as world, assemble(plan, world) as run:
-        assert [layer.name for layer in run.layers] == ["blocks.0", "blocks.5"]
-        assert run.registry["blocks.0.bias"].tie_group == "tie[0,1]"
 
 
 @pytest.mark.parametrize(
