@@ -95,14 +95,6 @@ def test_two_hundred_sequences_equal_a_plain_loop(ranks: Any, texts: Path, tmp_p
     print(f"{num_refused} calls were refused")
 
 
-def test_a_number_stands_for_one_case_and_every_call_is_drawn() -> None:
-    cases = [drawn(number) for number in range(300)]
-    assert list(map(str, cases)) == [str(drawn(number)) for number in range(300)]
-    kinds = {call[0] for case in cases for call in case.calls}
-    assert kinds >= {"step", "offload", "onload", "save", "load", "kill", "evaluate", "predict", "host", "set", "write"}
-    assert {"freeze", "thaw"} <= kinds
-
-
 def test_a_wrong_number_is_seen(texts: Path, tmp_path: Path) -> None:
     """A loop that writes another value does not pass."""
     torch.manual_seed(0)

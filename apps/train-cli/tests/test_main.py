@@ -1,10 +1,8 @@
-"""The entry: exit codes, help, what is imported, errors that nobody expected, commands of other packages."""
+"""The entry: exit codes, help, completion, unexpected errors, commands of other packages; `plugins`, `needs` and `env`."""
 
 from __future__ import annotations
 
 import json
-import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,9 +12,11 @@ from typing import Any
 import pytest
 
 from sley_core.errors import RunError
-from train_cli.main import COMMANDS, foreign, main
+from train_cli.main import COMMANDS, foreign
 
 Cli = Callable[..., Any]
+Install = Callable[..., None]
+CLONE = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -26,46 +26,23 @@ def _fresh_commands() -> Iterator[None]:
     foreign.cache_clear()
 
 
-def test_help_begins_with_two_examples_and_ends_with_the_exit_codes(cli: Cli) -> None:
-    result = cli("--help")
-    assert result.code == 0
-    lines = [line.strip() for line in result.out.splitlines() if line.strip()]
-    assert lines[1] == "Examples:"
-    assert all(line.startswith("train-cli ") for line in lines[2:4])
-    assert "Results go to runs/NAME where the command is given; NAME is the plan's run.name." in " ".join(lines)
+def test_help_lists_every_command_and_exit_code(cli: Cli, install: Install) -> None:
+    install("sley-sweep", "sweep", "def sweep(): ...", group="sley.commands", attribute=":sweep")
+    lines = [line.strip() for line in cli("--help").out.splitlines() if line.strip()]
     codes = lines[lines.index("Exit codes:") + 1 :]
     assert [line.split()[0] for line in codes] == ["0", "1", "2", "3", "4", "129", "130", "131", "138", "140", "143", "152"]
-
-
-def test_every_command_has_help_and_the_common_options(cli: Cli) -> None:
-    for name in ("run", "check", "show", "plugins", "needs", "schema", "env"):
-        assert f"\n  {name} " in cli("--help").out
-        result = cli(name, "--help")
-        assert result.code == 0
-        assert "--message-format" in result.out
-        assert "--traceback" in result.out
-
-
-def test_commands_are_listed_in_the_order_of_their_use(cli: Cli, install: Callable[..., None]) -> None:
-    install("sley-sweep", "sweep", "def sweep(): ...", group="sley.commands", attribute=":sweep")
-    lines = cli("--help").out.splitlines()
-    lines = lines[lines.index("Prepare:") : next(at for at, line in enumerate(lines) if "Exit codes:" in line)]
-    assert [line for line in lines if line and line[0] != " "] == [
-        "Prepare:",
-        "Look ahead:",
-        "Train:",
-        "Look back:",
-        "Of other packages:",
-    ]
-    names = [line.split()[0] for line in lines if line.startswith("  ")]
-    order = ["new", "check", "show", "estimate", "search", "calibrate", "run", "doctor", "report", "sweep"]
-    assert [name for name in names if name in order] == order
+    sections = ["Prepare:", "Look ahead:", "Train:", "Look back:", "Of other packages:"]
+    assert [line for line in lines if line in sections] == sections
+    names = [line.split()[0] for line in lines[lines.index("Prepare:") : lines.index("Exit codes:")] if line not in sections]
     assert sorted(names) == sorted([*COMMANDS, "sweep"])
 
 
-def test_check_says_that_it_runs_code_with_the_model(cli: Cli) -> None:
-    said = " ".join(cli("check", "--help").out.replace("│", " ").split())
-    assert "imports torch and whatever code the plan names, and runs it" in said
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_and_the_common_options(cli: Cli, name: str) -> None:
+    result = cli(name, "--help")
+    assert result.code == 0
+    assert "--message-format" in result.out
+    assert "--traceback" in result.out
 
 
 @pytest.mark.parametrize(
@@ -78,28 +55,60 @@ def test_a_wrong_command_line_is_exit_2(cli: Cli, arguments: list[str]) -> None:
     assert "Traceback" not in result.err
 
 
-def test_a_typo_gets_a_suggestion(cli: Cli) -> None:
+@pytest.mark.parametrize(
+    ("command", "option", "advice"),
+    [
+        ("run", "--save-every", "`[checkpoint]` says when a run saves itself"),
+        ("run", "--overwite", "did you mean --overwrite?"),
+        ("check", "--steps", "--set run.steps=VALUE"),
+        ("run", "--lr", "--set optimizer.lr=VALUE"),
+        ("run", "--wandb", ""),
+    ],
+)
+def test_an_unknown_option_leads_to_a_known_one(cli: Cli, plan: Path, command: str, option: str, advice: str) -> None:
+    result = cli(command, plan, option)
+    assert result.code == 2
+    assert f"No such option: {option}" in result.err
+    assert advice in result.err
+    assert "Possible options" not in result.err
     assert "'check'" in cli("chek").err
 
 
-def test_version_lists_the_packages(cli: Cli) -> None:
-    result = cli("--version")
-    assert result.code == 0
-    names = [line.split()[0] for line in result.out.splitlines()]
-    assert {"sley-core", "sley-train-cli"} <= set(names)
-    assert names == sorted(names)
-
-
-def test_m_works() -> None:
+def test_a_shell_starts_it() -> None:
     command = [sys.executable, "-m", "train_cli", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert "sley-core" in done.stdout
+    assert {"sley-core", "sley-train-cli"} <= {line.split()[0] for line in done.stdout.splitlines()}
 
 
-# -- what nobody expected ----------------------------------------------------------------------------------------------
+@pytest.fixture
+def offered(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """`offered("show", "pl")` gives the completions of the last word, asked as a shell asks."""
+
+    def ask(*words: object) -> list[str]:
+        monkeypatch.setenv("_TRAIN_CLI_COMPLETE", "complete_zsh")
+        monkeypatch.setenv("_TYPER_COMPLETE_ARGS", " ".join(["train-cli", *map(str, words)]))
+        found = cli().out
+        return [line.split('"')[1].replace("\\\\:", ":") for line in found.splitlines() if line.count('"') > 1]
+
+    return ask
 
 
-def test_an_internal_error_is_exit_1_with_a_way_to_report_it(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shell_completes_keys_records_and_plugins(offered: Callable[..., list[str]], plan: Path) -> None:
+    assert "batch.micro_size=" in offered("show", plan, "--set", "batch.")
+    assert "model.num_layers=" in offered("check", plan, "--set", "model.")
+    assert offered("show", plan, "--set", "nothing") == []
+    assert "optimizer.use=core.adamw" in offered("show", plan, "--set", "optimizer.use=core.a")
+    assert offered("show", plan, "--set", "loss.use=core.adam") == [], "no optimizer is a loss"
+    assert "core" in offered("plugins", "co")
+    assert "core.adamw" in offered("plugins", "core.ad")
+    plan.write_text("nonsense")
+    assert "run.steps=" in offered("show", plan, "--set", "run.st"), "a wrong plan still has keys"
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_internal_error_is_exit_1_without_a_traceback(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> int:
         raise AssertionError("a world of 3, 2 were given")
 
@@ -112,25 +121,21 @@ def test_an_internal_error_is_exit_1_with_a_way_to_report_it(cli: Cli, plan: Pat
     assert "Traceback" in cli("--traceback", "show", plan).err
 
 
-def test_interrupts_have_their_codes(monkeypatch: pytest.MonkeyPatch, plan: Path) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("sley_core.plan.load.read_file", interrupt)
-    assert main(["check", str(plan)]) == 130
-
-
-def test_an_error_carries_its_own_code(monkeypatch: pytest.MonkeyPatch, plan: Path, cli: Cli) -> None:
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (RunError("no-luck", "it went wrong"), 1)])
+def test_an_error_has_its_code(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int) -> None:
     def fail(*_: object) -> None:
-        raise RunError("no-luck", "it went wrong", hint="try again")
+        raise error
 
     monkeypatch.setattr("sley_core.plan.load.read_file", fail)
     result = cli("check", plan, "--message-format", "json")
-    assert result.code == 1
-    assert json.loads(result.err)["code"] == "no-luck"
+    assert result.code == code
+    assert code == 130 or json.loads(result.err)["code"] == "no-luck"
 
 
-# -- what is imported, and how long it takes ---------------------------------------------------------------------------
+def test_tasks_of_srun_that_know_of_no_ranks_are_refused(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert (cli("run", plan).code, Path("runs").exists()) == (2, False)
+
 
 LIGHT = [["--help"], ["check", "plan.toml"], ["plugins"], ["show", "plan.toml"], ["needs", "plan.toml"], ["doctor", "."]]
 
@@ -146,33 +151,9 @@ for arguments in {LIGHT!r}:
     if code or heavy:
         sys.exit(f"{{arguments}}: {{code}}, imported {{heavy}}")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=plan.parent, capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=plan.parent, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("arguments", LIGHT[:3], ids=lambda arguments: arguments[0])
-def test_answers_in_less_than_three_times_its_libraries(plan: Path, arguments: list[str]) -> None:
-    """Seconds of processor time, the least of interleaved runs: whatever else the machine does only adds to it."""
-    base, ours = [sys.executable, "-c", "import typer, pydantic"], [sys.executable, "-m", "train_cli", *arguments]
-    least_base = least_ours = float("inf")
-    for attempt in range(25):
-        least_base = min(least_base, processor_s(base, plan.parent))
-        least_ours = min(least_ours, processor_s(ours, plan.parent))
-        if attempt >= 4 and least_ours < 3 * least_base:
-            return
-    pytest.fail(f"{least_ours:.3f} s against {least_base:.3f} s")
-
-
-def processor_s(command: list[str], folder: Path) -> float:
-    """Of a program whose modules are compiled, as after an installation; the first call compiles what is not."""
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, cwd=folder, env=environ, capture_output=True, timeout=60, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 # -- commands of other packages ----------------------------------------------------------------------------------------
@@ -184,32 +165,122 @@ SWEEP = """
 """
 
 
-def test_a_foreign_command_is_listed_unimported_and_called(cli: Cli, install: Callable[..., None]) -> None:
-    install("sley-sweep", "sweep", SWEEP, group="sley.commands", attribute=":sweep")
+def test_a_command_of_another_package_is_listed_unimported_and_called(cli: Cli, install: Install, plan: Path) -> None:
+    for name in ("sweep", "check"):
+        install(f"sley-{name}", name, SWEEP, group="sley.commands", attribute=":sweep")
     assert "A command of sley-sweep 1.0." in cli("--help").out
     assert "sley_sweep_module" not in sys.modules
     result = cli("sweep", "--number", "5")
     assert (result.code, result.out) == (0, "swept 5\n")
     assert "Sweeps." in cli("sweep", "--help").out
+    assert cli("check", plan).err.startswith("1 plan is fine; "), "ours come first"
 
 
-def test_a_broken_foreign_command_breaks_no_other(cli: Cli, install: Callable[..., None]) -> None:
-    install("sley-sweep", "sweep", "import nothing_of_this_name", group="sley.commands", attribute=":sweep")
+@pytest.mark.parametrize("code", ["command-import", "command-ambiguous"])
+def test_a_command_of_another_package_that_cannot_be_called(cli: Cli, install: Install, code: str) -> None:
+    source = "import nothing_of_this_name" if code == "command-import" else SWEEP
+    for dist in ("sley-sweep", "sley-mop")[: 1 if code == "command-import" else 2]:
+        install(dist, "sweep", source, group="sley.commands", attribute=":sweep")
     assert cli("--help").code == 0
     result = cli("sweep")
-    assert result.code == 4
-    assert "error[command-import]" in result.err
-    assert "sley-sweep 1.0" in result.err
+    assert (result.code, f"error[{code}]" in result.err, "sley-sweep 1.0" in result.err) == (4, True, True)
 
 
-def test_two_packages_of_one_command(cli: Cli, install: Callable[..., None]) -> None:
-    for dist in ("sley-sweep", "sley-mop"):
-        install(dist, "sweep", SWEEP, group="sley.commands", attribute=":sweep")
-    result = cli("sweep")
-    assert result.code == 4
-    assert "sley-mop 1.0 and sley-sweep 1.0" in result.err or "sley-sweep 1.0 and sley-mop 1.0" in result.err
+# -- plugins, needs, env -----------------------------------------------------------------------------------------------
 
 
-def test_ours_come_first(cli: Cli, install: Callable[..., None], plan: Path) -> None:
-    install("sley-sweep", "check", SWEEP, group="sley.commands", attribute=":sweep")
-    assert cli("check", plan).err.startswith("1 plan is fine; ")
+def test_plugins_lists_records_and_broken_plugins(cli: Cli, install: Install) -> None:
+    install("sley-odd", "odd", "raise RuntimeError('not today')")
+    result = cli("plugins")
+    assert result.code == 0
+    assert result.out.startswith("core  (sley-core ")
+    assert "broken: plugin `odd` (sley-odd 1.0) cannot be imported" in result.out
+    core = json.loads(cli("plugins", "--format", "json").out)[0]
+    assert (core["records"]["optimizers"], core["error"]) == (["core.adamw", "core.sgd"], None)
+
+
+def test_a_plugin_by_name_has_every_option(cli: Cli) -> None:
+    out = cli("plugins", "core.adamw").out
+    assert out.startswith("core.adamw  (optimizer, for [optimizer])")
+    assert "  lr: a number above 0 (required)" in out
+    found = json.loads(cli("plugins", "core", "--format", "json").out)
+    options = {option["name"]: option for each in found if each["name"] == "core.adamw" for option in each["options"]}
+    assert (options["lr"]["required"], options["eps"]["default"]) == (True, 1e-8)
+    assert all(option["description"] for option in options.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(("cores",), 4), (("core.adamv",), 3), (("core", "more"), 2), (("check",), 2), (("check", "x"), 4)]
+)
+def test_plugins_of_an_unknown_name(cli: Cli, arguments: tuple[str, ...], code: int) -> None:
+    assert cli("plugins", *arguments).code == code
+
+
+def test_needs_names_the_packages_of_a_plan(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing is installed; records may then name more, and a version would lead nowhere."""
+    here = ["-e packages/core", "-e apps/train-cli", "-e packages/models", "-e packages/data"]
+    assert cli("needs", plan).out.splitlines() == here
+    text = plan.read_text("utf-8") + '[[gradient_handlers]]\nuse = "dp.bucketed"\n[weights]\nuse = "isp.communicator"\n'
+    plan.write_text(text + 'pool = "pp.classes"\n[checkpoint]\n', "utf-8")
+    monkeypatch.setattr("sley_core.plan.loader.installed", dict)
+    result = cli("needs", plan)
+    assert "call this again" in result.err
+    folders = [line.removeprefix("-e ") for line in result.out.splitlines()]
+    names = ("models", "data", "dp", "isp", "pp", "checkpoint")
+    assert folders == ["packages/core", "apps/train-cli", *(f"packages/{name}" for name in names)]
+    if (CLONE / "noxfile.py").exists():  # not in an sdist
+        assert all((CLONE / folder / "pyproject.toml").exists() for folder in folders)
+
+
+MEASURED = '[partition]\nuse = "pp.measured"\n'
+
+
+@pytest.mark.parametrize(
+    ("partition", "more"),
+    [
+        ("", []),
+        ('[partition]\nuse = "pp.measured"\n', ["estimate"]),
+        ('[partition]\nuse = "pp.measured"\nlayer_costs = [1.0]', []),
+    ],
+)
+def test_needs_names_the_packages_of_defaults_and_records(cli: Cli, plan: Path, partition: str, more: list[str]) -> None:
+    """The schedule of a pipeline names its partition and link, and `pp.measured` a timer, unless it has the seconds."""
+    text = plan.read_text("utf-8").replace("dp = 2", "pp = 2") + '[pipeline]\nuse = "pp.gpipe"\n'
+    text += '[weights]\nuse = "isp.communicator"\n[[gradient_handlers]]\nuse = "powersgd.reducer"\n'
+    plan.write_text(text + partition, "utf-8")
+    result = cli("needs", plan)
+    found = sorted(line.rpartition("/")[2].removeprefix("sley-") for line in result.out.splitlines())
+    assert found == sorted(["core", "train-cli", "data", "models", "isp", "pp", "powersgd", *more]), result.err
+    assert "call this again" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("[batch]", '[[metrics]]\nuse = "odd.writer"\n[batch]', "sley-odd==1.0"),
+        ("sequence = 16", 'sequence = 16\ntokenizer = "metrics.json"', "-e packages/data[tokenizers]"),
+        ("[batch]", '[[metrics]]\nuse = "metrics.wandb"\nproject = "p"\n[batch]', "-e packages/metrics[wandb]"),
+    ],
+)
+def test_needs_pins_others_and_names_extras(cli: Cli, plan: Path, install: Install, old: str, new: str, line: str) -> None:
+    install("sley-odd", "odd")
+    plan.write_text(plan.read_text("utf-8").replace(old, new), "utf-8")
+    lines = cli("needs", plan).out.splitlines()
+    assert line in lines
+    assert "json" not in new or not any("packages/metrics" in each for each in lines), "a file is no record"
+
+
+def test_needs_of_an_unknown_plugin(cli: Cli, plan: Path) -> None:
+    plan.write_text(plan.read_text("utf-8").replace("core.adamw", "nobody.knows"), "utf-8")
+    result = cli("needs", plan)
+    assert (result.code, result.out) == (4, "")
+    assert "plan.toml:25:7: error[plugin-unknown]" in result.err
+
+
+def test_env_has_versions_and_no_secrets(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("SECRET_TOKEN", "hidden-from-everyone")
+    out = cli("env").out
+    assert all(f"\n{name} " in out for name in ("python", "torch", "sley-core", "NCCL_DEBUG"))
+    assert "hidden-from-everyone" not in out
+    assert json.loads(cli("env", "--format", "json").out)["NCCL_DEBUG"] == "WARN"

@@ -52,10 +52,6 @@ def test_a_new_package_passes_its_tests(cli: Any, tmp_path: Path, kind: str, mon
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-def test_every_kind_can_be_tried() -> None:
-    assert {kind.value for kind in PluginKind} == {"handler", "hook", "model", "schedule", "writer"}
-
-
 @pytest.mark.parametrize("kind", list(PluginKind))
 def test_a_package_imports_what_core_makes_public(kind: PluginKind) -> None:
     files = rendered(kind, "my_own")
@@ -67,7 +63,7 @@ def test_a_package_imports_what_core_makes_public(kind: PluginKind) -> None:
             assert all(name.startswith(PUBLIC) for name in ours), (path, ours)
 
 
-@pytest.mark.parametrize("name", ["9lives", "top-k", "TopK", "class", "", "../out", "a.b", "step", "tensor", *sorted(OURS)])
+@pytest.mark.parametrize("name", ["9lives", "TopK", "class", "../out", "step", min(OURS)])
 def test_a_name_that_cannot_be_is_refused_and_nothing_is_written(cli: Any, folder: Path, name: str) -> None:
     before = set(folder.iterdir())
     result = cli("new", "handler", name)

@@ -64,10 +64,8 @@ def test_one_rank_runs_in_this_process(cli: Cli, plan: Path, folder: Path, no_ch
     result = cli("run", plan, "--set", "parallel.dp=1")
     assert result.code == 0, result.err
     assert result.out == ""
-    sizes, held, counted, first, second, closing, *_ = result.err.splitlines()
+    sizes, _, _, first, second, closing, *_ = result.err.splitlines()
     assert sizes == "1 rank, 12,336 parameters, 4 steps of 4 samples = 0.097 epochs (256 tokens)"
-    assert held == "rank 0 holds 48 KiB weights, 48 KiB gradients, and after the first step the optimizer's states"
-    assert counted == "memory below is the peak of rank 0's whole process, libraries included"
     assert first.startswith("step 2/4  loss ")
     assert second.startswith("step 4/4  loss ")
     assert closing.startswith("finished: 4 steps in ")
@@ -85,10 +83,6 @@ def test_what_was_estimated_stands_beside_what_was_measured(cli: Cli, plan: Path
     assert summary["estimated"]["peak_bytes"] > sum(summary["memory_bytes"].values())
     held = f"{sum(summary['memory_bytes'].values()) / 1024:.2f} KiB"
     assert f"  memory         {held} between steps; {held} were estimated" in result.err
-
-
-def test_a_machine_without_an_estimate_is_a_mistake(cli: Cli, plan: Path) -> None:
-    assert cli("run", plan, "--machine", "machine.toml").code == 2
 
 
 def test_a_run_is_not_overwritten_unasked(cli: Cli, plan: Path, folder: Path) -> None:
@@ -153,12 +147,6 @@ def test_a_bad_plan_under_torchrun_is_told_once(start: Start, plan: Path, folder
     assert not (folder / "runs").exists()
 
 
-def test_another_number_of_ranks_than_the_plan_fixes(start: Start, plan: Path) -> None:
-    result = start("run", plan, "--set", "parallel.dp=3", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0").finish()
-    assert result.code == 3
-    assert "error[layout]" in result.err
-
-
 def test_what_one_rank_raises_is_told_once_with_its_place(start: Start, own_model: Callable[[str], Path], folder: Path) -> None:
     action = "print('to stdout', flush=True); raise ValueError('no good')"
     result = start("run", own_model(ON_RANK_ONE.format(action=action)), "--traceback").finish()
@@ -173,17 +161,6 @@ def test_what_one_rank_raises_is_told_once_with_its_place(start: Start, own_mode
     left = {path.name for path in (folder / "runs" / "small").iterdir()}
     assert left == {"plan.toml", "start.json", "attempt.json", "metrics.jsonl", "faults"}, "it took no step"
     check_run_folder(load_plan(folder / "plan.toml"), overwrite=False)  # the next run may take it
-
-
-def test_a_token_beyond_the_vocabulary(cli: Cli, plan: Path, folder: Path) -> None:
-    (folder / "corpus.bin").write_bytes(bytes([1, 0] * 31 + [99, 0] * 31))  # too few for a check of the file to judge
-    data = 'use = "data.tokens"\nfiles = ["corpus.bin"]\nvocab_size = 50\ndocuments = "cut"\nshuffle = false'
-    text = plan.read_text("utf-8").replace('use = "data.text"\nfiles = ["corpus.txt"]', data)
-    plan.write_text(text.replace("dp = 2", "dp = 1").replace("steps = 4", "steps = 20"), "utf-8")
-    result = cli("run", plan)
-    assert result.code == 1, result.err
-    assert result.err.count("error[") == 1, result.err
-    assert "99" in result.err.splitlines()[-1]
 
 
 TABLE = """

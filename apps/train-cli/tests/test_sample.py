@@ -19,7 +19,7 @@ from sley_core.errors import UsageError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_testing.plans import Tables, changed, small_plan
-from train_cli.commands.sample import _text_ids, generate
+from train_cli.commands.sample import generate
 
 PLAN = small_plan(
     optimizer={"use": "core.adamw", "lr": 1e-2}, precision__compute="fp32", evaluation={"every": 10, "steps": 2}, run__steps=10
@@ -78,7 +78,7 @@ def told(result: Any) -> str:
 
 @pytest.mark.parametrize("kept", ["weights", "checkpoint"])
 def test_the_likeliest_text_is_that_of_the_logits(cli: Any, trained: Trained, kept: str) -> None:
-    run = trained(PLAN, kept)
+    run = trained(PLAN, kept, **SLICED)
     expected = likeliest(trained.run, list(PROMPT.encode()), 30, 24)  # type: ignore[attr-defined]
     result = cli("sample", run, "--prompt", PROMPT, "--temperature", 0, "--tokens", 30)
     assert told(result) == bytes(expected).decode("utf-8", "replace") + "\n"
@@ -95,13 +95,6 @@ def test_a_seed_and_a_number_of_candidates_decide(cli: Any, trained: Trained) ->
     assert text("--top-k", 1, "--temperature", 5) == text("--temperature", 0)
     # Of one candidate in 256 at a temperature without preferences, one draw in 256 is the likeliest.
     assert text("--temperature", 1e6) != text("--temperature", 0)
-
-
-def test_a_run_of_many_ranks_is_sampled_in_one_process(cli: Any, trained: Trained) -> None:
-    run = trained(PLAN, **SLICED)
-    expected = likeliest(trained.run, list(b"the"), 5, 24)  # type: ignore[attr-defined]
-    result = cli("sample", run, "--prompt", "the", "--temperature", 0, "--tokens", 5)
-    assert told(result) == bytes(expected).decode("utf-8", "replace") + "\n"
 
 
 def test_tokens_of_a_tokenizer_are_words_until_a_document_ends(cli: Any, trained: Trained, folder: Path) -> None:
@@ -165,12 +158,6 @@ def test_a_field_that_no_prompt_has_is_refused_with_what_to_do(reads: str, field
         next(generate(run, [1], 9, temperature=0.0, top_k=None, generator=torch.Generator()))
 
 
-def test_data_of_ones_own_needs_a_tokenizer() -> None:
-    own: Any = SimpleNamespace(data=SimpleNamespace(name="my:data", record=None))
-    with pytest.raises(UsageError, match="the data of this run, `my:data`, has no tokenizer"):
-        _text_ids(own, None)
-
-
 def test_what_cannot_be_sampled_is_refused(cli: Any, trained: Trained, folder: Path) -> None:
     assert "error[no-run]" in cli("sample", folder, "--prompt", "x").err
     run = trained(PLAN, "nothing")
@@ -205,17 +192,6 @@ def test_tiny_data_that_is_gone_through_again_is_said(cli: Any, trained: Trained
     again = cli("eval", run, "--data", f'held_out_files=["{folder / "tiny.txt"}"]')
     assert "only 5 samples are held out, but an evaluation takes 16: each is used about 3.2 times" in again.err
     assert "held out, but" not in cli("eval", run).err
-
-
-def test_a_run_says_before_its_first_step_that_held_out_data_is_gone_through_again(cli: Any, plan: Path) -> None:
-    (plan.parent / "held.txt").write_text("the quick brown fox\n" * 60, "utf-8")
-    held_out = "data={use='data.text', files=['corpus.txt'], held_out_files=['held.txt'], sequence=16}"
-    changes = ["parallel.dp=1", "run.steps=1", held_out, "evaluation={every=1, steps=50}"]
-    result = cli("run", plan, changes=changes)
-    assert result.code == 0, result.err
-    told, _, after = result.err.partition("step 1/1")
-    assert "held out, but an evaluation takes 200" in told
-    assert "held out, but" not in after, "it is said once"
 
 
 def test_eval_on_documents_that_were_trained_on_is_said(cli: Any, trained: Trained, texts: Path, folder: Path) -> None:

@@ -69,40 +69,6 @@ def test_the_step_is_finished(start: Start, plan: Path, folder: Path, dp: int, n
     assert [json.loads(line)["step"] for line in lines] == list(range(1, steps + 1))
 
 
-SAVES_SLOWLY = """
-    import time
-    from torch import nn
-    from sley_core.run import Run
-    from train_cli import stopping
-
-    stopping.TERMINATED_S = 0.3
-    plain = Run.save_weights
-
-    def slowly(run, *arguments, **options):
-        time.sleep(1)
-        plain(run, *arguments, **options)
-
-    Run.save_weights = slowly
-
-    class Embed(nn.Embedding):
-        def forward(self, tokens):
-            return super().forward(tokens)
-
-    def layers():
-        return [Embed(256, 256)]
-"""
-
-
-def test_final_weights_that_take_longer_than_a_step_may_are_kept(
-    start: Start, own_model: Callable[[str], Path], folder: Path
-) -> None:
-    program = start("run", own_model(SAVES_SLOWLY), *LONG, "--set", "parallel.dp=1")
-    program.wait_for("step 3/")
-    os.kill(program.process.pid, signal.SIGTERM)
-    assert program.finish(40).code == 143
-    assert WeightFiles(folder / "runs" / "small" / "weights").names
-
-
 @pytest.mark.parametrize(
     "launcher",
     [
@@ -135,14 +101,6 @@ def test_the_second_interrupt_ends_at_once(start: Start, own_model: Callable[[st
     assert program.finish(30).code == 130, "the step itself takes an hour"
 
 
-@pytest.mark.campaign
-def test_terminated_in_a_step_that_never_ends(start: Start, own_model: Callable[[str], Path]) -> None:
-    program = start("run", own_model(SLOW))
-    program.wait_for("in a step")
-    os.kill(program.process.pid, signal.SIGTERM)
-    assert program.finish(40).code == 143
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_rank_ends_the_run_and_is_named(start: Start, plan: Path, folder: Path, killed: int) -> None:
@@ -155,16 +113,6 @@ def test_a_killed_rank_ends_the_run_and_is_named(start: Start, plan: Path, folde
     assert len(errors) == 1, result.err
     assert f"error[rank-died]: rank {killed} of 2 was killed by SIGKILL" in errors[0]
     assert (folder / "runs" / "small" / "summary.json").exists() == (killed != 0), "rank 0 writes it"
-
-
-@pytest.mark.campaign
-def test_a_killed_rank_ends_a_run_that_hangs_too(start: Start, own_model: Callable[[str], Path]) -> None:
-    program = start("run", own_model(SLOW))
-    program.wait_for("in a step")
-    os.kill(program.ranks()[0].pid, signal.SIGKILL)
-    result = program.finish(40)
-    assert result.code == 1
-    assert "rank 0 of 2 was killed by SIGKILL" in result.err
 
 
 def test_a_killed_launcher_leaves_nothing(start: Start, plan: Path) -> None:
@@ -198,11 +146,3 @@ def test_a_rank_that_is_ended_in_a_factory_does_not_tell_that_the_factory_failed
     result = program.finish(40)
     assert result.code == 143
     assert "error[" not in result.err
-
-
-@pytest.mark.campaign
-def test_interrupted_before_the_first_step(start: Start, plan: Path, folder: Path) -> None:
-    program = start("run", plan, *LONG, "-v")
-    program.wait_for("starting 2 ranks")
-    os.kill(program.process.pid, signal.SIGINT)
-    assert program.finish(30).code == 130
