@@ -69,14 +69,6 @@ def test_carets_stand_under_the_culprit(line: str, column: int, length: int, car
     assert render([found], MessageFormat.full).splitlines()[3:5] == [f"3 | {line}", f"  | {carets}"]
 
 
-def test_a_long_line_is_cut_around_the_culprit() -> None:
-    line = "x" * 5000 + "HERE" + "y" * 5000
-    found = Diagnostic("code", "message", place=Place("plan.toml", 3, 5001, 4), source_line=line)
-    shown, carets = render([found], MessageFormat.full).splitlines()[3:5]
-    assert len(shown) < 200
-    assert shown[carets.index("^") : carets.rindex("^") + 1] == "HERE"
-
-
 def test_the_content_of_a_plan_does_not_control_the_terminal() -> None:
     found = Diagnostic("code", "a\x1b[31mb", place=Place("p", 1, 1), source_line="k\x1b[2J = 1", hint="h\x07")
     for form in (MessageFormat.full, MessageFormat.short):

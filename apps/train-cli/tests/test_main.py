@@ -95,7 +95,6 @@ def offered(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str
 
 def test_a_shell_completes_keys_records_and_plugins(offered: Callable[..., list[str]], plan: Path) -> None:
     assert "batch.micro_size=" in offered("show", plan, "--set", "batch.")
-    assert "model.num_layers=" in offered("check", plan, "--set", "model.")
     assert offered("show", plan, "--set", "nothing") == []
     assert "optimizer.use=core.adamw" in offered("show", plan, "--set", "optimizer.use=core.a")
     assert offered("show", plan, "--set", "loss.use=core.adam") == [], "no optimizer is a loss"

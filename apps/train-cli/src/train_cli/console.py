@@ -24,10 +24,6 @@ from train_cli.options import MessageFormat
 if TYPE_CHECKING:
     from train_cli.faults import Fault
 
-_WIDEST_LINE = 160
-_BEFORE_CULPRIT = 60
-"""How much of a very long line is shown, and how much of that stands before the place."""
-
 
 @dataclass
 class Settings:
@@ -103,9 +99,9 @@ def _picture(diagnostic: Diagnostic, color: bool) -> Iterator[str]:
         margin, bar = " " * len(number), paint("|", "blue")
         yield f"{margin}{paint('-->', 'blue')} {place}"
         if diagnostic.source_line is not None and place.column:
-            shown, column = _window(diagnostic.source_line, place.column)
-            culprit = shown[column - 1 : column - 1 + max(1, place.length)]
-            blank = "".join("\t" if char == "\t" else " " * _width(char) for char in shown[: column - 1])
+            shown, start = _printable(diagnostic.source_line.rstrip("\r\n")), place.column - 1
+            culprit = shown[start : start + max(1, place.length)]
+            blank = "".join("\t" if char == "\t" else " " * _width(char) for char in shown[:start])
             yield f"{margin} {bar}"
             yield f"{paint(number, 'blue')} {bar} {shown}"
             yield f"{margin} {bar} {blank}{paint('^' * max(1, _width(culprit)), 'red')}"
@@ -113,16 +109,6 @@ def _picture(diagnostic: Diagnostic, color: bool) -> Iterator[str]:
     if diagnostic.hint:
         yield ""
         yield f"{paint('hint', 'cyan')}: {_printable(diagnostic.hint)}"
-
-
-def _window(source: str, column: int) -> tuple[str, int]:
-    """Returns the part of a long line to show, and the culprit's column in it."""
-    line = _printable(source.rstrip("\r\n"))
-    if len(line) <= _WIDEST_LINE:
-        return line, column
-    start = max(0, column - 1 - _BEFORE_CULPRIT)
-    shown = line[start : start + _WIDEST_LINE]
-    return (f"...{shown}", column - start + 3) if start else (shown, column)
 
 
 def _printable(text: str) -> str:

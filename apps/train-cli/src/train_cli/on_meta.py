@@ -40,8 +40,8 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
     calls_layers: also call all layers and the loss on meta; a run does that itself on its device. Returns notes: the
     number of parameters, the host memory that first values take, and where a run would differ.
 
-    Raises PlanError or PluginError as `assemble` does, "boundary-type" for a layer whose output cannot be sent to the next
-    stage, the errors of `check_layers`, and RunError "no-device", which otherwise only the ranks would find.
+    Raises PlanError or PluginError as `assemble` does, the errors of `check_layers`, and RunError "no-device", which otherwise
+    only the ranks would find.
     """
     if plan.run.device == "cuda" and not torch.cuda.is_available():
         hint = '`device = "auto"` takes what there is'
@@ -53,15 +53,11 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
                 notes = [parameters(run.facts.num_parameters, run.facts.num_trained), *run.notes]
                 dataset = run.dataset
             model = draft_model(plan, dataset.info)
-            notes += host_notes(
-                model,
-                min(world, torch.cuda.device_count()) if plan.run.device != "cpu" and torch.cuda.is_available() else world,
-            )
-            dtype = DTYPES[plan.precision.compute]
-            found = [check_boundaries(plan, plan.topology(world), model, dataset, dtype)]
-            if calls_layers:
-                found = [found[0], check_layers(plan, draft_model(plan, dataset.info), dataset, dtype)]
-            notes += filter(None, found)
+            on_gpus = plan.run.device != "cpu" and torch.cuda.is_available()
+            notes += host_notes(model, min(world, torch.cuda.device_count()) if on_gpus else world)
+            dtype, topology = DTYPES[plan.precision.compute], plan.topology(world)
+            note = check_layers(plan, topology, model, dataset, dtype, calls_all=calls_layers)
+            notes += [note] if note else []
             # Ranks are processes of their own, and open it again: what it holds, such as workers, is not to stay with them.
             if world > 1 and callable(close := getattr(dataset, "close", None)):
                 close()
@@ -148,39 +144,6 @@ def micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
     return collate_of(dataset)([dataset[0]] * size)  # type: ignore[index]  # it is no stream
 
 
-def check_boundaries(plan: Plan, topology: Topology, model: Model, dataset: AnyDataset, dtype: torch.dtype) -> str | None:
-    """Calls the layers on meta, and raises PlanError "boundary-type" for the last layer of a stage whose output cannot be sent.
-
-    model: on meta; its layers are called with parameters of `dtype`, and it must not be used again. Returns None, or the text
-    of why the check was not possible: a layer's forward may need values.
-    """
-    if topology.pp == 1:
-        return None
-    parts = [layers for _, layers in stage_of(plan, topology, 0, model, by_parameters(model)).stages]
-    ends = {layers[-1].name for layers in parts[:-1]}
-    value: Any = None
-    at, why = "the data", None
-    try:
-        fields = meta_micro_batch(plan, dataset)
-        for number, layer in enumerate(layer for part in parts[:-1] for layer in part):
-            at = layer.name
-            if lacking := [name for name in layer.fields if name not in fields]:
-                why = f"the shape of `{lacking[0]}` is known to the data alone"
-                break
-            value = meta_output(layer, (value,) if number else (), fields, meta_state(layer, dtype, plan.precision.keep))
-            if layer.name in ends:
-                value = unflatten(*flatten(value, layer.name))
-    except SleyError as error:
-        found = error.diagnostics[0]
-        if found.code == "boundary-type":
-            raise PlanError(found.code, found.message, path=MODEL, hint=found.hint) from None
-        raise
-    except Exception as error:  # the user's forward may not work on meta
-        first = str(error).strip().partition("\n")[0]
-        why = f"{type(error).__name__}: {first}"
-    return why and f"what crosses between stages was not looked at: {at}: {why}"
-
-
 _OF_A_DEVICE = re.compile(
     r"meta|device|cuda|\bgpu|\bcpu|triton|pointer|storage|numpy|data.dependent|not (been )?implemented"
     r"|mat_a|grouped|stateless api|jit",
@@ -195,14 +158,21 @@ _CERTAIN_OF_LOSS = (RuntimeError, ValueError, IndexError)
 """A custom loss may lack an attribute that its `weight` or `attach` sets, and neither is called here."""
 
 
-def check_layers(plan: Plan, model: Model, dataset: AnyDataset, dtype: torch.dtype) -> str | None:
-    """Calls every layer, and the loss with the last one's output, on a micro-batch without values.
+def check_layers(
+    plan: Plan, topology: Topology, model: Model, dataset: AnyDataset, dtype: torch.dtype, *, calls_all: bool
+) -> str | None:
+    """Calls the layers, and the loss with the last one's output, on a micro-batch without values; unless `calls_all`, only the
+    layers of stages whose output is sent.
 
     model: on meta, not to be used again; its layers are called with parameters of `dtype`. Returns a note on what was
-    not checked and why, or None. Raises PlanError "layer-fails" with the layer's name and its inputs,
-    "model-buffer-written" for running statistics, "model-vocabulary" for a last layer with fewer classes than the data
-    has labels, "loss-fails", and the loss's own errors.
+    not checked and why, or None. Raises PlanError "boundary-type" for an output that cannot be sent to the next stage; and with
+    `calls_all` "layer-fails" with the layer's name and its inputs, "model-buffer-written" for running statistics,
+    "model-vocabulary" for a last layer with fewer classes than the data has labels, "loss-fails", and the loss's own errors.
     """
+    parts = [layers for _, layers in stage_of(plan, topology, 0, model, by_parameters(model)).stages] if topology.pp > 1 else []
+    ends = [layers[-1].name for layers in parts[:-1]]
+    if not ends and not calls_all:
+        return None
     try:
         fields = meta_micro_batch(plan, dataset)
     except Exception as error:  # a user's data, which may not even be here
@@ -210,25 +180,32 @@ def check_layers(plan: Plan, model: Model, dataset: AnyDataset, dtype: torch.dty
     args: tuple[Any, ...] = ()
     written: list[tuple[str, nn.Module]] = []
     for layer in model.layers:
-        lacking = [name for name in layer.fields if name not in fields]
-        if lacking:
+        if lacking := [name for name in layer.fields if name not in fields]:
             return f"layers were called up to {_words(layer)}: the shape of `{lacking[0]}` is known to the data alone"
         try:
             state = meta_state(layer, dtype, plan.precision.keep)
             args = (meta_output(layer, args, fields, state),)
+            if layer.name in ends:
+                args = (unflatten(*flatten(args[0], layer.name)),)
+            if ends[-1:] == [layer.name] and not calls_all:
+                return None
             written += [
                 (name, module)
                 for name, module in normalisers_written(layer, state)
                 if not is_per_rank(name, model.per_rank_buffers)
             ]
-        except SleyError:
+        except SleyError as error:
+            found = error.diagnostics[0]
+            if found.code == "boundary-type":
+                raise PlanError(found.code, found.message, path=MODEL, hint=found.hint) from None
             raise
         except Exception as error:
-            given = ", ".join([*map(_shape, args), *(f"{name} {_shape(fields[name])}" for name in layer.fields)])
-            if not _is_certain(error, _CERTAIN):
-                refuse_written(written)
+            if not calls_all or not _is_certain(error, _CERTAIN):
+                if calls_all:
+                    refuse_written(written)
                 return f"layers were called up to {_words(layer)}, which needs values or a device: {_first_line(error)}"
-            message = f"{_words(layer)} fails, given {given or 'nothing'}: {_first_line(error)}"
+            inputs = ", ".join([*map(_shape, args), *(f"{name} {_shape(fields[name])}" for name in layer.fields)])
+            message = f"{_words(layer)} fails, given {inputs or 'nothing'}: {_first_line(error)}"
             hint = "its first argument is what the layer before returns; `train-cli run --traceback` shows the way there"
             raise PlanError("layer-fails", message, path=MODEL, hint=formats_hint(error) or hint) from error
     refuse_written(written)

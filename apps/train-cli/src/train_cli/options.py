@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from difflib import get_close_matches
 from enum import StrEnum
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sley_core.errors import PluginError, SleyError, UsageError, dotted
+from sley_core.errors import PluginError, UsageError
 
 if TYPE_CHECKING:
     from sley_core.table import RecordKind
@@ -32,8 +32,17 @@ class MessageFormat(StrEnum):
     json = "json"
 
 
-def _complete_set(context: typer.Context, incomplete: str) -> Iterator[str]:
-    return completions(context.args, incomplete)  # behind an option without its value click leaves the words as they are
+def _complete_set(incomplete: str) -> Iterator[str]:
+    """Yields the completions of `--set`: keys of the plan's tables, and after `use=` the installed records."""
+    from sley_core.plan.kinds import COMPONENTS
+
+    key, equals, _ = incomplete.partition("=")
+    table, _, last = key.rpartition(".")
+    found = list(_table_keys())
+    if equals and last == "use":
+        kind = next((spec.kind for spec in COMPONENTS if spec.key == table.partition(".")[0]), None)
+        found = [f"{key}={name}" for name in plugin_ids(kind)] if kind else []
+    yield from (text for text in found if text.startswith(incomplete))
 
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan, a TOML file.")]
@@ -83,25 +92,6 @@ def remedy(option: str, known: Iterable[str]) -> str:
     return f"the plan says that: --set {key}VALUE" if key else ""
 
 
-def completions(words: Sequence[str], incomplete: str) -> Iterator[str]:
-    """Yields the completions of `--set` that begin with `incomplete`: keys of the plan and of the records that it names, and
-    after `use=` the installed records.
-
-    words: of the command line so far, the plan among them. For a plan that cannot be loaded, only the keys of tables are
-    yielded.
-    """
-    from sley_core.plan.kinds import COMPONENTS
-
-    key, equals, _ = incomplete.partition("=")
-    table, _, last = key.rpartition(".")
-    if equals and last == "use":
-        kind = next((spec.kind for spec in COMPONENTS if spec.key == table.partition(".")[0]), None)
-        found = [f"{key}={name}" for name in plugin_ids(kind)] if kind else []
-    else:
-        found = [*dict.fromkeys([*_table_keys(), *_component_keys(words)])]
-    yield from (text for text in found if text.startswith(incomplete))
-
-
 def _table_keys() -> Iterator[str]:
     """Yields the keys that every plan may have, each with its equals sign: `run.steps=`, `model.use=`, `metrics.0.use=`."""
     from sley_core.plan.kinds import COMPONENTS
@@ -123,22 +113,3 @@ def plugin_ids(kind: RecordKind | None = None) -> list[str]:
             for each, records in loader.load(name).records.items():
                 found |= {f"{name}.{record}" for record in records} if kind in (None, each) else set()
     return sorted(found)
-
-
-def _component_keys(words: Sequence[str]) -> Iterator[str]:
-    """Yields the keys of the records that the plan among the words names: `optimizer.lr=`, `gradient_handlers.0.bucket_mb=`."""
-    from sley_core.plan.kinds import COMPONENTS
-    from sley_core.plan.load import load_plan
-    from sley_core.plan.plan import Component
-
-    file = next((word for word in words if Path(word).is_file()), None)
-    try:
-        plan = load_plan(file) if file else None
-    except SleyError:
-        return
-    for spec in COMPONENTS if plan else ():
-        found = getattr(plan, spec.key) or ()
-        parts = found if isinstance(found, tuple) else found.values() if isinstance(found, Mapping) else (found,)
-        for part in parts:
-            assert isinstance(part, Component), part
-            yield from (f"{dotted((*part.path, key))}=" for key in type(part.config).model_fields)

@@ -218,9 +218,13 @@ def json_schema(loader: Loader | None = None) -> dict[str, Any]:
     found, definitions = models_json_schema([(model, "validation") for model in dict.fromkeys(models)])
     shared: dict[str, Any] = _for_toml(definitions.get("$defs", {}))
 
+    copied: set[str] = set()
+
     def schema_of(model: type[Table]) -> dict[str, Any]:
         """Returns a copy of a model's full schema, for which pydantic gives a reference."""
-        return deepcopy(shared[found[model, "validation"]["$ref"].rpartition("/")[2]])
+        name = found[model, "validation"]["$ref"].rpartition("/")[2]
+        copied.add(name)
+        return deepcopy(shared[name])
 
     properties: dict[str, Any] = {
         "plan": {"const": FORMAT, "description": "The format of the plan."},
@@ -246,7 +250,7 @@ def json_schema(loader: Loader | None = None) -> dict[str, Any]:
         "properties": properties,
         "required": required,
         "additionalProperties": False,
-        "$defs": _used(shared, properties),
+        "$defs": {name: schema for name, schema in shared.items() if name not in copied},
     }
 
 
@@ -276,20 +280,3 @@ def _for_toml(schema: Any) -> Any:
     if kept.get("type") == "array":
         kept = {ITEM_LIMITS.get(key, key): value for key, value in kept.items()}
     return {key: _for_toml(inner) for key, inner in kept.items()}
-
-
-def _used(shared: Mapping[str, Any], properties: Any) -> dict[str, Any]:
-    """Returns the shared definitions that `properties` refer to, directly or through another."""
-    used: dict[str, Any] = {}
-    waiting = [properties]
-    while waiting:
-        schema = waiting.pop()
-        if isinstance(schema, dict):
-            name = str(schema.get("$ref", "")).rpartition("/")[2]
-            if name in shared and name not in used:
-                used[name] = shared[name]
-                waiting.append(shared[name])
-            waiting += schema.values()
-        elif isinstance(schema, list):
-            waiting += schema
-    return dict(sorted(used.items()))

@@ -33,9 +33,8 @@ from train_cli.options import (
 )
 
 MOST_RANKS = 32
-"""The largest world that is shown rank by rank; a larger one is shown by kinds of ranks."""
+"""How many ranks are shown one by one."""
 
-_MOST_STAGES = 16
 _MOST_GROUPS = 4
 """How many groups of one axis are listed."""
 
@@ -48,35 +47,14 @@ def sizes(topology: Topology) -> str:
 
 
 def rank_lines(topology: Topology, rank: int | None) -> Iterator[str]:
-    """Yields a table of the coordinates of all ranks, or of `rank`; for a large world a summary of what its ranks have in
-    common.
-    """
-    if rank is None and topology.world > MOST_RANKS:
-        yield from _kinds(topology)
-        return
+    """Yields a table of the coordinates of all ranks, or of `rank`; of a large world only the first ranks and the last."""
     yield "  rank  stage    dp    sp   wdp    wp"
-    for each in range(topology.world) if rank is None else (rank,):
+    is_large = rank is None and topology.world > MOST_RANKS
+    for each in (*range(MOST_RANKS), topology.world - 1) if is_large else _ranks(topology, rank):
         at = topology.coordinates(each)
         yield "".join(f"{number:6}" for number in (at.rank, at.stage, at.dp, at.sp, at.wdp, at.wp))
-
-
-def _kinds(topology: Topology) -> Iterator[str]:
-    """Yields the ranks of each stage, and how a rank's place in its stage gives its coordinates."""
-    size = topology.ranks_per_stage
-    rows = [f"  stage {stage:<5} ranks {stage * size}-{stage * size + size - 1}" for stage in range(topology.pp)]
-    yield from rows if len(rows) <= _MOST_STAGES else [*rows[:3], f"  ... {len(rows)} stages in all", rows[-1]]
-    yield f"  the n-th rank of a stage of {size}, from 0, has"
-    for outer, inner, length in (("dp", "sp", topology.sp), ("wdp", "wp", topology.wp)):
-        yield f"    {_place(topology, outer, f'n // {length}'):20} {_place(topology, inner, f'n % {length}')}"
-    yield "  --rank N shows one rank, --format json all"
-
-
-def _place(topology: Topology, axis: str, formula: str) -> str:
-    """Returns a coordinate as a formula of the place in a stage, as short as the axis allows."""
-    length = getattr(topology, axis)
-    if length == 1:
-        return f"{axis} = 0"
-    return f"{axis} = {'n' if length == topology.ranks_per_stage else formula}"
+    if is_large:
+        yield f"  of {topology.world} ranks; --rank N shows one rank, --format json all"
 
 
 def group_lines(entries: Sequence[GroupEntry]) -> Iterator[str]:
