@@ -10,16 +10,7 @@ import torch
 from sley_core.comm.collectives import all_gather
 from sley_core.comm.world import World
 from sley_core.topology import Topology
-from sley_isp.exchange import (
-    gather_heads,
-    pack_heads,
-    pack_positions,
-    repeat_heads,
-    scatter_heads,
-    sum_copies,
-    unpack_heads,
-    unpack_positions,
-)
+from sley_isp.exchange import gather_heads, repeat_heads, scatter_heads, sum_copies
 from sley_testing.collectives import collectives
 
 CASES = 12
@@ -98,20 +89,6 @@ def there_and_back(seed):
 
 def test_there_and_back_changes_nothing(ranks):
     assert ranks(3)(there_and_back, 1) == [True] * 3
-
-
-def test_packing_keeps_everything_and_rows_are_ranks():
-    """Without ranks: row i has the heads of rank i, and packing by positions is undone by unpacking by heads."""
-    tensors = [torch.randn(2, 3, 4, 5), torch.randn(2, 3, 2, 8, 1)]
-    buffer = pack_heads(tensors, 4)
-    assert buffer.shape == (4, 2, 3, 5 + 2 * 2)
-    assert torch.equal(buffer[1, ..., :5], tensors[0][:, :, 1])
-    whole = [torch.randn(2, 12, 1, 5), torch.randn(2, 12, 2, 2, 1)]
-    by_position = pack_positions(whole, 4)
-    assert torch.equal(by_position[2, ..., :5], whole[0][:, 6:9, 0])
-    shapes = [(1, 5), (2, 2, 1)]
-    assert all(map(torch.equal, unpack_positions(by_position, shapes), whole))
-    assert all(map(torch.equal, unpack_heads(buffer, shapes), tensors))
 
 
 @pytest.mark.parametrize(("heads", "ranks", "copies"), [(1, 4, 4), (2, 4, 2), (4, 2, 1), (3, 2, 2), (6, 4, 2)])

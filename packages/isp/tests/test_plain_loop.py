@@ -132,13 +132,12 @@ def cut(batch: Mapping[str, Tensor], size: int) -> list[dict[str, Tensor]]:
 
 
 def drawn_case(seed: int, world: int) -> Case:
-    """Experts, of which ranks call others, are refused if each is gathered alone; so are reads of weights."""
+    """A block that calls other modules by its data is refused if each of its modules is gathered alone."""
     from drawn import kinds_of, model
 
-    tables, kinds = drawn_plan(seed, world), kinds_of(seed)
+    tables, kinds = drawn_plan(seed, world), {kind.__name__ for kind in kinds_of(seed)}
     is_alone = tables["weights"]["unit"] == "module" and "Experts" in kinds
-    allowed = {"sharded-weight-read"} if "Reading" in kinds else {"right", *(["ranks-differ"] if is_alone else [])}
-    return tables, model(**tables["model"]["options"]), allowed
+    return tables, model(**tables["model"]["options"]), {"right", "ranks-differ"} if is_alone else {"right"}
 
 
 def test_drawn_models_and_options(ranks, own):
@@ -153,19 +152,9 @@ def test_more_of_them(ranks, own, world):
     check(ranks, own, world, [drawn_case(seed, world) for seed in [*range(5, 8), *range(first, first + 40)]])
 
 
-REFUSED = {
-    "Penalty": "sharded-weight-read",  # it asks for the gradient of a weight
-    "Swapped": "sharded-weight-read",  # it makes another weight of a linear's own
-    "Silent": "sharded-weight-read",  # it gives a weight to a function of its own
-    "Mapped": "sharded-weight-mapped",
-    "HookedWeights": "model-hook",
-    "Assigned": "sharded-weight-read",
-}
-
-
 def test_habits_around_a_sharded_linear(ranks, own):
     """What people write around a linear."""
-    from drawn import Rows
+    from drawn import REFUSED, Rows
 
     cases: list[Case] = []
     for habit in HABITS | OF_WHOLE_GRADIENTS:
