@@ -10,6 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from sley_core.comm.copies import storage_id
+
 
 class Storages(TorchDispatchMode):
     """`with Storages() as storages: ...; storages.num_bytes()`."""
@@ -21,7 +23,7 @@ class Storages(TorchDispatchMode):
 
     def but(self, tensors: Iterable[Tensor]) -> None:
         """Does not count the storages of `tensors`."""
-        self._but |= {tensor.untyped_storage()._cdata for tensor in tensors}
+        self._but |= {storage_id(tensor) for tensor in tensors}
 
     def num_bytes(self) -> int:
         """Returns the bytes of the storages that are alive."""
@@ -29,7 +31,7 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {one.untyped_storage()._cdata for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)}
+        given = {storage_id(one) for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)}
         for value in tree_iter(result):
             if isinstance(value, Tensor) and type(value) is Tensor:
                 storage = value.untyped_storage()

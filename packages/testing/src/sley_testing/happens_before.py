@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sley_core.comm.copies import storage_id
+
 Clock = dict[int, int]
 """By worker, how many of its pieces of work are done; the device is worker 0, streams count from 1."""
 
@@ -161,7 +163,7 @@ class Ledger:
     def _enter(self, tensor: Tensor, new: Copied) -> None:
         memory = self._of(tensor)
         memory.copies = [old for old in memory.copies if not (new.covers(old) or old.is_known(self.host))] + [new]
-        self._copied[tensor.untyped_storage()._cdata] = memory
+        self._copied[storage_id(tensor)] = memory
 
     def _check_end(self, stream: int, clock: Clock, tensor: Tensor, writes: bool, text: str) -> None:
         """Asserts that one end of a copy is ordered after the device's accesses and after other streams' copies."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sley_core.comm.copies import storage_id
 from sley_core.plan.load import plan_from_dict
 from sley_core.protocols import Counts, MemoryPool
 from sley_testing.plans import small_plan
@@ -110,7 +111,7 @@ class MemoryPoolContract:
         self._lend_all(pool)
         with pool.lease((100,), torch.float32, CPU) as lent:
             _filled(lent, 9)
-            before, own = _storages(pool), lent.untyped_storage()._cdata
+            before, own = _storages(pool), storage_id(lent)
             told = pool.trim()
             freed = sum(before.values()) - _num_bytes(pool)
             assert told == freed, f"trim says that it freed {told} bytes, and the pool holds {freed} less"
@@ -139,7 +140,7 @@ class MemoryPoolContract:
         with ExitStack() as leases:
             for shape, dtype in SIZES:
                 buffer = leases.enter_context(pool.lease(shape, dtype, CPU))
-                known = buffer.untyped_storage()._cdata in _storages(pool)
+                known = storage_id(buffer) in _storages(pool)
                 assert known or not buffer.numel(), f"`held` says nothing of the buffer of {shape} {dtype} that is lent"
             names = [name for name, _ in pool.held()]
             assert len(set(names)) == len(names), f"`held` has one name twice: {names}"
@@ -199,7 +200,7 @@ def _bytes(buffer: Tensor) -> Tensor:
 def _storages(pool: MemoryPool) -> dict[int, int]:
     """Returns the bytes of each storage that the pool holds, by its identity."""
     tensors: Sequence[Tensor] = [tensor for _, tensor in pool.held()]
-    return {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}
+    return {storage_id(one): one.untyped_storage().nbytes() for one in tensors}
 
 
 def _num_bytes(pool: MemoryPool) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedOperatorException, in_kernel_invocation_manager
 
+from sley_core.comm.copies import storage_id
 from sley_core.model.tensors import PLAIN
 from sley_estimate.bytes.ledger import Ledger, scratch_bytes
 
@@ -245,7 +246,7 @@ class Recipes:
             recipes = [_recipe(leaf, inputs) for leaf in leaves]
         except _UnknownError:
             return
-        places = [leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)]
+        places = [storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         of_tensors = [recipe for recipe in recipes if recipe is not None]
         news = [place for place, recipe in zip(places, of_tensors, strict=True) if recipe[0] == "new"]
         if kind in (None, tuple, list) and len(set(news)) == len(news):
@@ -317,10 +318,10 @@ def _recipe(result: Any, inputs: Sequence[FakeTensor]) -> Any:
     for at, tensor in enumerate(inputs):
         if result is tensor:
             return "same", at, None, None, None, None
-    place = result.untyped_storage()._cdata
+    place = storage_id(result)
     size, stride, dtype, device = tuple(result.shape), result.stride(), result.dtype, result.fake_device
     for at, tensor in enumerate(inputs):
-        if tensor.untyped_storage()._cdata == place:
+        if storage_id(tensor) == place:
             return "view", (at, result.storage_offset()), size, stride, dtype, device
     needed = torch.empty_strided(size, stride, dtype=dtype, device="meta").untyped_storage().nbytes()
     if result.storage_offset() or result.untyped_storage().nbytes() != needed:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sley_core.comm.backends import Direct, Done, installed_transports
-from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, HostStream
+from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, HostStream, storage_id
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Simulation, nothing
 from sley_core.comm.transport import Transport, Work
@@ -101,7 +101,7 @@ class FakeCopies:
         return memory
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._places
+        return storage_id(tensor) in self._places
 
 
 class FakeStream(HostStream):

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 from torch._prims_common import elementwise_dtypes
 
+from sley_core.comm.copies import storage_id
+
 if TYPE_CHECKING:
     from sley_core.run import Run
 
@@ -159,11 +161,11 @@ class Ledger:
 
     def piece_of(self, tensor: Tensor) -> MemoryPiece | None:
         """Returns the live piece of `tensor`; None if it is empty or not counted."""
-        return self._live.get(tensor.untyped_storage()._cdata)
+        return self._live.get(storage_id(tensor))
 
     def move_out(self, tensor: Tensor) -> None:
         """Sets the piece of `tensor` to 0 bytes, in the past too, and ignores its storage: it lies on another device."""
-        key = tensor.untyped_storage()._cdata
+        key = storage_id(tensor)
         self._watched.pop(key, None)
         if (piece := self._live.pop(key, None)) is not None:
             self.now -= piece.num_bytes

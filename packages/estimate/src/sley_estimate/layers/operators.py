@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from sley_core.comm.copies import storage_id
+
 PhaseName = Literal["forward", "recompute", "backward", "input_gradient", "weight_gradient"]
 """When an operator runs: a whole backward is `backward`, a split one `input_gradient` and later `weight_gradient`; `recompute`
 runs before either."""
@@ -91,7 +93,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     def share(self, value: object) -> None:
         """Leaves a tensor that all layers share out of `keep`."""
         if isinstance(value, Tensor):
-            self._shared.add(value.untyped_storage()._cdata)
+            self._shared.add(storage_id(value))
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Counts a tensor that is saved for the backward, unless it is shared or a parameter; returns it."""
