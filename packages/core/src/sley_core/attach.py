@@ -236,7 +236,7 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Outputs:
+class RunOutputs:
     """The writers into the run's folder; none without one. writers: of metrics, on rank 0 only."""
 
     writers: Sequence[MetricsWriter] = ()
@@ -316,10 +316,10 @@ def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, step
     )
 
 
-def outputs_of(plan: Plan, world: World, stepper: Stepper, topology: Topology, folder: Path | None) -> Outputs:
+def outputs_of(plan: Plan, world: World, stepper: Stepper, topology: Topology, folder: Path | None) -> RunOutputs:
     """Returns the writers into `folder`, the run's; none if it is None. Metrics writers are on rank 0 only."""
     if folder is None:
-        return Outputs()
+        return RunOutputs()
     writers = [component.build(folder) for component in plan.metrics] if world.rank == 0 else []
     timeline = profiler = None
     if plan.timeline is not None or plan.profile is not None:
@@ -329,7 +329,7 @@ def outputs_of(plan: Plan, world: World, stepper: Stepper, topology: Topology, f
     if plan.profile is not None:
         first, last = plan.profile.steps
         profiler = StepProfiler(first, last, folder, world.rank, world.device)
-    return Outputs(writers, timeline, profiler)
+    return RunOutputs(writers, timeline, profiler)
 
 
 def state_of(

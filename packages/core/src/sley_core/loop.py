@@ -17,7 +17,7 @@ from sley_core.memory.run_memory import TO_STEP
 from sley_core.run_state.state import checkpointer_of
 
 if TYPE_CHECKING:
-    from sley_core.attach import Outputs, Samples
+    from sley_core.attach import RunOutputs, Samples
     from sley_core.comm.device import Moment
     from sley_core.engine.parts import Parts
     from sley_core.engine.step_batch import GivenBatch, ModelOutputs, StepBatch
@@ -66,7 +66,7 @@ class Loop:
         parts: Parts,
         stepper: Stepper,
         samples: Samples,
-        outputs: Outputs,
+        outputs: RunOutputs,
         memory: RunMemory,
         state: TrainingState,
     ) -> None:

@@ -37,7 +37,7 @@ from sley_core.weight_files.write import FILE_BYTES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sley_core.attach import AssemblyFacts, Outputs, Samples
+    from sley_core.attach import AssemblyFacts, RunOutputs, Samples
     from sley_core.engine.load import LoadedWeights, WeightLoader
     from sley_core.engine.parts import Parts
     from sley_core.engine.save import Precision
@@ -66,7 +66,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         parts: Parts,
         stepper: Stepper,
         samples: Samples,
-        outputs: Outputs,
+        outputs: RunOutputs,
         memory: RunMemory,
         load_weights: WeightLoader,
         state: TrainingState,
