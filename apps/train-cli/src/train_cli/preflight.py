@@ -56,10 +56,10 @@ def refuse_lone_worlds(environ: Mapping[str, str]) -> None:
         started = environ.get(variable, "1").partition(":")[0]
         if not started.isdecimal() or int(started) <= max(1, known):
             continue
-        told = f"tell it of {known} rank{'' if known == 1 else 's'}" if known else "tell this one which rank it is"
+        advice = f"tell it of {known} rank{'' if known == 1 else 's'}" if known else "tell this one which rank it is"
         raise UsageError(
             "no-ranks",
-            f"{engine} has started {started} {unit}{'es' if unit.endswith('s') else 's'}, but no RANK and WORLD_SIZE {told}",
+            f"{engine} has started {started} {unit}{'es' if unit.endswith('s') else 's'}, but no RANK and WORLD_SIZE {advice}",
             hint=f"`train-cli launch` prints what starts them; each {unit} needs {needs}, and MASTER_ADDR and MASTER_PORT; "
             f"where each is a run of its own, unset {variable}",
         )

@@ -127,14 +127,14 @@ def summary(
     }
 
 
-def opening(facts: RunFacts, plan: Plan, held: Mapping[str, int]) -> str:
+def opening(facts: RunFacts, plan: Plan, num_bytes: Mapping[str, int]) -> str:
     """Returns the lines that are shown before the first step.
 
         2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)
         rank 0 holds 4.0 MiB weights, 4.0 MiB gradients, and after the first step the optimizer's states
         memory below is the peak of rank 0's whole process, libraries included
 
-    held: `Run.memory.bytes` of this rank, in bytes; without the optimizer's states, which are allocated in its first step.
+    num_bytes: `Run.memory.bytes` of this rank, in bytes; without the optimizer's states, which are allocated in its first step.
     """
     steps = plan.run.steps
     samples = f"{steps} step{'' if steps == 1 else 's'} of {facts.samples_per_step} samples"
@@ -142,7 +142,7 @@ def opening(facts: RunFacts, plan: Plan, held: Mapping[str, int]) -> str:
         samples += f" = {epochs:.2g} epochs"
     if facts.tokens_per_sample is not None:
         samples += f" ({steps * facts.samples_per_step * facts.tokens_per_sample:,} tokens)"
-    parts = ", ".join(f"{memory_of(held[name])} {name}" for name in ("weights", "masters", "gradients") if held[name])
+    parts = ", ".join(f"{memory_of(num_bytes[name])} {name}" for name in ("weights", "masters", "gradients") if num_bytes[name])
     counted = "whole process, libraries included" if facts.device == "cpu" else "tensors on its GPU, activations included"
     lines = [
         ", ".join((ranks(facts.world), parameters(facts.parameters, facts.trained), samples)),

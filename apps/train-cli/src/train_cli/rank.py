@@ -153,9 +153,9 @@ def _begin(run: Run, folder: Path, totals: RunTotals, resume: str | None, line: 
     for row in rows(folder) if resume else ():
         totals.add(row)
     gradients = sum(param.numel for param in run.registry.trainable) * run.store.dtype.itemsize  # of the first step
-    held = {**run.memory.bytes, "gradients": max(run.memory.bytes["gradients"], gradients)}
+    num_bytes = {**run.memory.bytes, "gradients": max(run.memory.bytes["gradients"], gradients)}
     reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, line=line, notes=run.notes)
-    say("\n".join((opening(_facts(run), run.plan, held), *run.notes)))
+    say("\n".join((opening(_facts(run), run.plan, num_bytes), *run.notes)))
     run.readers += [totals.add, reporter]
     return reporter
 

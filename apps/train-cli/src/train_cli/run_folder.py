@@ -86,11 +86,11 @@ def recorder() -> RunRecorder:
         names = " and ".join(f"`{point.value}`" for point in points)
         raise PluginError("recorder-ambiguous", f"several packages record runs: {names}", hint="uninstall all but one")
     try:
-        made: RunRecorder = points[0].load()()
+        recorder_of_package: RunRecorder = points[0].load()()
     except Exception as error:
         message = f"the recorder `{points[0].value}` cannot be imported: {type(error).__name__}: {error}"
         raise PluginError("recorder-import", message, hint="reinstall its package, or uninstall it") from error
-    return made
+    return recorder_of_package
 
 
 class TakenError(Exception):

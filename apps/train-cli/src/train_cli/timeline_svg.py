@@ -114,8 +114,8 @@ def _box(span: TimedAction, top: int, scale: float, last_chunk: int) -> str:
     """Returns one action as a rectangle with a tooltip, and a label if there is room."""
     x, length = LEFT + span.start_s * scale, (span.end_s - span.start_s) * scale
     colour = _shade(span.action.kind, span.action.chunk, last_chunk)
-    told = f"{span.action} on stage {span.stage}, {span.start_s:.6g} s to {span.end_s:.6g} s"
+    tooltip = f"{span.action} on stage {span.stage}, {span.start_s:.6g} s to {span.end_s:.6g} s"
     rect = f'<rect x="{x:.2f}" y="{top}" width="{length:.2f}" height="{ROW}" fill="{colour}" stroke="white"/>'
     text = label(span.action)
     word = f'<text x="{x + 3:.2f}" y="{top + ROW - 7}">{text}</text>' if length >= LETTER * len(text) + 3 else ""
-    return f"<g><title>{told}</title>{rect}{word}</g>"
+    return f"<g><title>{tooltip}</title>{rect}{word}</g>"

@@ -272,11 +272,11 @@ def _for_toml(schema: Any) -> Any:
         return [_for_toml(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {key: value for key, value in schema.items() if not (key == "title" and isinstance(value, str))}
-    if "default" in kept and kept["default"] is None:
-        del kept["default"]
-    arms = [arm for arm in kept.pop("anyOf", []) if arm != {"type": "null"}]
-    kept |= arms[0] if len(arms) == 1 else {"anyOf": arms} if arms else {}
-    if kept.get("type") == "array":
-        kept = {ITEM_LIMITS.get(key, key): value for key, value in kept.items()}
-    return {key: _for_toml(inner) for key, inner in kept.items()}
+    entries = {key: value for key, value in schema.items() if not (key == "title" and isinstance(value, str))}
+    if "default" in entries and entries["default"] is None:
+        del entries["default"]
+    arms = [arm for arm in entries.pop("anyOf", []) if arm != {"type": "null"}]
+    entries |= arms[0] if len(arms) == 1 else {"anyOf": arms} if arms else {}
+    if entries.get("type") == "array":
+        entries = {ITEM_LIMITS.get(key, key): value for key, value in entries.items()}
+    return {key: _for_toml(inner) for key, inner in entries.items()}
