@@ -230,3 +230,38 @@ def a_stranger_with_the_peers_number() -> list[str]:
 def test_nothing_is_written_into_a_process_that_has_the_number_of_a_peer(ranks):
     """Numbers of processes are used again; a descriptor says that the process that had it is gone."""
     assert ranks(2)(a_stranger_with_the_peers_number) == [["collective-failed"] * 3] * 2
+
+
+def many_open() -> list[list[float]]:
+    """Twenty exchanges of each kind under way at a time, where four can be open; what each brings, and what is still open."""
+    group = wp()
+    offers.RING = 4
+    size, coord = group.size, group.coord
+    started, results = [], []
+    for number in range(20):
+        result = torch.full((2 * size,), -1.0)
+        started.append(group.transport(GATHER).all_gather([result], [torch.full((2,), 10.0 * number + coord)], what="weights"))
+        results.append(result)
+        whole = torch.full((2 * size,), 10.0 * number + coord)
+        started.append(group.transport(REDUCE).reduce_scatter([whole], [], what="gradients"))
+        results.append(whole[2 * coord : 2 * coord + 2])
+        received = torch.empty(size, 1)
+        sent = 100.0 * number + 10.0 * coord + torch.arange(size, dtype=torch.float32)[:, None]
+        started.append(group.transport(GATHER).all_to_all(received, sent, what="vectors"))
+        results.append(received.view(-1))
+    for exchange in started:
+        exchange.wait()
+        exchange.wait_sent()
+    num_open = [len(group.transport(lane).rows._open) for lane in (GATHER, REDUCE)]
+    return [*(result.tolist() for result in results), num_open]
+
+
+def test_any_number_of_exchanges_may_be_under_way(ranks):
+    """The oldest is completed for the next one: nobody waits for ranks that wait for it."""
+    for coord, found in enumerate(ranks(3, 30)(many_open)):
+        wanted: list[list[float]] = []
+        for number in range(20):
+            wanted.append([10.0 * number + peer for peer in range(3) for _ in range(2)])
+            wanted.append([3 * 10.0 * number + 3.0] * 2)
+            wanted.append([100.0 * number + 10.0 * peer + coord for peer in range(3)])
+        assert found == [*wanted, [0, 0]]
