@@ -69,14 +69,14 @@ def costs(run: Run) -> dict[str, float]:
     """Seconds of one call of each method, and of a full window that is written."""
     lines: list[str] = []
     recorder = WorkRecorder(run.parts, run.feed, lines.append)
-    standing = run.groups.progress.standing
+    step_progress = run.groups.progress.step_progress
     recorder.attach()
     action, turn = Action(Kind.FORWARD, 0, 0), turn_of("all-reduce", run.groups["all"], "a tensor")
     output = torch.zeros(1, requires_grad=True) * 2
     run.step()  # which makes the places that a window has
 
     def end_step() -> None:
-        standing.step += 1
+        step_progress.step += 1
         recorder.entered(BETWEEN)
         recorder.entered(BEGINNING)
 

@@ -137,8 +137,8 @@ def gone_apart(folder: Any) -> str:
         if rank == 1:
             time.sleep(LIMIT_S + 1.5)
             return ""
-        groups.progress.standing.begin(4)
-        groups.progress.standing.comes("B0.1")
+        groups.progress.step_progress.begin(4)
+        groups.progress.step_progress.comes("B0.1")
         try:
             all_reduce(torch.ones(4), groups["all"], what="three").wait()
         except RunError as error:

@@ -130,8 +130,8 @@ def test_the_run_has_the_same_bits_and_nothing_follows_it_afterwards(texts: Path
         with recorded(run, tmp_path / "again"):
             for _ in range(2 * DETAILED):  # the next one would be recorded by layer again
                 run.step()
-        standing = run.groups.progress.standing
-        assert standing.follow is standing.follow_layer is standing.follow_output is None
+        step_progress = run.groups.progress.step_progress
+        assert step_progress.follow is step_progress.follow_layer is step_progress.follow_output is None
         assert run.groups.progress.follow_wait is None
 
 
@@ -177,7 +177,7 @@ def test_an_evaluation_is_told_apart_from_what_comes_between_steps(texts: Path, 
         run.layers[0].module.register_forward_pre_hook(lambda module, _: None if module.training else time.sleep(SLOW_S))
         with recorded_work(run.parts, run.feed, tmp_path, run.notes):
             run.train()
-            assert run.parts.groups.progress.standing.step == 4, "an evaluation's batches are no steps"
+            assert run.parts.groups.progress.step_progress.step == 4, "an evaluation's batches are no steps"
     (record,) = read(tmp_path)
     for window in record.windows[1:]:
         assert window.work[EVALUATION].middle >= SLOW_S

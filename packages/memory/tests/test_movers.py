@@ -14,7 +14,7 @@ from parking import BETWEEN, EVERYTHING, cycle, poisoned, running, sha
 from sley_core.comm.copies import HostStream
 from sley_core.comm.device import Device
 from sley_core.engine.update import states_of
-from sley_core.memory.holdings import pieces_of
+from sley_core.memory.inventory import pieces_of
 from sley_core.memory.state import Moved
 from sley_memory.arena import HostArena
 from sley_memory.movers import HostCopy, Streams

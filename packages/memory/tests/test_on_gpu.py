@@ -69,7 +69,7 @@ def test_what_came_back_lies_in_few_pieces_of_memory(run):
     def num_pieces():
         return torch.cuda.memory_stats()["segment.large_pool.current"]
 
-    num_states = sum(tensor.nbytes > MIB for _, tensor in run.memory.holdings.everything("optimizer_states"))
+    num_states = sum(tensor.nbytes > MIB for _, tensor in run.memory.inventory.everything("optimizer_states"))
     run.memory.offload().wait()
     left = num_pieces()
     run.memory.onload().wait()

@@ -25,7 +25,7 @@ MANAGERS: dict[str, dict[str, Any]] = {
 def test_a_run_with_a_manager_is_assembled_on_meta(texts: Path, manager: str) -> None:
     tables = small_plan(precision__compute="fp32", offload=[{"use": manager, **MANAGERS[manager]}])
     with World.fake(0, 1) as world, assemble(plan_from_dict(tables, texts), world) as run:
-        masters = dict(run.memory.holdings.everything("masters"))
+        masters = dict(run.memory.inventory.everything("masters"))
         assert all(tensor.device == torch.device("meta") for tensor in masters.values())
         assert bool(masters) == (manager == "memory.host_optimizer")
         run.memory.offload().wait()

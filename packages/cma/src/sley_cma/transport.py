@@ -33,17 +33,17 @@ class Cma(Transport):
         self.sums = CmaSums(wholes, slices)
 
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
-        return Gather(self.rows, wholes, shards, mark_of("gather", what, shards))
+        return Gather(self.rows, wholes, shards, mark_of("all-gather", what, shards))
 
     def publish(self, shards: Sequence[Tensor], *, what: str) -> Published:
         """Offers all `shards` at once, so that no gather of them waits for a peer to come to it; returns what gathers them."""
         return Shared(self.published, shards, mark_of("share", what, shards))
 
     def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
-        return ReduceScatter(self.rows, wholes, self.members.size, mark_of("reduce", what, wholes, contents))
+        return ReduceScatter(self.rows, wholes, self.members.size, mark_of("reduce-scatter", what, wholes, contents))
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
-        return AllToAll(self.rows, received, sent, mark_of("swap", what, [sent], contents))
+        return AllToAll(self.rows, received, sent, mark_of("all-to-all", what, [sent], contents))
 
     def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
         return Sum(self.sums, tensor, mark_of("all-reduce", f"{what} over {self.members}", [tensor], contents))

@@ -33,7 +33,7 @@ from sley_core.engine.totals import LossScale, Skips
 from sley_core.engine.update import Update, named_tensors, optimizer_states
 from sley_core.engine.weights import Masters
 from sley_core.errors import KeyPath, dotted
-from sley_core.memory.holdings import Holdings
+from sley_core.memory.inventory import MemoryInventory
 from sley_core.memory.run_memory import CountsOf, RunMemory
 from sley_core.memory.state import Holds, HoldsMessages, Part, Trims
 from sley_core.metrics.throughput import Meter
@@ -111,7 +111,7 @@ def stepper_of(
     policy.attach(parts)
     undo.callback(policy.detach)
     parts.numbers.agree()
-    standing = parts.groups.progress.standing = parts.store.state.standing
+    step_progress = parts.groups.progress.step_progress = parts.store.state.step_progress
     fields = sliced_info(info, topology.sp).fields
     is_sliced = topology.sp > 1
     is_whole = is_sliced and is_of_whole_sequences(plan)
@@ -125,7 +125,7 @@ def stepper_of(
         hooks,
         parts.groups["sp"].coord,
         parts.waits,
-        standing,
+        step_progress,
         plan.limits.data_timeout_s,
         WriteWatch(parts, model.per_rank_buffers) if checks else None,
         PositionProbe(fields, (info.sequence or 0) // topology.sp, apart)
@@ -406,11 +406,11 @@ def memory_of(parts: Parts, stepper: Stepper, managers: Sequence[OffloadManager]
         "messages": messages,
     }
     device = parts.world.device
-    holdings = Holdings(device.torch_device, parts.store, sources, states_of, trim)
+    inventory = MemoryInventory(device.torch_device, parts.store, sources, states_of, trim)
     for manager in managers if device.type != "meta" else ():  # nothing moves where nothing has memory
-        manager.attach(parts, holdings)
+        manager.attach(parts, inventory)
         undo.callback(manager.detach)
-    return RunMemory(device, holdings, managers, update.masters, parts.events.came_back)
+    return RunMemory(device, inventory, managers, update.masters, parts.events.came_back)
 
 
 def _under(name: str, tensors: Iterable[tuple[str, Tensor]]) -> NamedTensors:

@@ -184,10 +184,10 @@ class Loop:
         """Waits for a step's totals, evaluates if due, writes its row and returns it. Raises RunError, on all ranks alike, if
         the step was refused.
         """
-        standing, skips, counts = self.parts.store.state.standing, self.stepper.update.skips, pending.counts
-        standing.comes(DEVICE)
+        step_progress, skips, counts = self.parts.store.state.step_progress, self.stepper.update.skips, pending.counts
+        step_progress.comes(DEVICE)
         result = pending.totals.read()
-        standing.comes(BETWEEN)
+        step_progress.comes(BETWEEN)
         if self.outputs.timeline is not None:
             self.outputs.timeline.write(pending.number)
         ended = pending.totals.ended

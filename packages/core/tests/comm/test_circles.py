@@ -75,7 +75,7 @@ def ended(acts: list[list[Act]], memory: bool, share: float = 2.0, **sizes: int)
 @by_both
 def test_a_rank_that_has_left_the_layers(ranks: Any, memory: bool) -> None:
     """One gathers once more than the other, which waits in the sum that ends a step."""
-    words = "exchange" if memory else "gather"
+    words = "exchange" if memory else "all-gather"
     first, second = ranks(2)(ended, [[gather, gather, total], [gather, total]], memory, wp=2)
     assert first[:2] == second[:2]
     assert first[0] == "ranks-differ"
@@ -91,8 +91,8 @@ def test_a_circle_over_stages(ranks: Any) -> None:
     found = ranks(4)(ended, acts, False, pp=2, wp=2)
     assert {code for code, *_ in found} == {"ranks-differ"}
     message_of = found[0][1]
-    assert message_of.index("rank 0 waits in the gather") < message_of.index("rank 1 waits in the receive")
-    assert "rank 3 waits in the gather of the weights of one over wp[2, 3] for rank 2" in message_of
+    assert message_of.index("rank 0 waits in the all-gather") < message_of.index("rank 1 waits in the receive")
+    assert "rank 3 waits in the all-gather of the weights of one over wp[2, 3] for rank 2" in message_of
     assert "rank 2 waits in the receive of what stage 0 sends over pp[0, 2] for rank 0" in message_of
 
 

@@ -102,7 +102,7 @@ def test_nested_states_have_the_way_to_them_in_their_names(texts):
         assert of_first["factors.both.0"] is left
         assert of_first["factors.both.1.0"] is right
         seen = {f"{one.name}.{one.state}" for one in states_of(update) if one.state != MASTER}
-        assert {name for name, _ in run.memory.holdings.everything("optimizer_states")} == {*seen, "optimizer.count"}
+        assert {name for name, _ in run.memory.inventory.everything("optimizer_states")} == {*seen, "optimizer.count"}
 
 
 class Layer(nn.Module):

@@ -13,7 +13,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.copies import free, grow, storage_id
 from sley_core.comm.world import World
 from sley_core.errors import StateError, UsageError
-from sley_core.memory.holdings import pieces_of
+from sley_core.memory.inventory import pieces_of
 from sley_core.memory.state import PARTS, Moved, Where, is_away
 from sley_core.plan.check import check_offload
 from sley_core.plan.load import plan_from_dict
@@ -34,12 +34,12 @@ class Shelf:
     def parts(self) -> Sequence[Any]:
         return [self.part]
 
-    def attach(self, parts: Any, holdings: Any) -> None:
-        self.holdings = holdings
+    def attach(self, parts: Any, inventory: Any) -> None:
+        self.inventory = inventory
 
     def offload(self, part: Any) -> Callable[[], None]:
         self.calls.append(f"offload {part}")
-        pieces = self.holdings.pieces(part)
+        pieces = self.inventory.pieces(part)
         self.copies = [(piece, piece.memory.clone(), free(piece.memory)) for piece in pieces]
         self.cost.copied_out += sum(size for _, _, size in self.copies)
         return lambda: self.calls.append(f"wait {part}")
@@ -79,7 +79,7 @@ def with_shelves(run, *parts):
     """`run` with a manager for each of `parts`, as `assemble` attaches those of a plan."""
     shelves = [Shelf(part) for part in parts]
     for shelf in shelves:
-        shelf.attach(run.parts, run.memory.holdings)
+        shelf.attach(run.parts, run.memory.inventory)
     run.memory.managers = shelves
     return shelves
 
@@ -149,11 +149,11 @@ def test_a_storage_that_two_parts_have_moves_with_the_first(run):
     optimizer = run.stepper.update.optimizer
     parameter = next(one.parameter for one in run.stepper.update.masters.stepped if one.param is param)
     optimizer.state[parameter]["alias"] = param.parameter.detach()
-    names = [name for piece in run.memory.holdings.pieces("optimizer_states") for name in piece.tensors]
+    names = [name for piece in run.memory.inventory.pieces("optimizer_states") for name in piece.tensors]
     assert f"{param.name}.exp_avg" in names
     assert f"{param.name}.alias" not in names
     stepped = [one for one in run.stepper.update.masters.stepped if one.param is param]
-    assert storage_id(param.parameter) in run.memory.holdings.shared_with(stepped)
+    assert storage_id(param.parameter) in run.memory.inventory.shared_with(stepped)
 
 
 def test_pieces_are_storages_with_all_that_lies_in_them():

@@ -23,7 +23,7 @@ from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 from sley_memory.movers import MB, Streams, by_bytes
 
 if TYPE_CHECKING:
-    from sley_core.api.memory import Holdings, Stepped
+    from sley_core.api.memory import MemoryInventory, Stepped
     from sley_core.api.parts import Parts
     from sley_memory.config import HostOptimizerConfig
 
@@ -63,7 +63,7 @@ class HostOptimizer(OffloadManager):
     def parts(self) -> Sequence[Part]:
         return self.config.moves
 
-    def attach(self, parts: Parts, holdings: Holdings) -> None:
+    def attach(self, parts: Parts, inventory: MemoryInventory) -> None:
         """Takes the run's gradient store and two copy streams of its device, and registers itself for the update."""
         self._store = parts.store
         self._device = parts.world.device

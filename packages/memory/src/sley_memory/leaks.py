@@ -66,14 +66,16 @@ def find_leaks(run: Any, min_bytes: int = 4096) -> list[Leak]:
 
 def _leaks(run: Any, min_bytes: int) -> list[Leak]:
     """Returns what `find_leaks` does, of this moment."""
-    holdings = run.memory.holdings
+    inventory = run.memory.inventory
     # By address: memory may have a second storage, which begins where the tensor does (`Device.again`).
-    tensors = [tensor for part in PARTS for _, tensor in holdings.everything(part) if tensor.device == holdings.device]
+    tensors = [tensor for part in PARTS for _, tensor in inventory.everything(part) if tensor.device == inventory.device]
     places = {address for tensor in tensors if _address(tensor) for address in (_address(tensor), tensor.data_ptr())}
     gc.collect()
     # tensors of a subclass, such as stand-ins of sharded weights, may refuse to be asked
     with torch._C.DisableTorchFunctionSubclass():
-        tensors_left = {id(tensor): tensor for tensor in _tensors(holdings.device, min_bytes) if _address(tensor) not in places}
+        tensors_left = {
+            id(tensor): tensor for tensor in _tensors(inventory.device, min_bytes) if _address(tensor) not in places
+        }
         paths = _paths(tensors_left, dict(_roots(run)))
         best: dict[int, Leak] = {}
         # those with a path first, the shortest first: a view may be reached where the tensor that it is of is not

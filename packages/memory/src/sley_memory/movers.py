@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.api.memory import CopyEvent, CopyStream, Holding, Moved, Where, free, grow, is_plain, make_room, storage_id
+from sley_core.api.memory import CopyEvent, CopyStream, Moved, StorageEntry, Where, free, grow, is_plain, make_room, storage_id
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up, split_by_size
 
 if TYPE_CHECKING:
@@ -27,17 +27,17 @@ SMALL = 1 << 20
 """Bytes. A larger copy takes 40 us and more at 25 GB/s, so the time to start it does not count."""
 
 OWNERS = 3
-"""Of a storage that nothing else looks at: its tensor, the view of the whole in `Holding`, and the object that Python has."""
+"""Of a storage that nothing else looks at: its tensor, the view of the whole in `StorageEntry`, and Python's object."""
 
 MB = 10**6
 
-Pieces = Callable[[], Sequence[Holding]]
+Pieces = Callable[[], Sequence[StorageEntry]]
 
-Placed = tuple[Holding, Tensor, int]
+Placed = tuple[StorageEntry, Tensor, int]
 """A piece, its copy on the host, and its bytes."""
 
 
-def packed(pieces: Sequence[Holding], most_bytes: int) -> list[Holding]:
+def packed(pieces: Sequence[StorageEntry], most_bytes: int) -> list[StorageEntry]:
     """Moves small storages, each of one tensor, into larger ones of up to `most_bytes`; returns all storages that exist then.
 
     The device's memory must be here. A view of a state beside the optimizer's own tensor would look at the old memory: such a
@@ -54,7 +54,7 @@ def packed(pieces: Sequence[Holding], most_bytes: int) -> list[Holding]:
     return storages
 
 
-def _is_movable(piece: Holding) -> bool:
+def _is_movable(piece: StorageEntry) -> bool:
     """Returns whether a storage may be laid together with others: at most 1 MiB, torch's own, of one plain tensor, and known to
     nobody else.
     """
@@ -68,7 +68,7 @@ def _is_movable(piece: Holding) -> bool:
 
 
 @torch.no_grad()
-def _together(run: Sequence[Holding]) -> Holding:
+def _together(run: Sequence[StorageEntry]) -> StorageEntry:
     """Moves the tensors of `run` into one new storage, which it returns with them; the tensors stay the same objects."""
     sizes = [round_up(piece.memory.numel(), ALIGNMENT_BYTES) for piece in run]
     flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=run[0].memory.device)
@@ -81,10 +81,10 @@ def _together(run: Sequence[Holding]) -> Holding:
             tensor.set_(flat.untyped_storage(), place, tensor.shape, tensor.stride())
             tensors[name] = tensor
         start += size
-    return Holding(flat, tensors)
+    return StorageEntry(flat, tensors)
 
 
-def can_leave(piece: Holding) -> bool:
+def can_leave(piece: StorageEntry) -> bool:
     """Returns whether the memory of `piece` is torch's own, to free and to grow: not shared between processes, nor another
     library's.
     """

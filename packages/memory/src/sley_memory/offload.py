@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from sley_core.api.memory import Holding, Moved, OffloadManager, Part, Where, is_away, storage_id
+from sley_core.api.memory import Moved, OffloadManager, Part, StorageEntry, Where, is_away, storage_id
 from sley_memory.arena import HostArena
 from sley_memory.movers import MB, Gradients, HostCopy, Mover, Pieces, Streams, Trimmed, by_bytes, packed
 from sley_memory.shared import SharedCopies
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-    from sley_core.api.memory import Holdings, Stepped
+    from sley_core.api.memory import MemoryInventory, Stepped
     from sley_core.api.parts import Param, Parts
     from sley_memory.config import OffloadConfig
 
@@ -38,10 +38,10 @@ class BetweenSteps(Mover):
     comes_back = True
 
     def __init__(
-        self, holdings: Holdings, parts: Parts, streams: Streams, arena: HostArena, bucket_bytes: int, moved: Moved
+        self, inventory: MemoryInventory, parts: Parts, streams: Streams, arena: HostArena, bucket_bytes: int, moved: Moved
     ) -> None:
         super().__init__(moved)
-        self._holdings = holdings
+        self._inventory = inventory
         self._copies = partial(HostCopy, streams=streams, arena=arena, bucket_bytes=bucket_bytes, moved=moved, makes_room=False)
         self._bucket_bytes = bucket_bytes
         self._buckets: list[tuple[list[Stepped], HostCopy]] = []
@@ -107,11 +107,11 @@ class BetweenSteps(Mover):
         known: set[int] = set()
         shared: set[int] = set()
 
-        def pieces() -> list[Holding]:
-            states = self._holdings.states_of(bucket)
+        def pieces() -> list[StorageEntry]:
+            states = self._inventory.states_of(bucket)
             keys = {storage_id(piece.memory) for piece in states}
             if not keys <= known:  # new in the first step, and where a program has loaded states
-                shared.update(keys & self._holdings.shared_with(bucket))
+                shared.update(keys & self._inventory.shared_with(bucket))
                 known.clear()
                 known.update(keys)
             own = packed([piece for piece in states if storage_id(piece.memory) not in shared], self._bucket_bytes)
@@ -171,7 +171,7 @@ class Manager(OffloadManager):
     def parts(self) -> Sequence[Part]:
         return self.config.moves
 
-    def attach(self, parts: Parts, holdings: Holdings) -> None:
+    def attach(self, parts: Parts, inventory: MemoryInventory) -> None:
         """Makes the mover of each part, and its copy streams and host memory."""
         device, budget = parts.world.device, self.config.host_budget_mb
         self._streams = Streams(device.copy_stream)
@@ -183,20 +183,20 @@ class Manager(OffloadManager):
             check = partial(self._check_layers, "a use of a layer's weights")
             parts.waits.before_layer(layer.name, check, lambda: self._gate.is_closed)
         for part in self.parts:
-            self._movers[part] = self._mover(part, parts, holdings, arena)
+            self._movers[part] = self._mover(part, parts, inventory, arena)
 
-    def _mover(self, part: Part, parts: Parts, holdings: Holdings, arena: HostArena) -> Mover:
+    def _mover(self, part: Part, parts: Parts, inventory: MemoryInventory, arena: HostArena) -> Mover:
         assert self._streams is not None, "not attached"
         moved, bucket_bytes = self._moved[part], int(self.config.bucket_mb * MB)
         if part == "gradients":
-            return Gradients(parts.store.free, parts.store.build, partial(holdings.num_bytes, part), moved)
+            return Gradients(parts.store.free, parts.store.build, partial(inventory.num_bytes, part), moved)
         if part in ("pools", "messages"):
-            return Trimmed(partial(holdings.trim, part), moved)
+            return Trimmed(partial(inventory.trim, part), moved)
         if part == "optimizer_states" and self.config.steps_in_buckets:
-            return BetweenSteps(holdings, parts, self._streams, arena, bucket_bytes, moved)
-        pieces: Pieces = partial(holdings.pieces, part)
+            return BetweenSteps(inventory, parts, self._streams, arena, bucket_bytes, moved)
+        pieces: Pieces = partial(inventory.pieces, part)
         if part == "optimizer_states":
-            pieces = lambda: packed(holdings.pieces(part), bucket_bytes)  # noqa: E731
+            pieces = lambda: packed(inventory.pieces(part), bucket_bytes)  # noqa: E731
         copies = HostCopy(pieces, self._streams, arena, bucket_bytes, moved)
         if not self.config.is_shared or parts.groups["wdp"].size == 1:
             return copies

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sley_core.api.comm import all_gather, gather_objects
-from sley_core.api.memory import Holding, Moved, Part, Where, free, grow, make_room
+from sley_core.api.memory import Moved, Part, StorageEntry, Where, free, grow, make_room
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 from sley_core.errors import RunError
 from sley_memory.movers import HostCopy, Mover, Pieces, Streams, can_leave
@@ -64,9 +64,9 @@ class SharedCopies(Mover):
         self._streams = streams
         self._arena = arena
         self._bucket_bytes = bucket_bytes
-        self._own: list[Holding] = []
+        self._own: list[StorageEntry] = []
         self._rest = HostCopy(lambda: self._own, streams, arena, bucket_bytes, moved)
-        self._common: list[Holding] = []
+        self._common: list[StorageEntry] = []
         self._given_back = 0
         self._host: Tensor | None = None
         self._is_away = False
@@ -84,7 +84,7 @@ class SharedCopies(Mover):
 
         Raises RunError `ranks-differ` on all ranks, and frees nothing, if one makes another call.
         """
-        here: dict[str, Holding] = {}
+        here: dict[str, StorageEntry] = {}
         if not self._is_away:
             self.require()
             for piece in self._pieces():
@@ -113,7 +113,7 @@ class SharedCopies(Mover):
         self._moved.given_back += freed - self._given_back
         self._given_back = freed
 
-    def _send(self, pieces: list[Holding]) -> None:
+    def _send(self, pieces: list[StorageEntry]) -> None:
         """Copies this rank's part of `pieces`, which all ranks of the group have, to the host."""
         self._common = pieces
         size = self._share()

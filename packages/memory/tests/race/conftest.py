@@ -108,7 +108,7 @@ def digest(run: Run) -> str:
     run.memory.require("a digest", TO_COMPARE)
     for manager in run.memory.managers:
         _bring(manager)
-    tensors = {(part, name): one for part in TO_COMPARE for name, one in run.memory.holdings.tensors(part)}
+    tensors = {(part, name): one for part in TO_COMPARE for name, one in run.memory.inventory.tensors(part)}
     found = hashlib.sha256()
     for key in sorted(tensors):
         found.update(repr(key).encode())

@@ -16,9 +16,9 @@ class Naive(OffloadManager):
         self._away = {}
         self._moved = {part: Moved() for part in PARTS}
 
-    def attach(self, parts, holdings) -> None:
+    def attach(self, parts, inventory) -> None:
         self._device = parts.world.device
-        self._holdings = holdings
+        self._inventory = inventory
         self._stream = self._device.copy_stream()
 
     def offload(self, part):
@@ -27,7 +27,7 @@ class Naive(OffloadManager):
             moved.num_no_ops += 1
             return lambda: None
         self._stream.follow()
-        self._away[part] = [(one.memory, self._copied(one.memory)) for one in self._holdings.pieces(part)]
+        self._away[part] = [(one.memory, self._copied(one.memory)) for one in self._inventory.pieces(part)]
         self._hold(self._stream.record())
         moved.given_back = sum(free(memory) for memory, _ in self._away[part])
         moved.copied_out += moved.given_back

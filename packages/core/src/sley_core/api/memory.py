@@ -2,7 +2,7 @@
 
 from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, free, grow, is_host_memory, make_room, storage_id
 from sley_core.engine.weights import Stepped
-from sley_core.memory.holdings import Holding, Holdings
+from sley_core.memory.inventory import MemoryInventory, StorageEntry
 from sley_core.memory.pool import DevicePool
 from sley_core.memory.state import PARTS, Moved, OffloadManager, Part, Where, is_away
 from sley_core.model.tensors import is_plain, sum_of_bits, version_of
@@ -12,13 +12,13 @@ __all__ = [
     "CopyEvent",
     "CopyStream",
     "DevicePool",
-    "Holding",
-    "Holdings",
     "HostMemory",
+    "MemoryInventory",
     "Moved",
     "OffloadManager",
     "Part",
     "Stepped",
+    "StorageEntry",
     "Where",
     "free",
     "grow",

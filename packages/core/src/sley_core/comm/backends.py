@@ -44,22 +44,22 @@ class Backend(Transport):
         self._reduce = _reduce_coalesced if is_coalesced else _reduce_each
 
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
-        mark = mark_of("gather", what, shards)
+        mark = mark_of("all-gather", what, shards)
         self._log.add(self._name, mark)
-        turn = turn_of("gather", self.members, what, self._name, mark.num_bytes)
+        turn = turn_of("all-gather", self.members, what, self._name, mark.num_bytes)
         return Works(guarded(lambda: self._gather(wholes, shards, self._lane), turn), [], turn)
 
     def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
         size, coord = self.members.size, self.members.coord
         own = [whole.view(size, whole.shape[0] // size, *whole.shape[1:])[coord] for whole in wholes]
-        mark = mark_of("reduce", what, wholes, contents)
+        mark = mark_of("reduce-scatter", what, wholes, contents)
         self._log.add(self._name, mark)
-        turn = turn_of("reduce", self.members, what, self._name, mark.num_bytes)
+        turn = turn_of("reduce-scatter", self.members, what, self._name, mark.num_bytes)
         return Works(guarded(lambda: self._reduce(own, wholes, self._lane), turn), [], turn)
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
-        self._log.add(self._name, mark_of("swap", what, [sent], contents))
-        turn = turn_of("swap", self.members, what, self._name, sent.nbytes)
+        self._log.add(self._name, mark_of("all-to-all", what, [sent], contents))
+        turn = turn_of("all-to-all", self.members, what, self._name, sent.nbytes)
         work = guarded(lambda: dist.all_to_all_single(received, sent, group=self._lane, async_op=True), turn)
         return Works([work], [], turn)
 
@@ -133,7 +133,7 @@ class Direct(Transport):
         rows = [whole.view(self.members.size, *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
         places = [[whole[peer] for peer in self._peers] for whole in rows]
         parts = [[shard] * len(self._peers) for shard in shards]
-        started = self._pass_around(places, parts, mark_of("gather", what, shards), "gather")
+        started = self._pass_around(places, parts, mark_of("all-gather", what, shards), "all-gather")
         for whole, shard in zip(rows, shards, strict=True):
             put(shard, whole[self.members.coord])
         return started
@@ -154,12 +154,12 @@ class Direct(Transport):
                     total.add_(part)
 
         parts = [[one[peer] for peer in self._peers] for one in rows]
-        mark = mark_of("reduce", what, wholes, contents)
-        return self._pass_around([list(one) for one in arriving], parts, mark, "reduce", finish)
+        mark = mark_of("reduce-scatter", what, wholes, contents)
+        return self._pass_around([list(one) for one in arriving], parts, mark, "reduce-scatter", finish)
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
         places, parts = ([[whole[peer] for peer in self._peers]] for whole in (received, sent))
-        started = self._pass_around(places, parts, mark_of("swap", what, [sent], contents), "swap")
+        started = self._pass_around(places, parts, mark_of("all-to-all", what, [sent], contents), "all-to-all")
         received[self.members.coord].copy_(sent[self.members.coord])
         return started
 

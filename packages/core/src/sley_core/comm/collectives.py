@@ -125,7 +125,7 @@ def all_to_all(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane:
         output.copy_(tensor)
         return Pending()
     if group.imitate is not None:
-        return Imitated(group.imitate("swap", output, tensor, lane, what))
+        return Imitated(group.imitate("all_to_all", output, tensor, lane, what))
     turn = turn_of("all-to-all", group, what, lane, tensor.nbytes)
     work = guarded(lambda: dist.all_to_all_single(output, tensor, group=group.lane(lane), async_op=True), turn)
     return Pending(work, turn)
@@ -137,7 +137,7 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane:
         output.copy_(tensor)
         return Pending()
     if group.imitate is not None:
-        return Imitated(group.imitate("gather", output, tensor, lane, what))
+        return Imitated(group.imitate("all_gather", output, tensor, lane, what))
     turn = turn_of("all-gather", group, what, lane, tensor.nbytes)
     work = guarded(lambda: all_gather_single(output, tensor, group=group.lane(lane), async_op=True), turn)
     return Pending(work, turn)

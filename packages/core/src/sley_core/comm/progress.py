@@ -25,7 +25,7 @@ KEPT = 32
 
 
 BEGINNING = "the beginning of the step"
-"""A standing's entry before the first one of the list."""
+"""The entry before the first one of the list."""
 
 REDUCTION, UPDATE, BETWEEN = "the end of the gradients' reduction", "the update", "the time between two steps"
 """Its entries after the last one of the list, in this order."""
@@ -38,7 +38,7 @@ DEVICE = "the wait for the device"
 
 
 @dataclass
-class Standing:
+class StepProgress:
     """Records where a rank is in its list of actions.
 
     step: the optimizer step, from 1; 0 before the first. finished, pending: the last entry of the list that is over, and the
@@ -97,9 +97,9 @@ class Progress:
 
     A queue is a sequence of exchanges that the members of a group start in one order: those of one lane, or the messages from
     one rank to another. numbers: how many exchanges of each queue this rank has started. recent: the last `KEPT` of each.
-    store: through which ranks exchange what they wait in; None until there is one. timeout_s: the limit of waits. standing:
-    where the rank is in its list. follow_wait: called at the end of each wait, with the exchange and when the wait began, by
-    `time.perf_counter`.
+    store: through which ranks exchange what they wait in; None until there is one. timeout_s: the limit of waits.
+    step_progress: where the rank is in its list. follow_wait: called at the end of each wait, with the exchange and when the
+    wait began, by `time.perf_counter`.
 
     Recording costs under 1 us per exchange (a tuple in a list, and the time); an exchange takes 20 us and more.
     """
@@ -108,7 +108,7 @@ class Progress:
     recent: dict[str, deque[Turn]] = field(default_factory=dict)
     store: Store | None = None
     timeout_s: float = 0.0
-    standing: Standing = field(default_factory=Standing)
+    step_progress: StepProgress = field(default_factory=StepProgress)
     follow_wait: Callable[[Turn, float], None] | None = None
     _turn: Turn | None = None
     _since: float = 0.0

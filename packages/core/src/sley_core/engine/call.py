@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sley_core.comm.progress import Standing
+from sley_core.comm.progress import StepProgress
 from sley_core.engine.boundary import copied, parts_of
 from sley_core.engine.parts import Waits
 from sley_core.engine.step_state import MicroStep, Phase
@@ -177,8 +177,9 @@ generator uses of a seed (Steele et al., Fast Splittable Pseudorandom Number Gen
 class LayerCaller:
     """Calls layers under the activation policy, after a wait for the weights of each (`waits`).
 
-    slice_index: the slice of its sequences that this rank has; slices of one sample draw different random numbers. standing: is
-    told the name of each layer that is called. data_timeout_s: how long a layer waits for a data set that draws from the same
+    slice_index: the slice of its sequences that this rank has; slices of one sample draw different random numbers.
+    step_progress: gets the name of each layer that is called. data_timeout_s: how long a
+    layer waits for a data set that draws from the same
     generators. writes: watches the writes of layers. probe: asks whether layers mix positions.
     """
 
@@ -188,7 +189,7 @@ class LayerCaller:
     hooks: Sequence[SchedulerHook] = ()
     slice_index: int = 0
     waits: Waits = field(default_factory=Waits)
-    standing: Standing = field(default_factory=Standing)
+    step_progress: StepProgress = field(default_factory=StepProgress)
     data_timeout_s: float = 600.0
     writes: WriteWatch | None = None
     probe: PositionProbe | None = None
@@ -214,7 +215,7 @@ class LayerCaller:
             )
         else:
             output = calls(layer, args, fields, micro)
-        if (follow := self.standing.follow_output) is not None:
+        if (follow := self.step_progress.follow_output) is not None:
             follow(layer.name, output)
         return output
 
@@ -240,7 +241,7 @@ class LayerCaller:
 
     def _run(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         """Waits for the layer's weights, seeds the generators, and calls it; recomputation does so with the same seed."""
-        self.standing.calls(layer.name)
+        self.step_progress.calls(layer.name)
         self.waits.wait_for(layer.name)
         is_new = layer.name not in self._own
         before = None if self.writes is None or micro.phase is Phase.EVALUATE else self.writes.before(layer, micro)

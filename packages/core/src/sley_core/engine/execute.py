@@ -100,7 +100,7 @@ class Executor:
         last_of_micro = {action.micro: action for action in actions}
         last_of_chunk = {(action.chunk, action.micro): action for action in actions}
         for step in steps:
-            state.standing.comes(step)
+            state.step_progress.comes(step)
             if isinstance(step, Transfer):
                 self.crossing.transfer(step)
                 continue
@@ -129,7 +129,7 @@ class Executor:
         """
         total = self._begin(batch, Phase.EVALUATE, actions_of(steps), None, outputs)
         for step in steps:
-            state.standing.comes(f"{step} of the evaluation")
+            state.step_progress.comes(f"{step} of the evaluation")
             if isinstance(step, Transfer):
                 self.crossing.transfer(step)
                 continue
@@ -208,7 +208,7 @@ class Executor:
             args = (self.caller(layer, args, {name: fields[name] for name in layer.fields}, micro),)
         if self.crossing.link is not None:
             check_fields(layers, fields, before)
-        self.caller.standing.has_called()
+        self.caller.step_progress.has_called()
         (output,) = args
         flight.check_unwritten(layers[0].name)
         tell_hooks(self.hooks, "after_forward", micro, output)

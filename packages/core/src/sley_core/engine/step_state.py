@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from sley_core.actions.action import GRADIENT_KINDS, Action
-from sley_core.comm.progress import Standing
+from sley_core.comm.progress import StepProgress
 
 
 class Phase(StrEnum):
@@ -40,14 +40,14 @@ class StepState:
 
     step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step, or in this call of several.
     first_micro: the global number of its first one. is_last: whether the step ends with this list of actions. after_first:
-    called once, after the first action. done: chunks whose last gradient action is over. standing: the same, for failure
+    called once, after the first action. done: chunks whose last gradient action is over. step_progress: the same, for failure
     reports.
     """
 
-    def __init__(self, within: Standing | None = None) -> None:
-        """within: the standing of the training during which an evaluation runs, which begins no step of it."""
+    def __init__(self, within: StepProgress | None = None) -> None:
+        """within: the step_progress of the training during which an evaluation runs, which begins no step of it."""
         self._is_within = within is not None
-        self.standing = within or Standing()
+        self.step_progress = within or StepProgress()
         self.step = -1
         self.num_micros = 0
         self.first_micro = 0
@@ -64,7 +64,7 @@ class StepState:
         """Starts a new optimizer step, or the next call of one, even if the previous one failed."""
         self.step = step
         if not self._is_within:
-            self.standing.begin(step + 1)
+            self.step_progress.begin(step + 1)
         self.num_micros = num_micros
         self.first_micro = first_micro
         self.is_last = is_last

@@ -118,11 +118,11 @@ class Stepper:
             raise closed("stepper")
         with self.device.in_use():
             before, loss = self._run(step, batch, clock, outputs, is_last=True)
-            self.state.standing.comes(REDUCTION)
+            self.state.step_progress.comes(REDUCTION)
             for handler in self.handlers:
                 handler.finish_step(self.state)
             self.left_in_flight = False
-            self.state.standing.comes(UPDATE)
+            self.state.step_progress.comes(UPDATE)
             for event in self.events.gradients_done:
                 event()
             if (skips := self.update.skips) is not None:
@@ -142,7 +142,7 @@ class Stepper:
                 event()
             for handler in self.handlers:
                 handler.weights_updated(self.state)
-            self.state.standing.comes(BETWEEN)
+            self.state.step_progress.comes(BETWEEN)
             return pending
 
     def add(self, step: int, batch: StepBatch, outputs: dict[int, Any] | None = None) -> float:
@@ -168,7 +168,7 @@ class Stepper:
             )
             # All ranks of the world, after their own call; stages without the loss add nothing.
             all_reduce(own, self.groups["all"], what="the loss of a call").wait()
-            self.state.standing.comes(BETWEEN)
+            self.state.step_progress.comes(BETWEEN)
             return self.device.read(own, [1.0])[0] / total if total else 0.0
 
     def _run(
@@ -254,7 +254,7 @@ class Stepper:
             totals = totals.cpu()
             ranks_differ = bool(totals[0])
             loss = self.store.reduction.loss_of(totals[1:], len(losses))
-            state.standing.comes(BETWEEN)
+            state.step_progress.comes(BETWEEN)
         if ranks_differ:
             raise exchanges_error("an evaluation", exchanges_of(self.groups.values()), self.groups["control"])
         if not weight:
@@ -274,7 +274,7 @@ class Stepper:
             steps = self._begin_forward("a prediction", 0, batch, state)
             outputs: dict[int, Any] = {}
             self.executor.evaluate(steps, batch.micros, state, outputs)
-            state.standing.comes(BETWEEN)
+            state.step_progress.comes(BETWEEN)
         return outputs
 
     @contextmanager
@@ -287,9 +287,9 @@ class Stepper:
             module.eval()
         try:
             with self.device.in_use(), self.device.random_state_kept():
-                standing = self.groups.progress.standing
-                state = StepState(within=standing)
-                standing.comes(EVALUATION)
+                step_progress = self.groups.progress.step_progress
+                state = StepState(within=step_progress)
+                step_progress.comes(EVALUATION)
                 yield state
         finally:
             # Each module gets its own former mode: a program may keep some in evaluation mode.

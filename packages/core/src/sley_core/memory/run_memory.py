@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sley_core.comm.copies import storage_id
 from sley_core.comm.device import on_stream
 from sley_core.errors import StateError, UsageError
-from sley_core.memory.holdings import same_place
+from sley_core.memory.inventory import same_place
 from sley_core.memory.state import COPIED, PARTS, Moved, Part, Where, is_away
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sley_core.comm.device import Device
     from sley_core.engine.parts import StepNumbers
     from sley_core.engine.weights import Masters
-    from sley_core.memory.holdings import Holdings
+    from sley_core.memory.inventory import MemoryInventory
     from sley_core.memory.state import OffloadManager, Part
 
 
@@ -67,7 +67,7 @@ class RunMemory:
     """
 
     device: Device
-    holdings: Holdings
+    inventory: MemoryInventory
     managers: Sequence[OffloadManager]
     masters: Masters
     came_back: Sequence[Callable[[Part], None]] = ()
@@ -79,7 +79,7 @@ class RunMemory:
         """Returns the bytes of device memory that each part has now, 0 for one that is away. Optimizer states come in the first
         step.
         """
-        return {part: self.holdings.num_bytes(part) for part in PARTS}
+        return {part: self.inventory.num_bytes(part) for part in PARTS}
 
     @property
     def where(self) -> dict[Part, Where]:
@@ -103,7 +103,7 @@ class RunMemory:
         self.check_free()
         self.follow()
         waits = [manager.offload(part) for part, manager in reversed(self._chosen(parts))]
-        return Move(waits, self.holdings.device)
+        return Move(waits, self.inventory.device)
 
     @on_stream
     def onload(self, *parts: Part) -> Move:
@@ -169,7 +169,7 @@ class RunMemory:
         if part == "masters":
             self.follow("reading masters")
         copies = self._copies()
-        return ((name, _on_host(part, tensor, copies)) for name, tensor in self.holdings.everything(part))
+        return ((name, _on_host(part, tensor, copies)) for name, tensor in self.inventory.everything(part))
 
     def at_rest(self) -> Callable[[Tensor], Tensor]:
         """Returns a function that gives each tensor of the run where it lies: itself, or while its memory is away, or not back

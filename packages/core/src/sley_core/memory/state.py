@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.engine.parts import Parts
-    from sley_core.memory.holdings import Holdings
+    from sley_core.memory.inventory import MemoryInventory
 
 Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools", "messages"]
 """A kind of memory that a run holds between steps.
@@ -95,7 +95,7 @@ class OffloadManager(Protocol):
         """Returns the parts of the run's memory that it moves."""
         ...
 
-    def attach(self, parts: Parts, holdings: Holdings) -> None:
+    def attach(self, parts: Parts, inventory: MemoryInventory) -> None:
         """Called once, when the run is complete; from then on `parts.events` calls it in steps. Where tensors have no memory,
         as while a plan is checked, it is not called, and nothing is to be moved.
         """

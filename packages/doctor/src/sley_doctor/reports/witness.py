@@ -80,15 +80,15 @@ def seen(world: World, kind: str, what: Diagnostic, stacks: Mapping[str, tuple[s
 
 
 def _with_progress(known: FaultReport, progress: Progress) -> FaultReport:
-    standing = progress.standing
+    step_progress = progress.step_progress
     # Copied, since the main thread of a rank that is stuck may go on.
     queues = {queue: tuple(map(_exchange, list(kept))) for queue, kept in list(progress.recent.items())}
     return replace(
         known,
-        step=standing.step,
-        finished=str(standing.finished),
-        pending=str(standing.pending),
-        layer=standing.layer,
+        step=step_progress.step,
+        finished=str(step_progress.finished),
+        pending=str(step_progress.pending),
+        layer=step_progress.layer,
         wait=_wait(progress),
         exchanges=queues,
     )

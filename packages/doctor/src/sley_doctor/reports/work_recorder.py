@@ -108,7 +108,7 @@ def recorded_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str
 
 
 class WorkRecorder:
-    """Follows a run's standing and waits. feed: what a step waits for. add: takes a line of the file."""
+    """Follows a run's step_progress and waits. feed: what a step waits for. add: takes a line of the file."""
 
     def __init__(self, parts: Parts, feed: Feed | None, add: Callable[[str], None]) -> None:
         self._progress = parts.groups.progress
@@ -131,7 +131,7 @@ class WorkRecorder:
 
     def attach(self) -> None:
         """Starts to follow the run."""
-        self._progress.standing.follow = self.entered
+        self._progress.step_progress.follow = self.entered
         self._progress.follow_wait = self.waited
 
     def detach(self) -> None:
@@ -142,8 +142,8 @@ class WorkRecorder:
 
     def leave(self) -> None:
         """Stops, without the last window."""
-        standing = self._progress.standing
-        standing.follow = standing.follow_layer = standing.follow_output = self._progress.follow_wait = None
+        step_progress = self._progress.step_progress
+        step_progress.follow = step_progress.follow_layer = step_progress.follow_output = self._progress.follow_wait = None
 
     def entered(self, entry: object) -> None:
         """Records that the previous entry is over, and `entry` begins."""
@@ -205,15 +205,15 @@ class WorkRecorder:
         if self._is_window_over(now):
             self._write()
         self._spent = self._samples.spent
-        standing = self._progress.standing
-        self._step = standing.step
+        step_progress = self._progress.step_progress
+        self._step = step_progress.step
         # By the number of the step: both ends of a message must note it, and windows of ranks end at other steps.
         self._is_detailed = self._step % DETAILED == 1 % DETAILED or now - self._step_began >= LONG_S
         self._step_began = now
         # Between the step's beginning and its first action stages tell each other what comes.
         self._numbers = dict(self._progress.numbers) if self._is_detailed else None
-        standing.follow_layer = self.called if self._is_detailed else None
-        standing.follow_output = self.made if self._is_detailed else None
+        step_progress.follow_layer = self.called if self._is_detailed else None
+        step_progress.follow_output = self.made if self._is_detailed else None
 
     def _is_window_over(self, now: float) -> bool:
         steps, seconds = self._samples.num_steps, now - self._window_began

@@ -37,7 +37,7 @@ from train_cli.on_meta import meta_micro_batch, meta_output, meta_state
 if TYPE_CHECKING:
     from sley_core.actions.action import Placement
     from sley_core.comm.groups import Exchange
-    from sley_core.comm.progress import Members, Standing
+    from sley_core.comm.progress import Members, StepProgress
     from sley_core.data.dataset import AnyDataset
     from sley_core.engine.stage import Stage
     from sley_core.model.layers import Layer
@@ -49,8 +49,8 @@ CopyKind = Literal["to_host", "to_device"]
 
 _COLLECTIVES: Mapping[Exchange, Collective] = {
     **dict.fromkeys(("sum", "max", "min"), "sum"),
-    **dict.fromkeys(("broadcast", "gather"), "gather"),
-    "swap": "swap",
+    **dict.fromkeys(("broadcast", "all_gather"), "gather"),
+    "all_to_all": "swap",
 }
 
 
@@ -207,7 +207,7 @@ class FakeWork(Done):
     next entry of the list, by when they have come as a rule.
     """
 
-    def __init__(self, waits: Callable[[], None], sums: Callable[[], None], progress: Standing) -> None:
+    def __init__(self, waits: Callable[[], None], sums: Callable[[], None], progress: StepProgress) -> None:
         self._waits = waits
         self._sums: Callable[[], None] | None = sums
         self._progress = progress
@@ -277,7 +277,7 @@ class FakeTransport(Transport):
             for tensor in own:
                 self._scratch(tensor)
 
-        return FakeWork(waits, sums, self._members.progress.standing)
+        return FakeWork(waits, sums, self._members.progress.step_progress)
 
 
 class TakenSteps(Simulation):

@@ -44,7 +44,7 @@ class StepProgress:
     def __call__(self) -> StepPlace:
         if self._run is None:
             return self._place
-        progress = self._run.groups.progress.standing
+        progress = self._run.groups.progress.step_progress
         at = progress.step, progress.pending, progress.layer
         if at != self._at:  # texts are made once per place
             self._at, self._place = at, StepPlace(progress.step, str(progress.pending), progress.layer)

@@ -217,7 +217,7 @@ def _result(run: Run, ledger: Ledger, batch: int, on_host: Collection[str]) -> R
 def _set_owners(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
     """Sets the owner of each piece that exists between two steps; takes the memory of parts `on_host` off all counts."""
     for part in PARTS:
-        for _, tensor in run.memory.holdings.everything(part):
+        for _, tensor in run.memory.inventory.everything(part):
             if part in on_host:
                 ledger.move_out(tensor)
             elif (piece := ledger.piece_of(tensor)) is not None:

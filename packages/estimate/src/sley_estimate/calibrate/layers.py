@@ -282,9 +282,9 @@ class Echo(Transport):
         match kind:
             case "sum":
                 self.all_reduce(result, what=what)
-            case "swap":
+            case "all_to_all":
                 self.all_to_all(result, given, what=what)
-            case "gather":
+            case "all_gather":
                 self.all_gather([result.view(-1)], [given.view(-1)], what=what)
             case "send":
                 self._sent[key] = given.detach()

@@ -151,7 +151,7 @@ class Recording(StepListener):
             self._on_host = {storage_id(each.parameter) for each in masters.stepped}
         self._first = len(self._all)
         self._is_recording = True
-        self._run.groups.progress.standing.follow = self._entered
+        self._run.groups.progress.step_progress.follow = self._entered
         self._tensors.listener = self._ran
 
     def end(self) -> None:

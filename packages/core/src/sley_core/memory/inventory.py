@@ -1,4 +1,4 @@
-"""Lists what every part of a run holds between steps, by storage; reports and offload managers share this list."""
+"""The memory that a run keeps between steps, by part and by storage; reports and offload managers share this list."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 Held = Callable[[], Iterable[tuple[str, Tensor]]]
 
 
-class Holding(NamedTuple):
+class StorageEntry(NamedTuple):
     """One piece of memory, which is here: a tensor over its whole storage, uint8 [bytes], and what lies in it, by name."""
 
     memory: Tensor
     tensors: dict[str, Tensor]
 
 
-class Holdings:
+class MemoryInventory:
     """The memory of one rank's run on `device`, by part. sources: what yields `(name, tensor)` of each part, asked anew each
     time: optimizers make their states late, and pools grow.
 
-    A tensor that lies elsewhere (the step counts of AdamW, on the host) is nobody's holding, nor is one of dim 0 among the
+    A tensor that lies elsewhere (the step counts of AdamW, on the host) is not listed, nor is one of dim 0 among the
     optimizer's states: a few bytes that would cost a copy each.
     """
 
@@ -61,14 +61,14 @@ class Holdings:
             if self._is_state(tensor) if part == "optimizer_states" else tensor.device == self.device:
                 yield name, tensor
 
-    def pieces(self, part: Part) -> list[Holding]:
+    def pieces(self, part: Part) -> list[StorageEntry]:
         """Returns the storages that `part` holds on the device, each once, with the tensors in it; one that an earlier part of
         `PARTS` has too is that part's alone.
         """
         taken = self._taken_before(part)
         return [one for one in pieces_of(self.tensors(part)) if storage_id(one.memory) not in taken]
 
-    def states_of(self, stepped: Sequence[Stepped]) -> list[Holding]:
+    def states_of(self, stepped: Sequence[Stepped]) -> list[StorageEntry]:
         """Returns the storages of the optimizer's states for these parameters, each once, with the tensors in it; none before
         their first step.
         """
@@ -101,12 +101,12 @@ class Holdings:
         return tensor.device == self.device and tensor.dim() > 0
 
 
-def pieces_of(tensors: Iterable[tuple[str, Tensor]]) -> list[Holding]:
+def pieces_of(tensors: Iterable[tuple[str, Tensor]]) -> list[StorageEntry]:
     """Returns the storages of `tensors`, each once, with the tensors in it by name."""
     found: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors:
         found.setdefault(storage_id(tensor), {})[name] = tensor
-    return [Holding(whole(next(iter(inside.values()))), inside) for inside in found.values()]
+    return [StorageEntry(whole(next(iter(inside.values()))), inside) for inside in found.values()]
 
 
 def whole(tensor: Tensor) -> Tensor:
