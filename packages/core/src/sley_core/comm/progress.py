@@ -38,7 +38,7 @@ DEVICE = "the wait for the device"
 
 
 @dataclass
-class StepProgress:
+class ActionProgress:
     """Records where a rank is in its list of actions.
 
     step: the optimizer step, from 1; 0 before the first. finished, pending: the last entry of the list that is over, and the
@@ -108,7 +108,7 @@ class Progress:
     recent: dict[str, deque[Turn]] = field(default_factory=dict)
     store: Store | None = None
     timeout_s: float = 0.0
-    step_progress: StepProgress = field(default_factory=StepProgress)
+    step_progress: ActionProgress = field(default_factory=ActionProgress)
     follow_wait: Callable[[Turn, float], None] | None = None
     _turn: Turn | None = None
     _since: float = 0.0

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sley_core.comm.progress import StepProgress
+from sley_core.comm.progress import ActionProgress
 from sley_core.engine.boundary import copied, parts_of
 from sley_core.engine.parts import Waits
 from sley_core.engine.step_state import MicroStep, Phase
@@ -189,7 +189,7 @@ class LayerCaller:
     hooks: Sequence[SchedulerHook] = ()
     slice_index: int = 0
     waits: Waits = field(default_factory=Waits)
-    step_progress: StepProgress = field(default_factory=StepProgress)
+    step_progress: ActionProgress = field(default_factory=ActionProgress)
     data_timeout_s: float = 600.0
     writes: WriteWatch | None = None
     probe: PositionProbe | None = None

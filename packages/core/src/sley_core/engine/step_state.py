@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from sley_core.actions.action import GRADIENT_KINDS, Action
-from sley_core.comm.progress import StepProgress
+from sley_core.comm.progress import ActionProgress
 
 
 class Phase(StrEnum):
@@ -44,10 +44,10 @@ class StepState:
     reports.
     """
 
-    def __init__(self, within: StepProgress | None = None) -> None:
+    def __init__(self, within: ActionProgress | None = None) -> None:
         """within: the step_progress of the training during which an evaluation runs, which begins no step of it."""
         self._is_within = within is not None
-        self.step_progress = within or StepProgress()
+        self.step_progress = within or ActionProgress()
         self.step = -1
         self.num_micros = 0
         self.first_micro = 0

@@ -37,7 +37,7 @@ from train_cli.on_meta import meta_micro_batch, meta_output, meta_state
 if TYPE_CHECKING:
     from sley_core.actions.action import Placement
     from sley_core.comm.groups import Exchange
-    from sley_core.comm.progress import Members, StepProgress
+    from sley_core.comm.progress import ActionProgress, Members
     from sley_core.data.dataset import AnyDataset
     from sley_core.engine.stage import Stage
     from sley_core.model.layers import Layer
@@ -207,7 +207,7 @@ class FakeWork(Done):
     next entry of the list, by when they have come as a rule.
     """
 
-    def __init__(self, waits: Callable[[], None], sums: Callable[[], None], progress: StepProgress) -> None:
+    def __init__(self, waits: Callable[[], None], sums: Callable[[], None], progress: ActionProgress) -> None:
         self._waits = waits
         self._sums: Callable[[], None] | None = sums
         self._progress = progress
