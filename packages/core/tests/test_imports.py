@@ -126,13 +126,13 @@ MODELS = ("testing", "sley_testing", "llama.py")
 
 
 @pytest.mark.skipif(not (ROOT / "packages" / "dp").exists(), reason="the other packages are not part of the sdist")
-def test_no_two_classes_have_one_name():
+def test_no_two_classes_of_a_package_have_one_name():
     places = defaultdict(list)
     for file in [*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("apps/*/src/**/*.py")]:
         if not set(MODELS) & set(file.parts):
             for node in ast.parse(file.read_text("utf-8")).body:
                 if isinstance(node, ast.ClassDef):
-                    places[node.name].append(f"{file.relative_to(ROOT)}:{node.lineno}")
+                    places[file.relative_to(ROOT).parts[1], node.name].append(f"{file.relative_to(ROOT)}:{node.lineno}")
     assert len(places) > 200
     assert not {name: where for name, where in places.items() if len(where) > 1}
 
