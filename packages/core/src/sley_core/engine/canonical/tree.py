@@ -182,7 +182,7 @@ class PartialSums:
         return one
 
 
-class Leaf(NamedTuple):
+class TreeLeaf(NamedTuple):
     """Names what is summed apart: the index of the layer that used the parameter, among this rank's, and the micro-batch."""
 
     use: int
@@ -318,18 +318,18 @@ class CanonicalAccumulator(Accumulator):
         """Begins a step: discards all partial sums."""
         super().reset()
         self.view = self._empty
-        self._leaf: Leaf | None = None
+        self._leaf: TreeLeaf | None = None
         self._is_fresh = True
         self._sum = self.view
         self._sums: PartialSums | None = None
-        self._closed: set[Leaf] = set()
+        self._closed: set[TreeLeaf] = set()
         self.rows: list[Tensor] = []
 
     def enter(self, layer: str = "", micro: int | None = None) -> None:
         """Opens the leaf of the next contribution, and closes the last. Raises RunError `canonical-again` for a closed leaf."""
         layers = self.param.layers
         assert layer or len(layers) == 1, f"{self.param.name} is used by {layers}: which of them?"
-        leaf = Leaf(layers.index(layer) if layer else 0, self.reduction.micro if micro is None else micro)
+        leaf = TreeLeaf(layers.index(layer) if layer else 0, self.reduction.micro if micro is None else micro)
         if leaf == self._leaf:
             return
         self._close()
