@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,7 +65,7 @@ class Bucketed(GradientHandler):
         self._store = parts.store
         self.sums: Sums = Narrow(self._sent)
         if self._config.reduction != "bf16":
-            self.sums = parts.store.reduction.sums(parts.store, partial(Exact, self._sent), self._sent)
+            self.sums = parts.store.reduction.sums(parts.store, self._sent) or Exact(self._sent)
         self._store.lay_out(self._plan)
         if self._config.start == "broadcast":
             broadcast_values(parts)

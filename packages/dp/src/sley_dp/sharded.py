@@ -24,7 +24,7 @@ from sley_dp.sums import ShardSums
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Groups, Work
-    from sley_core.api.parts import Param, Parts, StepState, WeightBuffer
+    from sley_core.api.parts import Param, Parts, StepState, Sums, WeightBuffer
     from sley_dp.config import ShardedConfig
 
 
@@ -98,8 +98,8 @@ class Sharded(GradientHandler):
             broadcast_values(parts)
         self.buckets = [Bucket(buffer) for buffer in parts.store.buffers]
         self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.buffer.params}
-        scatters = partial(ShardSums, parts.groups, is_async=parts.world.device.is_async)
-        self.sums = parts.store.reduction.sums(parts.store, scatters, SentBytes(), SUMS)
+        scatters = ShardSums(parts.groups, is_async=parts.world.device.is_async)
+        self.sums: Sums = parts.store.reduction.sums(parts.store, SentBytes(), SUMS) or scatters
         buffers = [bucket.buffer for bucket in self.buckets][::-1]  # filled in the backward's order
         shards = [buffer.shard for buffer in buffers if buffer.shard]
         weights = parts.weights.lay_out([(buffer.params, buffer.num_shards) for buffer in buffers])

@@ -17,34 +17,10 @@ from sley_core.protocols import GradientHandler
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sley_core.comm.groups import Group
     from sley_core.config import EachConfig, GradientNormsConfig
-    from sley_core.engine.buffers import GradientBuffer
     from sley_core.engine.parts import Parts
     from sley_core.engine.registry import Param
     from sley_core.engine.step_state import StepState
-
-
-class AllReduces(Sums):
-    """All-reduces the gradients of a buffer one by one, in place. sent: counts the bytes that this rank sends."""
-
-    def __init__(self, sent: SentBytes) -> None:
-        self._sent = sent
-        self._pending: list[Pending] = []
-
-    def start(self, buffer: GradientBuffer, group: Group) -> None:
-        for param, gradient in zip(buffer.params, buffer.views, strict=True):
-            # Over the parameter's reduce group; the store reports parameters in the same order on all of its ranks.
-            self._pending.append(all_reduce(gradient, group, what=param.name))
-            self._sent.add(gradient, group, passes=2)
-
-    def finish(self) -> None:
-        for pending in self._pending:
-            pending.wait()
-        self._pending = []
-
-    def forget(self) -> None:
-        self.finish()
 
 
 class Each(GradientHandler):
@@ -52,28 +28,45 @@ class Each(GradientHandler):
 
     def __init__(self, config: EachConfig) -> None:
         self.config = config
+        self._pending: list[Pending] = []
         self._sent = SentBytes()
+        self._sums: Sums | None = None
 
     def attach(self, parts: Parts) -> None:
-        """Lays the store out with one buffer for each parameter that is reduced."""
+        """Takes store and groups. If sums have a fixed order, lays the store out with one buffer per reduced parameter."""
         self._store = parts.store
         self._groups = parts.groups
-        self._sums = parts.store.reduction.sums(parts.store, partial(AllReduces, self._sent), self._sent)
-        parts.store.lay_out(self._one_by_one)
+        self._sums = parts.store.reduction.sums(parts.store, self._sent)
+        if self._sums is not None:
+            parts.store.lay_out(self._one_by_one)
 
     def begin_step(self, step: StepState) -> None:
         """Waits for reductions of a failed step, which could still write into the gradients."""
-        self._sums.forget()
+        if self._sums is not None:
+            self._sums.forget()
+        self._wait()
         self._sent.begin_step()
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
         """Starts the sum of the parameter's gradient over its reduce group, if that has several ranks."""
-        if (buffer := self._store.buffer_of(param)) is not None:
-            self._sums.start(buffer, self._groups[param.reduce_group])
+        group = self._groups[param.reduce_group]
+        if group.size == 1:
+            return
+        # Over the parameter's reduce group; the store reports parameters in the same order on all of its ranks.
+        if self._sums is not None:
+            buffer = self._store.buffer_of(param)
+            assert buffer is not None, param
+            self._sums.start(buffer, group)
+            return
+        gradient = self._store.gradient(param)
+        self._pending.append(all_reduce(gradient, group, what=param.name))
+        self._sent.add(gradient, group, passes=2)
 
     def finish_step(self, step: StepState) -> None:
         """Blocks until all sums of the step are complete."""
-        self._sums.finish()
+        if self._sums is not None:
+            self._sums.finish()
+        self._wait()
         self._sent.end_step()
 
     def counts(self) -> dict[str, float]:
@@ -83,6 +76,11 @@ class Each(GradientHandler):
     def _one_by_one(self, params: list[Param]) -> Layout:
         loose = [param for param in params if self._groups[param.reduce_group].size == 1]
         return Layout([[param] for param in params if param not in loose], params, loose)
+
+    def _wait(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
 
 
 class GradientNorms(GradientHandler):

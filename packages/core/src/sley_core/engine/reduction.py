@@ -11,7 +11,7 @@ matrix it adds in vectors, so a long tensor is viewed as rows, whose norms are c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Protocol
 
@@ -132,9 +132,9 @@ class Reduction:
         """Returns the micro-batches that the ranks of `group` run now, if their gradients must be added one by one."""
         return None
 
-    def sums(self, store: GradientStore, fast: Callable[[], Sums], sent: SentBytes, lane: str = DEFAULT_LANE) -> Sums:
-        """Returns how a reducer sums buffers over ranks: `fast`, if the order is free. lane: of the groups."""
-        return fast()
+    def sums(self, store: GradientStore, sent: SentBytes, lane: str = DEFAULT_LANE) -> Sums | None:
+        """Returns how a reducer must sum buffers over ranks; None if it may sum in any order. lane: of the groups."""
+        return None
 
     def totals(self, gradients: Sequence[NormGroup], loss: Tensor, kind: float) -> Totals:
         return Totals(self.groups, gradients, loss, kind)

@@ -25,7 +25,7 @@ An accumulator sums each micro-batch of a gradient separately:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -269,7 +269,7 @@ class CanonicalReduction(Reduction):
         begin = self.micro - group.coord * step
         return range(begin, begin + group.size * step, step)
 
-    def sums(self, store: GradientStore, fast: Callable[[], Sums], sent: SentBytes, lane: str = DEFAULT_LANE) -> Sums:
+    def sums(self, store: GradientStore, sent: SentBytes, lane: str = DEFAULT_LANE) -> Sums:
         from sley_core.engine.canonical.sums import TreeSums
 
         return TreeSums(self, store, sent, lane)
