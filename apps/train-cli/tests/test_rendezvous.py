@@ -228,6 +228,22 @@ def test_an_address_that_leads_nowhere(port: int, more: dict[str, str], words: s
     assert time.monotonic() - begun < 20
 
 
+def test_a_listener_that_closes_connections_is_waited_for(port: int) -> None:
+    """What listens for a host that is late, such as a proxy, lets nobody through; then rank 0 comes."""
+    with closing(socket.socket()) as proxy:
+        proxy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        proxy.bind(("127.0.0.1", port))
+        proxy.listen()
+
+        def first() -> None:
+            for _ in range(3):
+                proxy.accept()[0].close()
+            proxy.close()
+            comes(port, 0, 2, timeout_s=20)()
+
+        assert set(errors_of({"0": first, "1": comes(port, 1, 2, timeout_s=20)}).values()) == {""}
+
+
 def test_a_store_that_ends_with_its_process(port: int) -> None:
     first, second = (Rendezvous.at(environ(port, rank, 2), timeout_s=5) for rank in range(2))
     del first

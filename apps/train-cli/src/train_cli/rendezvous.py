@@ -77,8 +77,9 @@ class Rendezvous:
         """Returns this rank's rendezvous in the store at MASTER_ADDR and MASTER_PORT, which rank 0 serves unless torchrun's
         agent does. Blocks until the store is there.
 
-        Raises RunError "preflight", with this host and a hint: within about PATIENCE_S if the name cannot be resolved, the port
-        is taken or something else answers; after `timeout_s` if nobody answers. All ranks call it equally often.
+        Raises RunError "preflight", with this host and a hint: within about PATIENCE_S if the name cannot be resolved or the
+        port is taken, twice that if a program says nothing there; after `timeout_s` if nobody answers. All ranks call it
+        equally often.
         """
         rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
         address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
@@ -302,6 +303,7 @@ def _is_loopback(address: str) -> bool:
 def _open_store(address: str, port: int, size: int, timeout_s: float, *, serves: bool) -> Store:
     """Serves the store, or connects to it as soon as it is there; raises RunError "preflight" as `Rendezvous.at` describes."""
     until = time.monotonic() + (PATIENCE_S if serves else timeout_s)  # an earlier run's store may still hold the port
+    num_silent = 0
     while True:
         answers = serves
         try:
@@ -311,7 +313,9 @@ def _open_store(address: str, port: int, size: int, timeout_s: float, *, serves:
             return _tcp_store(address, port, size, serves)
         except (OSError, RuntimeError) as error:
             why = first_line(error)
-            if time.monotonic() > until or isinstance(error, _SilentError):
+            # Once may be torch's own retry, with a trace of C++ frames, after a listener that has closed: 12 s at a limit of 4.
+            num_silent += isinstance(error, _SilentError)
+            if time.monotonic() > until or num_silent == 2:
                 break
         time.sleep(_RETRY_S)
     if serves:
