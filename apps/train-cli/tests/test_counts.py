@@ -156,7 +156,7 @@ def uncounted(tables: Tables, folder: Path) -> tuple[list[str], dict[str, int]]:
 @pytest.mark.sample(len(IN_CI))
 @pytest.mark.parametrize("name", [*IN_CI, *sorted(EXAMPLES.keys() - IN_CI)])
 def test_every_buffer_is_in_a_part_of_memory(ranks: Any, texts: Path, name: str) -> None:
-    """Of the example plans, over few samples of the test's own texts; other tensors are the data's."""
+    """Trains an example plan on a few samples of the test's texts. All other tensors belong to the data."""
     tables = tomllib.loads(EXAMPLES[name].read_text())
     del tables["plan"]
     data = {"use": "data.text", "files": ["text/*.txt"], "sequence": 32, "separator": "\n\n"}

@@ -199,7 +199,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def without(owner: str) -> Patch:
-    """What a part of the run keeps is not counted."""
+    """Returns a patch after which the estimate leaves out the tensors of `owner`."""
 
     def patched(patch: pytest.MonkeyPatch) -> None:
         own = steps._set_owners
@@ -215,7 +215,7 @@ def without(owner: str) -> Patch:
 
 
 def without_transients(patch: pytest.MonkeyPatch) -> None:
-    """What comes and goes within one entry is not counted."""
+    """Patches the estimate to leave out tensors that are freed within one action."""
     peak = Ledger.peak
 
     def of_what_stays(ledger: Ledger) -> tuple[int, int]:

@@ -299,7 +299,7 @@ SMALL = small_plan(data__sequence=16, model__ffn_hidden=6000, precision__compute
 @pytest.mark.parametrize("form", ["huggingface", "safetensors"])
 @pytest.mark.parametrize("which", ["step-00000001", ""], ids=["one", "the newest"])
 def test_a_checkpoint_is_exported_as_the_run_of_its_step(cli: Any, texts: Path, folder: Path, form: str, which: str) -> None:
-    """In several files, of a model whose weights it has in full precision; what is damaged is refused."""
+    """Exports weights in full precision into several files, and refuses a damaged checkpoint."""
     tables = changed(SMALL, checkpoint={"every_steps": 1, "mode": "sync"})
     steps = {"step-00000001": 1, "": 2}[which]
     with assemble(plan_from_dict(tables, texts), World.alone("cpu"), folder=folder) as run:

@@ -17,9 +17,10 @@ from torch import nn
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import RunError
+from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan, plan_from_dict
 from sley_testing.parity import assert_same_bits
-from sley_testing.plans import changed
+from sley_testing.plans import changed, small_plan
 from sley_testing.runs import record
 
 WIDTH = 8
@@ -201,3 +202,13 @@ def test_the_fifth_step_of_two_stages(together: Callable[..., Any], plan: Path, 
     assert picture.count("<g><title>") == 2 * 2 * 12
     assert "measured, step 5" in picture
     assert "predicted" in picture
+
+
+def test_layers_are_not_timed_on_slices_of_sequences() -> None:
+    """A rank has a slice, and the timer calls layers on whole sequences. Costs that the plan gives need no timer."""
+    tables = small_plan(model__num_layers=2, model__heads=2, parallel={"sp": 2, "pp": 2, "dp": 1})
+    tables |= {"sequence": {"use": "isp.all_to_all"}, "pipeline": {"use": "pp.one_f_one_b"}}
+    tables |= {"partition": {"use": "pp.measured"}, "data": {"use": "data.text", "source": "python-stdlib", "sequence": 24}}
+    assert [problem.code for problem in check_plan(plan_from_dict(tables), 4)] == ["sequence-partition"]
+    costs = {"use": "pp.measured", "layer_costs": [1.0] * 4}
+    assert check_plan(plan_from_dict(tables | {"partition": costs}), 4) == []

@@ -225,7 +225,7 @@ def _check_classes(plan: Plan, info: DataInfo, last: Layer, output: Any) -> None
         "model-vocabulary",
         f"{_words(last)}, the last one, gives {output.shape[-1]} classes, but the data's labels have {count}",
         path=MODEL,
-        hint="a factory is told how many: `def layers(data)`, and `data.vocab_size`",
+        hint="let the factory read the number: `def layers(data)`, then `data.vocab_size`",
     )
 
 

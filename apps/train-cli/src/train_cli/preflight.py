@@ -68,8 +68,8 @@ def refuse_lone_worlds(environ: Mapping[str, str]) -> None:
 class RankFaults(AbstractContextManager["RankFaults"]):
     """Shows an error of its block once per host or rank, writes the report for the launcher, and raises SystemExit instead.
 
-    An error from before `has_begun` is set is the same on all ranks, or kept this one from beginning: the first rank of each
-    host shows it, and the others are told. settings: None in a local launch, whose launcher shows errors.
+    An error before `has_begun` is set occurs on all ranks alike, or only on this rank, before it joins the others. The first
+    rank of each host shows it, and the other ranks receive it. settings: None in a local launch, whose launcher shows errors.
     """
 
     def __init__(self, rank: int, settings: Settings | None = None) -> None:

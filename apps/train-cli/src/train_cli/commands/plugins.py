@@ -181,7 +181,7 @@ def _default_text(option: dict[str, Any]) -> str:
     default = option["default"]
     if default == "computed":
         return " = computed from the others"
-    # Of what a default can be, JSON and TOML write only tables differently, and those are empty.
+    # JSON and TOML write only tables differently, and a table that is a default is empty.
     return " (may be left out)" if default is None else f" = {json.dumps(default)}"
 
 

@@ -282,8 +282,8 @@ class Embed(nn.Module):
 class Layer(nn.Module):
     """Takes in one form, computes, and hands on in another.
 
-    carry: what the second tensor of its output is: what it got ("kept"), its input ("input"), new memory ("made"), or a
-        parameter of its own ("sent").
+    carry: the second tensor of its output is the tensor that it got ("kept"), its input ("input"), a new tensor ("made"), or
+        one of its parameters ("sent").
     """
 
     def __init__(self, width: int, body: str, take: str, give: str, carry: str, start: str) -> None:
