@@ -6,6 +6,7 @@ The hosts are two processes with the environment that an engine would give them.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
@@ -60,13 +61,6 @@ WRONG: dict[str, tuple[str, tuple[str, ...], dict[str, str], tuple[str, ...], in
     "no data there": ("plan.toml", ('data.files=["gone.txt"]',), {}, ("rank 1 on", "cannot begin", "gone.txt"), 3),
     "no plugin there": ("plan.toml", ('gradient_handlers=[{use="absent.one"}]',), {}, ("rank 1 on", "absent"), 4),
     "more ranks than the plan has": ("plan.toml", (), {"WORLD_SIZE": "3"}, ("3 != 1 x 2 x 1",), 3),
-    "the same rank twice": (
-        "plan.toml",
-        (),
-        {"RANK": "0", "LOCAL_WORLD_SIZE": "2"},
-        ("belongs to a run that has not ended",),
-        3,
-    ),
 }
 """Of the second host: its plan, its `--set`, variables of both; the words that are said, and an exit code of one of them."""
 
@@ -79,13 +73,6 @@ def test_a_start_that_is_wrong_is_refused(start: Start, plan: Path, port: str, n
     begun = time.monotonic()
     given = [{**HOSTS, "MASTER_PORT": port, "RANK": str(rank), **both} for rank in range(2)]
     hosts = [start("run", "plan.toml", **given[0]), start("run", path, changes=changes, **given[1])]
-    if "RANK" in both:  # the right host would wait for [limits] start_timeout_s; an engine ends it
-        while all(host.process.poll() is None for host in hosts):
-            assert time.monotonic() - begun < LIMIT_S, "neither host has refused"
-            time.sleep(0.05)
-        for host in hosts:
-            if host.process.poll() is None:
-                os.kill(host.process.pid, signal.SIGTERM)
     ended = [host.finish(LIMIT_S) for host in hosts]
     told = "\n".join(one.err for one in ended)
     assert all(one.code != 0 for one in ended), told
@@ -94,6 +81,28 @@ def test_a_start_that_is_wrong_is_refused(start: Start, plan: Path, port: str, n
     assert "hint:" in told
     assert "Traceback" not in told
     assert time.monotonic() - begun < LIMIT_S
+    assert not list(plan.parent.glob("runs/*/metrics.jsonl"))
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_is_started_twice_is_refused_once(start: Start, plan: Path, port: str) -> None:
+    """One of the two has the run's folder, and one the port: whoever lacks either says so; the other waits for rank 1."""
+    begun = time.monotonic()
+    ranks = [
+        start("run", "plan.toml", **{**HOSTS, "MASTER_PORT": port, "RANK": "0", "LOCAL_WORLD_SIZE": "2"}) for _ in range(2)
+    ]
+    while all(rank.process.poll() is None for rank in ranks):
+        assert time.monotonic() - begun < LIMIT_S, "neither has refused"
+        time.sleep(0.05)
+    refused = next(rank for rank in ranks if rank.process.poll() is not None)
+    for rank in ranks:
+        if rank.process.poll() is None:
+            os.kill(rank.process.pid, signal.SIGTERM)
+    ended = {rank: rank.finish(LIMIT_S) for rank in ranks}
+    assert ended[refused].code in (1, 3)
+    assert re.search(r"belongs to a run that has not ended|port \d+ cannot be had", ended[refused].err)
+    assert "hint:" in ended[refused].err
+    assert not any("Traceback" in rank.err for rank in ended.values())
     assert not list(plan.parent.glob("runs/*/metrics.jsonl"))
 
 
