@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
-from types import SimpleNamespace
 from typing import Annotated, Any
 
 import pytest
+import tomli
 
 from sley_core.hookspecs import hookimpl
 from sley_core.optim.config import OptimizerConfig
@@ -19,7 +18,6 @@ from sley_core.records import (
     MemoryPoolRecord,
     MetricsWriterRecord,
     OptimizerRecord,
-    Problem,
     Record,
     SchedulerHookRecord,
 )
@@ -55,16 +53,6 @@ lr = 3e-3
 [parallel]
 dp = 2
 """
-
-TABLES: dict[str, Any] = {
-    "plan": 1,
-    "run": {"name": "small", "steps": 20},
-    "model": {"use": "models.llama", "num_layers": 2, "hidden": 16, "heads": 2},
-    "data": {"use": "data.text", "source": "python-stdlib", "sequence": 8},
-    "batch": {"global_size": 8, "micro_size": 2},
-    "optimizer": {"use": "core.adamw", "lr": 3e-3},
-    "parallel": {"dp": 2},
-}
 
 
 class PoolUser(Table):
@@ -110,7 +98,7 @@ class Handlers:
 
 
 class Pools:
-    """A plugin that only the fields of other tables name; it also has something to say about batches."""
+    """A plugin that only the fields of other tables name."""
 
     @hookimpl
     def sley_records(self) -> list[Record]:
@@ -118,11 +106,6 @@ class Pools:
             MemoryPoolRecord(name="arena", config=Table, build="nowhere:Arena"),
             MetricsWriterRecord(name="csv", config=Table, build="collections:OrderedDict"),
         ]
-
-    @hookimpl
-    def sley_check_plan(self, plan: Plan, topology: Any) -> Any:
-        if plan.batch.micro_size == 4:
-            yield Problem(("batch", "micro_size"), "four is unlucky here", "try 2", "unlucky")
 
 
 @pytest.fixture
@@ -133,7 +116,7 @@ def loader() -> Loader:
 @pytest.fixture
 def tables() -> dict[str, Any]:
     """The tables of a small valid plan, to change at will."""
-    return deepcopy(TABLES)
+    return tomli.loads(TEXT)
 
 
 @pytest.fixture
@@ -146,9 +129,3 @@ def text() -> str:
 def make(loader: Loader, tables: dict[str, Any]) -> Callable[..., Plan]:
     """The small plan with some tables replaced or, by None, left out."""
     return lambda **changed: plan_from_dict({**tables, **changed}, loader=loader)
-
-
-@pytest.fixture
-def nothing() -> SimpleNamespace:
-    """A plugin without hooks."""
-    return SimpleNamespace()

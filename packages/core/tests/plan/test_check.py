@@ -7,14 +7,9 @@ from typing import Any
 
 import pytest
 
-from sley_core.errors import PluginError
-from sley_core.hookspecs import hookimpl
 from sley_core.plan.check import check_plan
-from sley_core.plan.load import plan_from_dict, plan_from_text
+from sley_core.plan.load import plan_from_text
 from sley_core.plan.plan import Plan
-from sley_core.records import MetricsWriterRecord
-from sley_core.table import Table
-from sley_testing.plans import loader_of
 
 Make = Callable[..., Plan]
 
@@ -211,20 +206,3 @@ def test_an_optimizer_by_factory_is_refused_where_a_rank_lacks_what_it_may_look_
     hints = [hint for code, _, hint in problems(make(optimizer=optimizer, **WP)) if code == "optimizer-layout"]
     is_unknown = scope is None and factory in ("mine:Adam", "torch.optim:NextYears")
     assert all(('`scope = "elementwise"`' in hint) == is_unknown for hint in hints)
-
-
-def test_a_check_that_fails_names_its_plugin(tables: dict[str, Any]) -> None:
-    class Broken:
-        @hookimpl
-        def sley_check_plan(self, plan: Plan) -> Any:
-            yield plan.no_such_attribute  # type: ignore[attr-defined]
-
-        @hookimpl
-        def sley_records(self) -> Any:
-            return [MetricsWriterRecord(name="csv", config=Table, build="nowhere:Csv")]
-
-    plan = plan_from_dict({**tables, "metrics": [{"use": "broken.csv"}]}, loader=loader_of({"broken": Broken()}))
-    with pytest.raises(PluginError, match="plugin `broken`"):
-        check_plan(plan, 2)
-    with pytest.raises(PluginError, match="cannot import `nowhere:Csv` of `broken"):
-        plan.metrics[0].build("folder")

@@ -16,7 +16,7 @@ from sley_core.errors import EXIT_OK, EXIT_PLAN_INVALID, EXIT_PLUGIN, SleyError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan, plan_from_text
 from sley_core.plan.write import sections
-from sley_testing.plans import loader_of
+from sley_testing.plans import loader_of, small_plan
 
 LOADER = loader_of({})
 
@@ -32,27 +32,21 @@ CODES = """
 """
 
 BASES: list[dict[str, Any]] = [
-    {
-        "plan": 1,
-        "run": {"name": "small", "steps": 20, "seed": 1, "device": "cpu", "folder": "runs", "log_every": 5},
-        "model": {"use": "models.llama", "num_layers": 2, "hidden": 16, "heads": 2, "tie_embeddings": True},
-        "data": {"use": "data.text", "files": ["text.txt"], "sequence": 8, "documents": "cut", "held_out": 0.0},
-        "batch": {"global_size": 8, "micro_size": 2},
-        "loss": {"use": "core.cross_entropy", "label_smoothing": 0.1},
-        "optimizer": {
-            "use": "core.adamw",
-            "lr": 3e-3,
-            "betas": [0.9, 0.95],
-            "groups": [{"match": "*.bias", "lr": 1e-3}, {"match": "embed.*", "freeze": True}],
-        },
-        "learning_rate": {"use": "core.cosine", "warmup_steps": 2},
-        "precision": {"compute": "fp64", "gradients": "fp64"},
-        "parallel": {"dp": 2, "pp": 1},
-        "activations": {"use": "core.recompute", "fraction": 0.5},
-        "gradient_handlers": [{"use": "core.each"}],
-        "metrics": [{"use": "core.jsonl"}],
-        "profile": {"steps": [2, 3]},
-    },
+    small_plan(
+        plan=1,
+        run={"name": "small", "steps": 20, "device": "cpu", "folder": "runs"},
+        model__tie_embeddings=True,
+        data={"use": "data.text", "files": ["text.txt"], "sequence": 8, "documents": "cut"},
+        loss={"use": "core.cross_entropy", "label_smoothing": 0.1},
+        optimizer__betas=[0.9, 0.95],
+        optimizer__groups=[{"match": "*.bias", "lr": 1e-3}, {"match": "embed.*", "freeze": True}],
+        learning_rate={"use": "core.cosine", "warmup_steps": 2},
+        parallel={"dp": 2, "pp": 1},
+        activations={"use": "core.recompute", "fraction": 0.5},
+        gradient_handlers=[{"use": "core.each"}],
+        metrics=[{"use": "core.jsonl"}],
+        profile={"steps": [2, 3]},
+    ),
     {
         "run": {"name": "own", "steps": 3},
         "model": {"factory": "own:layers", "options": {"depth": 2, "names": ["a", {"b": 1.5}]}},
@@ -115,21 +109,13 @@ def mutate_tables(draw: Any, tables: dict[str, Any]) -> None:
 def mutate_text(draw: Any, text: str) -> str:
     at: int = draw(st.integers(0, len(text)))
     until: int = min(len(text), at + draw(st.integers(0, 12)))
-    match draw(st.sampled_from(["none", "truncate", "delete", "insert", "repeat", "deep"])):
-        case "truncate":
-            return text[:at]
-        case "delete":
-            return text[:at] + text[until:]
-        case "insert":
-            inserted: str = draw(st.one_of(STRINGS, st.sampled_from("[]{}\"'=.,#\n\r\0\t")))
-            return text[:at] + inserted + text[at:]
-        case "repeat":
-            times: int = draw(st.integers(1, 3))
-            return text + text[at:until] * times
-        case "deep":
-            depth: int = draw(st.sampled_from([3, 30, 31, 32, 33, 40, 200]))
-            return f"{text[:at]}\nx = {'[' * depth}{']' * depth}\n{text[at:]}"
-    return text
+    depth: int = draw(st.sampled_from([3, 30, 31, 32, 33, 40, 200]))
+    inserted: str = draw(st.one_of(STRINGS, st.sampled_from("[]{}\"'=.,#\n\r\0\t")))
+    texts = [
+        *(text, text[:at], text[:at] + text[until:], text[:at] + inserted + text[at:], text + text[at:until]),
+        f"{text[:at]}\nx = {'[' * depth}{']' * depth}\n{text[at:]}",
+    ]
+    return draw(st.sampled_from(texts))
 
 
 @st.composite
@@ -174,7 +160,8 @@ def try_plan(load: Callable[[], Any]) -> None:
     try:
         plan = load()
         found = tuple(check_plan(plan, min(plan.world(), 1 << 20)))
-        assert plan_from_text(plan.to_toml(), loader=LOADER).digest == plan.digest
+        again = plan_from_text(plan.to_toml(), loader=LOADER)
+        assert (again, again.digest, again.to_toml()) == (plan, plan.digest, plan.to_toml())
     except SleyError as error:
         found = error.diagnostics
         exit_code = error.exit_code
@@ -192,19 +179,19 @@ def try_plan(load: Callable[[], Any]) -> None:
             assert 1 <= one.place.column <= len(one.source_line) + 1, one
 
 
-SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-
-
-@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
-@given(text=broken_plans(), overrides=OVERRIDES)
-def test_any_plan(folder: Path, text: str, overrides: list[str]) -> None:
-    try_plan(lambda: plan_from_text(text, "plan.toml", folder, overrides, loader=LOADER))
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
-@given(text=broken_plans(), at=st.integers(0, 2000), byte=st.binary(min_size=1, max_size=2))
-def test_any_file(folder: Path, text: str, at: int, byte: bytes) -> None:
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(
+    text=broken_plans(),
+    overrides=OVERRIDES,
+    at=st.integers(0, 2000),
+    byte=st.one_of(st.none(), st.binary(min_size=1, max_size=2)),
+)
+def test_any_plan(folder: Path, text: str, overrides: list[str], at: int, byte: bytes | None) -> None:
+    """As text, or as a file of which a byte is another."""
+    if byte is None:
+        try_plan(lambda: plan_from_text(text, "plan.toml", folder, overrides, loader=LOADER))
+        return
     path = folder / "plan.toml"
     content = text.encode()
     path.write_bytes(content[:at] + byte + content[at + 1 :])
-    try_plan(lambda: load_plan(path, loader=LOADER))
+    try_plan(lambda: load_plan(path, overrides, loader=LOADER))

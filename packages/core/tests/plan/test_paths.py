@@ -11,32 +11,10 @@ from sley_core.plan.load import load_plan
 from sley_core.table import written
 from sley_data.files import find_files
 
-PLAN = """\
-plan = 1
 
-[run]
-name = "a"
-steps = 1
-
-[model]
-use = "models.llama"
-num_layers = 1
-hidden = 16
-heads = 2
-
-[data]
-use = "data.text"
-files = ["corpus/*.txt"]
-sequence = 4
-
-[batch]
-global_size = 2
-micro_size = 2
-
-[optimizer]
-use = "core.adamw"
-lr = 1e-3
-"""
+@pytest.fixture
+def text(text: str) -> str:
+    return text.replace('source = "python-stdlib"', 'files = ["corpus/*.txt"]')
 
 
 def corpus(folder: Path, text: str = "right text") -> None:
@@ -54,18 +32,18 @@ def read(path: Path, *sets: str) -> set[Path]:
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", ["exp[1]", "exp*", "exp?", "e[!x]p[1]", "exp[[]1]", "exp]", "$exp1", "~exp1"])
 @pytest.mark.parametrize("how", ["plan", "source_folder", "extends", "resolved", "environment"])
-def test_a_folder_is_no_pattern(tmp_path: Path, name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_no_pattern(tmp_path: Path, name: str, how: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside it lies a folder that the pattern would match."""
     own = tmp_path / name
     for folder in (tmp_path / "exp1", own, tmp_path / "other"):
         corpus(folder)
     monkeypatch.setenv("OWN", str(own))
-    (own / "plan.toml").write_text(PLAN)
+    (own / "plan.toml").write_text(text)
     elsewhere = tmp_path / "other" / "plan.toml"
     texts = {
-        "source_folder": PLAN.replace("plan = 1", f"plan = 1\nsource_folder = '../{written(name)}'"),
+        "source_folder": text.replace("plan = 1", f"plan = 1\nsource_folder = '../{written(name)}'"),
         "extends": f"extends = '../{written(name)}/plan.toml'",
-        "environment": PLAN.replace("corpus/*", "$OWN/corpus/*"),
+        "environment": text.replace("corpus/*", "$OWN/corpus/*"),
     }
     if how == "plan":
         elsewhere = own / "plan.toml"
@@ -76,10 +54,10 @@ def test_a_folder_is_no_pattern(tmp_path: Path, name: str, how: str, monkeypatch
     assert read(tmp_path / "again.toml") == {own}
 
 
-def test_the_own_text_of_a_plan_is_a_pattern(tmp_path: Path) -> None:
+def test_the_own_text_of_a_plan_is_a_pattern(tmp_path: Path, text: str) -> None:
     for name in ("exp1", "exp2", "exp[1]"):
         corpus(tmp_path / name)
-    (tmp_path / "plan.toml").write_text(PLAN)
+    (tmp_path / "plan.toml").write_text(text)
     assert read(tmp_path / "plan.toml", 'data.files=["exp[12]/corpus/*"]') == {tmp_path / "exp1", tmp_path / "exp2"}
     assert read(tmp_path / "plan.toml", 'data.files=["exp[[]1]/corpus/*"]') == {tmp_path / "exp[1]"}
     assert read(tmp_path / "plan.toml", 'data.files=["exp[1]/corpus/0.txt"]') == {tmp_path / "exp[1]"}
@@ -90,12 +68,14 @@ KEYS = ("run.folder", "checkpoint.folder", "data.tokenizer", "model.weights", "d
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("text", ["~/here", "$NAME/here", "${NAME}/here", "$HOME/here"])
-def test_home_and_environment_are_expanded(tmp_path: Path, key: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", ["~/here", "$NAME/here", "${NAME}/here", "$HOME/here"])
+def test_home_and_environment_are_expanded(
+    tmp_path: Path, key: str, path: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "a $home [1]"))
     monkeypatch.setenv("NAME", str(tmp_path / "a $home [1]"))
-    (tmp_path / "plan.toml").write_text(PLAN)
-    plans = [load_plan(tmp_path / "plan.toml", [f"{key}='{text}'"])]
+    (tmp_path / "plan.toml").write_text(text)
+    plans = [load_plan(tmp_path / "plan.toml", [f"{key}='{path}'"])]
     (tmp_path / "resolved.toml").write_text(plans[0].to_toml())
     plans.append(load_plan(tmp_path / "resolved.toml"))
     for plan in plans:
@@ -112,23 +92,23 @@ def test_home_and_environment_are_expanded(tmp_path: Path, key: str, text: str, 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("text", ["$NOWHERE/x", "${NOWHERE}", "a/$EMPTY", "~no_such_user/x"])
+@pytest.mark.parametrize("path", ["$NOWHERE/x", "${NOWHERE}", "a/$EMPTY", "~no_such_user/x"])
 def test_a_name_that_is_not_set_is_an_error_with_its_place(
-    tmp_path: Path, key: str, text: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, key: str, path: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EMPTY", "")
     monkeypatch.delenv("NOWHERE", raising=False)
-    (tmp_path / "plan.toml").write_text(PLAN)
+    (tmp_path / "plan.toml").write_text(text)
     with pytest.raises(PlanError) as caught:
-        load_plan(tmp_path / "plan.toml", [f"{key}='{text}'"])
+        load_plan(tmp_path / "plan.toml", [f"{key}='{path}'"])
     (found,) = (one for one in caught.value.diagnostics if one.code == "wrong-value")
     assert str(found.place) == "--set #1"
     assert "the environment has no `" in found.message or "has no home folder" in found.message
 
 
 @pytest.mark.parametrize("key", ["extends", "source_folder"])
-def test_paths_to_plans_too(tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_to_plans_too(tmp_path: Path, key: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOWHERE", raising=False)
-    (tmp_path / "plan.toml").write_text(f"{key} = '$NOWHERE/x'\n{PLAN}")
+    (tmp_path / "plan.toml").write_text(f"{key} = '$NOWHERE/x'\n{text}")
     with pytest.raises(PlanError, match="the environment has no `NOWHERE`"):
         load_plan(tmp_path / "plan.toml")

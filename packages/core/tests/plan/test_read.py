@@ -1,23 +1,32 @@
-"""Every way in which a plan cannot be read has its code, its place and, where there is a remedy, a hint."""
+"""A plan's text: what cannot be read has its code and place, every key and value is located, and `--set` changes values."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from copy import deepcopy
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomli
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from sley_core.errors import EXIT_PLAN_INVALID, Diagnostic, PlanError
-from sley_core.plan.read import read_file
+from sley_core.errors import EXIT_PLAN_INVALID, Diagnostic, KeyPath, PlanError
+from sley_core.plan.document import TextSpan, index
+from sley_core.plan.load import plan_from_text
+from sley_core.plan.read import apply, read_file
 
 
 def problem_of(path: Path) -> Diagnostic:
     with pytest.raises(PlanError) as caught:
         read_file(path)
     assert caught.value.exit_code == EXIT_PLAN_INVALID
-    assert len(caught.value.diagnostics) == 1
-    return caught.value.diagnostics[0]
+    (diagnostic,) = caught.value.diagnostics
+    return diagnostic
 
 
 def write(folder: Path, content: bytes) -> Path:
@@ -26,19 +35,12 @@ def write(folder: Path, content: bytes) -> Path:
     return path
 
 
-def test_a_missing_file_names_the_plans_beside_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "code"), [("plam.toml", "plan-missing"), ("", "plan-is-folder")])
+def test_a_missing_file_and_a_folder_name_the_plans_there(tmp_path: Path, name: str, code: str) -> None:
     write(tmp_path, b"")
-    found = problem_of(tmp_path / "plam.toml")
-    assert found.code == "plan-missing"
-    assert found.hint == "the plans there are `plan.toml`"
-
-
-def test_a_folder(tmp_path: Path) -> None:
-    write(tmp_path, b"")
-    found = problem_of(tmp_path)
-    assert found.code == "plan-is-folder"
-    assert found.hint
-    assert "plan.toml" in found.hint
+    found = problem_of(tmp_path / name)
+    assert found.code == code
+    assert "plan.toml" in (found.hint or "")
 
 
 def test_not_utf8(tmp_path: Path) -> None:
@@ -94,3 +96,157 @@ def test_a_pipe_that_somebody_writes_is_a_plan(tmp_path: Path) -> None:
     writer.start()
     assert read_file(pipe).tables == {"plan": 1}
     writer.join()
+
+
+# -- places ------------------------------------------------------------------------------------------------------------
+
+NASTY = '''# a comment = "with a value"
+title = "x = 1"   # [no.header]
+
+"quoted.key" = """
+[not.a.header]
+key = "not a key" \\""" quotes """""
+'literal\\key' = \'\'\'
+[[neither]]
+'\'\'\'
+dotted . "inner part" . last = [ 1, [2, "]"], # ] a comment
+  {a = 1, "b c".d = 'x'}, ]
+
+[ table . "sub table" ]   # a header
+when = 1979-05-27 07:32:00Z
+deep = { "x" = { y.z = [ { q = 1 } ] } }
+
+[[list]]
+name = "first"
+[list.inner]
+key = true
+[[list.again]]
+[[list]]
+[[list.again]]
+here = -inf
+[[list.again]]
+here = """a\\
+   b"""
+3.14 = "two parts"
+'''
+
+
+def paths_of(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key), inner
+        yield from paths_of(inner, (*path, key))
+
+
+def text_at(lines: list[str], span: TextSpan) -> str:
+    line = lines[span.line - 1]
+    assert span.column - 1 + span.length <= max(1, len(line)), (span, line)
+    return line[span.column - 1 : span.column - 1 + span.length]
+
+
+def check_places(text: str) -> None:
+    """Every key is located at text that spells it, and its value at text that spells the value."""
+    spots = index(text)
+    lines = text.split("\n")
+    known = dict(paths_of(tomli.loads(text)))
+    assert known.keys() == spots.keys()
+    for path, value in known.items():
+        spelled = text_at(lines, spots[path].key)
+        if isinstance(path[-1], str):
+            assert tomli.loads(f"{spelled} = 0") == {path[-1]: 0}, path
+        else:
+            assert spelled.strip(), path
+        spelled = text_at(lines, spots[path].value)
+        # The span of a string of several lines ends with its first one.
+        if not isinstance(value, dict | list) and not spelled.startswith(('"""', "'''")):
+            assert repr(tomli.loads(f"value = {spelled}")["value"]) == repr(value), path
+
+
+def test_a_nasty_document() -> None:
+    check_places(NASTY)
+    spots = index(NASTY)
+    assert spots["quoted.key",].key == (4, 1, 12)
+    assert spots["dotted", "inner part", "last"].key == (10, 25, 4)
+    assert spots["dotted", "inner part", "last", 2, "b c", "d"].value == (11, 21, 3)
+    assert spots["table",].key == (13, 3, 5)
+    assert spots["table", "sub table"].value == (13, 1, 23)
+    assert spots["list", 1, "again", 1, "here"].key == (26, 1, 4)
+    assert spots["list", 1, "again", 1, "3", "14"].key == (28, 3, 2)
+
+
+HEADERS = ["", "", "[t{}]\n", "[ t{} . 'a.b' ] # [x]\n", '\n\t[t{}.""]\n', "[[list]]\n", "[[list.again]]\n", "[u.v{}]\n"]
+KEYS = ["k{}", '"k {}"', "'[t{}]'", 'k{} . "b c"', '"\\u00e9{}"."="', "a.'\"'.k{}", "1.{}"]
+SCALARS = ["1", "-0.5e3", "inf", "nan", "false", "1979-05-27", "07:32:00.5", '"x = 1 # no"', "'a\\'", '"]"', '"é\\"\\\\"']
+TEXTS = ["'''\n[[header]]\nkey = 1\n'''", '"""a\\\n  b \\""" c"""""', '"""#"""', "''''x'''''"]
+VALUES = st.recursive(
+    st.sampled_from([*SCALARS, *TEXTS]),
+    lambda inner: st.one_of(
+        st.builds("[{1}{0},{1}{2}{1}, # ] }} [c]\n\t]".format, inner, st.sampled_from(["", " ", "\n"]), inner),
+        st.builds("{{ x.y = {}, 'z z' = [{}] }}".format, inner, inner),
+        st.sampled_from(["[]", "{}", "[ # none\n]"]),
+    ),
+    max_leaves=6,
+)
+LINES = st.lists(st.tuples(st.sampled_from(HEADERS), st.sampled_from(KEYS), VALUES), max_size=8)
+
+
+@settings(max_examples=50, deadline=None)
+@given(LINES)
+def test_any_document(lines: list[tuple[str, str, str]]) -> None:
+    """Of any headers, keys and values, spelled in every way that TOML has."""
+    rows = [f"{header.format(at)}{key.format(at)} = {value}\n" for at, (header, key, value) in enumerate(lines)]
+    check_places("[[list]]\n" + "".join(rows))
+
+
+# -- overrides ---------------------------------------------------------------------------------------------------------
+
+BEFORE: dict[str, Any] = {"run": {"name": "x"}, "gradient_handlers": [{"use": "core.each"}], "odd key": {"1": 2}}
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "value"),
+    [
+        ("run.steps=4", ("run", "steps"), 4),
+        (" run.steps = 4 ", ("run", "steps"), 4),
+        ('run.name="a=b"', ("run", "name"), "a=b"),
+        ("run.name=two words", ("run", "name"), "two words"),
+        ("model.factory=a.b:c", ("model", "factory"), "a.b:c"),
+        ("data.tokenizer=./a/b-1.json", ("data", "tokenizer"), "./a/b-1.json"),
+        ("model.compile=true", ("model", "compile"), True),
+        ("optimizer.betas=[0.9, 0.99]", ("optimizer", "betas"), [0.9, 0.99]),
+        ("gradient_handlers.0.bucket_mb=50", ("gradient_handlers", 0, "bucket_mb"), 50),
+        ("gradient_handlers.1.use=x.y", ("gradient_handlers", 1, "use"), "x.y"),
+        ("gradient_handlers=[]", ("gradient_handlers",), []),
+        ("metrics.0.use=core.jsonl", ("metrics", 0, "use"), "core.jsonl"),
+        ('"odd key".1=3', ("odd key", "1"), 3),
+        ("a.b.c=1", ("a", "b", "c"), 1),
+        ("data.when=1979-05-27", ("data", "when"), date(1979, 5, 27)),
+    ],
+)
+def test_a_value_is_set(text: str, path: tuple[str | int, ...], value: Any) -> None:
+    tables = deepcopy(BEFORE)
+    assert apply(tables, text) == path
+    for part in path:
+        tables = tables[part]  # type: ignore[index]
+    assert tables == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "run.steps", "=4", "run..steps=4", "run.steps=", 'run.name="open', "run.steps=[1"),
+        *("run.steps=1\nrun.seed=2", "run.steps=1\n[x]", "a\n[b]\nc=1", "run.name.first=x", "gradient_handlers.2.use=x"),
+        *("gradient_handlers.use=x", "gradient_handlers.-1.use=x", "run.name='a' 'b'", "data.tokenizer=a\udcff"),
+        "a=" + "9" * 5000 + "'",
+    ],
+)
+def test_what_cannot_be_set(text: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        apply(deepcopy(BEFORE), text)
+    assert [found.code for found in caught.value.diagnostics] == ["set-invalid"]
+
+
+def test_all_bad_overrides_are_reported(text: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_from_text(text, overrides=["run", "run.steps=5", "=="])
+    assert [str(found.place) for found in caught.value.diagnostics] == ["--set #1", "--set #3"]

@@ -34,54 +34,20 @@ VALUES = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(STRINGS, inner, max_size=3)),
     max_leaves=8,
 )
-FLOATS = st.floats(1e-30, 1e30)
-
-
-@st.composite
-def plans(draw: Any) -> dict[str, Any]:
-    """Tables of valid plans, with anything that may be left out sometimes there."""
-    factory = {"factory": "my.code:layers", "options": draw(st.dictionaries(STRINGS, VALUES, max_size=3))}
-    llama = {"use": "models.llama", "num_layers": 1, "hidden": 4, "heads": 2, "rope_theta": draw(FLOATS)}
-    group = st.fixed_dictionaries({"match": st.text("ab.*", min_size=1)}, optional={"lr": FLOATS, "freeze": st.just(False)})
-    tables: dict[str, Any] = {
-        "run": {"name": draw(st.from_regex(r"[a-zA-Z0-9_]{1,20}", fullmatch=True)), "steps": draw(st.integers(1, 2**62))},
-        "model": draw(st.sampled_from([factory, llama])),
-        "data": draw(
-            st.sampled_from(
-                [
-                    {"use": "data.text", "files": draw(st.lists(st.sampled_from(PATHS), min_size=1)), "sequence": 3},
-                    {"factory": "my.code:data", "fields": {draw(STRINGS): {"dtype": "int64"}}},
-                ]
-            )
-        ),
-        "batch": {"global_size": draw(st.integers(1, 2**62)), "micro_size": draw(st.integers(1, 2**62))},
-        "optimizer": {"use": "core.adamw", "lr": draw(FLOATS), "groups": draw(st.lists(group, max_size=3))},
-    }
-    optional = {
-        "parallel": {"dp": draw(st.one_of(st.just("auto"), st.integers(1, 2**62)))},
-        "evaluation": {"every": 3},
-        "profile": {"steps": [1, 2]},
-        "loss": {"ignore_index": draw(st.integers(-5, 5))},
-        "gradient_handlers": draw(st.sampled_from([[], [{"use": "core.each"}]])),
-        "activations": {"use": "core.recompute", "fraction": draw(st.floats(0, 1))},
-        "metrics": [],
-    }
-    return tables | {key: value for key, value in optional.items() if draw(st.booleans())}
-
-
 PATHS = ["a.txt", "./b/*.txt", "/absolute/c", "../up/d", "e é/f"]
 
 
-FOLDERS = st.sampled_from([None, Path("/some/folder"), Path("relative")])
-
-
 @settings(max_examples=30, deadline=None)
-@given(plans(), FOLDERS)
-def test_round_trip(tables: dict[str, Any], folder: Path | None) -> None:
-    check_round_trip(tables, folder)
-
-
-def check_round_trip(tables: dict[str, Any], folder: Path | None) -> None:
+@given(
+    options=st.dictionaries(STRINGS, VALUES, max_size=4),
+    files=st.lists(st.sampled_from(PATHS), min_size=1),
+    lr=st.floats(1e-30, 1e30),
+    steps=st.integers(1, 2**62),
+    folder=st.sampled_from([None, Path("/some/folder"), Path("relative")]),
+)
+def test_round_trip(options: dict[str, Any], files: list[str], lr: float, steps: int, folder: Path | None) -> None:
+    model = {"factory": "my.code:layers", "options": options}
+    tables = small_plan(model=model, data__files=files, optimizer__lr=lr, run__steps=steps, evaluation={"every": 3})
     plan = plan_from_dict(tables, folder, loader=LOADER)
     text = plan.to_toml()
     assert tomli.loads(text) == plan.tables
