@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
-import subprocess
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,8 +11,6 @@ from pathlib import Path
 import pytest
 from started_program import Result
 
-from sley_core.actions.action import Action, Kind
-from sley_core.actions.simulate import TimedAction
 from sley_core.metrics.jsonl import rows
 from sley_doctor.reports.fault_report import LaunchReport, write_launch
 
@@ -101,29 +97,3 @@ def test_a_run_that_failed_before_its_first_step_has_a_report_of_its_faults(run:
     assert "rank 1 was killed by SIGKILL" in found.texts["faults"]
     assert found.pictures == {}
     assert found.texts["curves"].count("No run has recorded it.") == 7
-
-
-def of(stage: int, kind: Kind, micro: int, start_s: float, end_s: float) -> TimedAction:
-    return TimedAction(stage, Action(kind, 0, micro), start_s, end_s)
-
-
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no Chromium here to look at the page with")
-def test_a_browser_shows_it_without_a_request_or_an_error(cli: Cli, run: Path, tmp_path: Path) -> None:
-    assert cli("report", run).code == 0
-    address = (run / "report.html").absolute().as_uri()
-    log, picture = tmp_path / "net.json", tmp_path / "page.png"
-    browser = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    itself = ["--disable-background-networking", "--disable-sync", "--no-first-run", "--host-resolver-rules=MAP * ~NOTFOUND"]
-    noted = ["--enable-logging=stderr", f"--log-net-log={log}", f"--screenshot={picture}", "--window-size=1280,1600"]
-    command = [*browser, *itself, *noted, address]
-    done = subprocess.run(command, timeout=60, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "CONSOLE" not in done.stderr, done.stderr
-    events = [event.get("params", {}) for event in json.loads(log.read_text())["events"]]
-    # What the browser asks for by itself belongs to other sites.
-    asked = [event["url"] for event in events if str(event.get("network_isolation_key", "")).startswith("file:")]
-    assert asked == []
-    pixels = pytest.importorskip("PIL.Image").open(picture).convert("RGB")
-    colours = pixels.getcolors(1 << 20) or []
-    assert len(colours) > 20, "a page of one colour shows nothing"
-    assert any(colour == (31, 119, 180) for _, colour in colours), "the first curve's blue"

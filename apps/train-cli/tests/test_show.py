@@ -1,4 +1,4 @@
-"""`show`: the resolved plan with origins, ranks, groups and handlers."""
+"""`show`: the resolved plan with origins, ranks, groups and handlers, and the drawing of a pipeline's step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def test_show_of_ranks_groups_and_handlers(cli: Cli, plan: Path) -> None:
     rows = out.partition("# world")[2].partition("# groups")[0].split("\n")
     assert [row.split() for row in rows if row.strip()][2:] == [["1", "0", "1", "0", "1", "0"]]
     assert cli("show", plan, "--rank", "2").code == 3
-    assert "no-pipeline" in cli("show", "plan.toml", "--timeline").err
 
 
 def test_show_as_json(cli: Cli, plan: Path) -> None:
@@ -80,3 +79,13 @@ def test_a_large_world_is_shown_in_a_few_lines(cli: Cli, plan: Path) -> None:
     assert any("wp.gather" in line and "128 groups of 16: " in line and "2032-2047" in line for line in lines)
     arguments = ("show", plan, "--set", 'parallel.dp="auto"', "--world", "1024", "--format", "json")
     assert len(json.loads(cli(*arguments).out)["ranks"]) == 1024
+
+
+def test_stages_of_a_pipeline_stand_one_below_the_other(cli: Cli, plan: Path) -> None:
+    stages = ["parallel.dp=1", "parallel.pp=2", 'pipeline={use="pp.gpipe"}', "model.num_layers=2", "batch.global_size=3"]
+    drawn = cli("show", plan, "--timeline", changes=stages).out
+    assert "stage 0  F0-F1-F2-" in drawn
+    assert "stage 1: idle" in drawn
+    assert "2 stages, 3 micro-batches; F, I and W take" in drawn
+    assert "holds at most 3 micro-batches" in drawn
+    assert "no-pipeline" in cli("show", plan, "--timeline").err
