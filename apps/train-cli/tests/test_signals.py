@@ -1,4 +1,4 @@
-"""How a run ends when somebody ends it: Ctrl-C, SIGTERM, a rank killed, the launcher killed; no process is ever left."""
+"""How a run ends when somebody ends it: Ctrl-C, SIGTERM, a terminal closed, the launcher killed; no process is ever left."""
 
 from __future__ import annotations
 
@@ -12,34 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from acting_model import doing
 
 from sley_core.weight_files.read import WeightFiles
+from sley_testing.processes import descendants
 
 pytestmark = pytest.mark.timeout(180)
 
 Start = Callable[..., Any]
+Own = Callable[[str], Path]
 
-OWN = Path(__file__).parent / "own"
 LONG = ("--set", "run.steps=1000000", "--set", "run.log_every=1")
-
-SLOW = """
-    import time
-    from torch import nn
-
-    class Slow(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(256, 256)
-
-        def forward(self, tokens):
-            if self.training:
-                print("in a step", flush=True, file=__import__("sys").stderr)
-                time.sleep(3600)
-            return self.embed(tokens)
-
-    def layers():
-        return [Slow()]
-"""
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -69,16 +52,10 @@ def test_the_step_is_finished(start: Start, plan: Path, folder: Path, dp: int, n
     assert [json.loads(line)["step"] for line in lines] == list(range(1, steps + 1))
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param((sys.executable, "-m", "without_hangups"), id="as nohup starts it"),
-        pytest.param(("nohup", sys.executable), id="nohup", marks=pytest.mark.campaign),
-    ],
-)
-def test_under_nohup_a_closed_terminal_ends_no_rank(start: Start, plan: Path, folder: Path, launcher: tuple[str, ...]) -> None:
+@pytest.mark.campaign  # test_stopping.py has the same of a process without torch
+def test_under_nohup_a_closed_terminal_ends_no_rank(start: Start, plan: Path, folder: Path) -> None:
     """Which tells the launcher and its ranks alike."""
-    program = start("run", plan, *LONG, launcher=launcher, PYTHONPATH=str(OWN))
+    program = start("run", plan, *LONG, launcher=("nohup", sys.executable))
     program.wait_for("step 3/")
     ranks = [rank.pid for rank in program.ranks()]
     assert len(ranks) == 2
@@ -92,27 +69,13 @@ def test_under_nohup_a_closed_terminal_ends_no_rank(start: Start, plan: Path, fo
     assert summary(folder)["outcome"] == "interrupted"
 
 
-def test_the_second_interrupt_ends_at_once(start: Start, own_model: Callable[[str], Path]) -> None:
-    program = start("run", own_model(SLOW))
+def test_the_second_interrupt_ends_at_once(start: Start, own_model: Own) -> None:
+    program = start("run", own_model(doing("os.write(2, b'in a step'); time.sleep(3600)")))
     program.wait_for("in a step")
     os.kill(program.process.pid, signal.SIGINT)
     program.wait_for("stopping after this step")
     os.kill(program.process.pid, signal.SIGINT)
     assert program.finish(30).code == 130, "the step itself takes an hour"
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_rank_ends_the_run_and_is_named(start: Start, plan: Path, folder: Path, killed: int) -> None:
-    program = start("run", plan, *LONG)
-    program.wait_for("step 3/")
-    os.kill(program.ranks()[killed].pid, signal.SIGKILL)
-    result = program.finish(40)
-    assert result.code == 1
-    errors = [line for line in result.err.splitlines() if "error[" in line]
-    assert len(errors) == 1, result.err
-    assert f"error[rank-died]: rank {killed} of 2 was killed by SIGKILL" in errors[0]
-    assert (folder / "runs" / "small" / "summary.json").exists() == (killed != 0), "rank 0 writes it"
 
 
 def test_a_killed_launcher_leaves_nothing(start: Start, plan: Path) -> None:
@@ -123,22 +86,16 @@ def test_a_killed_launcher_leaves_nothing(start: Start, plan: Path) -> None:
     assert program.finish(40).code == -signal.SIGKILL
 
 
-def test_a_rank_that_is_ended_in_a_factory_does_not_tell_that_the_factory_failed(
-    start: Start, own_model: Callable[[str], Path]
-) -> None:
+def test_a_rank_that_is_ended_in_a_factory_does_not_tell_that_the_factory_failed(start: Start, own_model: Own) -> None:
     source = """
         import os, sys, time
         from torch import nn
-
-        class Embed(nn.Embedding):
-            def forward(self, tokens):
-                return super().forward(tokens)
 
         def layers():
             if "RANK" in os.environ:
                 print("in the factory", flush=True, file=sys.stderr)
                 time.sleep(3600)
-            return [Embed(256, 256)]
+            return [nn.Embedding(256, 256)]
     """
     program = start("run", own_model(source))
     program.wait_for("in the factory")
@@ -146,3 +103,29 @@ def test_a_rank_that_is_ended_in_a_factory_does_not_tell_that_the_factory_failed
     result = program.finish(40)
     assert result.code == 143
     assert "error[" not in result.err
+
+
+STARTS_WORKERS = """
+    if self.calls == 1:
+        def wait():
+            print("a worker waits", file=sys.stderr, flush=True)
+            time.sleep(3600)
+        self.samples = iter(DataLoader(range(1 << 30), num_workers=1))
+        multiprocessing.get_context("fork").Process(target=wait, daemon=True).start()
+    next(self.samples)
+"""
+"""A loader's worker, which ends when its parent is gone, and a plain one, which waits for whoever ends it."""
+
+
+def test_workers_end_with_a_terminated_run(start: Start, own_model: Own, folder: Path) -> None:
+    """The run is started fresh: what a process forks is found by the environment that its program was started with."""
+    imports = "import multiprocessing, sys\nfrom torch.utils.data import DataLoader\n"
+    program = start("run", own_model(imports + doing(STARTS_WORKERS)), *LONG, fresh=True)
+    program.wait_for("a worker waits")
+    program.wait_for("step 3/")
+    assert len(descendants(program.process.pid)) >= 4, "a loader's worker and a plain one on each rank"
+    os.kill(program.process.pid, signal.SIGTERM)
+    result = program.finish(40)  # which fails if a process is left
+    assert result.code == 143, result.err
+    assert "error" not in result.err
+    assert summary(folder)["outcome"] == "interrupted"

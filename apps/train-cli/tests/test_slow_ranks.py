@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,12 +143,10 @@ def test_anything_slow_is_named_and_nobody_where_nothing_is(run: Judged, capsys:
     draw = random.Random(seed)
     cases = [drawn(draw, KINDS[number % len(KINDS)]) for number in range(num)]
     cases += [Case(draw.choice(list(LAYOUTS)), "none") for _ in range(num)]
-    matrix: Counter[tuple[str, str]] = Counter()
     wrong = []
     for case in cases:
         found = run(case)
         is_right = is_named(case, found.causes) if case.kind != "none" else not found.causes
-        matrix[case.kind, _told(found)] += 1
         words = "; ".join(map(cause_in_words, found.causes)) or found.why_not or "nobody"
         with capsys.disabled():  # the ranks' lines are read from what is captured
             print(f"seed {seed}: {'' if is_right else 'WRONG '}{case}: {words}", flush=True)
@@ -157,21 +154,4 @@ def test_anything_slow_is_named_and_nobody_where_nothing_is(run: Judged, capsys:
                 print(*work_in_words(found), sep="\n", flush=True)
         if not is_right:
             wrong.append((case, found.causes))
-    with capsys.disabled():
-        _print(matrix)
     assert not wrong, wrong
-
-
-def _told(found: Judgement) -> str:
-    if not found.causes:
-        return "?" if found.why_not else "nobody"
-    first = found.causes[0]
-    return first.kind if first.kind in ("link", "memory", "change") else "faults" if first.faults else first.place
-
-
-def _print(matrix: Counter[tuple[str, str]]) -> None:
-    """Prints how often each kind of slowdown, by row, was told as what, by column."""
-    told = sorted({column for _, column in matrix})
-    print(" " * 12, *(f"{one:>10}" for one in told))
-    for kind in sorted({row for row, _ in matrix}):
-        print(f"{kind:<12}", *(f"{matrix[kind, one] or '':>10}" for one in told))

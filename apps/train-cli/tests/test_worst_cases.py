@@ -43,12 +43,19 @@ def summary(folder: Path) -> dict[str, Any]:
 # -- who is to blame ---------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_aborts_is_named_and_leaves_no_child(start: Start, own_model: Own) -> None:
-    action = "rank == 1 and (subprocess.Popen(['sleep', '600']), os.abort())"
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("action", "killed", "name"), [("os.abort()", 1, "SIGABRT"), ("os.kill(os.getpid(), 9)", 0, "SIGKILL")]
+)
+def test_a_rank_that_is_killed_is_named_and_leaves_no_child(
+    start: Start, own_model: Own, folder: Path, action: str, killed: int, name: str
+) -> None:
+    action = f"self.calls == 3 and rank == {killed} and (subprocess.Popen(['sleep', '600']), {action})"
     result = start("run", own_model(doing(action))).finish()  # which fails if a process is left
     assert result.code == 1
     (told,) = errors(result.err)
-    assert "error[rank-died]: rank 1 of 2 was killed by SIGABRT" in told
+    assert f"error[rank-died]: rank {killed} of 2 was killed by {name}" in told
+    assert (folder / "runs" / "small" / "summary.json").exists() == (killed != 0), "rank 0 writes it"
 
 
 def test_ranks_that_hang_are_named_and_not_those_that_wait(start: Start, own_model: Own, folder: Path) -> None:
