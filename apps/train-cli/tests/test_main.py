@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 
 from sley_core.errors import RunError
 from train_cli.main import COMMANDS, foreign
@@ -231,9 +233,6 @@ def test_needs_names_the_packages_of_a_plan(cli: Cli, plan: Path, monkeypatch: p
         assert all((CLONE / folder / "pyproject.toml").exists() for folder in folders)
 
 
-MEASURED = '[partition]\nuse = "pp.measured"\n'
-
-
 @pytest.mark.parametrize(
     ("partition", "more"),
     [
@@ -283,3 +282,25 @@ def test_env_has_versions_and_no_secrets(cli: Cli, monkeypatch: pytest.MonkeyPat
     assert all(f"\n{name} " in out for name in ("python", "torch", "sley-core", "NCCL_DEBUG"))
     assert "hidden-from-everyone" not in out
     assert json.loads(cli("env", "--format", "json").out)["NCCL_DEBUG"] == "WARN"
+
+
+# -- README ------------------------------------------------------------------------------------------------------------
+
+
+def requirements(folder: str) -> list[str]:
+    """The names of a package's requirements, without `sley-`; core's own are left out of the others."""
+    found = tomli.loads((CLONE / folder / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+    names = [re.split(r"[=<>~]", one)[0].removeprefix("sley-") for one in found]
+    return names if folder == "packages/core" else [one for one in names if one not in requirements("packages/core")]
+
+
+@pytest.mark.skipif(not (CLONE / "noxfile.py").exists(), reason="an sdist has no README of the repository")
+def test_readme_s_table_has_every_package_with_its_size_and_needs() -> None:
+    text = (CLONE / "README.md").read_text("utf-8")
+    rows = re.findall(r"^\| \[(\S+)\]\(\S+\) \| .* \| ([\d,]+) \| (.+) \|$", text, re.MULTILINE)
+    folders = {path.parent.relative_to(CLONE).as_posix() for path in CLONE.glob("*/*/pyproject.toml")}
+    assert {folder for folder, _, _ in rows} == {folder for folder in folders if folder.startswith(("packages", "apps"))}
+    for folder, size, words in rows:
+        assert words.split(", ") == requirements(folder), folder
+        lines = sum(len(path.read_text("utf-8").splitlines()) for path in (CLONE / folder / "src").rglob("*.py"))
+        assert abs(int(size.replace(",", "")) - lines) <= max(500, lines // 10), f"{folder} has {lines} lines"

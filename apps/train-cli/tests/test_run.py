@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from acting_model import FIRST_LINE, doing
+from started_program import TORCHRUN
 
 from sley_core.plan.load import load_plan
 from sley_testing.processes import listening_sockets
@@ -19,26 +22,6 @@ pytestmark = pytest.mark.timeout(180)
 
 Cli = Callable[..., Any]
 Start = Callable[..., Any]
-
-
-ON_RANK_ONE = """
-    import os
-    import torch
-    from torch import nn
-
-    class Tiny(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(256, 256)
-
-        def forward(self, tokens):
-            if self.training and os.environ.get("RANK") == "1":
-                {action}
-            return self.embed(tokens)
-
-    def layers():
-        return [Tiny()]
-"""
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
@@ -130,11 +113,43 @@ def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli, fresh
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
 
 
-def test_under_torchrun(start: Start, plan: Path, folder: Path) -> None:
-    result = start("run", plan, torchrun=()).finish()
-    assert result.code == 0, result.err
-    assert result.err.count("finished: 4 steps") == 1
+MOST = 210
+NOT_OF_THE_PLAN = ("sley_cma", "sley_doctor")
+"""Packages that are used because they are installed, not because the plan names them."""
+
+COUNTS_MODULES = """\
+import json, os, sys
+from train_cli.main import main
+from sley_core.engine.stepper import Stepper
+
+step = Stepper.step
+
+def counted(*args, **named):
+    found = step(*args, **named)
+    names = [name for name in sys.modules if name.partition(".")[0].startswith(("sley_", "train_cli"))]
+    with open(f"modules-{os.environ['RANK']}.json", "w") as file:
+        json.dump(sorted(names), file)
+    return found
+
+Stepper.step = counted
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_under_torchrun_a_rank_imports_few_modules(plan: Path, folder: Path) -> None:
+    """Two ranks of `dp.bucketed` with `models.llama`, text and AdamW; the message lists the imported modules."""
+    plan.write_text(plan.read_text("utf-8") + '[[gradient_handlers]]\nuse = "dp.bucketed"\n', "utf-8")
+    (folder / "program.py").write_text(COUNTS_MODULES, "utf-8")
+    command = [*TORCHRUN, "program.py", "run", "plan.toml"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("finished: 4 steps") == 1
     assert_is_complete(folder / "runs" / "small", plan)
+    for rank in range(2):
+        names = json.loads((folder / f"modules-{rank}.json").read_text("utf-8"))
+        counted = [name for name in names if name.partition(".")[0] not in NOT_OF_THE_PLAN]
+        assert len(counted) <= MOST, counted
 
 
 def test_a_bad_plan_under_torchrun_is_told_once(start: Start, plan: Path, folder: Path) -> None:
@@ -148,12 +163,12 @@ def test_a_bad_plan_under_torchrun_is_told_once(start: Start, plan: Path, folder
 
 
 def test_what_one_rank_raises_is_told_once_with_its_place(start: Start, own_model: Callable[[str], Path], folder: Path) -> None:
-    action = "print('to stdout', flush=True); raise ValueError('no good')"
-    result = start("run", own_model(ON_RANK_ONE.format(action=action)), "--traceback").finish()
+    action = "if rank == 1: print('to stdout', flush=True); raise ValueError('no good')"
+    result = start("run", own_model(doing(action)), "--traceback").finish()
     assert result.code == 1
     assert result.out == "to stdout\n", "what a rank prints passes through plainly"
     *trace, last = result.err.splitlines()
-    assert last.startswith(f"{folder / 'own.py'}:13:")
+    assert last.startswith(f"{folder / 'own.py'}:{FIRST_LINE}:")
     assert "error[own-code]: rank 1 of 2: ValueError: no good" in last
     trace = [line for line in trace if not line.startswith(("2 ranks, ", "rank 0 holds ", "memory below "))]
     assert trace[0] == "Traceback (most recent call last):"
@@ -161,28 +176,3 @@ def test_what_one_rank_raises_is_told_once_with_its_place(start: Start, own_mode
     left = {path.name for path in (folder / "runs" / "small").iterdir()}
     assert left == {"plan.toml", "start.json", "attempt.json", "metrics.jsonl", "faults"}, "it took no step"
     check_run_folder(load_plan(folder / "plan.toml"), overwrite=False)  # the next run may take it
-
-
-TABLE = """
-    import torch
-    from torch import nn
-
-    class Table(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(256, 32))
-
-        def forward(self, tokens):
-            return self.weight[tokens]
-
-    def layers():
-        return [("table", Table()), ("head", nn.Linear(32, 256))]
-"""
-
-
-def test_what_every_rank_holds_whole_is_said(together: Callable[..., Any], own_model: Callable[[str], Path]) -> None:
-    shards = ("--set", "parallel.wp=2", "--set", 'weights={use="isp.communicator"}')
-    result = together(2, "run", own_model(TABLE), *shards, "--set", "run.steps=1")
-    assert result.code == 0, result.err
-    line = "`wp` shards 51 % of this model's parameters; not sharded: table ("
-    assert result.err.count(line) == 1, result.err

@@ -85,36 +85,16 @@ def test_files_have_the_weights_of_the_ranks(ranks: Any, texts: Path, tmp_path: 
         index = json.loads((tmp_path / name / "working" / INDEX).read_text())
         assert index["metadata"]["total_size"] == sum(value.nbytes for value in working.values())
         assert not list((tmp_path / name).glob(".*")), "nothing unfinished is left"
-
-
-def test_files_are_not_larger_than_allowed_and_the_library_reads_them(texts: Path, tmp_path: Path) -> None:
-    saved({"alone": PLAN}, texts, tmp_path)
-    files = sorted((tmp_path / "alone" / "working").glob("*.safetensors"))
-    assert len(files) == 3
-    assert [file.name for file in files][:1] == [f"model-00001-of-{len(files):05}.safetensors"]
-    for file in files:
-        with safe_open(file, "pt") as content:
-            assert content.metadata() | {"format": "pt", "step": "2"} == content.metadata()
-        values = load_file(file)
-        assert sum(value.nbytes for value in values.values()) <= 4000 or len(values) == 1
-    assert (tmp_path / "alone" / "full" / "model.safetensors").is_file()
-
-
-def test_weights_go_out_and_come_back_bit_for_bit(texts: Path, tmp_path: Path) -> None:
-    plan = plan_from_dict(PLAN, texts)
-    with assemble(plan, World.alone("cpu")) as run:
-        run.step()
-        run.save_weights(tmp_path / "w", precision="full")
-        first = run.step()["loss"]
-    with assemble(plan, World.alone("cpu")) as run:
-        run.step()
-        run.step()
-        assert run.load_weights(load_file(tmp_path / "w" / "model.safetensors")) == ([], [])
-        run.save_weights(tmp_path / "again", precision="full")
-    with assemble(plan, World.alone("cpu")) as run:
-        run.step()  # moments and data as in the first run
-        run.load_weights(load_file(tmp_path / "again" / "model.safetensors"))
-        assert run.step()["loss"] == first
+        files = sorted((tmp_path / name / "working").glob("*.safetensors"))
+        assert [file.name for file in files] == [
+            f"model-{at:05}-of-{len(files):05}.safetensors" for at in range(1, len(files) + 1)
+        ]
+        for file in files:
+            with safe_open(file, "pt") as content:
+                assert content.metadata() == content.metadata() | {"format": "pt", "step": "2"}
+            values = load_file(file)
+            assert sum(value.nbytes for value in values.values()) <= 4000 or len(values) == 1
+        assert (tmp_path / name / "full" / "model.safetensors").is_file()
 
 
 def refused(tables: dict[str, Any], texts: Path, to: Path) -> list[str]:

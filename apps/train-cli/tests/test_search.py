@@ -144,14 +144,6 @@ def test_data_that_are_not_there_end_a_search_before_it_begins(searched: Callabl
 WORLD = 4
 
 
-def plan_of(**changes: Any) -> Any:
-    data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
-    sizes = {"pp": 2, "dp": 2}
-    return plan_from_dict(
-        small_plan(data=data, model__num_layers=6, batch={"global_size": 16, "micro_size": 1}, parallel=sizes, **changes)
-    )
-
-
 def layouts_of(plan: Any, *keep: Any, world: int = WORLD) -> list[Candidate]:
     space = Layouts(plan, world, choices_of(plan), ("pp", "sp", "wp", "activations", "offload", *keep))
     return list(space.every())

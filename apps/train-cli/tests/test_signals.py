@@ -70,7 +70,7 @@ def test_under_nohup_a_closed_terminal_ends_no_rank(start: Start, plan: Path, fo
 
 
 def test_the_second_interrupt_ends_at_once(start: Start, own_model: Own) -> None:
-    program = start("run", own_model(doing("os.write(2, b'in a step'); time.sleep(3600)")))
+    program = start("run", own_model(doing("os.write(2, b'in a step\\n'); time.sleep(3600)")))
     program.wait_for("in a step")
     os.kill(program.process.pid, signal.SIGINT)
     program.wait_for("stopping after this step")
@@ -87,17 +87,11 @@ def test_a_killed_launcher_leaves_nothing(start: Start, plan: Path) -> None:
 
 
 def test_a_rank_that_is_ended_in_a_factory_does_not_tell_that_the_factory_failed(start: Start, own_model: Own) -> None:
-    source = """
-        import os, sys, time
-        from torch import nn
-
-        def layers():
-            if "RANK" in os.environ:
-                print("in the factory", flush=True, file=sys.stderr)
-                time.sleep(3600)
-            return [nn.Embedding(256, 256)]
-    """
-    program = start("run", own_model(source))
+    wait = r"""
+    if "RANK" in os.environ:
+        os.write(2, b"in the factory\n")
+        time.sleep(3600)"""
+    program = start("run", own_model(doing("pass").replace("def layers():", f"def layers():{wait}")))
     program.wait_for("in the factory")
     os.kill(program.process.pid, signal.SIGTERM)
     result = program.finish(40)

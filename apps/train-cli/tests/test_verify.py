@@ -1,4 +1,7 @@
-"""`verify` passes what is right, and of what is wrong it names the parameter, the step, the stage and by how much."""
+"""`verify` passes what is right, and of what is wrong it names the parameter, the step, the stage and by how much.
+
+`verify --plain` compares with torch's own loop over the same layers, and names what a plain loop does not mind.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,13 @@ import tomli
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.errors import RunError
 from sley_core.plan.load import load_plan, plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.verify.findings import Limits, RankFindings, differences, in_words, read
-from sley_testing.verify.measure import compare, keep, limits
+from sley_testing.verify.findings import Limits, RankFindings, SeenHabit, differences, in_words, read
+from sley_testing.verify.measure import check_complete, compare, keep, limits
+from sley_testing.verify.plain import keep_plain
 from train_cli.one_process import in_layout, in_one_process
 
 ROOT = Path(__file__).parents[3]
@@ -200,3 +205,87 @@ def test_what_cannot_be_compared_is_refused(
 ) -> None:
     result = cli("verify", plan, *arguments, changes=changes)
     assert (result.code, f"error[{said}]" in result.err) == (code, True), result.err
+
+
+def test_the_test_kit_is_asked_for_by_name(cli: Any, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train_cli.main.find_spec", lambda _: None)
+    result = cli("verify", plan)
+    assert result.code != 0
+    assert "`train-cli verify` is part of sley-testing, which is not installed" in result.err
+
+
+# -- habits that a plain loop does not mind --------------------------------------------------------------------------
+
+NAMED = {
+    "Numpy": ("middle", "draws from numpy"),
+    "Generator": ("middle", "draws from random's Random of its own"),
+    "Unseeded": ("middle", "no seed reaches"),
+    "Parts": ("middle", "`unsafe_split`"),
+    "Attribute": ("middle.largest", "a state that the forward changes"),
+    "Weight": ("middle.inner.weight", "is written by the forward"),
+    "Buffer": ("middle.seen", "is written by the forward"),
+    "Field": ("labels", "a field of the batch"),
+    "Hook": ("plain_habits.py:", "`clamp_`"),
+    "Assigned": ("middle.inner.weight", "by an assignment in a backward"),
+    "Evaluated": ("middle", "was in evaluation mode"),
+    "InPlace": ("middle", "writes on its input in place"),
+    "Dict": ("middle", "puts something else into the dict"),
+}
+
+
+def with_habit(habit: str, **changes: Any) -> Tables:
+    model = {"factory": "plain_habits:model", "options": {"habit": habit}}
+    return small_plan(**{"precision__compute": "fp32", "parallel": {"dp": 1}, "model": model, **changes})
+
+
+@pytest.fixture
+def looked(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[SeenHabit]]:
+    """`looked(tables)`: the habits that a plain loop of so many steps shows; its numbers are kept in `tmp_path`."""
+    monkeypatch.syspath_prepend(OWN)
+
+    def look(given: Tables, steps: int = 1) -> list[SeenHabit]:
+        habits: list[SeenHabit] = []
+        with assemble(in_one_process(plan_from_dict(given, texts)), World.alone("cpu")) as run:
+            keep_plain(run, steps, tmp_path, habits)
+        return habits
+
+    return look
+
+
+@pytest.mark.parametrize("habit", NAMED)
+def test_a_habit_is_named_with_its_place(looked: Any, habit: str) -> None:
+    where, what = NAMED[habit]
+    found = looked(with_habit(habit))
+    assert any(one.where.startswith(where) and what in one.what for one in found), found
+
+
+@pytest.mark.parametrize("more", [{}, {"precision__compute": "bf16"}, {"activations": {"use": "core.recompute"}}])
+@pytest.mark.parametrize("model", ["Plain", "Indexed", "Recomputed", "Rounded"])
+def test_what_torch_does_by_itself_is_no_habit(looked: Any, model: str, more: dict[str, Any]) -> None:
+    assert looked(with_habit(model, **more)) == []
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("habit", "more"),
+    [
+        ("Numpy", {"parallel": {"dp": 2}}),
+        ("Plain", {"parallel": {"dp": 2}, "precision__compute": "bf16", "optimizer__clip_norm": 0.05}),
+        ("Generator", {"parallel": {"dp": 1, "pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}}),
+        ("Evaluated", {"parallel": {"dp": 2}, "activations": {"use": "core.recompute"}}),
+        ("Hook", {"parallel": {"dp": 2}, "learning_rate": {"use": "core.cosine", "warmup_steps": 2}}),
+    ],
+)
+def test_layouts_equal_the_loop(ranks: Any, looked: Any, texts: Path, tmp_path: Path, habit: str, more: dict[str, Any]) -> None:
+    given = with_habit(habit, **more)
+    looked(given, steps=3)
+    plan = plan_from_dict(given, texts)
+    ranks(plan.world(), 120)(on_a_rank, plan_from_dict, (given, texts), 3, tmp_path)
+    found, allowed = read(tmp_path, plan.world()), limits(plan, is_plain=True)
+    check_complete(found, tmp_path)
+    assert not differences(found, allowed), "\n".join(in_words(found, allowed, 3, is_plain=True))
+
+
+def test_a_loop_that_fails_is_told_with_its_layer(looked: Any) -> None:
+    with pytest.raises(RunError, match=r"layer `middle` \(Fails\) fails in step 1 of a plain loop, too: ValueError: no 8"):
+        looked(with_habit("Fails"))

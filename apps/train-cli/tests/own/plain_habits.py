@@ -171,20 +171,6 @@ class Rounded(Middle):
         return made if torch.is_grad_enabled() else (made * 0.7) * (1 / 0.7)
 
 
-class Counted(Middle):
-    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        labels[:, 0] += 1
-        return super().forward(hidden) * labels[:, :1, None] * 0.01
-
-
-class Rounding(torch.optim.SGD):
-    """Draws in each step, as stochastic rounding does."""
-
-    def step(self, closure: Any = None) -> Any:
-        torch.rand(())
-        return super().step(closure)
-
-
 class Embed(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens)
