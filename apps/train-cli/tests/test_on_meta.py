@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,31 +11,26 @@ import torch
 from torch import nn
 
 from sley_core.data.batches import Slices, collate_of
-from sley_core.data.dataset import DataContext
+from sley_core.data.dataset import DataContext, DataInfo, Field
 from sley_core.data.factory import open_dataset
 from sley_core.model.layers import Layer
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import small_plan
 from train_cli.on_meta import meta_micro_batch, meta_output, meta_state
 
-ROWS = """\
-import torch
-
-from sley_core.data.dataset import DataInfo, Field
-
 
 class Rows:
     info = DataInfo({"tokens": Field("int64", sequence_dim=1), "labels": Field("int64", sequence_dim=1)}, sequence=24)
 
-    def __init__(self, context):
+    def __init__(self, context: DataContext) -> None:
         pass
 
-    def __len__(self):
+    def __len__(self) -> int:
         return 48
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"tokens": torch.arange(24) + index, "labels": torch.arange(24)}
-"""
+
 
 TEXT = {"use": "data.text", "source": "python-stdlib", "sequence": 12}
 
@@ -45,11 +41,10 @@ def forms(batch: Any) -> dict[str, tuple[torch.dtype, list[int]]]:
 
 @pytest.mark.parametrize("sp", [1, 3])
 @pytest.mark.parametrize("documents", ["cut", "pack", "pad", None])
-def test_it_is_like_the_run_s(tmp_path, documents, sp):
+def test_it_is_like_the_run_s(documents, sp):
     """Boundaries of documents are as many as there are: here those of one, and never one per position."""
-    (tmp_path / "own_rows.py").write_text(ROWS, "utf-8")
-    data = TEXT | {"documents": documents} if documents else {"factory": "own_rows:Rows"}
-    plan = plan_from_dict(small_plan(batch__micro_size=2, data=data), tmp_path)
+    data = TEXT | {"documents": documents} if documents else {"factory": "test_on_meta:Rows"}
+    plan = plan_from_dict(small_plan(batch__micro_size=2, data=data), Path(__file__).parent)
     plan = replace(plan, parallel=plan.parallel.model_copy(update={"sp": sp}))
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     made: Any = dataset

@@ -96,41 +96,26 @@ def accepts(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> bool:
     kind = schema.get("type")
     if kind and (not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")):
         return False
-    if "const" in schema and value != schema["const"]:
-        return False
-    if "enum" in schema and value not in schema["enum"]:
+    if value != schema.get("const", value) or value not in schema.get("enum", [value]):
         return False
     if "anyOf" in schema and not any(accepts(arm, value, root) for arm in schema["anyOf"]):
         return False
     if "oneOf" in schema and sum(accepts(arm, value, root) for arm in schema["oneOf"]) != 1:
         return False
-    if isinstance(value, dict):
-        return accepts_table(schema, value, root)
-    if isinstance(value, list):
-        inside = schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
-        return inside and all(accepts(schema.get("items", {}), item, root) for item in value)
-    return accepts_scalar(schema, value)
-
-
-def accepts_table(schema: dict[str, Any], value: dict[str, Any], root: dict[str, Any]) -> bool:
-    more = schema.get("additionalProperties", True)
-    for key, inner in value.items():
-        if key in schema.get("properties", {}):
-            if not accepts(schema["properties"][key], inner, root):
-                return False
-        elif more is False or (isinstance(more, dict) and not accepts(more, inner, root)):
-            return False
-    return all(key in value for key in schema.get("required", []))
-
-
-def accepts_scalar(schema: dict[str, Any], value: Any) -> bool:
-    if isinstance(value, str):
-        return len(value) >= schema.get("minLength", 0) and bool(re.search(schema.get("pattern", ""), value))
-    return (
-        schema.get("minimum", value) <= value <= schema.get("maximum", value)
-        and ("exclusiveMinimum" not in schema or value > schema["exclusiveMinimum"])
-        and ("exclusiveMaximum" not in schema or value < schema["exclusiveMaximum"])
-    )
+    match value:
+        case dict():
+            more = schema.get("additionalProperties", True)
+            keys = {key: schema.get("properties", {}).get(key, more) for key in value}
+            are_known = all(part is not False for part in keys.values()) and value.keys() >= set(schema.get("required", []))
+            return are_known and all(part is True or accepts(part, value[key], root) for key, part in keys.items())
+        case list():
+            is_long = schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
+            return is_long and all(accepts(schema.get("items", {}), item, root) for item in value)
+        case str():
+            return len(value) >= schema.get("minLength", 0) and bool(re.search(schema.get("pattern", ""), value))
+    low, high = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    is_between = (low is None or value > low) and (high is None or value < high)
+    return is_between and bool(schema.get("minimum", value) <= value <= schema.get("maximum", value))
 
 
 def test_it_accepts_plans(schema: dict[str, Any], tables: dict[str, Any]) -> None:

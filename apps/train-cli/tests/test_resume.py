@@ -162,33 +162,35 @@ def test_a_finished_run_without_a_checkpoint_is_not_begun_again(cli: Cli, plan: 
     assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 138), (signal.SIGTERM, 143)])
-def test_a_run_that_is_asked_to_stop_saves_itself_and_goes_on(
-    start: Start, plan: Path, folder: Path, number: int, code: int
-) -> None:
-    changes = ["parallel.dp=2", "run.steps=1000000", "run.log_every=1", "checkpoint={}"]
-    program = start("run", plan, changes=changes)
+def test_a_run_that_is_warned_saves_itself_and_goes_on(start: Start, cli: Cli, plan: Path, folder: Path) -> None:
+    """By the signal that a batch system sends some time before it ends a job."""
+    changes = ["run.log_every=1", "checkpoint={}"]
+    program = start("run", plan, changes=["run.steps=1000000", *changes])
     program.wait_for("step 3/")
-    os.kill(program.process.pid, number)
+    os.kill(program.process.pid, signal.SIGUSR1)
     result = program.finish(60)
-    assert result.code == code, result.err
+    assert result.code == 138, result.err
     done = len(rows(folder))
     assert [path.name for path in (folder / "runs/small/checkpoints").iterdir()] == [f"step-{done:08}"]
-    again = start("run", plan, "--resume", "auto", changes=[*changes[:1], f"run.steps={done + 2}", *changes[2:]])
-    result = again.finish(60)
-    assert result.code == 0, result.err
-    assert f"going on after step {done} of {done + 2}" in result.err
+    again = cli("run", plan, "--resume", "auto", changes=["parallel.dp=1", f"run.steps={done + 2}", *changes])
+    assert again.code == 0, again.err
+    assert f"going on after step {done} of {done + 2}" in again.err
     assert [row["step"] for row in rows(folder)] == list(range(1, done + 3))
 
 
-def test_torchrun_starts_a_run_again_and_it_goes_on_by_itself(start: Start, own_model: Any, folder: Path) -> None:
+def test_torchrun_starts_a_run_again_which_goes_on_by_itself_and_ends_with_torchrun(
+    start: Start, own_model: Any, folder: Path
+) -> None:
     path = own_model(doing("self.calls > 6 and rank == 1 and again == '0' and os.kill(os.getpid(), signal.SIGKILL)"))
-    changes = ["run.steps=8", 'checkpoint={every_steps=1, mode="sync"}']
-    result = start("run", path, torchrun=("--max-restarts", "1"), changes=changes).finish(120)
-    assert result.code == 0, result.err
-    assert "going on after step" in result.err
-    assert [row["step"] for row in rows(folder)] == list(range(1, 9))
+    changes = ["run.steps=100000", 'checkpoint={every_steps=1, mode="sync"}']
+    program = start("run", path, torchrun=("--max-restarts", "1"), changes=changes)
+    program.wait_for("going on after step")
+    program.wait_for("step 12/")
+    os.kill(program.process.pid, signal.SIGKILL)
+    program.finish(15)  # fails if a process is left
+    steps = [row["step"] for row in rows(folder)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert "run-folder" not in program.err
 
 
 # -- whose checkpoints ---------------------------------------------------------------------------------------------------

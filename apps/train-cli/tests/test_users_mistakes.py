@@ -53,45 +53,40 @@ fields.labels = {dtype = "int64"}
 """
 
 
-@pytest.fixture
-def told(cli: Cli) -> Callable[[Path], str]:
-    """`told(plan)`: the one line that a run of one rank ends with."""
-
-    def told(plan: Path) -> str:
-        result = cli("run", plan, "--set", "parallel.dp=1")
-        assert result.code in (1, 3), result.err
-        (line,) = [line for line in result.err.splitlines() if "error[" in line]
-        assert "bug in Sley" not in line
-        return str(line)
-
-    return told
+def data_set(length: str, action: str) -> str:
+    return DATA.format(length=length, action=action)
 
 
-def test_shapes_that_do_not_fit_name_the_layer(told: Callable[[Path], str], own_model: Own) -> None:
-    line = told(own_model(LAYERS.format(more="nn.Linear(32, 64), nn.Linear(32, 256)")))
-    assert "error[own-code]: RuntimeError: mat1 and mat2 shapes cannot be multiplied (16x64 and 32x256)" in line
-    assert "in layer `2` (Linear) of micro-batch 0, given float32 [1, 16, 64]" in line
+MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "shapes that do not fit": (
+        LAYERS.format(more="nn.Linear(32, 64), nn.Linear(32, 256)"),
+        (
+            "error[own-code]: RuntimeError: mat1 and mat2 shapes cannot be multiplied (16x64 and 32x256)",
+            "in layer `2` (Linear) of micro-batch 0, given float32 [1, 16, 64]",
+        ),
+    ),
+    "too few classes": (LAYERS.format(more="nn.Linear(32, 8)"), ("error[label-out-of-range]", "the model's logits have 8")),
+    "no sample": (data_set("8", "return None"), ("is a NoneType, not a dict of tensors",)),
+    "less than no sample": (
+        data_set("-8", "pass"),
+        ("the length of `own:data` failed: ValueError: __len__() should return >= 0",),
+    ),
+    "half a sample": (data_set("8.5", "pass"), ("the length of `own:data` failed: TypeError: 'float' object",)),
+    "an end": (data_set("8", "raise StopIteration"), ("of the data set failed: StopIteration",)),
+    "an exit": (data_set("8", "raise SystemExit(7)"), ("of the data set failed: SystemExit: 7",)),
+    "code": (data_set("8", "torch.zeros(2) @ torch.zeros(3)"), ("of the data set (hint: this is not Sley's code",)),
+}
 
 
-def test_too_few_classes(told: Callable[[Path], str], own_model: Own) -> None:
-    line = told(own_model(LAYERS.format(more="nn.Linear(32, 8)")))
-    assert "error[label-out-of-range]" in line
-    assert "the model's logits have 8" in line
-
-
-@pytest.mark.parametrize(
-    ("length", "action", "words"),
-    [
-        ("8", "return None", "is a NoneType, not a dict of tensors"),
-        ("-8", "pass", "the length of `own:data` failed: ValueError: __len__() should return >= 0"),
-        ("8.5", "pass", "the length of `own:data` failed: TypeError: 'float' object"),
-        ("8", "raise StopIteration", "of the data set failed: StopIteration"),
-        ("8", "raise SystemExit(7)", "of the data set failed: SystemExit: 7"),
-        ("8", "torch.zeros(2) @ torch.zeros(3)", "of the data set (hint: this is not Sley's code"),
-    ],
-)
-def test_data_sets(told: Callable[[Path], str], own_model: Own, length: str, action: str, words: str) -> None:
-    assert words in told(own_model(DATA.format(length=length, action=action), data=FIELDS))
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_model_or_in_data_is_told_in_one_line(cli: Cli, own_model: Own, mistake: str) -> None:
+    source, words = MISTAKES[mistake]
+    path = own_model(source, data=FIELDS) if "def data" in source else own_model(source)
+    result = cli("run", path, "--set", "parallel.dp=1")
+    assert result.code in (1, 3), result.err
+    (line,) = [line for line in result.err.splitlines() if "error[" in line]
+    assert "bug in Sley" not in line
+    assert all(each in line for each in words), line
 
 
 def test_a_step_that_is_too_long_to_check(cli: Cli, plan: Path) -> None:

@@ -114,17 +114,6 @@ def test_the_culprit_is_named_in_every_layout(start: Start, own_model: Own, layo
 # -- torchrun ----------------------------------------------------------------------------------------------------------
 
 
-def test_torchrun_may_start_a_run_again_and_no_rank_outlives_it(start: Start, own_model: Own, folder: Path) -> None:
-    action = "again == '0' and rank == 1 and self.calls == 7 and os.kill(os.getpid(), signal.SIGKILL)"
-    program = start("run", own_model(doing(action)), "--set", "run.steps=100000", torchrun=("--max-restarts", "1"))
-    program.wait_for("step 30/")
-    rows = (folder / "runs" / "small" / "metrics.jsonl").read_text("utf-8").splitlines()
-    assert [json.loads(row)["step"] for row in rows[:4]] == [1, 2, 3, 4], "those of the second attempt alone"
-    assert "run-folder" not in program.err
-    os.kill(program.process.pid, signal.SIGKILL)
-    program.finish(15)  # fails if a process is left
-
-
 def test_torchrun_s_root_cause_is_the_rank_that_failed_first(start: Start, own_model: Own) -> None:
     action = "rank == 1 and self.calls == 3 and [][1]"
     result = start("run", own_model(doing(action)), torchrun=()).finish()

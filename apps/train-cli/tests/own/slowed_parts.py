@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import queue
-import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -145,35 +144,28 @@ class LateSends:
 
     def __init__(self, lane: Any, seconds: float) -> None:
         self.lane, self.seconds = lane, seconds
-        self.jobs: queue.SimpleQueue[tuple[float, Any, threading.Event, list[Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, daemon=True).start()
+        self.worker = ThreadPoolExecutor(1)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.lane, name)
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        is_gone, works = threading.Event(), []  # type: ignore[var-annotated]
-        self.jobs.put((time.perf_counter() + self.seconds, (tensors, peer, tag), is_gone, works))
-        return LateWork(is_gone, works)
+    def send(self, *message: Any) -> Any:
+        return LateWork(self.worker.submit(self._send, time.perf_counter() + self.seconds, message))
 
-    def _work(self) -> None:
-        while True:
-            due, message, is_gone, works = self.jobs.get()
-            time.sleep(max(0.0, due - time.perf_counter()))
-            works.append(self.lane.send(*message))
-            is_gone.set()
+    def _send(self, due: float, message: tuple[Any, ...]) -> Any:
+        time.sleep(max(0.0, due - time.perf_counter()))
+        return self.lane.send(*message)
 
 
 class LateWork:
-    def __init__(self, is_gone: threading.Event, works: list[Any]) -> None:
-        self.is_gone, self.works = is_gone, works
+    def __init__(self, sent: Future[Any]) -> None:
+        self.sent = sent
 
     def wait(self) -> None:
-        self.is_gone.wait()
-        self.works[0].wait()
+        self.sent.result().wait()
 
     def is_completed(self) -> bool:
-        return self.is_gone.is_set() and bool(self.works[0].is_completed())
+        return self.sent.done() and bool(self.sent.result().is_completed())
 
 
 class LateResult:
@@ -201,11 +193,9 @@ def _prepare_link(slow: Slow) -> None:
         found = _PLAIN_LANE(self, name)
         if self.axis != "pp" or not slow.is_own:
             return found
-        return (
-            late.setdefault(id(found), LateSends(found, slow.seconds / NUM_MICROS))
-            if id(found) not in late
-            else late[id(found)]
-        )
+        if id(found) not in late:
+            late[id(found)] = LateSends(found, slow.seconds / NUM_MICROS)
+        return late[id(found)]
 
     def init(self: Works, received: Any, sent: Any, turn: Any, *args: Any, **options: Any) -> None:
         if turn.members.axis == "stage":
