@@ -24,7 +24,7 @@ from sley_core.run import Run
 
 OWN = Path(__file__).parent / "own"
 NUM_STEPS = 3
-LIMIT_S = 30.0
+LIMIT_S = 10.0
 TOTAL = 4
 """Samples of a global batch, in micro-batches of one."""
 

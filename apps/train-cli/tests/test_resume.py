@@ -97,6 +97,7 @@ def test_a_run_that_began_at_a_path_goes_on_from_its_own(cli: Cli, plan: Path, f
     assert rows(folder, "other") == in_one_go[2:]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_noted", [True, False], ids=["after it had loaded", "before it had loaded"])
 def test_a_run_that_went_back_does_not_go_on_from_its_earlier_try(
     cli: Cli, plan: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_noted: bool
@@ -193,7 +194,7 @@ def test_torchrun_starts_a_run_again_which_goes_on_by_itself_and_ends_with_torch
     assert "run-folder" not in program.err
 
 
-# -- whose checkpoints ---------------------------------------------------------------------------------------------------
+# -- whose checkpoints -------------------------------------------------------------------------------------------------
 
 
 def kept_in(folder: Path, name: str, keep: int = 2) -> str:
@@ -245,7 +246,8 @@ def test_work_is_not_begun_again_where_its_checkpoints_are_gone(cli: Cli, plan: 
     assert "does not say that this run wrote them" in unknown.err
 
 
-@pytest.mark.parametrize("kind", ["elsewhere", "a link", "a URL"])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("kind", ["a link", "elsewhere", "a URL"])
 def test_a_run_goes_back_wherever_its_checkpoints_are(cli: Cli, plan: Path, folder: Path, kind: str) -> None:
     changes = [*ALONE, kept_in(folder, "ck", keep=9)]
     path = str(folder / "ck" / "step-00000002")

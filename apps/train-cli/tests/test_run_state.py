@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from written_records import record, window
 
 from sley_core.json_text import write_json
-from sley_doctor.reports.work_record import line
+from sley_doctor.reports.work_record import Start, line
 from train_cli.run_folder import WORK, FolderLock
 
 Cli = Callable[..., Any]
@@ -29,11 +28,10 @@ def long_ago(made: Path) -> None:
 
 def record_of(made: Path, rank: int, **more: Any) -> None:
     """Writes what a rank has recorded in its last start, which lies long ago."""
-    found = record(rank, [window(number, {"F0": 0.01}, {}) for number in range(3)])
-    start = replace(found.start, host=socket.gethostname(), time=time.time() - 960)
+    start = Start(rank, 2, 0, socket.gethostname(), 1, "cpu", time.time() - 960)
     (made / WORK).mkdir(exist_ok=True)
     with (made / WORK / f"rank-{rank}.jsonl").open("a") as file:
-        file.write("".join(map(line, [replace(start, **more), *found.windows])))
+        file.write(line(replace(start, **more)))
 
 
 @pytest.fixture

@@ -214,7 +214,7 @@ def test_the_test_kit_is_asked_for_by_name(cli: Any, plan: Path, monkeypatch: py
     assert "`train-cli verify` is part of sley-testing, which is not installed" in result.err
 
 
-# -- habits that a plain loop does not mind --------------------------------------------------------------------------
+# -- habits that a plain loop does not mind ----------------------------------------------------------------------------
 
 NAMED = {
     "Numpy": ("middle", "draws from numpy"),

@@ -1,17 +1,120 @@
-"""Who is named for which records: causes have work, victims have waits. Records are written here; nothing runs."""
+"""Who is named for which records, and in which words: causes have work, victims have waits. Records are written here; nothing
+runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
-from written_records import USUAL, record, replicas, spread, stages, window
 
-from sley_doctor.reports.work_record import DATA, DEVICE, UPDATE, Queue, Spread, Usage, Window, WorkRecord
+from sley_doctor.reports.work_record import (
+    DATA,
+    DEVICE,
+    UPDATE,
+    Queue,
+    SeenMessage,
+    Spread,
+    Start,
+    Usage,
+    Window,
+    WorkRecord,
+    line,
+    read,
+)
+from sley_doctor.slow.blocks import MOST_BLOCKS, blocks_of
 from sley_doctor.slow.judge import Cause, judge
-from sley_doctor.slow.words import cause_in_words, nobody, remedy, work_in_words
+from sley_doctor.slow.words import cause_in_words, nobody, remedy, waits_of, work_in_words
+from train_cli.run_folder import WORK
+
+BLOCK = "Block Linearx2 4096"
+QUIET = Usage(0.1, 0.01, 10, 0, 0)
+
+
+def spread(seconds: float, width: float = 0.1) -> Spread:
+    return Spread(seconds * (1 - width), seconds, seconds * (1 + width))
+
+
+def window(number: int, work: Mapping[str, float], waits: Mapping[str, float], **more: Any) -> Window:
+    """Ten steps, from `10 * number + 1` on. waits: of the group of all ranks."""
+    seconds = sum(work.values()) + sum(waits.values())
+    return Window(
+        first=10 * number + 1,
+        last=10 * number + 10,
+        time=float(number),
+        seconds=spread(seconds),
+        work={place: spread(one) for place, one in work.items()},
+        layers=more.get("layers", {}),
+        waits={queue: spread(one) for queue, one in waits.items()},
+        queues=more.get("queues", {queue: Queue("stage[0, 1]", (0, 1), None, 1.0, 1e5) for queue in waits}),
+        usage=more.get("usage", QUIET),
+        private_mb=more.get("private_mb", 300.0),
+        device_mb=more.get("device_mb", 0.0),
+        sent=more.get("sent", {}),
+        taken=more.get("taken", {}),
+    )
+
+
+def record(rank: int, windows: Sequence[Window], world: int = 2, stage: int = 0, **more: Any) -> WorkRecord:
+    return WorkRecord(Start(rank, world, stage, "here", 1, "cpu", 0.0, **more), windows)
+
+
+def replicas(*works: Mapping[str, float], num_windows: int = 6) -> list[WorkRecord]:
+    """Ranks of one stage that do this in every step, and wait for the slowest of them in their sums."""
+    step_s = max(sum(work.values()) for work in works) + 0.002
+    queues = {"stage main": Queue("stage", tuple(range(len(works))), None, 1.0, 1e5)}
+    return [
+        record(
+            rank,
+            [window(n, work, {"stage main": step_s - sum(work.values())}, queues=queues) for n in range(num_windows)],
+            len(works),
+        )
+        for rank, work in enumerate(works)
+    ]
+
+
+USUAL = {DATA: 0.0001, "F0": 0.02, "B0": 0.04, UPDATE: 0.005}
+
+
+def stages(*layers: Mapping[str, float], way_s: float = 0.0, num_windows: int = 6) -> list[WorkRecord]:
+    """A rank for each stage, whose chunk has these layers; messages up take `way_s`."""
+    works = [sum(some.values()) for some in layers]
+    step_s = 1.5 * max(works) + 2 * way_s
+
+    def messages(rank: int, number: int) -> dict[str, Any]:
+        steps = range(10 * number + 1, 10 * number + 11, 4)
+        sent = [SeenMessage(step, step, float(step)) for step in steps]
+        taken = [SeenMessage(one.step, one.number, one.time_s + way_s + 0.0002, way_s + 0.01) for one in sent]
+        if rank == 0:
+            return {"sent": {"pp up 0>1": sent}, "queues": {}}
+        return {"taken": {"pp up 0>1": taken}, "queues": {"pp up 0>1": Queue("pp[0, 1]", (0, 1), 0, 1.0, 1e4)}}
+
+    return [
+        record(
+            rank,
+            [
+                window(
+                    number,
+                    {"F0": works[rank]},
+                    {"pp up 0>1": step_s - works[rank]},
+                    layers={"F0": {name: spread(one) for name, one in some.items()}},
+                    **messages(rank, number),
+                )
+                for number in range(num_windows)
+            ],
+            len(layers),
+            rank,
+            layers={name: BLOCK if name.startswith("blocks") else name for name in some},
+        )
+        for rank, some in enumerate(layers)
+    ]
+
+
+# -- who is named ------------------------------------------------------------------------------------------------------
 
 
 def only(causes: tuple[Cause, ...]) -> Cause:
@@ -197,3 +300,72 @@ def test_page_faults_are_why_where_the_kernel_was_busy_with_them(system_s: float
     cause = only(judge([quick, slow]).causes)
     assert (cause.ranks, cause.place, cause.faults > 0) == ((1,), "F0", are_why)
     assert ("page faults" in cause_in_words(cause)) is are_why
+
+
+# -- how records are read, and told ------------------------------------------------------------------------------------
+
+
+def test_whom_a_rank_waits_for_is_who_waits_least() -> None:
+    """In an exchange of all, or in all, where others have no such queue: of what is read from this rank, it alone has one."""
+    queues = {name: Queue("stage[0, 1, 2]", (0, 1, 2), None, 1.0, 1e5) for name in ("stage main", "stage main of 0")}
+    waits = [{"stage main": 0.03, "stage main of 0": 0.02}, {"stage main": 0.04}, {"stage main": 0.001}]
+    ranks = [
+        record(rank, [window(n, USUAL, some, queues={name: queues[name] for name in some}) for n in range(6)], 3)
+        for rank, some in enumerate(waits)
+    ]
+    blocks = judge(ranks).blocks
+    told = [
+        (0.03, "in `stage main` (sums of gradients) for rank 2"),
+        (0.02, "in `stage main of 0` (sums of gradients) for rank 2"),
+    ]
+    assert waits_of(0, blocks)[:2] == told
+
+
+def test_a_record_is_read_as_it_was_written_and_damage_is_left_out(tmp_path: Path) -> None:
+    (written,) = replicas(USUAL, num_windows=2)
+    folder = tmp_path / WORK
+    folder.mkdir()
+    lines = [line(written.start), *map(line, written.windows), '{"first": 21, "la', "\n", "[1]\n"]
+    (folder / "rank-0.jsonl").write_text("".join(lines), "utf-8")
+    assert read(tmp_path) == [written]
+    again = replace(written.start, pid=2)
+    with (folder / "rank-0.jsonl").open("a") as file:
+        file.write(line(again) + line(written.windows[1]))
+    (found,) = read(tmp_path)
+    assert (found.start.pid, found.windows) == (2, [written.windows[1]])
+    with (folder / "rank-0.jsonl").open("a") as file:
+        file.write(line(written.windows[0]))
+    (found,) = read(tmp_path)
+    assert found.windows == [written.windows[0]], "a run that was brought back takes steps again"
+
+
+def test_records_of_ranks_that_a_later_start_does_not_have_are_left_out(tmp_path: Path) -> None:
+    """A run of four ranks is resumed with two, and then with three."""
+    folder = tmp_path / WORK
+    folder.mkdir()
+
+    def begin(number: int, world: int) -> None:
+        for rank, one in enumerate(replicas(*[USUAL] * world)):
+            start = replace(one.start, time=1e4 * number, pid=number)
+            with (folder / f"rank-{rank}.jsonl").open("a") as file:
+                file.write(line(start) + "".join(map(line, one.windows)))
+
+    for number, world in enumerate((4, 2, 3)):
+        begin(number, world)
+        assert [(one.start.rank, one.start.pid) for one in read(tmp_path)] == [(rank, number) for rank in range(world)]
+        assert judge(read(tmp_path)).why_not == ""
+
+
+def test_blocks_are_the_steps_that_all_ranks_have() -> None:
+    one, other = replicas(USUAL, USUAL)
+    coarse = [replace(other.windows[0], last=30), replace(other.windows[0], first=31, last=50)]
+    blocks = blocks_of([one, replace(other, windows=coarse)])
+    assert [(block.first, block.last) for block in blocks] == [(1, 30), (31, 50)]
+    assert blocks[0].ranks[0].work["F0"].middle == pytest.approx(0.02)
+
+
+def test_a_long_run_has_no_more_blocks_than_can_be_looked_at() -> None:
+    blocks = blocks_of(replicas(USUAL, USUAL, num_windows=500))
+    assert len(blocks) <= MOST_BLOCKS
+    assert (blocks[0].first, blocks[-1].last) == (1, 5000)
+    assert all(one.last + 1 == other.first for one, other in pairwise(blocks))
