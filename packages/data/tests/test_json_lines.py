@@ -1,4 +1,4 @@
-"""Files of JSON lines: a text under a key is a document, and what is none is an error with file and line."""
+"""Files of JSON lines: a text under a key is a document, and what is none is an error with file and row."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_braces_are_no_text_unless_the_plan_says_so(path: Path, name: str) -> No
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"body": "x"}', r"line 4 of `.*corpus.jsonl` has no `text`"),
-        ('{"text": ["x"]}', "line 4 of .* has no text as `text`"),
-        ('["x"]', "line 4 of .* is no JSON object"),
-        ('{"text": "x"', "line 4 of .* cannot be read"),
-        ('{"text": "\\ud800"}', "line 4 of .* cannot be read"),
-        ("[" * 5000, "line 4 of .* cannot be read"),
+        ('{"body": "x"}', r"row 4 of `.*corpus.jsonl` has no `text`"),
+        ('{"text": ["x"]}', "row 4 of .* has no text as `text`"),
+        ('["x"]', "row 4 of .* is no JSON object"),
+        ('{"text": "x"', "row 4 of .* cannot be read"),
+        ('{"text": "\\ud800"}', "row 4 of .* cannot be read"),
+        ("[" * 5000, "row 4 of .* cannot be read"),
     ],
 )
 def test_a_line_that_is_no_document_is_named(path: Path, line: str, message: str) -> None:

@@ -41,6 +41,7 @@ SECTIONS = {
         "schema": "Print the JSON Schema of a plan.",
         "check": "Find every mistake of one or more plans.",
         "show": "Show the resolved plan, ranks and groups.",
+        "data": "Show what a plan's model will see of its data.",
     },
     "Look ahead": {
         "estimate": "Say how much memory each stage needs.",

@@ -74,11 +74,13 @@ class DatasetRecord(Record):
         sample`. tokenizer: is used in place of the table's.
     trained_on: `trained_on(own, evaluated) -> str` says in words which held-out data of the table `evaluated` a run on the
         table `own` is trained on; "" if it is none.
+    rows: `rows(config, split) -> api.data.DataRows` reads a split without torch, for `train-cli data show`.
     """
 
     check: str | None = None
     text_ids: str | None = None
     trained_on: str | None = None
+    rows: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

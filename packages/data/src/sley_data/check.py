@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
+from sley_core.api.data import Split
 from sley_core.api.plan import DataConfig
 from sley_core.errors import SleyError
 from sley_core.records import Problem
-from sley_data.config import NUM_BYTES, TextConfig, TokensConfig
-from sley_data.documents import copied_tokens, count_samples, documents_inside, of_split
+from sley_data.chat import ChatRows
+from sley_data.chat_template import ChatTemplate
+from sley_data.config import NUM_BYTES, ChatConfig, TextConfig, TokensConfig
+from sley_data.conversations import chat_files, conversations_in
+from sley_data.documents import ALWAYS_READ, copied_tokens, count_samples, documents_inside, of_split
 from sley_data.files import File, Found, text_files, token_files
 
 
@@ -21,8 +26,47 @@ def check(config: DataConfig, *, evaluates: bool, vocab_size: int | None = None)
     except SleyError:
         return  # reported already
     if vocab_size is not None and vocab_size < count:
-        message = f"vocab_size = {vocab_size} is less than the {count} token ids of the data"
-        yield Problem(("model", "vocab_size"), message, "leave it out, or raise it", "model-vocabulary")
+        yield _too_few_ids(vocab_size, count)
+
+
+def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
+    """Yields the problems of a table of `data.chat`: `DatasetRecord.check`.
+
+    Of large files only the first conversations are read, rendered and masked; of small ones all are.
+    """
+    splits: list[Split] = ["train", "held_out"] if evaluates else ["train"]
+    files, problems = chat_files(config, "train")
+    if config.held_out_files:
+        more = chat_files(config, "held_out")
+        files, problems = [*files, *more[0]], [*problems, *more[1]]
+    yield from problems
+    if problems:
+        return
+    try:
+        template = ChatTemplate(config.tokenizer, config.template)
+        if vocab_size is not None and vocab_size < template.vocab_size:
+            yield _too_few_ids(vocab_size, template.vocab_size)
+        if sum(file.num_bytes for file in files) > ALWAYS_READ:
+            first = islice(conversations_in(files[0], config.field), 8)
+            list(template.encode(first, config))
+            return
+        for split in splits:
+            count = len(ChatRows(config, split))
+            if split == "train" and (problem := config.changed(count)):
+                yield problem
+    except SleyError as error:
+        yield from _problems_of(error)
+    except OSError as error:
+        yield _unreadable(error)
+
+
+def _too_few_ids(vocab_size: int, count: int) -> Problem:
+    message = f"vocab_size = {vocab_size} is less than the {count} token ids of the data"
+    return Problem(("model", "vocab_size"), message, "leave it out, or raise it", "model-vocabulary")
+
+
+def _unreadable(error: OSError) -> Problem:
+    return Problem(("data",), f"the data cannot be read: {error}", None, "data-missing")
 
 
 def _num_ids(config: TextConfig | TokensConfig) -> int:
@@ -61,7 +105,7 @@ def _of_table(config: TextConfig | TokensConfig, *, evaluates: bool) -> Iterator
     except SleyError as error:
         yield from _problems_of(error)
     except OSError as error:
-        yield Problem(("data",), f"the data cannot be read: {error}", None, "data-missing")
+        yield _unreadable(error)
 
 
 def _files(config: TextConfig | TokensConfig) -> tuple[Found, Found]:

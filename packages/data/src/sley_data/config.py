@@ -1,4 +1,4 @@
-"""The tables of `data.text` and `data.tokens`. A combination that cannot mean anything is an error of the table."""
+"""The tables of `data.text`, `data.chat` and `data.tokens`; options that exclude each other are an error of the table."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TextConfig(DataConfig):
     """The text at which a file is split into documents; without it each file is one document. `\\n` matches `\\r\\n`, too."""
 
     field: Annotated[str, Limits(min_length=1)] | None = None
-    """Set if files have a JSON object in each line (`.jsonl`): the key of a document's text."""
+    """Set if files have rows, as JSON lines, a JSON array, Parquet or Arrow: the key, or column, of a document's text."""
 
     tokenizer: PlanPath | None = None
     """A Hugging Face `tokenizer.json`, or its folder (needs `sley-data[tokenizers]`); without it tokens are bytes."""
@@ -75,11 +75,57 @@ class TextConfig(DataConfig):
         if self.held_out and self.held_out_files:
             raise ValueError("`held_out` and `held_out_files` exclude each other")
         if self.field is not None and self.separator is not None:
-            raise ValueError("`field` and `separator` exclude each other: with `field` each line is a document")
+            raise ValueError("`field` and `separator` exclude each other: with `field` each row is a document")
         if self.field is not None and self.source is not None:
-            raise ValueError("`field` is a key of JSON lines, and `source` has none; name `files`")
+            raise ValueError("`field` is a key of rows, and `source` has none; name `files`")
         if self.end_of_document is not None and self.tokenizer is None:
             raise ValueError("`end_of_document` is a token of a tokenizer, and bytes have none; give `tokenizer` too")
+        return self
+
+
+class ChatConfig(DataConfig):
+    """Conversations as tokens, by the chat template of a tokenizer; the loss is that of what the assistant says."""
+
+    files: Array[PlanPattern]
+    """Files of conversations, as paths or patterns: JSON lines, JSON, Parquet or Arrow, or a folder that `save_to_disk` of
+    `datasets` has written. A row has `messages`, or ShareGPT's `conversations`, or `prompt` and `completion`.
+    """
+
+    tokenizer: PlanPath
+    """The folder of a Hugging Face tokenizer, with its chat template (needs `sley-data[chat]`)."""
+
+    template: PlanPath | None = None
+    """A file with a chat template in Jinja, in place of the tokenizer's."""
+
+    field: Annotated[str, Limits(min_length=1)] | None = None
+    """The key of a row's messages, if it is neither `messages` nor `conversations`."""
+
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """What has labels: "assistant" all turns of the assistant, each with its end-of-turn token, "last" its last turn, "all"
+    every token. Of `prompt` and `completion` only turns of the completion are trained on.
+    """
+
+    sequence: Positive
+    """Tokens per sample; conversations are packed into samples, and none crosses from one into the next."""
+
+    too_long: Literal["drop", "cut", "refuse"] = "drop"
+    """What becomes of a conversation of more than `sequence` tokens; how many there are is said."""
+
+    held_out_files: Array[PlanPattern] = ()
+    """Files of conversations to evaluate on; a conversation that is in both is not trained on."""
+
+    held_out: Annotated[float, Limits(ge=0, lt=1)] = Limits(default_factory=_share)
+    """The share of conversations, chosen by their content, that are never trained on; left out, 0.02, or nothing if there
+    are `held_out_files`.
+    """
+
+    @model_validator(mode="after")
+    def _possible(self) -> ChatConfig:
+        """Raises ValueError for options that exclude each other."""
+        if not self.files:
+            raise ValueError("`files` names no file")
+        if self.held_out and self.held_out_files:
+            raise ValueError("`held_out` and `held_out_files` exclude each other")
         return self
 
 

@@ -1,4 +1,4 @@
-"""The datasets `data.text` and `data.tokens`: documents as samples of one length, loaded when they are first needed."""
+"""The datasets `data.text`, `data.chat` and `data.tokens`: documents as samples of one length, loaded when first needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from torch import Tensor
 from sley_core.api.data import DataContext, DataInfo, Sample
 from sley_core.errors import PlanError
 from sley_data import packing
-from sley_data.config import NUM_BYTES, Documents, TextConfig, TokensConfig
+from sley_data.chat import ChatRows
+from sley_data.chat_template import ChatTemplate
+from sley_data.config import NUM_BYTES, ChatConfig, Documents, TextConfig, TokensConfig
 from sley_data.documents import copied_tokens, num_windows, read_documents
 from sley_data.files import as_error, text_files, token_files
 from sley_data.packing import TokenArray
@@ -172,6 +174,48 @@ def as_tensor(ids: bytearray | array[int]) -> Tensor:
     """Returns a view of `ids`: uint8, uint16 or uint32 by the size of its items."""
     dtype = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[memoryview(ids).itemsize]
     return torch.frombuffer(ids, dtype=dtype) if ids else torch.empty(0, dtype=dtype)
+
+
+class ChatDataset:
+    """Samples of whole conversations, packed with their boundaries (see `chat.ChatRows`); the first `len` or sample reads all.
+
+    data_notes: sentences for the user about conversations that are left out, once they are read.
+    """
+
+    def __init__(self, config: ChatConfig, context: DataContext) -> None:
+        self._config = config
+        self._split = context.split
+        self.data_notes: list[str] = []
+
+    @cached_property
+    def info(self) -> DataInfo:
+        """The fields, vocabulary and sequence length; loads the tokenizer alone."""
+        template = ChatTemplate(self._config.tokenizer, self._config.template)
+        return DataInfo(packing.token_fields("pack"), template.vocab_size, self._config.sequence)
+
+    @cached_property
+    def _rows(self) -> ChatRows:
+        rows = ChatRows(self._config, self._split)
+        self.data_notes += rows.fates.notes()
+        return rows
+
+    @cached_property
+    def data_digest(self) -> str:
+        """A digest of every token, of what is trained on, and of the conversations' lengths."""
+        rows = self._rows
+        mask = torch.frombuffer(rows.is_trained, dtype=torch.uint8)
+        return digest_of([as_tensor(rows.ids), mask, torch.tensor(rows.offsets)])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Returns sample `index`: tokens, labels and positions, int64 [sequence], and cu_seqlens, int32 [max_documents + 1]."""
+        if not 0 <= index < len(self._rows):
+            raise IndexError(index)
+        dtypes = {"cu_seqlens": torch.int32}
+        values = self._rows.row(index).items()
+        return {name: torch.tensor(each, dtype=dtypes.get(name, torch.int64)) for name, each in values}
 
 
 class TokensDataset(TokenDataset):

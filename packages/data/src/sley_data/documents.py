@@ -6,7 +6,6 @@ an order, a seed nor the place of the corpus matters.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
 from sley_core.api.data import Split
-from sley_core.errors import PlanError
 from sley_core.records import Problem
 from sley_data.config import TOKEN_BYTES, TextConfig, TokensConfig
 from sley_data.files import File, as_error, opened, text_files
+from sley_data.rows import bad_row, rows_of
 
 _PIECE = 1 << 10
 """Bytes of each piece of a held-out token file that is searched for in the files to train on."""
@@ -181,12 +180,11 @@ def trained_on(own: TextConfig, evaluated: TextConfig) -> str:
 def documents_inside(config: TextConfig) -> Callable[[File], Iterable[tuple[str, bytes]]] | None:
     """Returns a function that yields the documents of a file as (name, content); None if each file is one document.
 
-    The function raises PlanError "data-json" with file and line for a line that is not a JSON object with text in
-    `field`.
+    The function raises PlanError "data-json" with file and row for a row that has no text in `field`.
     """
     field, separator = config.field, config.separator
     if field is not None:
-        return lambda file: _json_lines(file, field)
+        return lambda file: _texts(file, field)
     return None if separator is None else lambda file: _separated(file, separator.encode())
 
 
@@ -235,29 +233,20 @@ def _separated(file: File, separator: bytes) -> Iterator[tuple[str, bytes]]:
             yield f"{file.name}#{number}", text
 
 
-def _json_lines(file: File, field: str) -> Iterator[tuple[str, bytes]]:
-    """Yields the non-empty texts of a file of JSON lines, named by line: `file#1`, `file#2`, ..."""
-    with opened(file.path) as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip() and (text := _text_of(line, file, number, field)):
-                yield f"{file.name}#{number}", text
-
-
-def _text_of(line: bytes, file: File, number: int, field: str) -> bytes:
-    """Returns the text of one line as UTF-8; raises PlanError "data-json" with the line's number if it has none."""
-    try:
-        value = json.loads(line)
-        text = value[field] if isinstance(value, dict) else None
-        if isinstance(text, str):
-            return text.encode()
-        why = "is no JSON object" if not isinstance(value, dict) else f"has no text as `{field}`"
-        hint = None
-    except KeyError:
-        why = f"has no `{field}`"
-        hint = f"its keys are {', '.join(f'`{key}`' for key in value)}" if value else None
-    except (ValueError, RecursionError) as error:  # UnicodeEncodeError, for half of a surrogate pair, is a ValueError
-        why, hint = f"cannot be read: {str(error) or type(error).__name__}", None
-    raise PlanError("data-json", f"line {number} of `{file.path}` {why}", path=("data", "field"), hint=hint)
+def _texts(file: File, field: str) -> Iterator[tuple[str, bytes]]:
+    """Yields the non-empty texts of a file's rows, named by row: `file#1`, `file#2`, ..."""
+    for number, row in rows_of(file, (field,) if file.is_table else None):
+        text = row.get(field, "" if file.is_table else None)  # null in a table
+        if not isinstance(text, str):
+            keys = ", ".join(f"`{key}`" for key in row)
+            why = f"has no text as `{field}`" if field in row else f"has no `{field}`"
+            raise bad_row(file, number, why, f"its keys are {keys}" if keys and field not in row else None)
+        try:
+            content = text.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair
+            raise bad_row(file, number, f"cannot be read: {error}") from None
+        if content:
+            yield f"{file.name}#{number}", content
 
 
 def num_windows(num_tokens: int, sequence: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import json
 import lzma
 import os
 import re
@@ -45,7 +46,13 @@ _OPENED: dict[bytes, Opener] = {
 SUFFIXES = frozenset({".gz", ".bz2", ".xz"})
 """The last suffix of such a file; the suffix before it tells the content: `.jsonl.gz`."""
 
+PARQUET = rb"PAR1\x15"
+ARROW_FILE = rb"ARROW1\x00\x00"
+_ARROW_STREAM = rb"\xff{4}..\x00\x00\x10\x00\x00\x00"  # a message follows, of less than 64 KiB: the schema
+_TABLES = re.compile(b"|".join((PARQUET, ARROW_FILE, _ARROW_STREAM)), re.DOTALL)
+
 _UNPACK = "unpack it, and name the files that come out"
+_COLUMN = 'name its column of texts: `field = "text"`'
 _MARKS = {
     rb"PK\x03\x04": ("a zip archive", _UNPACK),
     rb"\x28\xb5\x2f\xfd": ("compressed by zstd", "unpack it: `zstd -d`; gzip, bzip2 and xz are read as they are"),
@@ -54,8 +61,9 @@ _MARKS = {
     rb"7z\xbc\xaf\x27\x1c": ("a 7z archive", _UNPACK),
     rb"Rar!\x1a\x07": ("a rar archive", _UNPACK),
     rb".{257}ustar": ("a tar archive", _UNPACK),
-    rb"PAR1\x15": ("a Parquet table", 'write its column of texts as JSON lines, for `field = "text"`'),
-    rb"ARROW1\x00\x00": ("an Arrow table", 'write its column of texts as JSON lines, for `field = "text"`'),
+    PARQUET: ("a Parquet table", _COLUMN),
+    ARROW_FILE: ("an Arrow table", _COLUMN),
+    _ARROW_STREAM: ("an Arrow table", _COLUMN),
     rb"\x89HDF\r\n\x1a\n": ("an HDF5 file", "write its content as text or as raw token ids"),
     rb"SQLite format 3\x00": ("an SQLite database", "write its texts to files"),
     rb"%PDF-\d\.\d": ("a PDF", "convert it to text"),
@@ -76,10 +84,12 @@ _ANY = re.compile(b"|".join((*_OPENED, *_MARKS)), re.DOTALL)
 class Format:
     """Describes a file by its first bytes.
 
-    is_compressed: whether `opened` decompresses it. refused: name of its format and a hint, if it is neither text nor raw ids.
+    is_compressed: whether `opened` decompresses it. is_table: whether it is a table of Parquet or Arrow. refused: name of
+    its format and a hint, if it is neither text nor raw ids.
     """
 
     is_compressed: bool = False
+    is_table: bool = False
     refused: tuple[str, str] | None = None
 
 
@@ -94,7 +104,7 @@ def format_of(path: Path) -> Format:
         if not _ANY.match(head):
             return PLAIN
         if _marked(head, _OPENED) is None:
-            return Format(refused=_marked(head, _MARKS))
+            return Format(is_table=_TABLES.match(head) is not None, refused=_marked(head, _MARKS))
         with opened(path) as inside:
             return Format(is_compressed=True, refused=_marked(inside.read(_HEAD), _MARKS))
     except OSError:
@@ -118,7 +128,9 @@ def opened(path: Path) -> Iterator[BufferedIOBase]:
     try:
         with opener(path) as file:
             yield file
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the disk's; gzip and bz2 give none
+            raise
         message = f"`{path}` is compressed, and damaged or incomplete: {error}"
         raise PlanError("data-format", message, path=("data", "files")) from None
 
@@ -224,13 +236,15 @@ WILDCARDS = frozenset("*?[")
 class File:
     """Names a file, with its name within the corpus in forward slashes: `sub/one.txt` of `corpus/**/*.txt`.
 
-    num_bytes: its stored size. is_compressed: whether that is the size of compressed content.
+    num_bytes: its stored size. is_compressed: whether that is the size of compressed content. is_table: whether it is a table
+    of Parquet or Arrow.
     """
 
     name: str
     path: Path
     num_bytes: int
     is_compressed: bool = False
+    is_table: bool = False
 
 
 Found = tuple[list[File], list[Problem]]
@@ -289,7 +303,7 @@ def _named_by(pattern: str) -> Iterator[File]:
     """Yields the files of one path or pattern, sorted; raises `_BadPathError` if there is none."""
     alone = Path(_literal(pattern))
     if not _is_special(pattern) or alone.exists():
-        yield _alone(alone)
+        yield from _of_saved_dataset(alone) if (alone / _SAVED).is_file() else [_alone(alone)]
         return
     parts = Path(pattern).parts
     first = next(number for number, part in enumerate(parts) if _is_special(part))
@@ -341,13 +355,26 @@ def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+_SAVED = "state.json"
+
+
+def _of_saved_dataset(folder: Path) -> list[File]:
+    """Returns the files of a folder that `save_to_disk` of `datasets` has written."""
+    try:
+        names = [each["filename"] for each in json.loads((folder / _SAVED).read_text("utf-8"))["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _BadPathError("data-missing", f"`{folder / _SAVED}` does not name the data set's files: {error!r}") from None
+    return [replace(_alone(folder / name), name=f"{folder.name}/{name}") for name in names]
+
+
 def _alone(path: Path) -> File:
     """Returns the file at a plain path; raises `_BadPathError` if it is missing, empty or not a regular file."""
     if not path.exists():
         raise _BadPathError("data-missing", f"there is no file `{path}`", "a relative path starts at the plan's folder")
     stat = path.stat()
     if S_ISDIR(stat.st_mode):
-        raise _BadPathError("data-missing", f"`{path}` is a folder", f"name its files: `{path.name}/*`")
+        splits = "its splits" if (path / "dataset_dict.json").is_file() else "its files"
+        raise _BadPathError("data-missing", f"`{path}` is a folder", f"name {splits}: `{path.name}/*`")
     if not S_ISREG(stat.st_mode):
         raise _BadPathError("data-missing", f"`{path}` is not a regular file")
     if not stat.st_size:
@@ -387,10 +414,24 @@ def text_files(config: TextConfig, split: Split) -> Found:
         message = f"`{lines[0].path}` has JSON lines: braces, keys and escapes would be text too"
         hint = 'name the key of the text, as `field = "text"`; or `separator = "\\n"`, for lines as they stand'
         problems.append(Problem(("data", key), message, hint, "data-json"))
+    return _marked_files(files, problems, ("data", key), tables=config.field is not None)
+
+
+def row_files(patterns: Sequence[Path], key: KeyPath) -> Found:
+    """Returns the files of rows that paths and patterns name, as `find_files` does, and their problems."""
+    return _marked_files(*find_files(patterns, key), key, tables=True)
+
+
+def _marked_files(files: Sequence[File], problems: list[Problem], key: KeyPath, *, tables: bool) -> Found:
+    """Returns the files, each with what its first bytes say. tables: whether a table of Parquet or Arrow is none of the
+    problems.
+    """
     formats = [format_of(file.path) for file in files]
-    problems += _refused(files, formats, key)
-    marked = zip(files, formats, strict=True)
-    return [replace(file, is_compressed=True) if form.is_compressed else file for file, form in marked], problems
+    if tables:
+        formats = [replace(form, refused=None) if form.is_table and not form.is_compressed else form for form in formats]
+    pairs = zip(files, formats, strict=True)
+    marked = [replace(file, is_compressed=form.is_compressed, is_table=form.is_table) for file, form in pairs]
+    return marked, [*problems, *_refused(files, formats, key)]
 
 
 def _suffix(path: Path) -> str:
@@ -399,11 +440,11 @@ def _suffix(path: Path) -> str:
     return path.with_suffix("").suffix.lower() if suffix in SUFFIXES else suffix
 
 
-def _refused(files: Sequence[File], formats: Sequence[Format], key: str) -> Iterator[Problem]:
+def _refused(files: Sequence[File], formats: Sequence[Format], key: KeyPath) -> Iterator[Problem]:
     """Yields a problem for each file that has a format of its own."""
     for file, form in zip(files, formats, strict=True):
         if form.refused is not None:
-            yield Problem(("data", key), f"`{file.path}` is {form.refused[0]}", form.refused[1], "data-format")
+            yield Problem(key, f"`{file.path}` is {form.refused[0]}", form.refused[1], "data-format")
 
 
 def token_files(config: TokensConfig, split: Split) -> Found:
@@ -413,7 +454,7 @@ def token_files(config: TokensConfig, split: Split) -> Found:
     formats = [format_of(file.path) for file in files]
     packed = ("compressed", "unpack it: token files are mapped into memory")
     formats = [replace(form, refused=packed) if form.is_compressed else form for form in formats]
-    problems += _refused(files, formats, key)
+    problems += _refused(files, formats, ("data", key))
     for file in [] if problems else files:
         if file.num_bytes % TOKEN_BYTES[config.dtype]:
             message = f"`{file.path}` has {file.num_bytes} bytes, which is no whole number of {config.dtype} tokens"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sley_core.hookspecs import hookimpl
 from sley_core.records import DatasetRecord
-from sley_data.config import TextConfig, TokensConfig
+from sley_data.config import ChatConfig, TextConfig, TokensConfig
 
 
 @hookimpl
@@ -18,6 +18,15 @@ def sley_records() -> list[DatasetRecord]:
             check=check,
             text_ids="sley_data.tokenizer:text_ids",
             trained_on="sley_data.documents:trained_on",
+        ),
+        DatasetRecord(
+            name="chat",
+            config=ChatConfig,
+            build="sley_data.datasets:ChatDataset",
+            check="sley_data.check:check_chat",
+            text_ids="sley_data.chat_template:text_ids",
+            trained_on="sley_data.conversations:trained_on",
+            rows="sley_data.chat:ChatRows",
         ),
         DatasetRecord(name="tokens", config=TokensConfig, build="sley_data.datasets:TokensDataset", check=check),
     ]

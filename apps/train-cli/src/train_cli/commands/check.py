@@ -137,7 +137,9 @@ def _extras(document: Document) -> dict[str, str]:
     """Returns the extras that the plan needs, separated by commas, by the plugin that has them."""
     named = {value for _, value in _strings(document.tables.get("metrics"))}
     writers = (writer for writer in ("tensorboard", "wandb") if f"metrics.{writer}" in named)
-    return {"metrics": ",".join(writers), "data": "tokenizers" if "tokenizer" in _table(document, "data") else ""}
+    data = _table(document, "data")
+    extra = "chat" if data.get("use") == "data.chat" else "tokenizers" if "tokenizer" in data else ""
+    return {"metrics": ",".join(writers), "data": extra}
 
 
 def _requirement(name: str, loader: Loader, extras: Mapping[str, str]) -> str:

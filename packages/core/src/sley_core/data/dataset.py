@@ -129,6 +129,23 @@ def is_stream(dataset: Any) -> bool:
     return not indexed or "torch.utils.data.dataset.IterableDataset" in names
 
 
+class DataRows(Protocol):
+    """The samples of one split as lists of numbers, without torch, for `train-cli data show`.
+
+    counts: `documents`, `tokens` and `trained` (those that a label asks for), `padding` (positions without a token), `longest`
+    (the tokens of a document), `dropped` (documents left out or cut, by reason).
+    """
+
+    @property
+    def counts(self) -> Mapping[str, Any]: ...
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> Mapping[str, Sequence[int]]:
+        """Returns the fields of sample `index`."""
+        ...
+
+
 class TextIds(Protocol):
     """Converts text to token ids and back.
 

@@ -1,0 +1,160 @@
+"""`train-cli data show PLAN`: counts of a plan's data, and samples as the model will see them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import typer
+
+from sley_core.data.dataset import IGNORED, DataContext, DataRows, Split
+from sley_core.errors import UsageError
+from sley_core.plan.load import load_plan
+from sley_core.records import DatasetRecord
+from train_cli.options import FormatOption, OutputFormat, PlanArgument, SetOption
+
+if TYPE_CHECKING:
+    from sley_core.data.dataset import Dataset, TextIds
+    from sley_core.plan.plan import Plan
+
+data = typer.Typer(no_args_is_help=True, help="Show what a plan's model will see of its data.")
+
+_COLORS = {"trained": "\x1b[1;32m", "context": "", "padding": "\x1b[2m"}
+_PLAIN = {"trained": ("[", "]"), "context": ("", ""), "padding": ("", "")}
+_MOST = 10_000
+"""The samples of a data set that does not count them itself."""
+
+
+@data.callback()
+def _data() -> None:
+    """Makes `data` a command with commands of its own."""
+
+
+@data.command()
+def show(
+    plan: PlanArgument,
+    split: Annotated[str, typer.Option("--split", metavar="train|held_out", help="The split to show.")] = "train",
+    sample: Annotated[int | None, typer.Option("--sample", metavar="N", min=0, help="Show sample N, too.")] = None,
+    overrides: SetOption = None,
+    form: FormatOption = OutputFormat.text,
+) -> None:
+    """Print counts of the plan's data, and a sample: what is trained on, what is context, where documents begin."""
+    if split not in ("train", "held_out"):
+        raise UsageError("no-split", f"there is no split `{split}`", hint="`train` or `held_out`")
+    resolved = load_plan(plan, overrides or [])
+    rows = _rows(resolved, cast(Split, split))
+    counts = _with_packing(rows)
+    if sample is not None and sample >= len(rows):
+        raise UsageError("no-sample", f"the split has {len(rows)} samples: 0 to {len(rows) - 1}")
+    row = rows.row(sample) if sample is not None else None
+    if form is OutputFormat.json:
+        value = {"split": split, "samples": len(rows), **counts}
+        if row is not None:
+            value["sample"] = {name: list(values) for name, values in row.items()}
+        print(json.dumps(value))
+        return
+    print(f"{split}: {len(rows)} samples")
+    for name, count in counts.items():
+        if name == "dropped":
+            for reason, number in count.items():
+                print(f"  {'dropped':<11}{number}: {reason}")
+        else:
+            print(f"  {name:<11}{'unknown' if count is None else f'{count:.2%}' if name == 'packing' else count}")
+    if row is not None:
+        print(f"\nsample {sample}, with its labels in {'green' if _has_color() else 'brackets'}:")
+        for line in document_lines(row, _text_ids(resolved), color=_has_color()):
+            print(line)
+
+
+def _has_color() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def _with_packing(rows: DataRows) -> dict[str, Any]:
+    counts = dict(rows.counts)
+    positions = counts["tokens"] + counts["padding"]
+    counts["packing"] = counts["tokens"] / positions if positions else None
+    return counts
+
+
+def _rows(plan: Plan, split: Split) -> DataRows:
+    record = plan.data.record
+    if isinstance(record, DatasetRecord) and record.rows is not None:
+        rows: DataRows = record.load(record.rows)(plan.data.config, split)
+        return rows
+    return _Samples(plan, split)
+
+
+class _Samples:
+    """The samples of any data set of token ids, counted one by one; the first `_MOST` of them.
+
+    Raises UsageError "no-tokens" for a data set of something else, or without a length.
+    """
+
+    def __init__(self, plan: Plan, split: Split) -> None:
+        from sley_core.data.dataset import is_stream
+        from sley_core.data.factory import open_dataset
+
+        dataset = open_dataset(plan.data, DataContext(plan.run.seed, split))
+        if is_stream(dataset) or not {"tokens", "labels"} <= dataset.info.fields.keys():
+            hint = "it shows data sets with a length whose samples have `tokens` and `labels`"
+            raise UsageError("no-tokens", f"`{plan.data.name}` gives no tokens by number", hint=hint)
+        self._dataset = cast("Dataset", dataset)
+
+    @property
+    def counts(self) -> Mapping[str, Any]:
+        tokens = trained = 0
+        for index in range(min(len(self), _MOST)):
+            row = self.row(index)
+            tokens += len(row["tokens"])
+            trained += sum(label >= 0 for label in row["labels"])
+        dropped = {f"not counted: samples after the first {_MOST}": len(self) - _MOST} if len(self) > _MOST else {}
+        return {"documents": None, "tokens": tokens, "trained": trained, "padding": 0, "longest": None, "dropped": dropped}
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def row(self, index: int) -> Mapping[str, Sequence[int]]:
+        return {name: value.tolist() for name, value in self._dataset[index].items()}
+
+
+def _text_ids(plan: Plan) -> TextIds | None:
+    record = plan.data.record
+    if not isinstance(record, DatasetRecord) or record.text_ids is None:
+        return None
+    ids: TextIds = record.load(record.text_ids)(plan.data.config, None)
+    return ids
+
+
+def document_lines(row: Mapping[str, Sequence[int]], ids: TextIds | None, *, color: bool) -> Iterator[str]:
+    """Yields the documents of a sample, each after a line with its positions. ids: None prints numbers in place of text.
+
+    A token is marked if a label asks for it, that is if the position before it is trained.
+    """
+    tokens, labels = row["tokens"], row["labels"]
+    starts = sorted({*row.get("cu_seqlens", (0,)), len(tokens)})
+    for start, stop in pairwise(starts):
+        is_padding = not any(tokens[start:stop]) and all(label == IGNORED for label in labels[start:stop]) and start > 0
+        yield f"-- positions {start} to {stop - 1}{': padding' if is_padding else ''}"
+        if is_padding:
+            continue
+        values = [*tokens[start:stop], *([labels[stop - 1]] if labels[stop - 1] >= 0 else [])]
+        kinds: list[Literal["trained", "context"]] = ["context"]
+        kinds += ["trained" if label >= 0 else "context" for label in labels[start : start + len(values) - 1]]
+        yield "".join(_marked(values, kinds, ids, color=color))
+
+
+def _marked(values: Sequence[int], kinds: Sequence[str], ids: TextIds | None, *, color: bool) -> Iterator[str]:
+    """Yields the text of runs of tokens of one kind, each in its color or brackets."""
+    start = 0
+    for place in range(1, len(values) + 1):
+        if place == len(values) or kinds[place] != kinds[start]:
+            run = values[start:place]
+            text = "".join(ids.decode(run)) if ids is not None else " ".join(map(str, run)) + " "
+            before, after = (_COLORS[kinds[start]], "\x1b[0m") if color else _PLAIN[kinds[start]]
+            yield f"{before}{text}{after}"
+            start = place

@@ -1,0 +1,158 @@
+"""A plan of chats: in every layout the numbers of a plain loop over the same conversations, one by one, and `data show`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.config import CrossEntropyConfig
+from sley_core.data.dataset import IGNORED
+from sley_core.losses.cross_entropy import CrossEntropy
+from sley_core.plan.load import plan_from_dict
+from sley_testing.plain import PlainLoop, decay_groups
+from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.runs import Recorded, assert_parity_of_parts, record, weights
+from train_cli.main import main
+
+NUM_STEPS = 2
+SPECIAL = ["<|im_start|>", "<|im_end|>"]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with conversations, a tokenizer of bytes, and a plan."""
+    folder = tmp_path_factory.mktemp("chats")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_alone = Tokenizer(models.BPE({token: number for number, token in enumerate(alphabet)}, []))
+    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_alone.decoder = decoders.ByteLevel()
+    bytes_alone.add_special_tokens(SPECIAL)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_alone, eos_token="<|im_end|>", chat_template=TEMPLATE)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    random = Random(3)
+    with (folder / "chats.jsonl").open("w") as file:
+        for _ in range(120):
+            turns = range(2 * random.randint(1, 2))
+            content = ["".join(random.choices("abc de", k=random.randint(1, 12))) for _ in turns]
+            messages = [{"role": ("user", "assistant")[turn % 2], "content": content[turn]} for turn in turns]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    (folder / "plan.toml").write_text(
+        '[run]\nname = "chat"\nsteps = 1\n[model]\nuse = "models.llama"\nnum_layers = 1\nhidden = 16\nheads = 2\n'
+        '[data]\nuse = "data.chat"\nfiles = ["chats.jsonl"]\ntokenizer = "tokenizer"\nsequence = 160\nheld_out = 0.1\n'
+        '[batch]\nglobal_size = 4\nmicro_size = 1\n[optimizer]\nuse = "core.adamw"\nlr = 1e-3\n',
+        "utf-8",
+    )
+    return folder
+
+
+def plan(**changes: Any) -> Tables:
+    chat = {"use": "data.chat", "files": ["chats.jsonl"], "tokenizer": "tokenizer", "sequence": 160}
+    return changed(small_plan(data=chat, optimizer__eps=1e-3, batch={"global_size": 4, "micro_size": 1}), **changes)
+
+
+BUCKETS = [{"use": "dp.bucketed", "bucket_mb": 0.002}]
+LAYOUTS: dict[str, Tables] = {
+    "dp 2": {"parallel__dp": 2, "gradient_handlers": BUCKETS},
+    "pp 2": {"parallel__pp": 2, "pipeline__use": "pp.one_f_one_b"},
+    "wp 2": {"parallel__dp": 2, "parallel__wp": 2, "weights__use": "isp.communicator"},
+    "sp 2": {"parallel__sp": 2, "sequence__use": "isp.all_to_all", "gradient_handlers": BUCKETS},
+    "canonical": {"parallel__dp": 2, "parallel__reduction": "canonical", "gradient_handlers": BUCKETS},
+}
+
+
+@pytest.fixture(scope="module")
+def one_by_one(folder: Path) -> Recorded:
+    """The steps of a plain loop, for which each conversation of a batch is a batch of its own, without boundaries."""
+    with World.alone("cpu") as world, assemble(plan_from_dict(plan(), folder), world) as run:
+        first = weights(run)
+        batches = [run.samples.splitter.fed(run.feed.next()).micros for _ in range(NUM_STEPS)]
+        layers = [(layer.name, layer.module) for layer in run.layers]
+    loop = PlainLoop(
+        layers,
+        CrossEntropy(CrossEntropyConfig()),
+        optimizer=lambda named: torch.optim.AdamW(decay_groups(named, 0.1), lr=3e-3, betas=(0.9, 0.95), eps=1e-3),
+        clip_norm=0.5,
+    )
+    loop.load(first)
+    recorded = Recorded(first=first)
+    for number, micros in enumerate(batches):
+        conversations = []
+        for micro in micros:
+            for start, stop in pairwise(micro["cu_seqlens"][0].tolist()):
+                if (micro["labels"][0, start:stop] != IGNORED).any():
+                    fields = {name: micro[name][:, start:stop] for name in ("tokens", "labels", "positions")}
+                    conversations.append(fields | {"cu_seqlens": torch.tensor([[0, stop - start]], dtype=torch.int32)})
+        assert len(conversations) > 2 * len(micros)
+        step = loop.step(conversations)
+        tokens = sum(micro["tokens"].numel() for micro in micros)
+        recorded.rows.append({"step": number + 1, "loss": step.loss, "grad_norm": step.grad_norm, "tokens": tokens})
+        recorded.gradients.append(step.gradients)
+    recorded.weights = first | loop.weights
+    return recorded
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_chats_train_as_one_by_one(ranks: Any, folder: Path, one_by_one: Recorded, layout: str) -> None:
+    found = ranks(2)(record, plan(**LAYOUTS[layout]), NUM_STEPS, folder=folder)
+    assert_parity_of_parts(one_by_one, found, "fp64")
+
+
+def test_data_show_prints_what_the_model_will_see(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "plan.toml"
+    assert main(["data", "show", str(path), "--sample", "1", "--format", "json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["documents"] + json.loads(_held_out(path, capsys))["documents"] == 120
+    assert shown["trained"] < shown["tokens"]
+    assert shown["packing"] == shown["tokens"] / (shown["tokens"] + shown["padding"])
+    assert shown["dropped"] == {}
+    assert {name: len(shown["sample"][name]) for name in ("tokens", "labels")} == {"tokens": 160, "labels": 160}
+
+    assert main(["data", "show", str(path), "--sample", "1"]) == 0
+    text = capsys.readouterr().out
+    answers = [part.partition("]\n")[0] for part in text.split("<|im_start|>assistant\n[")[1:]]
+    assert answers
+    assert all(answer.endswith("<|im_end|>") for answer in answers)
+    assert "-- positions 0 to" in text
+    assert main(["data", "show", str(path), "--sample", "99999"]) == 2
+    assert main(["data", "show", str(path), "--split", "test"]) == 2
+
+
+def _held_out(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["data", "show", str(path), "--split", "held_out", "--format", "json"]) == 0
+    return capsys.readouterr().out
+
+
+def test_data_show_counts_any_data_set_of_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "a.txt").write_text("hello world, " * 20, "utf-8")
+    changes = ['data={use="data.text", files=["a.txt"], sequence=16, held_out=0.0, documents="cut"}']
+    options = [option for change in changes for option in ("--set", change)]
+    assert main(["data", "show", str(folder / "plan.toml"), "--format", "json", "--sample", "0", *options]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["samples"], shown["trained"]) == (17, 259)
+    assert bytes(shown["sample"]["tokens"]) == b"hello world, hel"
+
+
+@pytest.mark.timeout(60)
+def test_data_show_needs_no_torch(folder: Path) -> None:
+    """With an import of torch that fails, as where it is not installed."""
+    code = "import sys; sys.modules['torch'] = None; from train_cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "data", "show", str(folder / "plan.toml"), "--sample", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+    assert done.returncode == 0, done.stderr
+    assert "trained" in done.stdout

@@ -1,0 +1,200 @@
+"""Packs conversations whole into rows of one length, with their labels and boundaries; torch-free."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sley_core.api.data import IGNORED, Split
+from sley_core.errors import PlanError
+from sley_data.chat_template import ChatTemplate, Encoded
+from sley_data.config import ChatConfig
+from sley_data.conversations import Conversation, nothing_left, read_conversations
+
+
+@dataclass
+class Fates:
+    """What became of the conversations of a split.
+
+    documents: conversations read. samples: sequences of tokens that they gave, more where a template rewrites earlier turns.
+    tokens, trained: of those that are packed. longest: tokens of the longest conversation. dropped: conversations by reason.
+    """
+
+    documents: int = 0
+    samples: int = 0
+    tokens: int = 0
+    trained: int = 0
+    longest: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    first_dropped: dict[str, str] = field(default_factory=dict)
+    copied: int = 0
+
+    def drop(self, reason: str, name: str) -> None:
+        """Counts one conversation."""
+        self.dropped[reason] += 1
+        self.first_dropped.setdefault(reason, name)
+
+    def notes(self) -> list[str]:
+        """Returns sentences for the user."""
+        notes = [f"{self.copied} conversations of `files` are in `held_out_files` too: they are not trained on"] * bool(
+            self.copied
+        )
+        for reason, count in self.dropped.items():
+            first = self.first_dropped[reason]
+            fate = "cut" if reason == CUT else "left out"
+            notes.append(f"{count} of {self.documents} conversations are {fate}, `{first}` first: {reason}")
+        return notes
+
+
+TOO_LONG = "longer than `sequence`"
+CUT = "longer than `sequence`, and cut there"
+NOT_TRAINED = "nothing in it is trained on"
+
+
+class ChatRows:
+    """The rows of a split: whole conversations, packed by best fit into `sequence` positions each.
+
+    A conversation of n tokens takes n - 1 positions: its last token is a label only. `ids` and `is_trained` hold those of all
+    conversations joined, `rows[r]` the numbers of the conversations of row r, in the order in which they lie in it.
+    Construction reads, renders and tokenizes all. Raises PlanError "data-short" without a conversation, "data-too-long" for one
+    that the plan refuses, and "chat-mask" if no token is trained on, or if all are.
+    """
+
+    def __init__(self, config: ChatConfig, split: Split) -> None:
+        self.sequence = config.sequence
+        self.template = ChatTemplate(config.tokenizer, config.template)
+        self.fates = Fates()
+        self.ids = array("H" if self.template.vocab_size <= 1 << 16 else "I")
+        self.is_trained = bytearray()
+        self.offsets = array("q", [0])
+        conversations, self.fates.copied = read_conversations(config, split)
+        self.fates.documents = len(conversations)
+        for conversation, samples, reason in self.template.encode(conversations, config):
+            self._take(conversation, samples, reason, config)
+        if not conversations:
+            raise nothing_left(config, split)
+        if not self.fates.samples or (config.train_on != "all" and self._has_one_mask()):
+            raise self._no_mask(config, conversations[0])
+        lengths = [stop - start - 1 for start, stop in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
+        self.rows = best_fit(lengths, config.sequence)
+        self.max_documents = max(map(len, self.rows)) + 1  # the last is the padding
+
+    def _take(self, conversation: Conversation, samples: Sequence[Encoded], reason: str, config: ChatConfig) -> None:
+        """Appends the samples of one conversation, or counts why they are left out."""
+        fates = self.fates
+        if reason:
+            fates.drop(reason, conversation.name)
+        for sample in samples:
+            fates.longest = max(fates.longest, len(sample.ids))
+            limit = config.sequence + 1
+            if len(sample.ids) > limit:
+                if config.too_long == "refuse":
+                    message = f"`{conversation.name}` has {len(sample.ids)} tokens, more than `sequence` has positions"
+                    hint = 'raise `sequence`, or say `too_long = "drop"` or "cut"'
+                    raise PlanError("data-too-long", message, path=("data", "too_long"), hint=hint)
+                fates.drop(TOO_LONG if config.too_long == "drop" else CUT, conversation.name)
+                if config.too_long == "drop":
+                    continue
+            is_trained = bytearray(len(sample.ids))
+            for start, stop in sample.trained:
+                is_trained[start:stop] = b"\x01" * (stop - start)
+            num_trained = sum(is_trained[1:limit])  # the first token is no label
+            if not num_trained:
+                fates.drop(NOT_TRAINED, conversation.name)
+                continue
+            self.ids.extend(sample.ids[:limit])
+            self.is_trained += is_trained[:limit]
+            self.offsets.append(len(self.ids))
+            fates.samples += 1
+            fates.tokens += min(len(sample.ids), limit)
+            fates.trained += num_trained
+
+    def _has_one_mask(self) -> bool:
+        return self.fates.trained == self.fates.tokens - self.fates.samples
+
+    def _no_mask(self, config: ChatConfig, first: Conversation) -> PlanError:
+        """Returns the PlanError "chat-mask", which shows the first conversation."""
+        which = "all tokens are trained on" if self.fates.samples else "no conversation has a token to train on"
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in self.fates.dropped.items())
+        try:
+            shown = self.template.text(first.messages, first.tools)
+        except ValueError as error:
+            shown = str(error)
+        message = f"{which}{f' ({reasons})' if reasons else ''}; the first conversation, `{first.name}`, is {shown[:500]!r}"
+        hint = 'are its roles "user" and "assistant"? `train_on = "all"` trains on every token'
+        return PlanError("chat-mask", message, path=("data", "train_on"), hint=hint)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, index: int) -> dict[str, list[int]]:
+        """Returns row `index`, each [sequence]: tokens, labels and positions; and `cu_seqlens` [max_documents + 1].
+
+        After the conversations come token 0 with ignored labels, a document of its own, so that nothing attends to it.
+        """
+        tokens: list[int] = []
+        labels: list[int] = []
+        positions: list[int] = []
+        starts = []
+        for number in self.rows[index]:
+            start, stop = self.offsets[number], self.offsets[number + 1]
+            starts.append(len(tokens))
+            ids = self.ids[start:stop]
+            tokens += ids[:-1]
+            labels += [
+                token if kept else IGNORED for token, kept in zip(ids[1:], self.is_trained[start + 1 : stop], strict=True)
+            ]
+            positions += range(stop - start - 1)
+        left = self.sequence - len(tokens)
+        starts.append(len(tokens))
+        starts += [self.sequence] * (self.max_documents + 1 - len(starts))
+        padding = [0] * left, [IGNORED] * left, range(left)
+        return {
+            "tokens": tokens + padding[0],
+            "labels": labels + padding[1],
+            "positions": [*positions, *padding[2]],
+            "cu_seqlens": starts,
+        }
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """The counts of `DataRows`."""
+        fates = self.fates
+        return {
+            "documents": fates.documents,
+            "tokens": fates.tokens,
+            "trained": fates.trained,
+            "padding": len(self.rows) * self.sequence - (fates.tokens - fates.samples),
+            "longest": fates.longest,
+            "dropped": dict(fates.dropped),
+        }
+
+
+def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Returns bins of numbers of `lengths`, each of at most `size` together: best fit, the longest first.
+
+    A bin's numbers ascend, and bins are in the order of their first ones. Every length is between 1 and `size`. Best-fit
+    decreasing needs at most 11/9 of the fewest bins, and a few more (Johnson et al., 1974).
+    """
+    bins: list[list[int]] = []
+    by_space: list[list[int]] = [[] for _ in range(size + 1)]  # bins, by what is left in them
+    spaces = 0  # bit s is set if some bin has s left
+    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        length = lengths[number]
+        enough = spaces >> length
+        space = length + (enough & -enough).bit_length() - 1 if enough else size
+        if enough:
+            chosen = by_space[space].pop()
+            if not by_space[space]:
+                spaces ^= 1 << space
+        else:
+            chosen = len(bins)
+            bins.append([])
+        bins[chosen].append(number)
+        by_space[space - length].append(chosen)
+        if space > length:  # a full bin takes no more
+            spaces |= 1 << space - length
+    return sorted(map(sorted, bins))

@@ -1,0 +1,189 @@
+"""Reads conversations: the messages of a row, in the form that chat templates take; torch-free.
+
+    messages                  [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]
+    conversations             the same, or ShareGPT's [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}, ...]
+    prompt and completion     two texts, or two lists of messages; only the completion is trained on
+
+Further keys of a message (`tool_calls`, `name`, `reasoning_content`, ...) and a row's `tools` go to the template as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+from sley_core.api.data import Split
+from sley_core.errors import PlanError
+from sley_data.config import ChatConfig
+from sley_data.documents import Content, among, content_of, in_share
+from sley_data.files import File, Found, as_error, row_files
+from sley_data.rows import bad_row, rows_of
+
+Message = dict[str, Any]
+
+KEYS = ("messages", "conversations", "prompt", "completion", "tools")
+
+SHAREGPT = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""Roles by ShareGPT's names for them."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One conversation.
+
+    name: its file and row. first_trained: the number of the first message that may be trained on.
+    """
+
+    name: str
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None = None
+    first_trained: int = 0
+
+    @property
+    def trained_turns(self) -> list[int]:
+        """The numbers of the assistant's messages that may be trained on."""
+        messages = enumerate(self.messages)
+        return [number for number, each in messages if each["role"] == "assistant" and number >= self.first_trained]
+
+    def content(self) -> Content:
+        """Returns what identifies it: its messages and tools."""
+        return content_of(json.dumps([self.messages, self.tools], sort_keys=True, default=str).encode("utf-8", "surrogatepass"))
+
+
+def chat_files(config: ChatConfig, split: Split) -> Found:
+    """Returns the files that hold a split: `files` for both without `held_out_files`; and their problems."""
+    key = "held_out_files" if split == "held_out" and config.held_out_files else "files"
+    return row_files(getattr(config, key), ("data", key))
+
+
+def read_conversations(config: ChatConfig, split: Split) -> tuple[list[Conversation], int]:
+    """Returns the conversations of a split, in the order of the files, and how many of `files` were left out because
+    `held_out_files` has them too.
+
+    Raises PlanError with every file that has a problem, or with the first row that is no conversation.
+    """
+    everything = _all_of(config, split)
+    if config.held_out_files:
+        if split == "held_out":
+            return everything, 0
+        held_out = (each.content() for each in _all_of(config, "held_out"))
+        copied = among([each.content() for each in everything], held_out)
+        return list(compress(everything, (not each for each in copied))), sum(copied)
+    is_held_out = in_share((each.content() for each in everything), config.held_out)
+    return list(compress(everything, (each == (split == "held_out") for each in is_held_out))), 0
+
+
+def _all_of(config: ChatConfig, split: Split) -> list[Conversation]:
+    files, problems = chat_files(config, split)
+    if problems:
+        raise as_error(problems)
+    return [each for file in files for each in conversations_in(file, config.field)]
+
+
+def conversations_in(file: File, field: str | None) -> Iterator[Conversation]:
+    """Yields the conversations of a file. field: the key of the messages, None for the usual ones.
+
+    Raises PlanError "data-json" for a row that is no conversation, with what its keys are.
+    """
+    columns = KEYS if field is None else (field, "tools")
+    for number, row in rows_of(file, columns if file.is_table else None):
+        try:
+            yield _conversation(row, field, f"{file.name}#{number}")
+        except ValueError as error:
+            raise bad_row(file, number, str(error)) from None
+
+
+def _conversation(row: dict[str, Any], field: str | None, name: str) -> Conversation:
+    """Returns the conversation of a row; raises ValueError that says why it is none."""
+    tools = row.get("tools")
+    if isinstance(tools, str):  # tables have no type for a schema of any form
+        tools = json.loads(tools) if tools.strip() else None
+    tools = tools or None
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError("has `tools` that are not a list")
+    key = field if field is not None else next((key for key in ("messages", "conversations") if key in row), None)
+    if key is not None and key in row:
+        return Conversation(name, _messages(row[key], key), tools)
+    if field is None and "prompt" in row and "completion" in row:
+        prompt = _messages(row["prompt"], "prompt", role="user")
+        return Conversation(name, [*prompt, *_messages(row["completion"], "completion", role="assistant")], tools, len(prompt))
+    wanted = f"`{field}`" if field is not None else "`messages`, `conversations`, or `prompt` and `completion`"
+    raise ValueError(f"has no {wanted}; its keys are {', '.join(f'`{key}`' for key in row) or 'none'}")
+
+
+def _messages(value: Any, key: str, role: str | None = None) -> list[Message]:
+    """Returns a list of messages. role: that of a plain text, which is one message; None if a text is none."""
+    if role is not None and isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if isinstance(value, str):  # some tables keep them as JSON
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = None
+    if not isinstance(value, list):
+        raise ValueError(f"has `{key}` that is no list of messages")
+    return [_message(each, number) for number, each in enumerate(value, start=1)]
+
+
+def _message(value: Any, number: int) -> Message:
+    if not isinstance(value, dict):
+        raise ValueError(f"has as message {number} no object with `role` and `content`")
+    message = dict(value)
+    if "role" not in message and isinstance(message.get("from"), str):
+        name = message.pop("from")
+        if name not in SHAREGPT:
+            raise ValueError(f"has as message {number} one `from` {name!r}; known are {', '.join(map(repr, SHAREGPT))}")
+        message["role"] = SHAREGPT[name]
+        message["content"] = message.pop("value", None)
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"has no `role` in message {number}")
+    content = message.get("content")
+    if isinstance(content, list):
+        message["content"] = "".join(_text_of(part, number) for part in content)
+    elif content is None and message.get("tool_calls"):
+        message["content"] = ""
+    elif not isinstance(content, str):
+        raise ValueError(f"has no text as `content` of message {number}")
+    return message
+
+
+def _text_of(part: Any, number: int) -> str:
+    """Returns the text of one part of a content; raises ValueError for an image or sound."""
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise ValueError(f"has a part of type {kind!r} in message {number}; text alone is trained on")
+
+
+def trained_on(own: ChatConfig, evaluated: ChatConfig) -> str:
+    """Says how many held-out conversations of `evaluated` a run on `own` was trained on; returns "" if there are none."""
+    if chat_files(evaluated, "held_out")[1]:
+        return ""  # the evaluation reports it
+    if problems := chat_files(own, "train")[1]:
+        return f"whether the run has trained on the held-out conversations is not known: {problems[0].message}"
+    held_out, trained = read_conversations(evaluated, "held_out")[0], read_conversations(own, "train")[0]
+    count = sum(among([each.content() for each in held_out], (each.content() for each in trained)))
+    if not count:
+        return ""
+    return f"the run has trained on {count} of the {len(held_out)} held-out conversations: this is no held-out loss"
+
+
+def nothing_left(config: ChatConfig, split: Split) -> PlanError:
+    """Returns the PlanError "data-short" for a split without a conversation."""
+    if split == "held_out":
+        hint = "name `held_out_files`, or raise `held_out`"
+        return PlanError("held-out", "there is no held-out conversation to evaluate on", path=("evaluation",), hint=hint)
+    return PlanError("data-short", "there is no conversation to train on", path=("data", "files"))

@@ -1,0 +1,188 @@
+"""Rows of `data.chat`: every conversation once and whole, with its labels; packed tightly; what is left out is counted."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from chat_templates import save_tokenizer, template_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sley_core.data.dataset import IGNORED, DataContext
+from sley_core.errors import PlanError
+from sley_data.chat import CUT, NOT_TRAINED, TOO_LONG, ChatRows, best_fit
+from sley_data.check import check_chat
+from sley_data.config import ChatConfig
+from sley_data.conversations import read_conversations, trained_on
+from sley_data.datasets import ChatDataset
+
+
+def chat(*texts: str) -> dict[str, Any]:
+    return {"messages": [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"), template_of("chatml", blocks=False))
+
+
+@pytest.fixture
+def table(tmp_path: Path, tokenizer: Path) -> Any:
+    """A function that writes rows to a file, and returns the table of a data set of it."""
+
+    def make(rows: list[Any], **more: Any) -> ChatConfig:
+        (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+        values = {"files": [str(tmp_path / "chats.jsonl")], "tokenizer": str(tokenizer), "sequence": 64, "held_out": 0.0}
+        return ChatConfig.model_validate(values | more)
+
+    return make
+
+
+def documents(rows: ChatRows) -> list[tuple[list[int], list[int]]]:
+    """The tokens and labels of each conversation in the rows; of the padding nothing but that it is none."""
+    pieces = []
+    for number in range(len(rows)):
+        row = rows.row(number)
+        assert {name: len(row[name]) for name in ("tokens", "labels", "positions")} == dict.fromkeys(
+            ("tokens", "labels", "positions"), rows.sequence
+        )
+        assert len(row["cu_seqlens"]) == rows.max_documents + 1
+        for start, stop in pairwise(row["cu_seqlens"]):
+            assert row["positions"][start:stop] == list(range(stop - start))
+            if stop > start and any(label != IGNORED for label in row["labels"][start:stop]):
+                pieces.append((row["tokens"][start:stop], row["labels"][start:stop]))
+            else:
+                assert not any(row["tokens"][start:stop])
+    return pieces
+
+
+def test_every_conversation_comes_once_with_the_labels_of_its_answers(table: Any) -> None:
+    random = Random(0)
+    texts = [["q" * random.randint(0, 9), "a" * random.randint(0, 20)] * random.randint(1, 2) for _ in range(40)]
+    rows = ChatRows(table([chat(*each) for each in texts], sequence=160), "train")
+    pieces = documents(rows)
+    decoded = Counter()
+    for tokens, labels in pieces:
+        whole = [*tokens, labels[-1]]
+        text = rows.template.tokenizer.decode([token for token in whole if token >= 0])
+        answers = rows.template.tokenizer.decode([label for label in labels if label != IGNORED])
+        assert all(label in (IGNORED, token) for token, label in zip(whole[1:], labels, strict=True))
+        said = [part.partition("<|im_end|>")[0] + "<|im_end|>" for part in text.split("assistant\n")[1:]]
+        assert answers == "".join(said)
+        decoded[answers] += 1
+    assert decoded == Counter("".join(f"{text}<|im_end|>" for text in each[1::2]) for each in texts)
+    assert rows.counts["documents"] == len(pieces) == 40
+    assert rows.counts["trained"] == sum(label != IGNORED for _, labels in pieces for label in labels)
+
+
+def test_the_dataset_is_the_rows_as_tensors(table: Any) -> None:
+    config = table([chat("a", "b"), chat("c", "d")])
+    dataset, rows = ChatDataset(config, DataContext()), ChatRows(config, "train")
+    assert len(dataset) == len(rows) == 1
+    assert {name: value.tolist() for name, value in dataset[0].items()} == rows.row(0)
+    assert dataset.info.fields.keys() == dataset[0].keys()
+    assert {name: str(value.dtype) for name, value in dataset[0].items()} == {
+        name: f"torch.{field.dtype}" for name, field in dataset.info.fields.items()
+    }
+    digests = {ChatDataset(table(each), DataContext()).data_digest for each in ([chat("a", "b")], [chat("a", "c")])}
+    assert len(digests) == 2
+    assert dataset.data_digest == ChatDataset(table([chat("a", "b"), chat("c", "d")]), DataContext()).data_digest
+    with pytest.raises(IndexError):
+        dataset[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "count", "fate", "num_samples"),
+    [({}, 1, TOO_LONG, 1), ({"too_long": "cut"}, 2, CUT, 2), ({"sequence": 256}, 2, None, 2)],
+)
+def test_what_is_too_long(table: Any, more: dict[str, Any], count: int, fate: str | None, num_samples: int) -> None:
+    rows = ChatRows(table([chat("a", "b"), chat("a", "z" * 100)], **more), "train")
+    assert rows.fates.samples == num_samples
+    assert rows.fates.dropped == (Counter({fate: 1}) if fate else Counter())
+    assert len(documents(rows)) == count
+    assert all("chats.jsonl#2" in note for note in rows.fates.notes())
+
+
+def test_too_long_can_be_refused(table: Any) -> None:
+    with pytest.raises(PlanError, match=r"chats.jsonl#2.* tokens, more than `sequence`"):
+        ChatRows(table([chat("a", "b"), chat("a", "z" * 100)], too_long="refuse"), "train")
+
+
+def test_a_mask_of_zeros_or_ones_is_refused_with_the_first_conversation(table: Any) -> None:
+    for rows in ([chat("only the user speaks")], [{"messages": [{"role": "Assistant", "content": "only the user speaks"}]}]):
+        with pytest.raises(PlanError, match=r"no conversation has a token to train on.*only the user speaks"):
+            ChatRows(table(rows), "train")
+    everything = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    config = table([chat("a", "only this")])
+    template = config.files[0].with_name("template.jinja")
+    template.write_text(everything, "utf-8")
+    with pytest.raises(PlanError, match=r"all tokens are trained on.*only this"):
+        ChatRows(config.model_copy(update={"template": template}), "train")
+    assert ChatRows(table([chat("a", "b")], train_on="all"), "train").counts["trained"] > 0
+
+
+def test_a_conversation_without_an_answer_is_left_out_and_said(table: Any) -> None:
+    rows = ChatRows(table([chat("a"), chat("a", "b")]), "train")
+    assert rows.fates.notes() == [f"1 of 2 conversations are left out, `chats.jsonl#1` first: {NOT_TRAINED}"]
+
+
+def test_copies_are_held_out_together(table: Any, tmp_path: Path) -> None:
+    rows = [chat(f"question {number % 100}", "b") for number in range(200)]
+    config = table(rows, held_out=0.2)
+    train, held_out = (read_conversations(config, split)[0] for split in ("train", "held_out"))
+    assert len(train) + len(held_out) == 200
+    assert 10 < len(held_out) < 80
+    texts = [{each.messages[0]["content"] for each in some} for some in (train, held_out)]
+    assert not texts[0] & texts[1]
+    assert trained_on(config, config) == ""
+    assert "trained on" in trained_on(config.model_copy(update={"held_out": 0.0}), config)
+
+    (tmp_path / "evaluated.jsonl").write_text(json.dumps(chat("question 7", "b")), "utf-8")
+    config = table(rows, held_out=0.0, held_out_files=[str(tmp_path / "evaluated.jsonl")])
+    assert ChatRows(config, "train").fates.notes() == [
+        "2 conversations of `files` are in `held_out_files` too: they are not trained on"
+    ]
+    assert ChatRows(config, "held_out").counts["documents"] == 1
+
+
+def test_check_says_what_a_run_would(table: Any, tmp_path: Path) -> None:
+    assert list(check_chat(table([chat("a", "b")]), evaluates=False)) == []
+    codes = {
+        "data-json": table([{"text": "a"}]),
+        "chat-mask": table([chat("a")]),
+        "tokenizer-missing": table([chat("a", "b")]).model_copy(update={"tokenizer": tmp_path / "absent"}),
+        "data-missing": table([chat("a", "b")]).model_copy(update={"files": (tmp_path / "absent.jsonl",)}),
+    }
+    for code, config in codes.items():
+        if code == "data-json":
+            table([{"text": "a"}])
+        elif code == "chat-mask":
+            table([chat("a")])
+        assert [problem.code for problem in check_chat(config, evaluates=False)] == [code]
+    (problem,) = check_chat(table([chat("a", "b")]), evaluates=False, vocab_size=100)
+    assert (problem.code, problem.path) == ("model-vocabulary", ("model", "vocab_size"))
+    (problem,) = check_chat(table([chat("a", "b")]), evaluates=True)
+    assert problem.code == "held-out"
+
+
+@given(st.lists(st.integers(1, 40), max_size=60), st.just(40))
+def test_bins_are_full_and_none_is_above_its_size(lengths: list[int], size: int) -> None:
+    bins = best_fit(lengths, size)
+    assert sorted(number for each in bins for number in each) == list(range(len(lengths)))
+    loads = [sum(lengths[number] for number in each) for each in bins]
+    assert all(load <= size for load in loads)
+    assert sum(load <= size // 2 for load in loads) <= 1, "two of them would have fitted together"
+
+
+def test_padding_of_chat_sets_is_at_most_two_percent() -> None:
+    random = Random(1)
+    for median, sigma, size in ((250, 0.9, 2048), (600, 1.0, 4096), (120, 0.7, 1024)):  # log-normal, as of public chat sets
+        lengths = [min(size, max(8, round(median * 2.718 ** random.gauss(0, sigma)))) for _ in range(20_000)]
+        bins = best_fit(lengths, size)
+        assert 1 - sum(lengths) / (len(bins) * size) < 0.02

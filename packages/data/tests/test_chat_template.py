@@ -1,0 +1,171 @@
+"""Masks of ten public chat formats, by blocks and by prefixes, beside a slow oracle that renders and tokenizes every prefix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from chat_templates import TEMPLATES, end_of_turn, save_tokenizer, template_of
+
+from sley_core.errors import PlanError
+from sley_data.chat_template import ChatTemplate, Encoded
+from sley_data.config import ChatConfig
+from sley_data.conversations import Conversation
+
+NUM_CASES = 500
+PIECES = (
+    "hello",
+    " two  words",
+    "\n",
+    "\n\n",
+    "",
+    "ends in spaces  ",
+    "schön 東京 🙂",
+    "{{ braces }}",
+    "  ",
+    "<think>x</think>y",
+    "a" * 40,
+)
+TOOL = {"type": "function", "function": {"name": "area", "parameters": {"type": "object"}}}
+
+
+def drawn(name: str, random: Random) -> Conversation:
+    """Draws a conversation: with a system message or not, tools, empty turns, unicode, turns that end in spaces."""
+    messages: list[dict[str, Any]] = []
+    if name != "gemma2" and random.random() < 0.4:
+        messages.append({"role": "system", "content": random.choice(PIECES)})
+    has_tools = name not in ("gemma2", "phi4", "zephyr") and random.random() < 0.3
+    for _ in range(random.randint(1, 4)):
+        messages.append({"role": "user", "content": "".join(random.choices(PIECES, k=2))})
+        if has_tools and random.random() < 0.5:
+            call = {"type": "function", "function": {"name": "area", "arguments": {"r": random.randint(0, 9)}}}
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            messages.append({"role": "tool", "content": random.choice(PIECES)})
+        if random.random() < 0.95 or len(messages) < 2:
+            answer = {"role": "assistant", "content": "".join(random.choices(PIECES, k=random.randint(1, 3)))}
+            messages.append(answer | ({"reasoning_content": "so"} if random.random() < 0.3 else {}))
+    return Conversation("drawn", messages, [TOOL] if has_tools else None)
+
+
+def asked(tokenizer: Any, conversation: Conversation, end: int) -> tuple[set[tuple[int, ...]], int]:
+    """The oracle: every trained turn as (all tokens up to its end-of-turn token, of which so many come before it), and how many
+    turns cannot be told from what comes before them.
+    """
+    turns, num_lost = set(), 0
+    for number, message in enumerate(conversation.messages):
+        if message["role"] != "assistant":
+            continue
+        texts = [
+            tokenizer.apply_chat_template(list(each), tools=conversation.tools, tokenize=False, add_generation_prompt=prompt)
+            for each, prompt in ((conversation.messages[:number], True), (conversation.messages[: number + 1], False))
+        ]
+        before, upto = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+        if upto[: len(before)] != before or len(upto) == len(before):
+            num_lost += 1
+            continue
+        stop = max(place for place, token in enumerate(upto) if token == end) + 1
+        turns.add((len(before), *upto[:stop]))
+    return turns, num_lost
+
+
+def trained(samples: list[Encoded]) -> set[tuple[int, ...]]:
+    return {(start, *sample.ids[:stop]) for sample in samples for start, stop in sample.trained}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"), None)
+
+
+def table(folder: Path, **more: Any) -> ChatConfig:
+    return ChatConfig.model_validate({"files": ["x.jsonl"], "tokenizer": str(folder), "sequence": 64, **more})
+
+
+def template(folder: Path, tmp_path: Path, name: str, *, blocks: bool) -> ChatTemplate:
+    file = tmp_path / f"{name}-{blocks}.jinja"
+    file.write_text(template_of(name, blocks=blocks), "utf-8")
+    return ChatTemplate(folder, file)
+
+
+def check_masks(folder: Path, tmp_path: Path, name: str, count: int) -> None:
+    by_prefixes, by_blocks = (template(folder, tmp_path, name, blocks=blocks) for blocks in (False, True))
+    end = by_prefixes.tokenizer.convert_tokens_to_ids(end_of_turn(name))
+    assert by_prefixes.end_of_turn == end
+    random = Random(name)
+    conversations = [drawn(name, random) for _ in range(count)]
+    outcomes = zip(
+        by_prefixes.encode(conversations, table(folder)), by_blocks.encode(conversations, table(folder)), strict=True
+    )
+    num_compared = 0
+    for conversation, ((_, samples, reason), (_, blocks, _)) in zip(conversations, outcomes, strict=True):
+        turns, num_lost = asked(by_prefixes.tokenizer, conversation, end)
+        assert trained(samples) == turns
+        assert bool(reason) == bool(num_lost)
+        (block,) = blocks
+        is_whole = len(samples) == 1 and samples[0].ids == block.ids
+        assert is_whole or num_lost or name == "qwen3", "no other template writes earlier turns anew"
+        if is_whole and not num_lost:
+            assert samples[0].trained == block.trained
+            num_compared += 1
+    assert num_compared >= count // 8
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_masks_are_those_of_a_slow_oracle(folder: Path, tmp_path: Path, name: str) -> None:
+    check_masks(folder, tmp_path, name, 24)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_masks_of_many_conversations(folder: Path, tmp_path: Path, name: str) -> None:
+    check_masks(folder, tmp_path, name, NUM_CASES)
+
+
+def test_turns_that_a_template_writes_anew_become_samples_of_their_own(folder: Path, tmp_path: Path) -> None:
+    qwen = template(folder, tmp_path, "qwen3", blocks=False)
+    messages = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b")) * 2]
+    ((_, samples, reason),) = qwen.encode([Conversation("x", messages)], table(folder))
+    texts = [qwen.tokenizer.decode(sample.ids[slice(*turn)]) for sample in samples for turn in sample.trained]
+    assert texts == ["<think>\n\n</think>\n\nb<|im_end|>"] * 2
+    assert not reason
+    assert len(samples) == 2
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(
+    ("train_on", "first_trained", "texts"),
+    [("assistant", 0, ["b<|im_end|>", "d<|im_end|>"]), ("last", 0, ["d<|im_end|>"]), ("assistant", 2, ["d<|im_end|>"])],
+)
+def test_what_is_trained_on(
+    folder: Path, tmp_path: Path, blocks: bool, train_on: str, first_trained: int, texts: list[str]
+) -> None:
+    chatml = template(folder, tmp_path, "chatml", blocks=blocks)
+    messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
+    conversation = Conversation("x", messages, None, first_trained)
+    ((_, (sample,), _),) = chatml.encode([conversation], table(folder, train_on=train_on))
+    assert [chatml.tokenizer.decode(sample.ids[slice(*turn)]) for turn in sample.trained] == texts
+    ((_, (whole,), _),) = chatml.encode([conversation], table(folder, train_on="all"))
+    assert (whole.ids, whole.trained) == (sample.ids, [(0, len(sample.ids))])
+
+
+def test_what_a_template_refuses_is_said(folder: Path, tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for blocks in (False, True):
+        gemma = template(folder, tmp_path, "gemma2", blocks=blocks)
+        ((_, samples, reason),) = gemma.encode([Conversation("x", messages)], table(folder))
+        assert not samples
+        assert "System role not supported" in reason
+
+
+def test_a_folder_without_a_template_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="has no chat template"):
+        ChatTemplate(folder)
+    with pytest.raises(PlanError, match=r"there is no folder"):
+        ChatTemplate(tmp_path / "absent")
+    with pytest.raises(PlanError, match="cannot be read"):
+        ChatTemplate(folder, tmp_path / "absent.jinja")
+    (tmp_path / "tokenizer.json").write_text("{}", "utf-8")
+    with pytest.raises(PlanError, match="no tokenizer that transformers can load"):
+        ChatTemplate(tmp_path)

@@ -1,0 +1,196 @@
+"""Rows of tables and lists: of every format the same; what is damaged or none is named with its file and row."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from sley_core.data.dataset import DataContext
+from sley_core.errors import PlanError
+from sley_data.config import TextConfig
+from sley_data.conversations import Conversation, conversations_in
+from sley_data.datasets import TextDataset
+from sley_data.files import as_error, row_files
+from sley_data.rows import rows_of
+
+CALL = {"type": "function", "function": {"name": "area", "arguments": {"r": 2}}}
+ROWS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "schön"}, {"role": "assistant", "content": "b"}]},
+    {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]},
+]
+
+
+def write_stream(path: Path, rows: list[Any]) -> None:
+    table = pa.Table.from_pylist(rows)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_arrow(path: Path, rows: list[Any]) -> None:
+    table = pa.Table.from_pylist(rows)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_saved(path: Path, rows: list[Any]) -> None:
+    path.mkdir()
+    write_stream(path / "data-00000-of-00001.arrow", rows)
+    (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}), "utf-8")
+
+
+def lines(rows: list[Any]) -> bytes:
+    return "\n".join(map(json.dumps, rows)).encode()
+
+
+FORMATS: dict[str, Callable[[Path, list[Any]], Any]] = {
+    "a.jsonl": lambda path, rows: path.write_bytes(lines(rows)),
+    "bom.jsonl": lambda path, rows: path.write_bytes(b"\xef\xbb\xbf" + lines(rows).replace(b"\n", b"\r\n\r\n")),
+    "a.jsonl.gz": lambda path, rows: path.write_bytes(gzip.compress(lines(rows))),
+    "a.jsonl.bz2": lambda path, rows: path.write_bytes(bz2.compress(lines(rows))),
+    "a.jsonl.xz": lambda path, rows: path.write_bytes(lzma.compress(lines(rows))),
+    "a.json": lambda path, rows: path.write_text(json.dumps(rows, indent=2), "utf-8"),
+    "a.parquet": lambda path, rows: parquet.write_table(pa.Table.from_pylist(rows), path),
+    "a.arrow": write_arrow,
+    "stream.arrow": write_stream,
+    "saved": write_saved,
+}
+
+
+def written(path: Path, rows: list[Any]) -> Path:
+    FORMATS[path.name](path, rows)
+    return path
+
+
+def read(path: Path, field: str | None = None) -> list[Conversation]:
+    files, problems = row_files([path], ("data", "files"))
+    if problems:
+        raise as_error(problems)
+    return [each for file in files for each in conversations_in(file, field)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_has_the_same_conversations(tmp_path: Path, name: str) -> None:
+    found = read(written(tmp_path / name, ROWS))
+    assert [list(each.messages) for each in found] == [row["messages"] for row in ROWS]
+    assert all(str(number) in each.name for number, each in enumerate(found, start=1) if name != "bom.jsonl")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_column_is_text_in_every_format(tmp_path: Path, name: str) -> None:
+    path = written(tmp_path / name, [{"id": 1, "text": "abc", "more": [1]}, {"id": 2, "text": "defg", "more": []}])
+    config = TextConfig(files=(path,), field="text", sequence=4, held_out=0.0, documents="cut")
+    assert bytes(TextDataset(config, DataContext())[0]["tokens"].tolist()) == b"abcd"
+    with pytest.raises(PlanError, match=r"row 1 of .* has no `body`"):
+        len(TextDataset(config.model_copy(update={"field": "body"}), DataContext()))
+
+
+@pytest.mark.parametrize(
+    ("row", "roles", "first_trained"),
+    [
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "ua", 0),
+        ({"conversations": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "ua", 0),
+        ({"prompt": "a", "completion": "b"}, "ua", 1),
+        ({"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}],
+          "completion": [{"role": "assistant", "content": "b"}]}, "sua", 2),
+        ({"messages": json.dumps(ROWS[0]["messages"])}, "ua", 0),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}, "u", 0),
+    ],
+)  # fmt: skip
+def test_forms_of_a_conversation(tmp_path: Path, row: dict[str, Any], roles: str, first_trained: int) -> None:
+    (found,) = read(written(tmp_path / "a.jsonl", [row]))
+    assert "".join(message["role"][0] for message in found.messages) == roles
+    assert found.first_trained == first_trained
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"text": "a"}, "has no `messages`, `conversations`, or `prompt` and `completion`; its keys are `text`"),
+        ({"messages": {"role": "user"}}, "`messages` that is no list"),
+        ({"messages": "hello"}, "`messages` that is no list"),
+        ({"messages": ["hello"]}, "message 1 no object"),
+        ({"messages": [{"content": "a"}]}, "no `role` in message 1"),
+        ({"messages": [{"role": "user", "content": 3}]}, "no text as `content` of message 1"),
+        ({"messages": [{"role": "user"}]}, "no text as `content` of message 1"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "part of type 'image' in message 1"),
+        ({"conversations": [{"from": "narrator", "value": "a"}]}, "`from` 'narrator'"),
+        ({"messages": [], "tools": {"a": 1}}, "`tools` that are not a list"),
+        ({"prompt": "a"}, "has no `messages`"),
+    ],
+)
+def test_what_is_no_conversation_is_named(tmp_path: Path, row: dict[str, Any], why: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        read(written(tmp_path / "a.jsonl", [ROWS[0], row]))
+    assert f"row 2 of `{tmp_path / 'a.jsonl'}`" in str(caught.value)
+    assert why in str(caught.value)
+
+
+def damaged(content: bytes, random: Random) -> bytes:
+    """Cuts the content, flips bytes, puts in others, or repeats a part."""
+    place = random.randrange(len(content))
+    kind = random.randrange(5)
+    if kind == 0:
+        return content[:place]
+    if kind == 1:
+        return content[:place] + bytes([content[place] ^ 1 << random.randrange(8)]) + content[place + 1 :]
+    if kind == 2:
+        return content[:place] + random.choice([b"\0", b"\r", b"\xff\xfe", b"[" * 3000, b'"']) + content[place:]
+    if kind == 3:
+        return content[:place] + content[place // 2 :]
+    return content[place:]
+
+
+def check_damage(tmp_path: Path, name: str, count: int) -> None:
+    """Reads damaged files: an error that names the file, or conversations."""
+    path = written(tmp_path / name, ROWS * 3)
+    path = path / "data-00000-of-00001.arrow" if path.is_dir() else path
+    content, random = path.read_bytes(), Random(name)
+    messages = []
+    for _ in range(count):
+        path.write_bytes(damaged(content, random) or b"\n")
+        try:
+            assert all(message["role"] for each in read(path) for message in each.messages)
+        except PlanError as error:
+            messages.append(str(error))
+    assert len(messages) > count // 8
+    assert all(path.name in message for message in messages), messages
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_damage_is_named(tmp_path: Path, name: str) -> None:
+    check_damage(tmp_path, name, 12)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", FORMATS)
+def test_much_damage_is_named(tmp_path: Path, name: str) -> None:
+    check_damage(tmp_path, name, 100)
+
+
+def test_mixed_and_odd_tables(tmp_path: Path) -> None:
+    (tmp_path / "dict").mkdir()
+    (tmp_path / "dict" / "dataset_dict.json").write_text('{"splits": ["train"]}', "utf-8")
+    with pytest.raises(PlanError, match="name its splits"):
+        read(tmp_path / "dict")
+    odd = tmp_path / "odd.parquet"
+    parquet.write_table(pa.table({"messages": pa.array([None, None], pa.null())}), odd)
+    with pytest.raises(PlanError, match=r"row 1 of .*odd.parquet"):
+        read(odd)
+    nested = {"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "user", "content": "a"}]}
+    parquet.write_table(pa.Table.from_pylist([nested, ROWS[0]]), odd)
+    assert [list(each.messages) for each in read(odd)][1] == ROWS[0]["messages"], "no key of another row, as null"
+    long = tmp_path / "long.jsonl"
+    long.write_bytes(lines([{"messages": [{"role": "user", "content": "x" * 5_000_000}]}]))
+    assert len(read(long)[0].messages[0]["content"]) == 5_000_000
+    files, _ = row_files([odd], ("data", "files"))
+    assert [number for number, _ in rows_of(files[0])] == [1, 2]
