@@ -26,25 +26,6 @@ HELD_OUT = {"evaluation": {"every": 9, "steps": 3}}
 ISP = {"use": "isp.communicator"}
 
 
-def assert_printed(err: str, name: str, counts: dict[str, float]) -> None:
-    lines = [line.split() for line in err.splitlines()]
-    assert [name, "counted"] in lines
-    assert all([key, f"{value:,.10g}"] in lines for key, value in counts.items())
-
-
-def test_counts_of_a_communicator_are_printed(together: Callable[..., Any], plan: Path, folder: Path) -> None:
-    """Two local ranks with sharded weights: gathers, peaks and bytes are in `summary.json`, and `run -v` prints them."""
-    sharded = ("--set", "parallel.wp=2", "--set", 'weights.use="isp.communicator"', "--set", "run.steps=3")
-    result = together(2, "run", plan, *sharded, "-v")
-    assert result.code == 0, result.err
-    counts = json.loads((folder / "runs" / "small" / "summary.json").read_text("utf-8"))["counts"]["isp.communicator"]
-    assert counts["demand_gathers_per_step"] == 1
-    assert counts["most_unsharded_groups"] <= 2
-    assert counts["allocations_after_step_2"] == 0
-    assert counts["most_full_gradient_bytes"] > counts["most_full_gradients"] > 0
-    assert_printed(result.err, "isp.communicator", counts)
-
-
 def test_counts_of_offloads_are_printed(cli: Callable[..., Any], plan: Path, folder: Path) -> None:
     """States leave in each of three steps, and come back in all but the first, which makes them."""
     between = """offload=[{use="memory.optimizer_states", when="between_steps"}]"""
@@ -55,7 +36,9 @@ def test_counts_of_offloads_are_printed(cli: Callable[..., Any], plan: Path, fol
     size, step = 2 * 4 * summary["trained_parameters"], counts["optimizer_states_copied_out"] / 3  # two moments in fp32
     assert size <= step < 1.02 * size  # small states lie together, each at a multiple of 256 bytes
     assert counts["optimizer_states_copied_in"] == 2 * step
-    assert_printed(result.err, "memory.optimizer_states", counts)
+    lines = [line.split() for line in result.err.splitlines()]
+    assert ["memory.optimizer_states", "counted"] in lines
+    assert all([key, f"{value:,.10g}"] in lines for key, value in counts.items())
 
 
 SENT = "sent_bytes_per_step"
@@ -116,25 +99,23 @@ SHARED = changed(
 
 
 def pooled(tables: Tables, folder: Path) -> tuple[Any, list[dict[str, float]]]:
-    """Returns two recorded steps; then, of four steps, the counts of the shared pool."""
-    recorded = record(tables, 2, folder=folder)
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-        counts = []
-        for _ in range(4):
-            run.step()
-            counts.append(run.counts["pools.common"])
-        assert counts[-1]["lent_bytes"] == 0, "a lease outlived its step"
-        assert run.parts.pool("common").trim() == counts[-1]["held_bytes"]
-        return recorded, counts
+    """Returns four recorded steps, and the counts of the shared pool after each."""
+    counts: list[dict[str, float]] = []
+
+    def prepare(run: Any) -> None:
+        run.listeners.append(lambda _: counts.append(run.counts.get("pools.common", {})))
+
+    return record(tables, 4, folder=folder, prepare=prepare), counts
 
 
 def test_weights_and_messages_share_a_pool(ranks: Any, texts: Path) -> None:
-    """The bits are the same, and nothing is allocated after the second step."""
-    apart = ranks(4, 180)(record, POOLED, 2, folder=texts)
-    for expected, (together, counts) in zip(apart, ranks(4, 180)(pooled, SHARED, texts), strict=True):
-        assert_same_bits(expected.weights, together.weights)
+    """The bits are the same, nothing is allocated after the second step, and no lease outlives its step."""
+    apart, together = (ranks(4, 180)(pooled, tables, texts) for tables in (POOLED, SHARED))
+    for (expected, _), (recorded, counts) in zip(apart, together, strict=True):
+        assert_same_bits(expected.weights, recorded.weights)
         assert counts[1]["allocations"] == counts[3]["allocations"] > 0
         assert counts[3]["hit_rate"] > 0.8
+        assert counts[3]["lent_bytes"] == 0
 
 
 EXAMPLES = {path.stem: path for path in (Path(__file__).parents[3] / "examples" / "plans").glob("*.toml")}

@@ -1,4 +1,4 @@
-"""`estimate` and `run --dry-run`: what a user is told of a run's memory before it runs."""
+"""`estimate`, `run --dry-run` and `calibrate`: what a user is told of a run before it runs, and the machine file."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ import tomli_w
 
 from sley_core.errors import UsageError
 from sley_estimate.commands.estimate import num_bytes
-from sley_estimate.testing import small_machine
+from sley_estimate.machine import load_machine
+from sley_estimate.testing import shortly, small_machine
+from train_cli.main import main
 
+pytestmark = pytest.mark.timeout(180)
 Cli = Callable[..., Any]
 
 
-def test_each_stage_is_told_with_its_parts(cli: Cli, plan: Path) -> None:
+def test_each_stage_is_told_with_its_parts_and_whether_it_fits(cli: Cli, plan: Path) -> None:
     result = cli("estimate", plan, "--memory", "1GiB")
     assert result.code == 0, result.err
     assert result.out.startswith("stage 0 (ranks 0 to 1): ")
     assert "    optimizer states " in result.out
     assert "on stage 0: fits into 1.00 GiB, " in result.out
-
-
-def test_what_does_not_fit_ends_with_1(cli: Cli, plan: Path) -> None:
     result = cli("estimate", plan, "--memory", "20000B")
-    assert result.code == 1
-    assert "does not fit into 19.53 KiB, " in result.out
+    assert (result.code, "does not fit into 19.53 KiB, " in result.out) == (1, True)
 
 
 def test_hosts_that_are_given_are_those_that_the_machine_prices(cli: Cli, plan: Path) -> None:
@@ -47,20 +46,14 @@ def test_hosts_that_are_given_are_those_that_the_machine_prices(cli: Cli, plan: 
         assert steps[0] < 1.0 < steps[1]
 
 
-def test_json_has_the_curve_of_a_step(cli: Cli, plan: Path) -> None:
-    result = cli("estimate", plan, "--format", "json")
-    (stage,) = json.loads(result.out)["stages"]
+@pytest.mark.parametrize("leaves", [False, True])
+def test_json_has_the_curve_of_a_step(cli: Cli, plan: Path, leaves: bool) -> None:
+    """States that leave between steps are copied side by side once, behind the first update: the peak is there."""
+    changes = ["offload=[{use='memory.optimizer_states', when='between_steps'}]"] if leaves else []
+    (stage,) = json.loads(cli("estimate", plan, "--format", "json", changes=changes).out)["stages"]
     assert max(num_bytes for _, num_bytes in stage["curve"]) == stage["peak"] == sum(stage["alive"].values())
-
-
-def test_a_peak_of_the_first_step_is_told_and_drawn(cli: Cli, plan: Path) -> None:
-    """States that leave between steps are copied side by side once, behind the first update."""
-    states = '[[offload]]\nuse = "memory.optimizer_states"\nwhen = "between_steps"\n'
-    plan.write_text(plan.read_text("utf-8") + states, "utf-8")
-    result = cli("estimate", plan)
-    assert " in the update of the first step" in result.out.splitlines()[0]
-    (stage,) = json.loads(cli("estimate", plan, "--format", "json").out)["stages"]
-    assert max(num_bytes for _, num_bytes in stage["curve"]) == stage["peak"]
+    first_line = cli("estimate", plan, changes=changes).out.splitlines()[0]
+    assert (" in the update of the first step" in first_line) == leaves
 
 
 def test_a_dry_run_starts_and_writes_nothing(cli: Cli, plan: Path) -> None:
@@ -77,16 +70,12 @@ def test_a_dry_run_finds_what_only_a_step_shows(cli: Cli, own_model: Callable[..
         """
         from torch import nn
 
-        class Embeds(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.table = nn.Embedding(256, 8)
-
+        class Embeds(nn.Embedding):
             def forward(self, tokens):
-                return self.table(tokens)
+                return super().forward(tokens)
 
         def layers():
-            return [Embeds(), nn.Linear(9, 256)]
+            return [Embeds(256, 8), nn.Linear(9, 256)]
         """
     )
     result = cli("run", plan, "--dry-run")
@@ -99,3 +88,67 @@ def test_what_is_no_size_is_told_the_units(text: str) -> None:
     with pytest.raises(UsageError, match="KiB") as raised:
         num_bytes(text)
     assert raised.value.diagnostics[0].code == "memory-size"
+
+
+# -- calibrate ---------------------------------------------------------------------------------------------------------
+
+
+@shortly()
+def test_a_plan_is_drawn_in_the_seconds_of_the_machine_that_timed_it(cli: Cli, plan: Path, folder: Path) -> None:
+    result = cli("calibrate", "--out", "machine.toml", "--plan", plan)
+    assert (result.code, result.out) == (0, "")
+    layers = load_machine(folder / "machine.toml").layers
+    assert f"machine.toml has the device, {len(layers)} layers, under core.keep, core.recompute" in result.err
+    assert result.err.strip().endswith(", on micro-batches of 1, 4")
+    assert [layer.name for layer in layers[:3]] == ["embed", "blocks.0", "head"]
+    drawn = "show", plan, "--timeline", "--machine", "machine.toml", "--set", "parallel.dp=1"
+    shown = cli(*drawn)
+    assert shown.code == 0
+    assert "a step takes " in shown.out
+    assert "all 3 layers were timed on this machine" in shown.out
+    data = json.loads(cli("estimate", plan, "--machine", "machine.toml", "--set", "parallel.dp=1", "--format", "json").out)
+    assert data["seconds"]["step"] >= data["seconds"]["stages"][0]["computes"] > 0
+    assert [layer["source"] for layer in data["seconds"]["layers"]] == ["measured"] * 3
+    other = cli(*drawn, "--set", "data.sequence=8")
+    assert "all 3 layers were computed from their operators" in other.out
+
+
+@shortly()
+def test_a_file_that_is_there_is_replaced_only_if_asked(cli: Cli, folder: Path) -> None:
+    (folder / "machine.toml").write_text("mine")
+    result = cli("calibrate", "--out", "machine.toml")
+    assert result.code == 2
+    assert "machine-exists" in result.err
+    assert (folder / "machine.toml").read_text() == "mine"
+    assert cli("calibrate", "--out", "machine.toml", "--force").code == 0
+    assert load_machine(folder / "machine.toml").device.kind == "cpu"
+
+
+def test_what_cannot_be_meant_is_refused_before_anything_is_measured(cli: Cli, folder: Path) -> None:
+    for arguments, code in (
+        (("--out", "none/machine.toml"), "machine-folder"),
+        (("--out", "machine.toml", "--set", "batch.micro_size=1"), "calibrate-plan"),
+    ):
+        result = cli("calibrate", *arguments)
+        assert result.code == 2
+        assert code in result.err
+    result = cli("show", "plan.toml", "--machine", "machine.toml")
+    assert result.code == 2
+    assert "--timeline" in result.err
+    assert cli("calibrate", "--out", "machine.toml", "--plan", "none.toml").code == 3
+    assert not (folder / "machine.toml").exists()
+
+
+@shortly()
+def calibrated(arguments: list[str]) -> int:
+    """The exit code of a rank's command."""
+    return main(["calibrate", *arguments])
+
+
+def test_ranks_measure_what_they_exchange_and_the_first_writes_it(ranks: Callable[..., Any], folder: Path) -> None:
+    assert ranks(2, 120, init=False)(calibrated, ["--out", str(folder / "machine.toml")]) == [0, 0]
+    links = load_machine(folder / "machine.toml").links
+    assert links.ranks_per_host == 2
+    assert links.same_host is not None
+    assert links.same_host.sum is not None
+    assert [path.name for path in folder.glob("*.toml")] == ["machine.toml"]

@@ -1,29 +1,40 @@
-"""Estimated bytes equal those of the allocators of ranks; an estimate without one thing does not."""
+"""Estimated bytes equal those of the allocators of ranks; an estimate without one thing does not.
+
+Stages of one kind are looked at once, and several in processes of their own: both change no number.
+"""
 
 from __future__ import annotations
 
 import math
+import multiprocessing
 import random
+import time
 import tomllib
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from sley_core.assemble import draft_of
+from sley_core.comm.world import World
 from sley_core.engine.shards import Shard
-from sley_core.errors import SleyError
+from sley_core.errors import RunError, SleyError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes import rank as steps
+from sley_estimate.bytes import stages
 from sley_estimate.bytes.fake_tensors import Recipes
 from sley_estimate.bytes.ledger import Ledger
-from sley_estimate.bytes.rank import rank_bytes
+from sley_estimate.bytes.rank import RankBytes, fake_run, rank_bytes
+from sley_estimate.bytes.stages import can_fork, first_draft, forked, stage_bytes, stage_kinds
+from sley_estimate.step.estimate import records_of
+from sley_estimate.step.record import RankRecord
 from sley_models import llama
 from sley_testing.live_bytes import RealBytes, real_bytes
 from sley_testing.plans import Tables, changed, small_plan
 
-OWN = Path(__file__).parent / "own"
 EXAMPLES = Path(__file__).parents[3] / "examples" / "plans"
 TIMED = "interleaved"
 """The example whose layers are timed before it is cut into stages."""
@@ -79,13 +90,6 @@ def drawn(draw: random.Random, world: int, folder: Path) -> Tables:
             continue
 
 
-@pytest.fixture
-def own(texts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the texts; plans may name the layers of the folder `own`."""
-    monkeypatch.syspath_prepend(OWN)
-    return texts
-
-
 @pytest.mark.parametrize(
     ("world", "num_plans"),
     [
@@ -97,13 +101,13 @@ def own(texts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.param(8, 30, marks=pytest.mark.campaign),
     ],
 )
-def test_a_drawn_plan_takes_what_was_estimated(ranks: Any, own: Path, world: int, num_plans: int) -> None:
+def test_a_drawn_plan_takes_what_was_estimated(ranks: Any, texts: Path, world: int, num_plans: int) -> None:
     """States to the byte, on every rank; the peak nearly so, on the rank where it is worst."""
     seed = 13 if num_plans < 10 else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     draw = random.Random(seed * 100 + world)
-    plans = [drawn(draw, world, own) for _ in range(num_plans)]
-    errors = [worst_error(tables, own, ranks(world, 200)(real_bytes, tables, folder=own)) for tables in plans]
+    plans = [drawn(draw, world, texts) for _ in range(num_plans)]
+    errors = [worst_error(tables, texts, ranks(world, 200)(real_bytes, tables, folder=texts)) for tables in plans]
     far = sorted(map(abs, errors))
     print("the peak is off by (median, 95 %, most):", far[len(far) // 2], far[int(0.95 * (len(far) - 1))], far[-1])
     assert far[-1] <= MOST
@@ -135,7 +139,7 @@ def worst_error(tables: Tables, folder: Path, real: Sequence[RealBytes]) -> floa
         ),
     ],
 )
-def test_states_that_come_into_full_pools_count_with_them(ranks: Any, own: Path, layout: Tables) -> None:
+def test_states_that_come_into_full_pools_count_with_them(ranks: Any, texts: Path, layout: Tables) -> None:
     """Optimizer states are there twice when they first leave, side by side, behind a step of several micro-batches."""
     tables = changed(
         PLAN,
@@ -147,8 +151,8 @@ def test_states_that_come_into_full_pools_count_with_them(ranks: Any, own: Path,
         **layout,
     )
     world = layout["parallel"].get("pp", 1) * layout["parallel"]["dp"]
-    real = ranks(world, 200)(real_bytes, tables, folder=own)
-    assert abs(worst_error(tables, own, real)) <= USUAL
+    real = ranks(world, 200)(real_bytes, tables, folder=texts)
+    assert abs(worst_error(tables, texts, real)) <= USUAL
 
 
 @pytest.mark.parametrize(
@@ -234,40 +238,144 @@ def without_one_micro_batch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(steps, "fewest_micros", lambda *_: 1)
 
 
-MUTANTS: dict[str, tuple[Tables, Patch]] = {
-    "tie": (SHARDED, without_ties),
-    "padding": (SHARDED, without_padding),
-    "message": (STAGED, without("pools")),
-    "transient": (STAGED, without_transients),
-    "held micro-batch": (STAGED, without_one_micro_batch),
-    "scratch of an operator": (STAGED, without_scratch),
+OF_SHARDS: dict[str, Patch] = {"tie": without_ties, "padding": without_padding}
+OF_STAGES: dict[str, Patch] = {
+    "message": without("pools"),
+    "transient": without_transients,
+    "held micro-batch": without_one_micro_batch,
+    "scratch of an operator": without_scratch,
 }
-
-
-def taken(ranks: Any, tables: Tables, folder: Path) -> list[RealBytes]:
-    found: list[RealBytes] = ranks(2, 60).once(real_bytes, tables, folder=folder)
-    return found
 
 
 def is_right(real: list[RealBytes], tables: Tables, folder: Path) -> bool:
     """Whether states are equal on both ranks, and peaks as far apart as is usual at most."""
     for rank, one in enumerate(real):
-        found = rank_bytes(plan_from_dict(tables, folder), rank, 2)
-        print(found.states, one.states, found.peak - found.batch, one.peak)
-        if found.states != one.states or abs(found.peak - found.batch - one.peak) > USUAL * one.peak:
+        estimated = rank_bytes(plan_from_dict(tables, folder), rank, 2)
+        print(estimated.states, one.states, estimated.peak - estimated.batch, one.peak)
+        if estimated.states != one.states or abs(estimated.peak - estimated.batch - one.peak) > USUAL * one.peak:
             return False
     return True
 
 
-@pytest.mark.parametrize("tables", [SHARDED, STAGED], ids=["sharded", "staged"])
-def test_the_whole_estimate_is_right(ranks: Any, texts: Path, tables: Tables) -> None:
-    assert is_right(taken(ranks, tables, texts), tables, texts)
-
-
-@pytest.mark.parametrize(("tables", "mutate"), MUTANTS.values(), ids=MUTANTS)
-def test_an_estimate_without_it_is_wrong(
-    ranks: Any, texts: Path, monkeypatch: pytest.MonkeyPatch, tables: Tables, mutate: Patch
+@pytest.mark.parametrize(("tables", "mutants"), [(SHARDED, OF_SHARDS), (STAGED, OF_STAGES)], ids=["sharded", "staged"])
+def test_the_whole_estimate_is_right_and_without_one_thing_it_is_wrong(
+    ranks: Any, texts: Path, tables: Tables, mutants: dict[str, Patch]
 ) -> None:
-    real = taken(ranks, tables, texts)
-    mutate(monkeypatch)
-    assert not is_right(real, tables, texts)
+    real = ranks(2, 60)(real_bytes, tables, folder=texts)
+    assert is_right(real, tables, texts)
+    for name, mutate in mutants.items():
+        with pytest.MonkeyPatch.context() as patch:
+            mutate(patch)
+            assert not is_right(real, tables, texts), name
+
+
+# -- stages ------------------------------------------------------------------------------------------------------------
+
+PIPELINE = small_plan(
+    model__num_layers=6,
+    precision={"compute": "fp32"},
+    parallel={"pp": 4, "dp": 2},
+    batch={"global_size": 8, "micro_size": 1},
+    pipeline={"use": "pp.gpipe"},
+    partition={"use": "pp.explicit", "layers": [2, 2, 2, 2]},
+    gradient_handlers=[{"use": "dp.sharded"}],
+)
+WORLD = 8
+LIMIT_S = 60.0
+MANY = changed(
+    PIPELINE,
+    model__num_layers=4,
+    parallel__pp=3,
+    pipeline={"use": "pp.one_f_one_b"},
+    partition={"use": "pp.explicit", "layers": [2, 2, 2]},
+)
+"""Of three kinds: each stage holds another number of micro-batches. Of two, none would be looked at in another process."""
+
+
+def kinds(tables: Tables, folder: Path) -> list[int]:
+    """The number of the first stage that is like it, of each stage."""
+    plan = plan_from_dict(tables, folder)
+    with World.fake(0, WORLD) as world:
+        found = stage_kinds(plan, plan.topology(WORLD), draft_of(plan, world))
+    return [found.index(kind) for kind in found]
+
+
+def one_by_one(tables: Tables, folder: Path) -> list[RankBytes]:
+    plan = plan_from_dict(tables, folder)
+    return [rank_bytes(plan, rank, plan.world()) for rank in range(0, plan.world(), 2)]
+
+
+def test_stages_of_a_kind_hold_alike(texts: Path) -> None:
+    assert kinds(PIPELINE, texts) == [0, 1, 1, 3]
+    assert list(stage_bytes(plan_from_dict(PIPELINE, texts), WORLD)) == one_by_one(PIPELINE, texts)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer__groups": [{"match": "blocks.3.*", "weight_decay": 0.0}]},
+        {"activations": {"use": "memory.selective", "layers": ["blocks.2"]}},
+        {"partition": {"use": "pp.explicit", "layers": [2, 2, 3, 1]}},
+        {"pipeline": {"use": "pp.one_f_one_b"}},
+    ],
+    ids=["another group", "another policy", "more layers", "more in flight"],
+)
+def test_stages_that_differ_are_of_two_kinds(texts: Path, changes: Any) -> None:
+    found = kinds(changed(PIPELINE, **changes), texts)
+    assert found[1] != found[2]
+
+
+def recorded(tables: Tables, folder: Path, cores: int) -> list[RankRecord]:
+    plan = plan_from_dict(tables, folder)
+    size = plan.world()
+    return list(records_of(plan, size, first_draft(plan, size), cores).ranks)
+
+
+def in_forks(tables: Tables, folder: Path) -> tuple[list[RankBytes], list[RankRecord]]:
+    assert can_fork()
+    with patch.object(stages, "forked", wraps=forked) as used:
+        plan = plan_from_dict(tables, folder)
+        found = list(stage_bytes(plan, plan.world(), cores=2)), recorded(tables, folder, 2)
+    assert used.call_count >= 4, "else nothing was done in a process of its own"
+    return found
+
+
+def test_processes_of_their_own_say_the_same(ranks: Any, texts: Path) -> None:
+    ((num_bytes, steps),) = ranks(1, 100, init=False, fresh=True)(in_forks, MANY, texts)
+    assert num_bytes == one_by_one(MANY, texts)
+    assert steps == recorded(MANY, texts, 1)
+
+
+def failing() -> None:
+    raise RunError("estimate-layer", "it cannot be called")
+
+
+def test_what_a_process_raises_is_raised_here() -> None:
+    with pytest.raises(RunError, match="it cannot be called"):
+        list(forked([failing], 2, LIMIT_S))
+
+
+def waiting() -> None:
+    time.sleep(60)
+
+
+def test_a_process_that_does_not_end_is_ended() -> None:
+    began, before = time.monotonic(), set(multiprocessing.active_children())
+    with pytest.raises(RunError, match=r"estimate-late.*not done after 0.3 s"):
+        list(forked([int, waiting], 2, limit_s=0.3))
+    assert time.monotonic() - began < 20
+    assert set(multiprocessing.active_children()) <= before
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_the_start_has_no_weight_twice(texts: Path, compute: str) -> None:
+    """Values as they were made and gradients, both fp32; beside them the bucket to which values move, and masters."""
+    model = {"use": "models.llama", "num_layers": 8, "hidden": 64, "heads": 4}
+    reducer = {"use": "dp.sharded", "bucket_mb": 0.1}
+    tables = small_plan(model=model, precision={"compute": compute}, batch__global_size=16, gradient_handlers=[reducer])
+    with fake_run(plan_from_dict(tables, texts), 0, 8) as (run, ledger, _):
+        numel = sum(param.numel for param in run.registry)
+        largest = max(buffer.num_bytes for buffer in run.parts.weights.buffers)
+        peak, _ = ledger.peak()
+    assert largest < 0.1 * 4 * numel
+    assert 8 * numel <= peak < 9 * numel + largest  # and half a byte of masters, and padding

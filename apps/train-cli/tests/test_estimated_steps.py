@@ -1,8 +1,11 @@
-"""Seconds from steps without values: what each action does and waits for, exchanges, updates, copies to the host."""
+"""Seconds from steps without values: what each action does and waits for, exchanges, updates, and copies to the host, whose
+bytes are those that a run copies.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,16 +18,19 @@ from sley_core.comm.device import Device
 from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
+from sley_estimate.bytes.rank import rank_bytes
 from sley_estimate.bytes.stages import first_draft
 from sley_estimate.calibrate.layers import measure_layers
 from sley_estimate.commands.estimate import seconds_lines
 from sley_estimate.layers.operators import Operator
-from sley_estimate.machine import machine_from_dict
+from sley_estimate.machine import MachineFile, machine_from_dict
 from sley_estimate.step import estimate
 from sley_estimate.step.estimate import estimate_seconds, records_of
-from sley_estimate.step.record import Awaited, Began, Computed, RecordedStep, expanded
+from sley_estimate.step.programs import Records, seconds_of_records
+from sley_estimate.step.record import HOST, Awaited, Began, Computed, RecordedStep, expanded
 from sley_estimate.testing import shortly, small_machine
-from sley_testing.plans import changed, small_plan
+from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.runs import record
 
 FAST = {"latency_s": 1e-5, "bandwidth": 1e10}
 SLOW = {"latency_s": 1e-5, "bandwidth": 1e6}
@@ -165,15 +171,15 @@ def seconds(plan: Plan, size: int, machine: dict[str, Any] = MACHINE) -> float:
 
 
 @pytest.mark.parametrize(
-    ("changes", "size", "says"),
+    ("changes", "says"),
     [
-        ({"parallel": {"dp": 4}}, 4, r"no `\[links.other_host\]`"),
-        ({"precision": {"compute": "bf16"}}, 1, r"no `\[device.matmul.bf16\]`"),
+        ({"precision": {"compute": "bf16"}}, r"no `\[device.matmul.bf16\]`"),
+        ({**FP32, "offload": [{"use": "memory.host_optimizer"}], "run__device": "cuda"}, r"no `\[host\]`"),
     ],
 )
-def test_what_is_not_known_is_refused(changes: dict[str, Any], size: int, says: str) -> None:
+def test_what_the_machine_file_does_not_have_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError, match=says):
-        seconds(plan_of(**FP32 | changes), size)
+        seconds(plan_of(**changes), 1, changed(MACHINE, device__kind=changes.get("run__device", "cpu")))
 
 
 @pytest.mark.parametrize(("dp", "reduced"), [(1, {}), (2, {"gradient_handlers": [{"use": "dp.bucketed"}]})])
@@ -207,3 +213,119 @@ def test_alike_stages_take_what_each_would_by_its_own_steps(schedule: str, handl
     assert len(looked.call_args.args[2]) < 4, "some stages are alike"
     with patch.object(estimate, "representatives", lambda plan, topology, draft: [(one,) for one in range(topology.pp)]):
         assert together == pytest.approx(seconds(plan, 8, slow), rel=1e-9)
+
+
+# -- copies to the host ------------------------------------------------------------------------------------------------
+
+RATE = 1e9
+"""Bytes per second."""
+AT_ONCE = 1e15
+COPIED = small_plan(batch__global_size=2, precision={"compute": "bf16"})
+STATES = {"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.002}
+OPTIMIZER = {"use": "memory.host_optimizer", "bucket_mb": 0.002}
+ACTIVATIONS = {"use": "memory.host", "min_bytes": 1}
+COPIES: dict[str, Tables] = {
+    "between_steps": {"offload": [STATES]},
+    "host_optimizer": {"offload": [OPTIMIZER]},
+    "memory.host": {"activations": ACTIVATIONS},
+    "both": {"offload": [STATES], "activations": ACTIVATIONS},
+}
+
+
+def copying(kind: str = "cuda", *, to_host: float = RATE, to_device: float = RATE, on_host: float = AT_ONCE) -> MachineFile:
+    """A machine that computes in no time and copies at these rates."""
+    at_once = {"flops_per_s": 1e17}
+    host = {"to_host": to_host, "to_device": to_device, "memory_bandwidth": on_host}
+    return machine_from_dict(
+        small_machine(
+            device__kind=kind,
+            device__launch_s=0.0,
+            device__memory_bandwidth=AT_ONCE,
+            device__matmul={"fp32": at_once, "bf16": at_once},
+            host=host,
+        )
+    )
+
+
+RECORDED: dict[str, Records] = {}
+"""Steps that were recorded before, by plan and kind of device: to record one takes far longer than to price it."""
+
+
+def records(folder: Path, changes: Tables, *, kind: str) -> Records:
+    """Returns the recorded step of the plan with `changes`, of one process."""
+    key = f"{changes} {kind}"
+    if key not in RECORDED:
+        plan = plan_from_dict(changed(COPIED, **changes, run__device=kind), folder)
+        RECORDED[key] = records_of(plan, 1, first_draft(plan, 1))
+    return RECORDED[key]
+
+
+def step_seconds(machine_file: MachineFile, folder: Path, **changes: Any) -> float:
+    """Returns the seconds of a step of one micro-batch."""
+    recorded = records(folder, changes, kind=machine_file.device.kind)
+    return seconds_of_records(recorded, 1, machine_file).seconds
+
+
+def foretold(folder: Path, changes: Tables, *, kind: str) -> dict[str, int]:
+    """Bytes that a recorded step copies, each way."""
+    found = {"to_host": 0, "to_device": 0}
+    (recorded,) = records(folder, changes, kind=kind).ranks
+    for word in recorded.step.events:
+        if isinstance(word, Began) and word.axis == HOST:
+            found[word.kind] += word.num_bytes
+    return found
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("copies", COPIES)
+def test_a_step_copies_as_many_bytes_as_were_foretold(copies: str, texts: Path) -> None:
+    tables = changed(COPIED, **COPIES[copies])
+    after: list[tuple[float, float]] = []
+
+    def watch(run: Any) -> None:
+        def count(_row: object) -> None:
+            moved = [each.moved(part) for each in run.memory.managers for part in each.parts]
+            policy = run.counts.get("memory.host", {})
+            out = sum(one.copied_out for one in moved) + policy.get("moved_bytes", 0)
+            after.append((out, sum(one.copied_in for one in moved) + policy.get("fetched_bytes", 0)))
+
+        run.listeners.append(count)
+
+    record(tables, 4, folder=texts, prepare=watch)
+    (out, into), (more_out, more_into) = after[-2:]
+    assert more_out > out
+    assert more_into > into
+    told = {"to_host": more_out - out, "to_device": more_into - into}
+    assert foretold(texts, COPIES[copies], kind="cpu") == told
+    if "activations" not in tables:  # of these a GPU's kernels save something else
+        assert foretold(texts, COPIES[copies], kind="cuda") == told
+
+
+def test_states_that_come_and_go_take_as_long_as_their_bytes(texts: Path) -> None:
+    """A bucket leaves while the next one comes: so the slower way counts, and what the first must wait for, or the last."""
+    num_bytes = foretold(texts, {"offload": [STATES]}, kind="cuda")["to_host"]
+    out = step_seconds(copying(to_device=AT_ONCE), texts, offload=[STATES])
+    into = step_seconds(copying(to_host=AT_ONCE), texts, offload=[STATES])
+    both = step_seconds(copying(), texts, offload=[STATES])
+    assert out == pytest.approx(num_bytes / RATE, rel=1e-3)
+    assert into == pytest.approx(num_bytes / RATE, rel=1e-3)
+    assert num_bytes / RATE < both < 2 * num_bytes / RATE
+
+
+def test_a_cpu_copies_by_itself_one_way_after_the_other(texts: Path) -> None:
+    num_bytes = sum(foretold(texts, {"offload": [STATES]}, kind="cpu").values())
+    assert step_seconds(copying("cpu"), texts, offload=[STATES]) == pytest.approx(num_bytes / RATE, rel=1e-3)
+
+
+def test_masters_on_the_host_are_none_of_the_devices_memory(texts: Path) -> None:
+    """On a CPU they are: its memory is the host's."""
+
+    def on(device: str, **changes: Any) -> Any:
+        return rank_bytes(plan_from_dict(changed(COPIED, run__device=device, **changes), texts), 0, 1)
+
+    here, away = on("cuda"), on("cuda", offload=[OPTIMIZER])
+    moved = here.states["masters"] + here.states["optimizer_states"]
+    assert moved > 0
+    assert away.states["masters"] == away.states["optimizer_states"] == 0
+    assert here.peak - away.peak == pytest.approx(moved, rel=0.1)
+    assert on("cpu", offload=[OPTIMIZER]).states == on("cpu").states

@@ -1,19 +1,19 @@
 """Twenty plans of one process take the bytes and the seconds on one device that were estimated; a small one on a CPU, too.
 
-On CUDA the allocator tells the most bytes, without cuBLAS's workspaces; on a CPU its events do. Layers are timed and steps are
-taken in turn, since a host that others use is faster at one time than at another.
+The large ones are for a device: gigabytes, so that what an allocator rounds up does not decide, and steps of 0.03 to 0.5 s on
+one. The small ones, of the same kinds, are megabytes, for a CPU. On CUDA the allocator tells the most bytes, without cuBLAS's
+workspaces; on a CPU its events do. Layers are timed and steps are taken in turn, since a host that others use is faster at one
+time than at another.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -33,12 +33,105 @@ from sley_estimate.step.estimate import estimate_seconds
 from sley_estimate.testing import shortly
 from sley_testing.figures import Figure, note
 from sley_testing.live_bytes import memory_profile, peak_bytes
-
-sys.path.insert(0, str(Path(__file__).parent / "own"))
-from twenty_plans import KINDS, twenty_plans
+from sley_testing.plans import Tables, changed, small_plan
 
 BYTES, SECONDS = 0.03, 0.10
 """How far the peak and a step may be from the estimate, relative."""
+
+
+# -- the plans ---------------------------------------------------------------------------------------------------------
+
+
+class Shape(NamedTuple):
+    """A decoder and its sequences."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    sequence: int
+    tied: bool = False
+
+
+WIDE = Shape(3, 2048, 16, 16, 2048)
+DEEP = Shape(10, 1024, 16, 16, 1024)
+GROUPED = Shape(4, 1536, 12, 4, 2048, tied=True)
+
+VOCABULARY, SMALL_VOCABULARY = 16384, 512
+SMALLER = 16
+"""Of widths; sequences are as much shorter."""
+
+FEWER = 4
+"""Samples of a micro-batch of a small one."""
+
+KEEP, RECOMPUTE, HALF = {}, {"use": "core.recompute"}, {"use": "core.recompute", "fraction": 0.5}
+SELECTIVE, HOST = {"use": "memory.selective"}, {"use": "memory.host"}
+STATES = [{"use": "memory.optimizer_states", "when": "between_steps"}]
+OPTIMIZER = [{"use": "memory.host_optimizer"}]
+SGD = {"use": "core.sgd", "lr": 1e-4, "momentum": 0.9}
+PACKED = {"documents": "pack"}
+
+
+class Kind(NamedTuple):
+    """One plan. micro: samples of a micro-batch. count: micro-batches of a step. more: what tables of it have besides."""
+
+    compute: str
+    shape: Shape
+    micro: int
+    count: int
+    activations: dict[str, Any]
+    offload: list[dict[str, Any]] | None = None
+    more: dict[str, Any] | None = None
+
+
+KINDS: dict[str, Kind] = {
+    "wide": Kind("bf16", WIDE, 4, 1, KEEP),
+    "wide, four micro-batches": Kind("bf16", WIDE, 4, 4, KEEP),
+    "wide, recomputed": Kind("bf16", WIDE, 8, 2, RECOMPUTE),
+    "wide, selective": Kind("bf16", WIDE, 8, 2, SELECTIVE),
+    "wide, activations on the host": Kind("bf16", WIDE, 4, 2, HOST),
+    "wide, states away between steps": Kind("bf16", WIDE, 4, 4, KEEP, STATES),
+    "wide, recomputed, states away": Kind("bf16", WIDE, 8, 4, RECOMPUTE, STATES),
+    "wide, optimizer on the host": Kind("bf16", WIDE, 4, 2, KEEP, OPTIMIZER),
+    "deep": Kind("bf16", DEEP, 8, 1, KEEP),
+    "deep, half recomputed": Kind("bf16", DEEP, 16, 2, HALF),
+    "deep, selective, documents": Kind("bf16", DEEP, 8, 2, SELECTIVE, None, {"data": PACKED}),
+    "deep, activations on the host": Kind("bf16", DEEP, 8, 1, HOST),
+    "deep, activations and states away": Kind("bf16", DEEP, 8, 2, HOST, STATES),
+    "grouped and tied": Kind("bf16", GROUPED, 4, 2, KEEP),
+    "grouped, recomputed, SGD, not clipped": Kind("bf16", GROUPED, 8, 1, RECOMPUTE, None, {"optimizer": SGD}),
+    "grouped, documents": Kind("bf16", GROUPED, 4, 2, KEEP, None, {"data": PACKED}),
+    "fp32, wide": Kind("fp32", WIDE, 2, 1, KEEP),
+    "fp32, wide, recomputed": Kind("fp32", WIDE, 4, 1, RECOMPUTE),
+    "fp32, deep, selective, states away": Kind("fp32", DEEP, 4, 2, SELECTIVE, STATES),
+    "fp32, grouped, activations on the host": Kind("fp32", GROUPED, 2, 1, HOST),
+}
+assert len(KINDS) == 20
+
+
+def tables(kind: Kind, device: str, *, is_large: bool) -> Tables:
+    """The plan of a kind on `device`. It reads Python's own library as text."""
+    less = 1 if is_large else SMALLER
+    shape, more = kind.shape, kind.more or {}
+    micro = kind.micro if is_large else max(1, kind.micro // FEWER)
+    model = {"use": "models.llama", "num_layers": shape.layers, "hidden": shape.hidden // less, "heads": shape.heads}
+    model |= {"kv_heads": shape.kv_heads, "vocab_size": VOCABULARY if is_large else SMALL_VOCABULARY}
+    data = {"use": "data.text", "source": "python-stdlib", "sequence": shape.sequence // less, "documents": "cut"}
+    offload = [table if is_large else table | {"bucket_mb": 0.5} for table in kind.offload or ()]
+    return changed(
+        small_plan(),
+        run={"name": "estimated", "steps": 100, "device": device},
+        model=model | {"tie_embeddings": shape.tied},
+        data=data | more.get("data", {}),
+        batch={"global_size": micro * kind.count, "micro_size": micro},
+        optimizer=more.get("optimizer", {"use": "core.adamw", "lr": 1e-4, "clip_norm": 1.0}),
+        precision={"compute": kind.compute},
+        activations=kind.activations or None,
+        offload=offload or None,
+    )
+
+
+# -- estimates and runs ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -133,7 +226,7 @@ def compare(
 @pytest.mark.parametrize("name", KINDS)
 def test_a_small_one_takes_what_was_estimated_of_a_cpu(name: str) -> None:
     """Its bytes; its seconds say nothing, since calibration is short."""
-    plan = plan_from_dict(twenty_plans("cpu", is_large=False)[name])
+    plan = plan_from_dict(tables(KINDS[name], "cpu", is_large=False))
     with World.alone("cpu") as world, shortly():
         machine = machine_for(world.device, plan, measured_tables(world.device))
     found = compare(name, plan, lambda _: machine, num_steps=1, num_rounds=1)
@@ -155,7 +248,7 @@ def known():
 @pytest.mark.parametrize("name", KINDS)
 def test_a_large_one_takes_what_was_estimated_of_the_device(name: str, known) -> None:
     """Bytes of parts between two steps exactly; the peak and the seconds nearly so."""
-    plan = plan_from_dict(twenty_plans("cuda", is_large=True)[name])
+    plan = plan_from_dict(tables(KINDS[name], "cuda", is_large=True))
     found = compare(name, plan, lambda device: machine_for(device, plan, known))
     for figure in found.figures():
         print(figure)

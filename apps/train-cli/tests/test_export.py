@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -93,10 +92,6 @@ def test_several_files_have_an_index_of_exactly_their_tensors(cli: Any, trained:
     assert index["weight_map"] == {name: file for file, values in files.items() for name in values}
     every = [value for values in files.values() for value in values.values()]
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in every)
-    state = {name: torch.zeros_like(value) for values in files.values() for name, value in values.items()}
-    with pytest.warns(UserWarning, match="single process"):
-        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder / "hf")), no_dist=True)
-    assert all(torch.equal(state[name], value) for values in files.values() for name, value in values.items())
     with torch.no_grad():
         torch.testing.assert_close(theirs(folder / "hf")(TOKENS).logits, logits, rtol=1e-5, atol=1e-5)
 
@@ -109,16 +104,6 @@ def test_files_have_the_type_that_the_run_kept(
     assert cli("export", run, "--format", "huggingface", "--out", folder / "hf").code == 0
     assert {value.dtype for value in load_file(folder / "hf" / "model.safetensors").values()} == {dtype}
     assert theirs(folder / "hf").dtype == dtype
-
-
-def test_a_run_goes_on_from_what_a_run_exported_bit_for_bit(cli: Any, trained: Trained, folder: Path, texts: Path) -> None:
-    run, _ = trained(changed(PLAN, model__qk_norm=True, model__tie_embeddings=True))
-    first = {name: WeightFiles(run / "weights").tensor(name) for name in WeightFiles(run / "weights").names}
-    assert cli("export", run, "--format", "huggingface", "--out", folder / "hf").code == 0
-    start = changed(PLAN, model={"use": "models.llama", "weights": str(folder / "hf")})
-    with assemble(plan_from_dict(start, texts), World.alone("cpu")) as again:
-        assert sorted(again.registry.names) == sorted(first)
-        assert all(torch.equal(param.parameter, first[param.name]) for param in again.registry)
 
 
 @pytest.mark.parametrize("given", ["folder", "file"])
@@ -250,14 +235,14 @@ def test_what_cannot_be_exported_is_an_error_and_leaves_nothing(cli: Any, traine
     assert "error[no-weights]" in result.err
 
 
-def test_a_run_keeps_its_weights_unless_its_plan_says_no(start: Any, plan: Path, folder: Path) -> None:
-    result = start("run", plan).finish()
+def test_a_run_keeps_its_weights_unless_its_plan_says_no(cli: Any, plan: Path, folder: Path) -> None:
+    result = cli("run", plan, changes=["parallel.dp=1"])
     assert result.code == 0, result.err
     assert "  weights        runs/small/weights\n" in result.err
     with safe_open(folder / "runs" / "small" / "weights" / "model.safetensors", "pt") as content:
         assert set(content.keys()) >= {"embed.tokens.weight", "head.norm.weight"}
     assert load_plan(folder / "runs" / "small" / "plan.toml").run.final_weights == "working"
-    result = start("run", plan, changes=['run.name="none"', 'run.final_weights="none"']).finish()
+    result = cli("run", plan, changes=["parallel.dp=1", 'run.name="none"', 'run.final_weights="none"'])
     assert result.code == 0, result.err
     assert "  weights  " not in result.err
     assert not (folder / "runs" / "none" / "weights").exists()
@@ -282,9 +267,9 @@ def layers(data):
 """
 
 
-def test_a_run_that_cannot_keep_its_weights_fails_and_has_its_summary(start: Any, own_model: Any, folder: Path) -> None:
+def test_a_run_that_cannot_keep_its_weights_fails_and_has_its_summary(cli: Any, own_model: Any, folder: Path) -> None:
     plan = own_model(IN_THE_WAY, DATA + 'documents = "cut"\n')
-    result = start("run", plan).finish()
+    result = cli("run", plan, changes=["parallel.dp=1"])
     assert result.code == 1
     assert result.err.count("error[weights-unsaved]") == 1
     assert "`thesis.tex`, which is no file of weights" in result.err
@@ -292,7 +277,9 @@ def test_a_run_that_cannot_keep_its_weights_fails_and_has_its_summary(start: Any
     assert [path.name for path in (folder / "runs" / "small" / "weights").iterdir()] == ["thesis.tex"]
 
 
-SMALL = small_plan(data__sequence=16, model__ffn_hidden=6000, precision__compute="bf16", run__steps=2)
+SMALL = small_plan(
+    data__sequence=16, model__ffn_hidden=6000, model__tie_embeddings=True, precision__compute="bf16", run__steps=2
+)
 
 
 @pytest.mark.sample(2)

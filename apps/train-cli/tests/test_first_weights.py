@@ -1,4 +1,4 @@
-"""Runs start from the values of plain PyTorch, of transformers, or of loaded weights, in every layout, bit for bit."""
+"""Runs start from the values of plain PyTorch or of transformers in every layout, bit for bit."""
 
 from __future__ import annotations
 
@@ -225,23 +225,3 @@ sys.exit(f"codes {{codes}}, torch: {{'torch' in sys.modules}}")
     done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
     assert done.stderr.endswith("codes [0, 0, 3, 3], torch: False\n"), done.stderr
     assert "head_dim = 8 " in done.stdout
-
-
-# -- loaded between two steps ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_loaded_weights_are_those_of_every_layout(ranks: Any, texts: Path, precision: str) -> None:
-    sgd = {"use": "core.sgd", "lr": 1e-6}
-    base = changed(PLAN, model__tie_embeddings=True, precision__compute=precision, optimizer=sgd)
-    with assemble(plan_from_dict(base, texts), World.alone("cpu")) as run:
-        generator = torch.Generator().manual_seed(2)
-        state = {param.name: torch.randn(param.shape, generator=generator) * 0.1 for param in run.registry}
-    ((_, losses, _),) = starts([base], texts, state)
-    near = 2**-7 if precision == "bf16" else 1e-5
-    for rank in ranks(2)(starts, [changed(base, **layout) for layout in WITH_POSITIONS.values()], texts, state):
-        for values, their_losses, _ in rank:
-            assert their_losses == pytest.approx(losses, rel=near)
-            for name in values.keys() & state.keys():
-                torch.testing.assert_close(values[name].float(), state[name], rtol=near, atol=1e-4)

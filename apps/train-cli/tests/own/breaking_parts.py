@@ -12,10 +12,10 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sley_cma.transport import Cma
@@ -25,43 +25,31 @@ from sley_core.comm.groups import Groups
 
 VARIABLE, HIT = "SLEY_TEST_FAULT", Path("hit.json")
 HIDDEN = 16
+Call = Callable[..., Any]
 SLOW_S = 1.5
 """Less than the limit of the plan's waits."""
 
 
-class Embed(nn.Embedding):
-    """With `Head`, so that every stage has a layer in which something can go wrong, wherever measured costs cut the model."""
+class Layer(nn.Module):
+    """Every stage has one in which something can go wrong, wherever measured costs cut the model."""
+
+    def __init__(self, name: str, inner: nn.Module) -> None:
+        super().__init__()
+        self.name, self.inner = name, inner
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.training and fault.is_due("action"):
-            fault.act("embed")
-        return super().forward(tokens)
-
-
-class Block(nn.Module):
-    def __init__(self, place: int) -> None:
-        super().__init__()
-        self.place = place
-        self.inner = nn.Linear(HIDDEN, HIDDEN)
-        self.norm = nn.LayerNorm(HIDDEN)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if self.training and fault.is_due("action"):
-            fault.act(f"blocks.{self.place}")
-        return hidden + torch.relu(self.inner(self.norm(hidden)))
-
-
-class Head(nn.Linear):
-    def forward(self, hidden: Tensor) -> Tensor:
-        if self.training and fault.is_due("action"):
-            fault.act("head")
-        return super().forward(hidden)
+            fault.act(self.name)
+        output: Tensor = self.inner(tokens)
+        return output
 
 
 def layers() -> list[tuple[str, nn.Module]]:
     fault.prepare()
-    blocks: list[tuple[str, nn.Module]] = [(f"blocks.{place}", Block(place)) for place in range(4)]
-    return [("embed", Embed(256, HIDDEN)), *blocks, ("head", Head(HIDDEN, 256))]
+    embed, head = nn.Embedding(256, HIDDEN), nn.Linear(HIDDEN, 256)
+    blocks = [nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.ReLU()) for _ in range(4)]
+    inner = {"embed": embed, **{f"blocks.{place}": block for place, block in enumerate(blocks)}, "head": head}
+    return [(name, Layer(name, module)) for name, module in inner.items()]
 
 
 class Fault:
@@ -104,28 +92,38 @@ class Fault:
             self._front(kind, "all_gather", "gather", 1)
         self._front_sends()
 
+    def exchange(self, what: str, call: Call, args: tuple[Any, ...], *, elsewhere: Call, skipped: Any) -> Any:
+        """Does wrong in place of `call(*args, what=what)`. elsewhere: the same call on another group or lane."""
+        match self.kind:
+            case "skipped":
+                return skipped
+            case "extra":
+                again = tuple(each(arg, Tensor.clone) for arg in args)
+                # Without its handle, a message may never leave.
+                self.kept = again, call(*again, what=f"{what}, again")
+            case "wrong size":
+                args = tuple(each(arg, lambda tensor: tensor[: max(1, tensor.shape[0] // 2)]) for arg in args)
+            case "wrong group":
+                return elsewhere(*args, what=what)
+            case _:
+                self.act(what)
+        return call(*args, what=what)
+
     def _front(self, kind: type, method: str, of: str, at: int) -> None:
-        plain: Callable[..., Any] = getattr(kind, method)
+        plain: Call = getattr(kind, method)
 
         def call(transport: Any, *args: Any, what: str, **options: Any) -> Any:
             if not self.is_due(of):
                 return plain(transport, *args, what=what, **options)
             numbers = transport.members.progress.numbers
             HIT.write_text(json.dumps({"what": what, "number": numbers.get(f"{transport.members.axis} main", 0) + 1}))
-            match self.kind:
-                case "skipped":
-                    return Done()
-                case "extra":
-                    again = _copied(args)
-                    self.kept = again, plain(transport, *again, what=f"{what}, again", **options)
-                case "wrong size":
-                    return plain(transport, *_shorter(args), what=what, **options)
-                case "wrong group":
-                    (groups,) = [one for one in gc.get_objects() if type(one) is Groups]
-                    return getattr(groups["all"].transport(), method)(*args, what=what, **options)
-                case _:
-                    self.act(what)
-            return plain(transport, *args, what=what, **options)
+
+            def of_all_ranks(*args: Any, what: str) -> Any:
+                (groups,) = [held for held in gc.get_objects() if type(held) is Groups]
+                return getattr(groups["all"].transport(), method)(*args, what=what, **options)
+
+            own = partial(plain, transport, **options)
+            return self.exchange(what, own, args, elsewhere=of_all_ranks, skipped=Done())
 
         setattr(kind, method, call)
 
@@ -138,34 +136,15 @@ class Fault:
             if not what.startswith("what stage") or "walks" in what or not self.is_due("send"):
                 return plain(tensor, group, lane, peer, what=what)
             HIT.write_text(json.dumps({"what": what}), "utf-8")
-            match self.kind:
-                case "skipped":
-                    return Pending()
-                case "extra":
-                    kept = tensor.clone()
-                    # Without its handle, a message may never leave.
-                    self.kept = kept, plain(kept, group, lane, peer, what=f"{what}, again")
-                case "wrong size":
-                    return plain(tensor.reshape(-1)[: tensor.numel() // 2].clone(), group, lane, peer, what=what)
-                case "wrong group":
-                    return plain(tensor, group, {"up": "down", "down": "up"}[lane], peer, what=what)
-                case _:
-                    self.act(what)
-            return plain(tensor, group, lane, peer, what=what)
+            own, other = (partial(plain, group=group, lane=to, peer=peer) for to in (lane, {"up": "down", "down": "up"}[lane]))
+            return self.exchange(what, own, (tensor.reshape(-1),), elsewhere=other, skipped=Pending())
 
         lines.send_to = call
 
 
-def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(one.clone() if isinstance(one, Tensor) else [each.clone() for each in one] for one in args)
-
-
-def _shorter(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Half of every tensor, by rows."""
-    return tuple(
-        one[: max(1, one.shape[0] // 2)] if isinstance(one, Tensor) else [each[: max(1, each.shape[0] // 2)] for each in one]
-        for one in args
-    )
+def each(argument: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The tensor, or the list of tensors, changed."""
+    return change(argument) if isinstance(argument, Tensor) else [change(tensor) for tensor in argument]
 
 
 fault = Fault()

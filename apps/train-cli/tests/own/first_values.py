@@ -24,19 +24,11 @@ def first_values(plans: Mapping[str, Any], texts: Path) -> dict[str, dict[str, T
     return found
 
 
-def starts(
-    plans: Sequence[dict[str, Any]], texts: Path, state: dict[str, Tensor] | None = None
-) -> list[tuple[dict[str, Tensor], list[float], list[str]]]:
-    """Returns for each plan the first weights, the losses of three steps, and the trained parameters.
-
-    state: is loaded after a step, and then the weights are those of it.
-    """
+def starts(plans: Sequence[dict[str, Any]], texts: Path) -> list[tuple[dict[str, Tensor], list[float], list[str]]]:
+    """Returns for each plan the first weights, the losses of three steps, and the trained parameters."""
     found = []
     for tables in plans:
         with World.join("cpu") as world, assemble(plan_from_dict(tables, texts), world) as run:
-            if state is not None:
-                run.step()
-                assert run.load_weights(state) == ([], [])
             first = weights(run)
             losses = [float(run.step()["loss"]) for _ in range(3)]
             found.append((first, losses, [param.name for param in run.registry.trainable]))

@@ -10,8 +10,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import drawn_model
 import pytest
 import torch
+from drawn_cases import SCHEDULES, STARTS, Case, Step, draw
+from drawn_model import BODIES, FORMS, batch
 from torch import Tensor
 
 from sley_core.assemble import assemble
@@ -23,11 +26,11 @@ from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
+from sley_testing.collectives import assert_untouched, drafts_kept
 from sley_testing.parity import assert_same_bits
 from sley_testing.plain import PlainLoop, assert_step
 from sley_testing.runs import gradients, weights
 
-OWN = Path(__file__).parent / "own"
 CAMPAIGN = 20
 """Parts of 100 draws, of numbers of their own in each campaign."""
 
@@ -45,13 +48,7 @@ class Seen:
     held_out: list[float | None] = field(default_factory=list)
 
 
-@pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The modules of drawn cases are on the path, in ranks too."""
-    monkeypatch.syspath_prepend(OWN)
-
-
-def plan_of(case: Any, folder: Path) -> Any:
+def plan_of(case: Case, folder: Path) -> Any:
     tables = dict(case.tables)
     if case.csv:
         path = folder / f"case{case.seed}.csv"
@@ -69,10 +66,8 @@ def plan_of(case: Any, folder: Path) -> Any:
     return plan_from_dict({**fixed, **case.training, **tables}, folder)
 
 
-def valid(seed: int, folder: Path, world: int | None = None) -> Any:
+def valid(seed: int, folder: Path, world: int | None = None) -> Case:
     """The case of a number; if the plan's check refuses it, the next of its kind."""
-    from drawn_cases import draw
-
     for again in range(50):
         case = draw(seed + again * 10**9, world)
         world = case.world
@@ -84,16 +79,14 @@ def valid(seed: int, folder: Path, world: int | None = None) -> Any:
     raise AssertionError(f"none of 50 draws of {seed} makes a plan")
 
 
-def micros_of(case: Any, number: int) -> list[Tensors]:
+def micros_of(case: Case, number: int) -> list[Tensors]:
     """The micro-batches of a step's global batch, in order."""
-    from drawn_model import batch
-
     r = random.Random(f"{case.seed} {number}")
     size = case.tables["batch"]["micro_size"]
     return [batch([r.randrange(10**5) for _ in range(size)], length) for length in case.steps[number].lengths]
 
 
-def change(step: Any, parameters: Mapping[str, Any]) -> None:
+def change(step: Step, parameters: Mapping[str, Any]) -> None:
     """Does to parameters what a program does before a step."""
     for name, parameter in parameters.items():
         if any(fnmatchcase(name, pattern) for pattern in step.freeze):
@@ -105,21 +98,25 @@ def change(step: Any, parameters: Mapping[str, Any]) -> None:
                 parameter.mul_(0.5)
 
 
-def see(case: Any, folder: Path) -> Seen:
-    """Runs the case on this rank."""
+def see(case: Case, folder: Path) -> Seen:
+    """Runs the case on this rank; the closed run leaves nothing in the modules of its model."""
     seen = Seen()
-    with World.join("cpu") as world, assemble(plan_of(case, folder), world) as run:
-        seen.first = weights(run)
-        for number, step in enumerate(case.steps):
-            change(step, {param.name: param.parameter for param in run.registry})
-            seen.rows.append(run.step(own_batch(case, number, run)))
-            seen.gradients.append(gradients(run))
-            seen.weights.append(weights(run))
-            seen.held_out.append(run.evaluate() if step.evaluates else None)
+    with World.join("cpu") as world, drafts_kept() as drafts:
+        with assemble(plan_of(case, folder), world) as run:
+            seen.first = weights(run)
+            for number, step in enumerate(case.steps):
+                change(step, {param.name: param.parameter for param in run.registry})
+                seen.rows.append(run.step(own_batch(case, number, run)))
+                seen.gradients.append(gradients(run))
+                seen.weights.append(weights(run))
+                seen.held_out.append(run.evaluate() if step.evaluates else None)
+        ((model, traces),) = drafts
+        if not any(step.freeze or step.thaw for step in case.steps):  # which the program did, not the run
+            assert_untouched(traces, model.layers)
     return seen
 
 
-def own_batch(case: Any, number: int, run: Run) -> Any:
+def own_batch(case: Case, number: int, run: Run) -> Any:
     """This rank's samples, in a list of micro-batches or as one batch."""
     micros = micros_of(case, number)
     count = len(micros) // run.topology.dp
@@ -127,10 +124,8 @@ def own_batch(case: Any, number: int, run: Run) -> Any:
     return own if case.steps[number].listed else {name: torch.cat([micro[name] for micro in own]) for name in own[0]}
 
 
-def plain_loop(case: Any) -> PlainLoop:
+def plain_loop(case: Case) -> PlainLoop:
     """The same model in a plain loop, with the values that its own code gives it under the run's seed."""
-    import drawn_model
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed % 1000)
         layers = drawn_model.model(**case.model)
@@ -165,10 +160,8 @@ def optimizer_of(config: Mapping[str, Any], named: Any) -> torch.optim.Optimizer
     return kind(groups, **options)
 
 
-def compare(case: Any, ranks: Sequence[Seen]) -> None:
+def compare(case: Case, ranks: Sequence[Seen]) -> None:
     """Raises AssertionError with the first difference from the plain loop."""
-    import drawn_model
-
     loop = plain_loop(case)
     first = {name: value for one in ranks for name, value in one.first.items() if name in loop.parameters}
     assert_same_bits(loop.weights, first)
@@ -204,22 +197,19 @@ def check(ranks: Any, folder: Path, numbers: Iterable[int], world: int | None = 
 
 
 @pytest.mark.parametrize(("world", "count"), [(1, 3), (2, 5), (3, 2), (4, 2)])
-def test_a_fixed_sample_equals_a_plain_loop(ranks: Any, own: None, tmp_path: Path, world: int, count: int) -> None:
+def test_a_fixed_sample_equals_a_plain_loop(ranks: Any, tmp_path: Path, world: int, count: int) -> None:
     check(ranks, tmp_path, range(count), world)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("part", range(CAMPAIGN))
-def test_two_thousand_draws_equal_a_plain_loop(ranks: Any, own: None, tmp_path: Path, part: int) -> None:
+def test_two_thousand_draws_equal_a_plain_loop(ranks: Any, tmp_path: Path, part: int) -> None:
     first = random.SystemRandom().randrange(10**6) * 1000
     print(f"numbers {first} to {first + 99}")
     check(ranks, tmp_path, range(first, first + 100))
 
 
-def test_a_number_stands_for_one_case_and_all_features_are_drawn(own: None) -> None:
-    from drawn_cases import SCHEDULES, STARTS, draw
-    from drawn_model import BODIES, FORMS
-
+def test_a_number_stands_for_one_case_and_all_features_are_drawn() -> None:
     cases = [str(draw(number)) for number in range(400)]
     assert cases == [str(draw(number)) for number in range(400)]
     text = "\n".join(cases)
@@ -230,7 +220,7 @@ def test_a_number_stands_for_one_case_and_all_features_are_drawn(own: None) -> N
     assert not missing, f"never drawn: {missing}"
 
 
-def test_a_number_that_is_off_by_little_is_seen(own: None, tmp_path: Path) -> None:
+def test_a_number_that_is_off_by_little_is_seen(tmp_path: Path) -> None:
     case = valid(5, tmp_path, 1)
     case = replace(case, steps=[replace(step, evaluates=True) for step in case.steps])
     seen = see(case, tmp_path)

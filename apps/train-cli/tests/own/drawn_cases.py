@@ -9,6 +9,11 @@ from typing import Any
 
 from drawn_model import BODIES, BY_DATA, BY_POSITION, FORMS, MAY_BE_CHANGED, MIXES_POSITIONS, NEEDS_TOKENS
 
+from sley_core.actions.action import loop, v
+from sley_pp.schedules import write_csv
+from sley_testing.plans import Tables
+from sley_testing.runs import any_lists
+
 WIDTH = 4
 STARTS = ("", "", "", "zeros", "data", "loaded", "assigned", "applied")
 CARRIES = ("made", "made", "kept", "input", "sent")
@@ -19,8 +24,6 @@ SQUARE = {
     "half_frozen": "two",
 }
 """Bodies with a square matrix, and the module that has it: these can be tied to one another."""
-
-Tables = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ def _layout(r: random.Random, world: int, micros: int) -> tuple[Tables, int, str
         chunks = {"pp.interleaved": 2, "pp.zero_bubble_v": 2, "pp.csv": r.choice([1, 2])}.get(name, 1)
         parts = pp * chunks
         if name == "pp.csv":
-            csv = _any_order(r, pp, chunks, r.random() < 0.5, micros)
+            placement = v(pp) if chunks == 2 and r.random() < 0.5 else loop(pp, chunks)
+            csv = write_csv(any_lists(placement, micros, r), placement)
         if r.random() < 0.4:
             tables["partition"] = {"use": "pp.uniform"}
     if wp > 1:
@@ -111,31 +115,6 @@ def _layout(r: random.Random, world: int, micros: int) -> tuple[Tables, int, str
         reducer: Tables = {"use": "dp.bucketed", "bucket_mb": r.choice([1e-4, 5e-4, 25.0])}
         tables["gradient_handlers"] = [reducer, *([{"use": "pp.shared_modules"}] if pp > 1 else [])]
     return tables, parts, csv
-
-
-def _any_order(r: random.Random, pp: int, chunks: int, is_v: bool, micros: int) -> str:
-    """A schedule's text: any order in which actions can run one after another, whole backwards and split ones mixed."""
-    parts = pp * chunks
-    rows: list[list[str]] = [[] for _ in range(pp)]
-    forward, backward = dict.fromkeys(range(micros), 0), dict.fromkeys(range(micros), parts - 1)
-    deferred: list[tuple[int, int]] = []
-    while True:
-        ready = [("F", part, micro) for micro, part in forward.items() if part < parts]
-        ready += [("B", part, micro) for micro, part in backward.items() if part >= 0 and forward[micro] == parts]
-        ready += [("W", part, micro) for part, micro in deferred]
-        if not ready:
-            return "".join(",".join(row) + "\n" for row in rows)
-        kind, part, micro = r.choice(ready)
-        if kind == "F":
-            forward[micro] += 1
-        elif kind == "W":
-            deferred.remove((part, micro))
-        else:
-            backward[micro] -= 1
-            if r.random() < 0.5:
-                kind = "I"
-                deferred.append((part, micro))
-        rows[parts - 1 - part if is_v and part >= pp else part % pp].append(f"{part}{kind}{micro}")
 
 
 # -- model -------------------------------------------------------------------------------------------------------------
