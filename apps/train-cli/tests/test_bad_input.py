@@ -168,13 +168,6 @@ def test_an_error_in_a_factory_is_placed_in_its_file(own_model: Own, cli: Callab
     assert not (folder / "runs").exists()
 
 
-def test_a_run_folder_of_the_users(plan: Path, folder: Path, refused: Refused) -> None:
-    (folder / "runs" / "small").mkdir(parents=True)
-    (folder / "runs" / "small" / "notes.txt").write_text("mine", "utf-8")
-    refused(plan, "run-folder", '"small"')
-    refused(plan, "run-folder", '"small"', "--overwrite")  # not even then: it is not the folder of a run
-
-
 @pytest.mark.parametrize("mode", [None, pytest.param(0o500, marks=pytest.mark.skipif(os.geteuid() == 0, reason="root"))])
 def test_a_run_folder_that_cannot_be_written(plan: Path, folder: Path, refused: Refused, mode: int | None) -> None:
     (folder / "runs").touch() if mode is None else (folder / "runs").mkdir(mode=mode)

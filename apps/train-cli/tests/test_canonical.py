@@ -8,11 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from sley_core.engine.canonical import sums, tree
-from sley_core.engine.canonical.tree import Node, PartialSums
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import Bits, differing, digest, trained
@@ -50,9 +46,6 @@ LAYOUTS: dict[str, tuple[int, Tables]] = {
 }
 
 
-OWN = Path(__file__).parent / "own"
-
-
 PRECISIONS: dict[str, Tables] = {
     "fp32": {},
     "bf16": {"precision__compute": "bf16"},
@@ -70,8 +63,7 @@ def alone(folder: Path, precision: str) -> Bits:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_the_hash_of_one_process(ranks: Any, texts: Path, layout: str, precision: str):
     size, changes = LAYOUTS[layout]
-    tables = changed(PLAN, **PRECISIONS[precision], **changes)
-    found = ranks(size, 180)(trained, tables, 2, folder=texts)
+    found = ranks(size, 180)(trained, changed(PLAN, **PRECISIONS[precision], **changes), 2, folder=texts)
     assert differing([alone(texts, precision)], found) == []
     assert digest([alone(texts, precision)]) == digest(found)
 
@@ -89,9 +81,8 @@ def test_numbers_that_are_no_powers_of_two_have_one_hash_too(ranks: Any, texts: 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["core.sgd", "core.adamw"])
 @pytest.mark.parametrize("layout", ["dp2 bucketed", "wp2", "wp2 wdp2 sharded", "zero bubble", "wp2 pp2", "recomputed"])
-def test_weights_that_a_layer_uses_more_than_once(ranks: Any, monkeypatch: Any, layout: str, optimizer: str):
+def test_weights_that_a_layer_uses_more_than_once(ranks: Any, layout: str, optimizer: str):
     """Biases, an embedding with padding, dropout, and weights that autograd alone knows, in bf16 with masters."""
-    monkeypatch.syspath_prepend(OWN)
     tables = changed(
         PLAN,
         model={"factory": "canonical_parts:layers"},
@@ -101,8 +92,8 @@ def test_weights_that_a_layer_uses_more_than_once(ranks: Any, monkeypatch: Any, 
         evaluation=None,
     )
     size, changes = {"recomputed": (1, {"activations": {"use": "core.recompute"}}), **LAYOUTS}[layout]
-    found = ranks(size, 180)(trained, changed(tables, **changes), 2, folder=OWN)
-    assert differing([trained(tables, 2, folder=OWN)], found) == []
+    found = ranks(size, 180)(trained, changed(tables, **changes), 2)
+    assert differing([trained(tables, 2)], found) == []
 
 
 @pytest.mark.parametrize(
@@ -124,32 +115,6 @@ def test_options_that_add_in_another_order_are_refused(texts: Path, changes: Tab
     assert found == ([("canonical-unsupported", path)] if path else [])
 
 
-class LeftToRight(PartialSums):
-    """What the tree is instead of: adds whatever comes, as it comes."""
-
-    def put(self, use: int, node: Node, value: Tensor) -> None:
-        there = self._sums().pop(use, None)
-        if there is not None:
-            home = value is self.home
-            there, value = (value, there) if home else (there, value)
-            there.add_(value)
-        self._sums()[use] = value if there is None else there
-
-    def take(self, use: int, node: Node, like: Tensor) -> Tensor:
-        found = self._sums().pop(use, None)
-        return torch.zeros_like(like) if found is None else found
-
-    def _sums(self) -> dict[int, Tensor]:
-        return self.__dict__.setdefault("sums", {})
-
-
-def trained_left_to_right(tables: Tables, num_steps: int, *, folder: Path) -> Bits:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree, "PartialSums", LeftToRight)
-        patch.setattr(sums, "PartialSums", LeftToRight)
-        return trained(tables, num_steps, folder=folder)
-
-
 SAMPLE = ["dp2 bucketed", "wp2", "zero bubble v dp2"]
 
 
@@ -157,12 +122,13 @@ SAMPLE = ["dp2 bucketed", "wp2", "zero bubble v dp2"]
 @pytest.mark.parametrize(
     "layout", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.campaign) for name in LAYOUTS]
 )
-def test_sums_from_left_to_right_have_another_hash(ranks: Any, texts: Path, layout: str):
-    """Of numbers that are as good: so the tests above see the tree, and nothing else."""
+def test_fast_sums_have_another_hash(ranks: Any, texts: Path, layout: str):
+    """Their numbers are as good: so the tests above see the tree, and nothing else."""
     size, changes = LAYOUTS[layout]
-    found = ranks(size, 180)(trained_left_to_right, changed(PLAN, **changes), 2, folder=texts)
-    one = alone(texts, "fp32")
-    assert [name for name in differing([one], found) if name.endswith("weight")]
+    fast = changed(PLAN, parallel__reduction="fast", **changes)
+    found = ranks(size, 180)(trained, fast, 2, folder=texts)
+    canonical = alone(texts, "fp32")
+    assert [name for name in differing([canonical], found) if name.endswith("weight")]
     for name in ("step 2: loss", "step 2: grad_norm"):
-        wanted, other = (float.fromhex(bits[name].decode()) for bits in (one, found[0]))
+        wanted, other = (float.fromhex(bits[name].decode()) for bits in (canonical, found[0]))
         assert math.isclose(wanted, other, rel_tol=1e-4), (name, wanted, other)

@@ -458,8 +458,11 @@ HARD: dict[str, tuple[str, str, str, int | None, list[Call]]] = {
         [("write", 0.3, "data"), AWAY, ("save",), ("kill",)],
     ),
     "written, and read as masters": ("alone", "on the host", "fp64", None, [("write", 0.3, "copy"), ("host", "masters")]),
+    "loaded into shards of the optimizer": ("dp sharded", "everything", "bf16", None, [("set", 1), ("host", "weights")]),
+    "loaded into shards of weights": ("sharded weights", "everything", "bf16", None, [("set", 1), ("step", 2)]),
+    "loaded into stages": ("interleaved", "everything", "fp64", None, [("set", 1), ("step", 2)]),
 }
-"""Sequences that ended a process, or had wrong numbers: layout, what moves, precision, order of copies, calls."""
+"""Sequences that are easy to get wrong: layout, what moves, precision, order of copies, calls."""
 
 
 @pytest.mark.parametrize("name", HARD)

@@ -122,21 +122,21 @@ def test_a_folder_of_the_users_is_never_replaced(plan: Path, folder: Path) -> No
     assert plan.exists()
 
 
-def test_an_empty_folder_is_as_good_as_none(plan: Path, folder: Path) -> None:
-    (folder / "runs" / "small").mkdir(parents=True)
-    check_run_folder(load_plan(plan), overwrite=False)
-    with held_run_folder(load_plan(plan), overwrite=False):
-        pass
-
-
 @pytest.mark.parametrize("how", [{}, {"overwrite": True}, {"resume": True}], ids=["plain", "overwrite", "resume"])
-@pytest.mark.parametrize("beside", [(), (".lock", "faults/0/rank-1.json")], ids=["alone", "with faults"])
+@pytest.mark.parametrize(
+    "records",
+    [(), ("work/rank-1.jsonl",), ("work/rank-1.jsonl", ".lock", "faults/0/rank-1.json")],
+    ids=["none", "work", "faults"],
+)
 def test_a_folder_in_which_ranks_of_another_host_have_left_records_is_as_good_as_none(
-    plan: Path, folder: Path, how: dict[str, bool], beside: tuple[str, ...]
+    plan: Path, folder: Path, how: dict[str, bool], records: tuple[str, ...]
 ) -> None:
-    """Without a shared folder rank 0 writes plan and rows on its own host, and others write what they work at on theirs."""
+    """So is an empty one. Without a shared folder rank 0 writes plan and rows on its own host, and others write what they work
+    at on theirs.
+    """
     made = folder / "runs" / "small"
-    for name in ("work/rank-1.jsonl", *beside):
+    made.mkdir(parents=True)
+    for name in records:
         (made / name).parent.mkdir(parents=True, exist_ok=True)
         (made / name).write_text("{}\n", "utf-8")
     check_run_folder(load_plan(plan), **{"overwrite": False, **how})

@@ -97,12 +97,13 @@ def computed(vocab_size: int) -> list[nn.Module]:
     return [layer.bfloat16() for layer in layers]
 
 
-def initialised(vocab_size: int) -> Model:
-    def init(module: nn.Module, name: str) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=0.5 if name.endswith("out") else 0.02)
+def init_by_name(module: nn.Module, name: str) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=0.5 if name.endswith("out") else 0.02)
 
-    return Model(tied(vocab_size), init)
+
+def initialised(vocab_size: int) -> Model:
+    return Model(tied(vocab_size), init_by_name)
 
 
 class Functional(nn.Module):
@@ -127,8 +128,4 @@ def built(vocab_size: int) -> Model:
         ("head", lambda: Head(vocab_size)),
     ]
 
-    def init(module: nn.Module, name: str) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=0.5 if name.endswith("out") else 0.02)
-
-    return Model(layers, init, ties=[("embed.table.weight", "head.output.weight")])
+    return Model(layers, init_by_name, ties=[("embed.table.weight", "head.output.weight")])
