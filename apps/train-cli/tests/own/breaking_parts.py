@@ -1,7 +1,7 @@
 """A model on whose ranks one thing goes wrong, as the variable SLEY_TEST_FAULT says: `factory = "breaking_parts:layers"`.
 
 {"kind": "skipped", "of": "sum", "rank": 1, "number": 9}: rank 1 leaves out its 9th sum of a bucket. What was hit stands in
-the file `hit.json` of the current folder.
+the file `hit.json` of the current folder, beside a file `process.PID` for each process.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Layer(nn.Module):
 
 
 def layers() -> list[tuple[str, nn.Module]]:
+    Path(f"process.{os.getpid()}").touch()
     fault.prepare()
     embed, head = nn.Embedding(256, HIDDEN), nn.Linear(HIDDEN, 256)
     blocks = [nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.ReLU()) for _ in range(4)]
