@@ -93,7 +93,6 @@ def drawn(draw: random.Random, world: int, folder: Path) -> Tables:
 @pytest.mark.parametrize(
     ("world", "num_plans"),
     [
-        (1, 1),
         (2, 1),
         pytest.param(1, 40, marks=pytest.mark.campaign),
         pytest.param(2, 70, marks=pytest.mark.campaign),
