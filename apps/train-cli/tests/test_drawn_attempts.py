@@ -17,11 +17,12 @@ import shutil
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import pytest
 
-from sley_checkpoint.folders import LocalFolder, open_folder
+from sley_checkpoint.folders import open_folder
 from sley_checkpoint.reader import index_or_none, read, ready
 from sley_core.attempt import read_attempt
 from sley_core.errors import SleyError
@@ -37,7 +38,17 @@ pytestmark = pytest.mark.timeout(1200)
 HOSTS = ("here", "there")
 SHARED = "ck"
 KILLED = 9
-KILLS = ("row", "publish", "published", "attempt", "attempted", "rewound", "remove", "summary")
+KILLS = {
+    "row": ("sley_core.metrics.jsonl.JsonlWriter.write", False),
+    "publish": ("sley_checkpoint.folders.LocalFolder.publish", True),
+    "published": ("sley_checkpoint.folders.LocalFolder.publish", False),
+    "attempt": ("sley_core.attempt.write_attempt", True),
+    "attempted": ("sley_core.attempt.write_attempt", False),
+    "rewound": ("sley_core.metrics.jsonl.JsonlWriter.rewind", False),
+    "remove": ("sley_checkpoint.folders.LocalFolder.remove", True),
+    "summary": ("train_cli.rank.write_json", False),
+}
+"""Where a process ends: a function, and whether before it does its work."""
 
 
 class Start(NamedTuple):
@@ -75,6 +86,9 @@ def note(patch: pytest.MonkeyPatch, log: str) -> None:
     train, write = Run.train, JsonlWriter.write
     state: dict[str, Any] = {}
 
+    def now(run: Run) -> str:
+        return digest({param.name: param.parameter for param in run.registry})
+
     def trained(run: Run) -> Any:
         state.update(run=run, before=now(run))
         return train(run)
@@ -90,10 +104,6 @@ def note(patch: pytest.MonkeyPatch, log: str) -> None:
     patch.setattr(JsonlWriter, "write", written)
 
 
-def now(run: Run) -> str:
-    return digest({param.name: param.parameter for param in run.registry})
-
-
 def digest(weights: Any) -> str:
     found = hashlib.sha256()
     for name in sorted(weights):
@@ -103,34 +113,19 @@ def digest(weights: Any) -> str:
 
 def lay(patch: pytest.MonkeyPatch, where: str, times: int) -> None:
     """Lets this process end when it gets to `where` for that time."""
-    import sley_core.attempt as attempts
-    from train_cli import rank
+    place, is_before = KILLS[where]
+    original, left = resolve_name(place), [times]
 
-    left = [times]
+    def call(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if is_before and not left[0]:
+            os._exit(KILLED)
+        result = original(*args, **kwargs)
+        if not left[0]:
+            os._exit(KILLED)
+        return result
 
-    def ends(function: Any, *, first: bool) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            left[0] -= 1
-            if first and not left[0]:
-                os._exit(KILLED)
-            found = function(*args, **kwargs)
-            if not left[0]:
-                os._exit(KILLED)
-            return found
-
-        return call
-
-    owner, name, first = {
-        "row": (JsonlWriter, "write", False),
-        "publish": (LocalFolder, "publish", True),
-        "published": (LocalFolder, "publish", False),
-        "attempt": (attempts, "write_attempt", True),
-        "attempted": (attempts, "write_attempt", False),
-        "rewound": (JsonlWriter, "rewind", False),
-        "remove": (LocalFolder, "remove", True),
-        "summary": (rank, "write_json", False),
-    }[where]
-    patch.setattr(owner, name, ends(getattr(owner, name), first=first))
+    patch.setattr(place, call)
 
 
 class World:
@@ -174,7 +169,7 @@ class World:
         changes += [table] if self.draw.random() < 0.9 else []
         # One rank where rank 0 may be refused before the others have come, whom a launcher would end.
         size = self.draw.choice((1, 2)) if kind in ("overwrite", "auto", "again") else 1
-        kill = (self.draw.choice(KILLS), self.draw.randrange(1, 6)) if self.draw.random() < 0.5 else None
+        kill = (self.draw.choice([*KILLS]), self.draw.randrange(1, 6)) if self.draw.random() < 0.5 else None
         start = Start(self.number, tuple(options), (*changes, f"parallel.dp={size}"), environ, kill)
         run = self.folder / host / "small"
         before, had = self._checkpoints(), _rows(run)

@@ -15,8 +15,6 @@ from sley_checkpoint.reader import newest, verify
 
 pytestmark = pytest.mark.timeout(180)
 
-OWN = Path(__file__).parent / "own"
-
 MODEL = """
     import json, os, time
     from pathlib import Path
@@ -60,25 +58,21 @@ MODEL = """
 """
 
 
+IN_A_DISK = 'mount -t tmpfs -o size=6m tmpfs disk && "$0" "$@"; code=$?; cp -r disk kept; exit $code'
+
+
 @pytest.fixture
-def disk(folder: Path) -> Callable[[str], tuple[str, ...]]:
-    """`disk("6m")` launches a program with a disk of this size at `disk`, whose files are then in `kept`.
-
-    Skips where the system permits none.
-    """
+def disk(folder: Path) -> tuple[str, ...]:
+    """Launches a program with a disk of its own at `disk`, whose files are then in `kept`. Skips if the system permits none."""
     (folder / "disk").mkdir()
-
-    def launcher(size: str) -> tuple[str, ...]:
-        command = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
-        try:
-            tried = subprocess.run([*command, "mount -t tmpfs tmpfs disk"], capture_output=True, check=False)
-        except FileNotFoundError:
-            pytest.skip("there is no unshare")
-        if tried.returncode:
-            pytest.skip(f"no disk may be mounted: {tried.stderr.decode().strip()}")
-        return (sys.executable, "-m", "in_a_disk", size)
-
-    return launcher
+    command = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
+    try:
+        tried = subprocess.run([*command, "mount -t tmpfs tmpfs disk"], capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare")
+    if tried.returncode:
+        pytest.skip(f"no disk may be mounted: {tried.stderr.decode().strip()}")
+    return (*command, IN_A_DISK, sys.executable)
 
 
 @pytest.mark.sample(1)
@@ -89,7 +83,7 @@ def test_a_run_goes_on_when_the_disk_is_full_in_a_save(
     """It is full from the second step to the fourth, on both ranks."""
     saves = f'checkpoint={{every_steps=1, keep=9, mode="{mode}", folder="{folder}/disk/saved"}}'
     changes = ["run.steps=5", saves]
-    result = start("run", own_model(MODEL), launcher=disk("6m"), changes=changes, PYTHONPATH=str(OWN)).finish(90)
+    result = start("run", own_model(MODEL), launcher=disk, changes=changes).finish(90)
     assert result.code == 0, result.err
     assert "step-00000002 could not be written" in result.err
     assert "No space left on device" in result.err
