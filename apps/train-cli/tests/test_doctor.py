@@ -33,7 +33,7 @@ Cli = Callable[..., Any]
 Own = Callable[[str], Path]
 
 OWN = Path(__file__).parent / "own"
-LIMIT_S = 15.0
+LIMIT_S = 10.0
 """Of waits, those for the start of ranks on a busy machine among them."""
 
 GRACE_S = 10.0

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import layout_of, num_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -50,17 +51,9 @@ PLAN = small_plan(
     batch={"global_size": 4, "micro_size": 1},
     run__steps=100,
 )
-LAYOUTS: dict[str, tuple[int, Tables]] = {
-    "alone": (1, {}),
-    "dp each": (2, {"parallel": {"dp": 2}}),
-    "dp bucketed": (2, {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.003}]}),
-    "dp sharded": (2, {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded", "bucket_mb": 0.003}]}),
-    "stages": (2, {"parallel": {"pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}}),
-    "interleaved": (2, {"parallel": {"pp": 2}, "pipeline": {"use": "pp.interleaved"}}),
-    "zero bubble": (2, {"parallel": {"pp": 2}, "pipeline": {"use": "pp.zero_bubble_h1"}}),
-    "sharded weights": (2, {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}}),
-    "slices": (2, {"parallel": {"sp": 2}, "sequence": {"use": "isp.all_to_all"}}),
-}
+NAMES = ["alone", "dp2 each", "dp2 bucketed", "dp2 sharded", "pp2", "interleaved", "zero bubble", "wp2", "sp2"]
+"""Of layouts."""
+
 ON_HOST = {"use": "memory.host_optimizer", "bucket_mb": 0.003}
 BETWEEN = {"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.003}
 EVERYTHING = {"use": "memory.everything", "bucket_mb": 0.003}
@@ -107,7 +100,7 @@ class Case:
 
     @property
     def world(self) -> int:
-        return LAYOUTS[self.layout][0]
+        return num_ranks(self.tables)
 
     @property
     def parts(self) -> list[str]:
@@ -119,7 +112,7 @@ class Case:
         """The run's plan."""
         offload = OFFLOADS[self.offload][0]
         changes = {"optimizer": self.optimizer, "precision": {"compute": self.compute}, "offload": offload}
-        return changed(PLAN, **changes, **LAYOUTS[self.layout][1])
+        return layout_of(self.layout, PLAN, **changes)
 
     def __str__(self) -> str:
         parts = f"{self.layout}, {self.offload}, {self.compute}, {self.optimizer['use']}, order {self.order}"
@@ -129,15 +122,15 @@ class Case:
 def drawn(seed: int) -> Case:
     """The case of this number."""
     draw = random.Random(f"calls {seed}")
-    layout = draw.choice([*LAYOUTS])
+    layout = draw.choice(NAMES)
     compute = draw.choice(["fp64", "fp64", "bf16"])
     offload = draw.choice([name for name in OFFLOADS if name != "shared" or layout.startswith("dp")])
     optimizer = OPTIMIZERS[0] if compute == "bf16" else draw.choice(OPTIMIZERS)
     order = draw.choice([None, draw.randrange(1000)])
     case = Case(seed, layout, offload, compute, optimizer, order)
     kinds = ["step"] * 4 + ["offload"] * 4 + ["save", "save", "load", "kill", "evaluate", "predict", "host", "set"]
-    kinds += ["write", "write"] if layout != "sharded weights" else []
-    kinds += ["freeze", "thaw"] if layout != "dp sharded" else []
+    kinds += ["write", "write"] if layout != "wp2" else []
+    kinds += ["freeze", "thaw"] if layout != "dp2 sharded" else []
     case.calls.append(("step", 0))
     while len(case.calls) < NUM_CALLS:
         kind = draw.choice(kinds)
@@ -450,7 +443,7 @@ HARD: dict[str, tuple[str, str, str, int | None, list[Call]]] = {
     "saved while weights are away and masters at home": ("alone", "on the host", "bf16", None, [AWAY, ("save",), ("kill",)]),
     "saved while weights come": ("alone", "on the host", "bf16", 1, [*COMES, ("save",), ("kill",)]),
     "loaded while gradients are away": (
-        *("dp bucketed", "everything", "fp64", None),
+        *("dp2 bucketed", "everything", "fp64", None),
         [("step", 1), ("save",), AWAY, BACK, ("load", 0)],
     ),
     "pointed elsewhere before it left": (
@@ -458,8 +451,8 @@ HARD: dict[str, tuple[str, str, str, int | None, list[Call]]] = {
         [("write", 0.3, "data"), AWAY, ("save",), ("kill",)],
     ),
     "written, and read as masters": ("alone", "on the host", "fp64", None, [("write", 0.3, "copy"), ("host", "masters")]),
-    "loaded into shards of the optimizer": ("dp sharded", "everything", "bf16", None, [("set", 1), ("host", "weights")]),
-    "loaded into shards of weights": ("sharded weights", "everything", "bf16", None, [("set", 1), ("step", 2)]),
+    "loaded into shards of the optimizer": ("dp2 sharded", "everything", "bf16", None, [("set", 1), ("host", "weights")]),
+    "loaded into shards of weights": ("wp2", "everything", "bf16", None, [("set", 1), ("step", 2)]),
     "loaded into stages": ("interleaved", "everything", "fp64", None, [("set", 1), ("step", 2)]),
 }
 """Sequences that are easy to get wrong: layout, what moves, precision, order of copies, calls."""

@@ -283,10 +283,10 @@ WORLD = 8
 LIMIT_S = 60.0
 MANY = changed(
     PIPELINE,
-    model__num_layers=4,
+    model__num_layers=2,
     parallel__pp=3,
     pipeline={"use": "pp.one_f_one_b"},
-    partition={"use": "pp.explicit", "layers": [2, 2, 2]},
+    partition={"use": "pp.explicit", "layers": [1, 2, 1]},
 )
 """Of three kinds: each stage holds another number of micro-batches. Of two, none would be looked at in another process."""
 

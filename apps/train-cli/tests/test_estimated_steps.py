@@ -200,7 +200,7 @@ def test_all_that_stages_have_is_updated_whether_or_not_it_is_reduced(dp: int, r
 def test_alike_stages_take_what_each_would_by_its_own_steps(schedule: str, handler: str) -> None:
     plan = plan_of(
         **FP32,
-        model__num_layers=10,
+        model__num_layers=6,
         batch={"global_size": 16, "micro_size": 1},
         parallel={"pp": 4, "dp": 2},
         pipeline={"use": f"pp.{schedule}"},

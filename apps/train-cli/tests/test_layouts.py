@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from layouts import LAYOUTS, SHARDED, layout_of, num_ranks, staged
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 from sley_checkpoint.reader import read
@@ -35,46 +36,6 @@ PLAN = small_plan(
     evaluation={"every": 2, "steps": 1},
 )
 """257 tokens and 27 channels divide by no number of ranks: shards are padded."""
-
-BUCKETED = {"gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.01}]}
-SHARDED = {"gradient_handlers": [{"use": "dp.sharded", "bucket_mb": 0.01}]}
-TIES = {"use": "pp.shared_modules"}
-BUCKETED_STAGES = {"gradient_handlers": [*BUCKETED["gradient_handlers"], TIES]}
-SHARDED_STAGES = {"gradient_handlers": [*SHARDED["gradient_handlers"], TIES]}
-WP = {"parallel__wp": 2, "weights": {"use": "isp.communicator"}}
-SP = {"parallel__sp": 2, "sequence": {"use": "isp.all_to_all"}}
-
-
-def staged(schedule: str) -> Tables:
-    return {"parallel__pp": 2, "pipeline": {"use": f"pp.{schedule}"}}
-
-
-LAYOUTS: dict[str, Tables] = {
-    "alone": {},
-    "dp2 each": {"parallel__dp": 2},
-    "dp2 bucketed": {"parallel__dp": 2, **BUCKETED},
-    "dp2 sharded": {"parallel__dp": 2, **SHARDED},
-    "dp4 sharded": {"parallel__dp": 4, **SHARDED},
-    "wp2": {"parallel__dp": 2, **WP},
-    "wp2 wdp2 sharded": {"parallel__dp": 4, **WP, **SHARDED},
-    "wp2 pp2": {"parallel__dp": 2, **staged("zero_bubble_h1"), **WP},
-    "wp2 sp2": {**SP, **WP},
-    "sp2": SP,
-    "pp2": staged("one_f_one_b"),
-    "interleaved": staged("interleaved"),
-    "zero bubble": staged("zero_bubble_h1"),
-    "zero bubble v dp2": {"parallel__dp": 2, **staged("zero_bubble_v"), **BUCKETED_STAGES},
-    "pp2 dp2 sharded": {"parallel__dp": 2, **staged("one_f_one_b"), **SHARDED_STAGES},
-}
-
-
-def layout_of(name: str, plan: Tables = PLAN, **changes: Any) -> Tables:
-    """The plan in this layout."""
-    return changed(changed(plan, **LAYOUTS[name]), **changes)
-
-
-def num_ranks(tables: Tables) -> int:
-    return math.prod(tables.get("parallel", {}).get(axis, 1) for axis in ("dp", "pp", "sp"))
 
 
 # -- canonical sums: one hash of weights, masters, optimizer states, losses and norms -----------------------------------
@@ -179,7 +140,7 @@ def test_torch_puts_the_pieces_of_a_layout_together(texts: Path, tmp_path: Path,
 
     Of numbers without dims, as an optimizer's count of steps, the consolidation of torch 2.13 writes zeros.
     """
-    ranks(2)(stretch, layout_of(layout), 1, folder=texts, save=tmp_path / "saved")
+    ranks(2)(stretch, layout_of(layout, PLAN), 1, folder=texts, save=tmp_path / "saved")
     wanted = read(tmp_path / "saved")
     assert any(len(facts.pieces) > 1 for facts in wanted.index.tensors.values()), "or else nothing would be shown"
     state = {name: torch.zeros_like(wanted[name]) for name in wanted}
@@ -203,7 +164,7 @@ def stopped_and_not(tables: Tables, texts: Path, path: Path) -> list[Stretch]:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", [*LAYOUTS][::-1])
 def test_the_same_layout_goes_on_bit_for_bit(ranks: Any, texts: Path, tmp_path: Path, layout: str) -> None:
-    tables = layout_of(layout, precision={"compute": "bf16", "gradients": "bf16"})
+    tables = layout_of(layout, PLAN, precision={"compute": "bf16", "gradients": "bf16"})
     every = ranks(num_ranks(tables), 120)(stopped_and_not, tables, texts, tmp_path / "saved")
     assert_same_stretch([rank[0] for rank in every], [rank[1] for rank in every])
 
@@ -221,10 +182,10 @@ def others(layouts: list[Tables], texts: Path, path: Path) -> list[Stretch]:
 def test_another_layout_goes_on_within_parity(ranks: Any, texts: Path, tmp_path: Path, written: str, num_others: int) -> None:
     """As many layouts of each number of ranks go on from it."""
     (whole,) = ranks(1).once(stretch, PLAN, 4, folder=texts)
-    tables = layout_of(written)
+    tables = layout_of(written, PLAN)
     ranks(num_ranks(tables), 120)(stretch, tables, 2, folder=texts, save=tmp_path / "saved")
     for size in (1, 2, 4):
-        same = [other for name in LAYOUTS if name != written and num_ranks(other := layout_of(name)) == size]
+        same = [other for name in LAYOUTS if name != written and num_ranks(other := layout_of(name, PLAN)) == size]
         chosen = same[[*LAYOUTS].index(written) % len(same) :][:num_others] if same else []
         every = ranks(size, 120)(others, chosen, texts, tmp_path / "saved")
         for at in range(len(chosen)):
@@ -243,8 +204,8 @@ MODULES = {"use": "isp.communicator", "unit": "module", "head": "vocabulary", "e
 ACTIVATIONS: dict[str, Tables] = {
     # two layers or more in each part: the last one's activations stay
     "stages": changed(PLAN, **staged("zero_bubble_v"), model__num_layers=6, partition={"use": "pp.uniform"}),
-    "shards": layout_of("wp2"),
-    "shards of modules": layout_of("wp2", weights=MODULES, model__tie_embeddings=False),
+    "shards": layout_of("wp2", PLAN),
+    "shards of modules": layout_of("wp2", PLAN, weights=MODULES, model__tie_embeddings=False),
 }
 
 
