@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from first_values import first_values, starts
+from layouts import layout_of
 from torch import Tensor, nn
 
 from sley_core.api.model import Model, derive
@@ -36,14 +37,6 @@ CONFIGS = {
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**SIZES),
 }
-ISP = {"use": "isp.communicator"}
-LAYOUTS: dict[str, Tables] = {
-    "dp.sharded": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded"}]},
-    "pp": {"parallel": {"pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}},
-    "wp": {"parallel": {"dp": 2, "wp": 2}, "weights": ISP},
-    "sp": {"parallel": {"dp": 1, "sp": 2}, "sequence": {"use": "isp.all_to_all", "positions": False}},
-}
-WITH_POSITIONS = {**LAYOUTS, "sp": {"parallel": {"wp": 2, "sp": 2}, "weights": ISP, "sequence": {"use": "isp.all_to_all"}}}
 PLAN = small_plan(
     run__seed=SEED,
     data__sequence=16,
@@ -137,10 +130,11 @@ def built_by_hand(init: Any) -> dict[str, nn.Module]:
 def test_every_layout_starts_from_the_values_of_plain_pytorch(ranks: Any, saved: dict[str, Path], texts: Path) -> None:
     options = {habit: {"vocab_size": VOCAB} | ({"path": str(saved["state"])} if habit == "loaded" else {}) for habit in HABITS}
     models = {habit: {"factory": f"factory_habits:{habit}", "options": options[habit]} for habit in HABITS}
+    layouts: dict[str, Tables] = {"dp2 sharded": {}, "pp2": {}, "wp2": {}, "sp2": {"sequence__positions": False}}
     plans = {
-        f"{habit} {layout}": changed(PLAN, model=table, data__documents=None, **changes)
+        f"{habit} {layout}": layout_of(layout, PLAN, model=table, data__documents=None, **changes)
         for habit, table in models.items()
-        for layout, changes in LAYOUTS.items()
+        for layout, changes in layouts.items()
     }
     with torch.random.fork_rng(devices=[]):
         expected = {habit: plain(table) for habit, table in models.items()}
@@ -182,10 +176,10 @@ def test_a_run_starts_at_transformers_loss_in_every_layout(
     """With weights of files, and from a factory, with adapters too. Layouts have the first values and losses of one process."""
     monkeypatch.syspath_prepend(EXAMPLES)
     models = {
-        "llama": (saved["llama"], from_files(saved["llama"]), ["dp.sharded", "wp"]),
-        "qwen2, tied": (saved["qwen2"], from_files(saved["qwen2"]), ["pp"]),
-        "qwen3": (saved["qwen3"], from_files(saved["qwen3"]), ["sp"]),
-        "adapters": (saved["llama"], from_factory(saved["llama"], 4), ["pp", "wp"]),
+        "llama": (saved["llama"], from_files(saved["llama"]), ["dp2 sharded", "wp2"]),
+        "qwen2, tied": (saved["qwen2"], from_files(saved["qwen2"]), ["pp2"]),
+        "qwen3": (saved["qwen3"], from_files(saved["qwen3"]), ["wp2 sp2"]),
+        "adapters": (saved["llama"], from_factory(saved["llama"], 4), ["pp2", "wp2"]),
         "adapters, tied": (saved["qwen2"], from_factory(saved["qwen2"], 4), []),
         "gpt_neox": (saved["gpt_neox"], from_factory(saved["gpt_neox"]), []),
     }
@@ -200,7 +194,7 @@ def test_a_run_starts_at_transformers_loss_in_every_layout(
             assert all(".lora_" in parameter for parameter in trained), "the base is frozen"
             assert not any(first[key].any() for key in trained if ".lora_B." in key), "adapters add nothing at first"
     cases = [(name, layout) for name, (_, _, layouts) in models.items() for layout in layouts]
-    by_rank = ranks(2, timeout_s=200)(starts, [changed(plans[name], **WITH_POSITIONS[layout]) for name, layout in cases], texts)
+    by_rank = ranks(2, timeout_s=200)(starts, [layout_of(layout, plans[name]) for name, layout in cases], texts)
     for rank in by_rank:
         for case, (first, losses, _) in zip(cases, rank, strict=True):
             expected, expected_losses, _ = alone[case[0]]
