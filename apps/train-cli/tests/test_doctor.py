@@ -215,8 +215,11 @@ GIVEN = [
 ]
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("fault", GIVEN, ids=lambda fault: f"{fault.layout}, {fault.kind}")
+@pytest.mark.parametrize(
+    "fault",
+    [*GIVEN[:4], *(pytest.param(fault, marks=pytest.mark.campaign) for fault in GIVEN[4:])],
+    ids=lambda fault: f"{fault.layout}, {fault.kind}",
+)
 def test_a_fault_is_found_and_told(start: Start, cli: Cli, folder: Path, fault: Fault) -> None:
     check_all(start, folder, [fault])
     if fault.kind not in CLEAN:
