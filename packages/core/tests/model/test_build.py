@@ -1,14 +1,19 @@
+"""A model is built on meta from what a factory returns, or the factory is told by a code; the example models are."""
+
 from __future__ import annotations
 
 import resource
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo, Field
@@ -19,10 +24,8 @@ from sley_core.model.values import HostModel
 from sley_core.plan.load import plan_from_dict
 from sley_models import llama
 from sley_models.config import LlamaConfig
-from sley_testing.plans import on_meta, small_plan
+from sley_testing.plans import TOKENS, on_meta, small_plan, with_values
 from sley_testing.ranks import Ranks
-
-Build = Callable[..., Model]
 
 
 class Embed(nn.Module):
@@ -64,30 +67,22 @@ def tied(_: DataInfo) -> list[nn.Module]:
     return [embed, Tied(embed)]
 
 
-def test_parameters_are_on_meta_and_buffers_have_their_values(build: Build) -> None:
-    model = build(tied)
-    parameters = [parameter for layer in model for parameter in layer.module.parameters()]
-    assert parameters
-    assert all(parameter.is_meta for parameter in parameters)
-    embed = model["0"].module
+def test_parameters_are_on_meta_with_their_ties_and_buffers_have_their_values() -> None:
+    model = on_meta(tied)
+    assert all(parameter.is_meta for layer in model for parameter in layer.module.parameters())
+    embed, last = (layer.module for layer in model)
     assert embed.scale.tolist() == [0.5, 2.0]
     assert embed.table.weight.shape == (7, 4)
-    assert not model["1"].module.frozen.requires_grad
-    assert model["1"].module.first.requires_grad
-
-
-def test_ties_keep_their_identity(build: Build) -> None:
-    model = build(tied)
-    last = model["1"].module
-    assert last.weight is model["0"].module.table.weight
-    assert last.first is last.second
-    assert last.listed[0] is last.first
+    assert last.weight is embed.table.weight
+    assert last.listed[0] is last.first is last.second
+    assert last.first.requires_grad
+    assert not last.frozen.requires_grad
     assert len(list(last.parameters())) == 1 + 1 + 1 + 4 + 1
 
 
-def test_random_buffers_follow_the_seed_and_leave_the_generator_alone(real: Build) -> None:
+def test_random_buffers_follow_the_seed_and_leave_the_generator_alone() -> None:
     state = torch.get_rng_state()
-    one, same, other = (real(tied, seed=seed)["0"].module.noise for seed in (1, 1, 2))
+    one, same, other = (with_values(tied, seed=seed)["0"].module.noise for seed in (1, 1, 2))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     assert torch.equal(torch.get_rng_state(), state)
@@ -113,9 +108,9 @@ class Lazy(Embed):
         (Lazy, "model-init", "'0.project.weight' is of a shape that is not known yet"),
     ],
 )
-def test_what_cannot_be_built_is_refused_by_name(build: Build, layer: type[nn.Module], code: str, says: str) -> None:
+def test_what_cannot_be_built_is_refused_by_name(layer: type[nn.Module], code: str, says: str) -> None:
     with pytest.raises(PlanError, match=says) as raised:
-        build(lambda _: [layer()])
+        on_meta(lambda _: [layer()])
     assert raised.value.diagnostics[0].code == code
 
 
@@ -140,10 +135,10 @@ number = 3
 """
 
 
-def from_factory(folder: Path, info: DataInfo, factory: str, **options: object) -> Model:
+def from_factory(folder: Path, factory: str, **options: object) -> Model:
     (folder / "own_model.py").write_text(FACTORY)
     plan = plan_from_dict(small_plan(model={"factory": factory, "options": options}), folder)
-    return build_on_meta(plan.model, info, 0)
+    return build_on_meta(plan.model, TOKENS, 0)
 
 
 @pytest.fixture
@@ -153,11 +148,13 @@ def clean_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("clean_modules")
-def test_a_factory_of_the_plan_is_built_on_meta(tmp_path: Path, info: DataInfo) -> None:
-    model = from_factory(tmp_path, info, "own_model:layers", width=9)
+def test_a_factory_of_the_plan_is_built_on_meta(tmp_path: Path) -> None:
+    model = from_factory(tmp_path, "own_model:layers", width=9)
     assert model["1"].module.weight.shape == (9, 4)
     assert model["1"].module.weight.is_meta
     assert model["0"].fields == ("tokens",)
+    shrinking = from_factory(tmp_path, "own_model:takes", widths=[4, 4, 7])  # its options, at each call
+    assert len(HostModel(shrinking).made(shrinking["1"]).state_dict()) == 2
 
 
 @pytest.mark.usefixtures("clean_modules")
@@ -172,9 +169,9 @@ def test_a_factory_of_the_plan_is_built_on_meta(tmp_path: Path, info: DataInfo) 
         ("own_model:nothing", "model-factory"),
     ],
 )
-def test_a_broken_factory_is_told_by_its_code(tmp_path: Path, info: DataInfo, factory: str, code: str) -> None:
+def test_a_broken_factory_is_told_by_its_code(tmp_path: Path, factory: str, code: str) -> None:
     with pytest.raises(PlanError) as raised:
-        from_factory(tmp_path, info, factory)
+        from_factory(tmp_path, factory)
     assert [diagnostic.code for diagnostic in raised.value.diagnostics] == [code]
 
 
@@ -199,7 +196,7 @@ def test_a_billion_parameters_take_no_memory(ranks: Callable[..., Ranks]) -> Non
 
 
 @pytest.mark.parametrize("builds_first", [True, False])
-def test_a_builder_must_not_share_what_was_made_outside(build: Build, builds_first: bool) -> None:
+def test_a_builder_must_not_share_what_was_made_outside(builds_first: bool) -> None:
     """A rank calls its own builders alone: `init_weights` would set the shared parameter in another order on each."""
 
     def layers(_: DataInfo) -> Model:
@@ -208,7 +205,7 @@ def test_a_builder_must_not_share_what_was_made_outside(build: Build, builds_fir
         return Model([("first", first), ("second", lambda: Holder(shared))])
 
     with pytest.raises(PlanError, match=r"'second.inner.weight' and 'first.inner.weight' are one parameter") as raised:
-        build(layers)
+        on_meta(layers)
     assert raised.value.diagnostics[0].code == "model-factory"
 
 
@@ -221,7 +218,7 @@ def drawn_outside() -> nn.Module:
     return holder
 
 
-def test_a_builder_must_not_draw_from_a_generator_made_outside(build: Build) -> None:
+def test_a_builder_must_not_draw_from_a_generator_made_outside() -> None:
     """How many builders have drawn before depends on the rank."""
 
     def closing_over(generator: torch.Generator) -> Callable[[], nn.Module]:
@@ -229,11 +226,70 @@ def test_a_builder_must_not_draw_from_a_generator_made_outside(build: Build) -> 
 
     for builder in (drawn_outside, closing_over(torch.Generator())):
         with pytest.raises(PlanError, match=r"the builder of the layer 'some.0' uses a Generator") as raised:
-            build(lambda _, builder=builder: [("some", builder, 2)])
+            on_meta(lambda _, builder=builder: [("some", builder, 2)])
         assert raised.value.diagnostics[0].code == "model-random"
 
 
-@pytest.mark.usefixtures("clean_modules")
-def test_a_factory_may_change_its_options(tmp_path: Path, info: DataInfo) -> None:
-    model = from_factory(tmp_path, info, "own_model:takes", widths=[4, 4, 7])
-    assert len(HostModel(model).made(model["1"]).state_dict()) == 2
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of the example models is on the path, as a plan's folder would be."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[4] / "examples" / "models")
+
+
+def example(name: str, **options: Any) -> Callable[[DataInfo], Any]:
+    return lambda data: import_module(name).layers(data=data, **options)
+
+
+def forward(model: Model, **fields: Tensor) -> Any:
+    output: Any = None
+    for at, layer in enumerate(model):
+        named = {name: fields[name] for name in layer.fields if name in fields}
+        output = layer.module(*((output,) if at else ()), **named)
+    return output
+
+
+EXAMPLE_TOKENS = torch.randint(0, 97, (3, 24), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.usefixtures("examples")
+@pytest.mark.parametrize(
+    ("name", "options"), [("hf_llama", {}), ("hf_llama", {"tie": True}), ("conv_tie", {"hidden": 16, "num_blocks": 2})]
+)
+def test_an_example_has_a_gradient_everywhere_and_the_values_of_the_whole_in_each_layer(name: str, options: Any) -> None:
+    drafted = on_meta(example(name, **options))
+    assert all(parameter.is_meta for layer in drafted for parameter in layer.module.parameters())
+    assert not any(buffer.is_meta for layer in drafted for buffer in layer.module.buffers())
+    model = with_values(example(name, **options), torch.float64)
+    output = forward(model, tokens=EXAMPLE_TOKENS)
+    assert output.shape == (3, 24, 97)
+    output.square().sum().backward()
+    for layer in model:
+        part = with_values(example(name, **options), torch.float64, owned={layer.name})[layer.name].module
+        for (key, parameter), other in zip(layer.module.named_parameters(), part.parameters(), strict=True):
+            assert parameter.dtype == torch.float64
+            assert torch.equal(parameter, other), (layer.name, key)
+            assert parameter.grad is not None
+            assert parameter.grad.isfinite().all()
+
+
+@pytest.mark.usefixtures("examples")
+def test_transformers_blocks_give_transformers_logits() -> None:
+    model = with_values(example("hf_llama", num_layers=3))
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+    )
+    whole = transformers.LlamaForCausalLM(config).eval()
+    names = {"embed.": "model.", "layers.": "model.layers.", "head.norm.": "model.norm.", "head.lm_head.": "lm_head."}
+    weights = {}
+    for layer in model:
+        for key, value in layer.module.state_dict().items():
+            name = f"{layer.name}.{key}".replace(".block.", ".")
+            ours, theirs = next((ours, theirs) for ours, theirs in names.items() if name.startswith(ours))
+            weights[name.replace(ours, theirs, 1)] = value
+    whole.load_state_dict(weights, strict=True)
+    with torch.no_grad():
+        ours = forward(model, tokens=EXAMPLE_TOKENS)
+        torch.testing.assert_close(ours, whole(EXAMPLE_TOKENS).logits, rtol=1e-5, atol=1e-5)
+        moved = EXAMPLE_TOKENS.new_tensor(range(5, 29)).expand(3, -1)
+        given = forward(model, tokens=EXAMPLE_TOKENS, positions=moved)
+        torch.testing.assert_close(given, whole(EXAMPLE_TOKENS, position_ids=moved).logits, rtol=1e-5, atol=1e-5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, combinations
 from typing import Any
 
@@ -14,8 +14,7 @@ from sley_core.data.dataset import DataInfo
 from sley_core.errors import PlanError
 from sley_core.generators import derive
 from sley_core.model.layers import Model
-
-Real = Callable[..., Model]
+from sley_testing.plans import with_values
 
 
 class Embed(nn.Module):
@@ -121,10 +120,10 @@ def subsets(names: list[str]) -> Iterator[set[str]]:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("function", [layers, with_init])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_values_do_not_depend_on_which_layers_are_owned(real: Real, function: Any, dtype: torch.dtype) -> None:
-    whole = values(real(function, dtype))
+def test_values_do_not_depend_on_which_layers_are_owned(function: Any, dtype: torch.dtype) -> None:
+    whole = values(with_values(function, dtype))
     for owned in subsets(["embed", "first", "second", "head"]):
-        model = real(function, dtype, owned)
+        model = with_values(function, dtype, owned)
         found = values(model)
         ours = {name: value for name, value in found.items() if name.split(".")[0] in owned}
         memory = {id(parameter) for name in owned for parameter in model[name].module.parameters()}
@@ -137,8 +136,8 @@ def test_values_do_not_depend_on_which_layers_are_owned(real: Real, function: An
             assert torch.equal(value, whole[name]), (name, owned)
 
 
-def test_fp32_values_are_drawn_once_and_cast(real: Real) -> None:
-    single, double, half = (values(real(layers, dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16))
+def test_fp32_values_are_drawn_once_and_cast() -> None:
+    single, double, half = (values(with_values(layers, dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16))
     for name, value in single.items():
         assert torch.equal(value.double(), double[name].double())
         if not is_buffer(name):
@@ -149,8 +148,8 @@ def test_fp32_values_are_drawn_once_and_cast(real: Real) -> None:
     assert double["first.batch.num_batches_tracked"].dtype == torch.int64
 
 
-def test_ties_requires_grad_and_attributes_survive(real: Real) -> None:
-    model = real(layers, torch.float64)
+def test_ties_requires_grad_and_attributes_survive() -> None:
+    model = with_values(layers, torch.float64)
     embed, first, second, head = (layer.module for layer in model)
     assert head.output.weight is embed.table.weight
     assert first.shared.linear.weight is second.shared.linear.weight
@@ -163,8 +162,8 @@ def test_ties_requires_grad_and_attributes_survive(real: Real) -> None:
     )  # the list of weights that it keeps beside its attributes was renewed too
 
 
-def test_init_weights_has_the_last_word_and_may_leave_modules_alone(real: Real) -> None:
-    plain, touched = values(real(layers)), values(real(with_init))
+def test_init_weights_has_the_last_word_and_may_leave_modules_alone() -> None:
+    plain, touched = values(with_values(layers)), values(with_values(with_init))
     assert torch.equal(touched["first.shared.linear.weight"], 2 * plain["first.shared.linear.weight"])
     assert torch.equal(touched["first.shared.linear.bias"], plain["first.shared.linear.bias"])
     assert touched["first.conv.weight"].std() > 3 * plain["first.conv.weight"].std()
@@ -181,16 +180,16 @@ class Uses(nn.Module):
         raise NotImplementedError
 
 
-def test_a_module_shared_with_a_layer_of_another_rank_stays(real: Real) -> None:
+def test_a_module_shared_with_a_layer_of_another_rank_stays() -> None:
     """The middle layer is drawn for what the last shares with it, and leaves what it shares with the first as it was."""
 
     def overlapping(_: DataInfo) -> list[nn.Module]:
         one, two = nn.Linear(3, 3), nn.Linear(3, 3)
         return [Embed(), Uses(one), Uses(one, two), Uses(two)]
 
-    whole = values(real(overlapping))
+    whole = values(with_values(overlapping))
     for owned in subsets(["0", "1", "2", "3"]):
-        for name, value in values(real(overlapping, owned=owned)).items():
+        for name, value in values(with_values(overlapping, owned=owned)).items():
             assert torch.equal(value, whole[name]), (name, owned)
             assert name.split(".")[0] in owned or "parts" in name
 
@@ -217,13 +216,10 @@ class FrozenLater(nn.Module):
         (lambda _: [FrozenLater()], "0.gain"),
     ],
 )
-def test_a_parameter_that_is_frozen_in_the_second_run_alone_is_refused(real: Real, layers: Any, name: str) -> None:
+def test_a_parameter_that_is_frozen_in_the_second_run_alone_is_refused(layers: Any, name: str) -> None:
     with pytest.raises(PlanError, match=rf"'{name}' is first trained, and then frozen") as raised:
-        real(layers)
+        with_values(layers)
     assert raised.value.diagnostics[0].code == "model-differs"
-
-
-Real = Callable[..., Model]
 
 
 class Scale(nn.Module):
@@ -259,9 +255,9 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("scale", [Scale, Half, OnMeta])
-def test_a_module_that_nobody_initialises_is_refused_by_name(real: Real, scale: type[nn.Module]) -> None:
+def test_a_module_that_nobody_initialises_is_refused_by_name(scale: type[nn.Module]) -> None:
     with pytest.raises(PlanError, match=r"the parameter '0.scale.gain' has no first value") as raised:
-        real(lambda _: [Scaled(scale())])
+        with_values(lambda _: [Scaled(scale())])
     assert raised.value.diagnostics[0].code == "model-init"
 
 
