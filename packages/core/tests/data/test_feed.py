@@ -1,10 +1,13 @@
-"""The feed gives every rank its rows of the same global batches, epoch after epoch, and goes on where it was."""
+"""Every layout and every restart gets the same samples, each once per epoch; a thread of the feed's own reads ahead."""
 
 from __future__ import annotations
 
 import json
+import threading
+import time
+import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from random import Random, SystemRandom
 from typing import Any, ClassVar
@@ -13,12 +16,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numbered import INFO, Numbers
 from torch import Tensor
 
+from sley_core.data.dataset import DataInfo, Field
 from sley_core.data.feed import Feed, Order
 from sley_core.errors import PlanError, RunError
 from sley_core.json_text import decode_value, encode_value
+
+INFO = DataInfo({"x": Field("int64")})
+
+
+class Numbers:
+    """Sample i is the number `value(i)`."""
+
+    info = INFO
+
+    def __init__(self, num_samples: int, value: Callable[[int], int] = int) -> None:
+        self.num_samples = num_samples
+        self.value = value
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.tensor(self.value(index))}
 
 
 class Stream:
@@ -63,19 +84,12 @@ class StatefulStream(TorchNamedStream):
         self.place = state["place"]
 
 
-class Others(Numbers):
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": super().__getitem__(index)["x"] + 1}
+def drawn_anew(index: int) -> int:
+    return SystemRandom().randrange(1 << 40)
 
 
-class Drawn(Numbers):
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": torch.tensor(SystemRandom().randrange(1 << 40))}
-
-
-class Failing(Numbers):
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        raise OSError("gone")
+def gone(index: int) -> int:
+    raise OSError("gone")
 
 
 KINDS = [Numbers, Stream, StatefulStream]
@@ -96,28 +110,12 @@ def test_the_rows_of_all_ranks_are_the_same_global_batches_in_every_layout(kind:
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_each_sample_comes_once_per_epoch_and_none_is_dropped(num_samples: int, batch_size: int, shuffle: bool) -> None:
     batches = taken(Numbers(num_samples), num_samples, batch_size, shuffle=shuffle)
     samples = list(chain.from_iterable(batches))
     for epoch in range(batch_size):
         assert Counter(samples[epoch * num_samples : (epoch + 1) * num_samples]) == Counter(range(num_samples))
-
-
-@pytest.mark.parametrize("kind", [*KINDS, TorchNamedStream])
-@pytest.mark.parametrize("num_before", [0, 1, 3, 4, 8])
-def test_a_restored_feed_goes_on_as_if_it_had_not_stopped(kind: type, num_before: int) -> None:
-    whole = taken(kind(6), num_before + 5, 3)
-    with Feed(kind(6), seed=1, batch_size=3, rows=range(3)) as feed:
-        for _ in range(num_before):
-            feed.next()
-        state = feed.state()
-    dataset = kind(6)
-    with Feed(dataset, seed=1, batch_size=3, rows=range(1, 2)) as feed:
-        feed.next()
-        feed.restore(state)
-        assert feed.state() == state
-        assert [feed.next()["x"].tolist() for _ in range(5)] == [batch[1:2] for batch in whole[num_before:]]
 
 
 def test_a_stream_with_a_state_is_not_walked_again() -> None:
@@ -170,14 +168,10 @@ class Epochs(TorchNamedStream):
             yield {"x": torch.tensor(order[int(sample["x"])])}
 
 
-class EpochsAgain:
+class EpochsAgain(Stream):
     """The same without a state."""
 
-    info = INFO
     epoch = 0
-
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -187,28 +181,31 @@ class EpochsAgain:
         return ({"x": torch.tensor(number)} for number in order)
 
 
-STREAMS = [Stream, StatefulStream, TorchNamedStream, Buffered, Early, Epochs, EpochsAgain]
-
-
-@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize("kind", [*KINDS, TorchNamedStream, Buffered, Early, Epochs, EpochsAgain])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_stream_that_is_resumed_again_and_again_gives_every_sample_once(kind: type, seed: int) -> None:
+def test_a_feed_that_is_restored_again_and_again_goes_on_as_if_it_had_not_stopped(kind: type, seed: int) -> None:
+    """Also where the restored feed was in use, and where its rank has other rows."""
     drawn = Random(seed)
     num_samples, batch_size = drawn.randint(7, 40), drawn.randint(1, 6)
     whole = taken(kind(num_samples), 30, batch_size)
     epochs = list(chain.from_iterable(whole))
     assert len(set(epochs[:num_samples])) == min(num_samples, len(epochs))
-    found: list[list[int]] = []
+    num_done = 0
     state: dict[str, Any] | None = None
-    while len(found) < 30:
-        with Feed(kind(num_samples), seed=1, batch_size=batch_size, rows=range(batch_size)) as feed:
+    while num_done < 30:
+        start = drawn.randrange(batch_size)
+        rows = range(start, drawn.randint(start + 1, batch_size))
+        with Feed(kind(num_samples), seed=1, batch_size=batch_size, rows=rows) as feed:
             if state is not None:
+                for _ in range(drawn.randrange(2)):
+                    feed.next()
                 feed.restore(decode_value(json.loads(json.dumps(encode_value(state)))))
-            for _ in range(min(drawn.randint(1, 12), 30 - len(found))):
-                found.append(feed.next()["x"].tolist())
+                assert feed.state() == state
+            for batch in whole[num_done : num_done + drawn.randint(0, 12)]:
+                assert feed.next()["x"].tolist() == batch[rows.start : rows.stop]
+                num_done += 1
             state = feed.state()
             assert len(feed.notes) <= (kind in (Buffered, Early)), feed.notes
-    assert found == whole
 
 
 def test_a_stream_that_gives_others_after_a_resume_is_said() -> None:
@@ -242,10 +239,10 @@ def test_an_indexed_data_set_is_told_its_epochs() -> None:
     [
         (Numbers(9), Numbers(9), False),
         (Numbers(9), Numbers(8), True),
-        (Numbers(9), Others(9), True),
-        (Drawn(9), Drawn(9), False),
-        (Drawn(9), Numbers(9), False),
-        (Numbers(9), Failing(9), False),
+        (Numbers(9), Numbers(9, lambda index: index + 1), True),
+        (Numbers(9, drawn_anew), Numbers(9, drawn_anew), False),
+        (Numbers(9, drawn_anew), Numbers(9), False),
+        (Numbers(9), Numbers(9, gone), False),
     ],
 )
 def test_a_data_set_with_other_samples_is_noticed_unless_they_are_drawn(before: Any, now: Any, differs: bool) -> None:
@@ -287,6 +284,7 @@ GOLDEN = [8, 1, 9, 7, 6, 5, 3, 2, 4, 0]
 
 
 @given(st.integers(1, 500), st.integers(0, 2**63 - 1), st.integers(0, 10**6))
+@settings(deadline=None)
 def test_each_sample_comes_once_for_any_seed_and_epoch(num_samples: int, seed: int, epoch: int) -> None:
     order = Order(num_samples, seed=seed, epoch=epoch)
     assert {order[place] for place in range(num_samples)} == set(range(num_samples))
@@ -314,3 +312,81 @@ def test_every_sample_is_equally_likely_at_every_place(num_samples: int) -> None
         chi_squared = sum((found[sample] - expected) ** 2 / expected for sample in range(num_samples))
         # The 99.9 % point of chi squared with up to 11 degrees of freedom is 31.3.
         assert chi_squared < 31.3
+
+
+def data_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "sley-data"]
+
+
+def breaks_at_three(index: int) -> int:
+    if index == 3:
+        raise KeyError("sample three is broken")
+    return index
+
+
+def test_what_a_dataset_raises_reaches_the_caller_with_its_traceback() -> None:
+    with Feed(Numbers(6, breaks_at_three), seed=1, batch_size=2, rows=range(2), shuffle=False) as feed:
+        feed.next()
+        for _ in range(2):
+            with pytest.raises(KeyError, match="sample three is broken") as caught:
+                feed.next()
+            text = "".join(traceback.format_exception(caught.value))
+            assert "in breaks_at_three" in text
+            assert "in sample 3 of the data set" in text
+        assert feed.state() == {"samples": 2}
+    assert not data_threads()
+
+
+def test_closing_leaves_no_thread_and_loses_nothing() -> None:
+    feed = Feed(Numbers(9), seed=1, batch_size=2, rows=range(2), shuffle=False)
+    feed.close()
+    assert feed.next()["x"].tolist() == [0, 1]
+    assert len(data_threads()) == 1
+    feed.close()
+    feed.close()
+    assert not data_threads()
+    assert feed.next()["x"].tolist() == [2, 3]
+    feed.close()
+
+
+class Waits(Numbers):
+    """Every sample waits for a permit."""
+
+    def __init__(self, num_samples: int, num_permits: int) -> None:
+        super().__init__(num_samples, self.wait)
+        self.permits = threading.Semaphore(num_permits)
+        self.read: list[int] = []
+
+    def wait(self, index: int) -> int:
+        assert self.permits.acquire(timeout=10)
+        self.read.append(index)
+        return index
+
+
+def test_exactly_one_batch_is_prepared_ahead() -> None:
+    dataset = Waits(100, 100)
+    with Feed(dataset, seed=1, batch_size=2, rows=range(2), shuffle=False) as feed:
+        feed.next()
+        wait_until(lambda: len(dataset.read) == 4)
+        time.sleep(0.05)
+        assert dataset.read == [0, 1, 2, 3]
+
+
+def test_a_dataset_that_never_returns_is_an_error_in_time() -> None:
+    dataset = Waits(100, 0)
+    feed = Feed(dataset, seed=1, batch_size=1, rows=range(1), timeout_s=0.05)
+    with pytest.raises(RunError, match=r"gave no batch within 0.05 s"):
+        feed.next()
+    with pytest.raises(RunError, match=r"did not return within 0.05 s of closing"):
+        feed.close()
+    dataset.permits.release()
+    wait_until(lambda: not data_threads())
+    feed.close()
+
+
+def wait_until(condition: Any) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it did not happen within 5 s")
