@@ -89,16 +89,20 @@ def test_a_group_of_one_leaves_everything_as_it_is():
 def lonely(how, path):
     """Rank 0 waits for rank 1, which is dead, or at something else; what rank 0 is told goes to `path`."""
     world = World.join("cpu", timeout_s=30)
-    groups = world.groups(Topology.of(2), 3)
     value = torch.ones(3)
-    all_reduce(value, groups["dp"], what="the first").wait()
+    groups = {}
+    if how != "groups":
+        groups = world.groups(Topology.of(2), 3)
+        all_reduce(value, groups["dp"], what="the first").wait()
     if world.rank == 1:
-        if how == "absent":
+        if how in ("absent", "groups"):
             time.sleep(8)
         os._exit(0)
     began = time.monotonic()
     try:
-        if how == "objects":
+        if how == "groups":
+            world.groups(Topology.of(2), 1.5)
+        elif how == "objects":
             gather_objects(1, groups["control"], what="the facts")
         else:
             all_reduce(value, groups["dp"], what="layers.3.weight").wait()
@@ -107,16 +111,26 @@ def lonely(how, path):
     os._exit(0)
 
 
-@pytest.mark.parametrize("how", ["dead", "absent", "objects"])
-def test_a_peer_that_does_not_answer_is_an_error_that_says_what_failed(ranks, tmp_path, how):
+SUM = "error[collective-failed]: all-reduce of layers.3.weight over dp[0, 1] failed on rank 0: "
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("dead", SUM),
+        ("absent", SUM),
+        ("objects", "error[collective-failed]: all-gather of objects of the facts over control[0, 1] failed on rank 0: "),
+        ("groups", "error[group-failed]: the group control[0,1] could not be made on rank 0: "),
+    ],
+)
+def test_a_peer_that_does_not_answer_is_an_error_that_says_what_failed(ranks, tmp_path, how, says):
     """Ranks leave without a word here, so that only rank 0's own account is left."""
     path = tmp_path / "told"
     with pytest.raises(Exception, match="exit code 0 before it returned"):
         ranks(2, init=False)(lonely, how, path)
     seconds, _, message = path.read_text().partition(" ")
-    what = "all-gather of objects of the facts over control" if how == "objects" else "all-reduce of layers.3.weight over dp"
-    assert message.startswith(f"error[collective-failed]: {what}[0, 1] failed on rank 0: ")
-    assert "collective_timeout_s" in message
+    assert message.startswith(says)
+    assert "collective_timeout_s" in message or how == "groups"
     assert float(seconds) < 7
 
 
@@ -165,14 +179,10 @@ LONG = ["y" * (_AT_ONCE - 1), "z" * 3]
 BOTH = ["u" * 5000, "v" * 2000]
 
 
-def test_a_short_text_goes_with_its_length(ranks):
-    for found in ranks(2)(gathered, [SHORT, EDGE]):
-        assert found == [(SHORT, ["all_gather"]), (EDGE, ["all_gather"])]
-
-
-def test_what_is_longer_follows_on_all_ranks(ranks):
-    for found in ranks(2)(gathered, [LONG, BOTH, LONG[::-1]]):
-        assert found == [(values, ["all_gather"] * 2) for values in (LONG, BOTH, LONG[::-1])]
+def test_a_short_text_goes_with_its_length_and_a_longer_one_follows_on_all_ranks(ranks):
+    for found in ranks(2)(gathered, [SHORT, EDGE, LONG, BOTH, LONG[::-1]]):
+        assert found[:2] == [(values, ["all_gather"]) for values in (SHORT, EDGE)]
+        assert found[2:] == [(values, ["all_gather"] * 2) for values in (LONG, BOTH, LONG[::-1])]
 
 
 PLAN = {
@@ -184,22 +194,6 @@ PLAN = {
     "optimizer": {"use": "core.sgd", "lr": 0.1},
     "precision": {"compute": "fp64"},
 }
-
-
-def refused(tables, odd, loader=None):
-    """What `assemble` says on this rank; rank 1 is given `odd` instead of `tables`."""
-    chosen = odd if os.environ["RANK"] == "1" else tables
-    with World.join("cpu") as world:
-        try:
-            assemble(plan_from_dict(chosen, loader=loader), world).close()
-        except RunError as error:
-            (diagnostic,) = error.diagnostics
-            return diagnostic.code, diagnostic.message
-    return None
-
-
-def test_equal_plans_agree(ranks):
-    assert ranks(3)(refused, PLAN, PLAN) == [None] * 3
 
 
 def started_without_pickles(tables):
@@ -215,17 +209,23 @@ def started_without_pickles(tables):
             return first, run.step()["step"]
 
 
-def test_ranks_tell_each_other_values_not_programs(ranks):
+def test_ranks_with_equal_plans_tell_each_other_values_not_programs(ranks):
     """Any user of a host can reach its loopback."""
-    first = ranks(2)(started_without_pickles, PLAN)
-    assert [found[0] for found in first] == [[0.1, 1e300]] * 2
-    assert [found[1] for found in first] == [1, 1]
+    assert ranks(2)(started_without_pickles, PLAN) == [([0.1, 1e300], 1)] * 2
+
+
+def refused(tables, odd):
+    """What `assemble` says on this rank; rank 1 is given `odd` instead of `tables`."""
+    with World.join("cpu") as world, pytest.raises(RunError) as caught:
+        assemble(plan_from_dict(odd if world.rank == 1 else tables), world)
+    (diagnostic,) = caught.value.diagnostics
+    return diagnostic.code, diagnostic.message
 
 
 def test_a_rank_with_another_plan_is_named_everywhere_with_the_key(ranks):
-    found = ranks(3)(refused, PLAN, PLAN | {"evaluation": {"every": 1}})
     what = "`evaluation.every` is 1, not left out; `evaluation.steps` is 10, not left out"
-    assert found == [("ranks-disagree", f"rank 1 has another plan than rank 0: {what}")] * 3
+    said = ("ranks-disagree", f"rank 1 has another plan than rank 0: {what}")
+    assert ranks(3)(refused, PLAN, PLAN | {"evaluation": {"every": 1}}) == [said] * 3
 
 
 def test_of_several_odd_ranks_the_first_is_named_and_the_rest_counted(monkeypatch):

@@ -24,36 +24,38 @@ def value(rank, number, shape, dtype):
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def exchange(dtype, attaches):
-    """What a gather and a reduction of all shapes gave on this rank, and what it called."""
+def groups_of(attaches, **sizes):
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    topology = Topology.of(size, wp=size)
-    limit = timedelta(seconds=30)
-    group = make_groups(topology, rank, backend="gloo", timeout=limit, attaches=attaches)["wp"]
-    kind = "Cma" if attaches else "Direct"
-    assert [type(one).__name__ for one in group.transports.values()] == ([kind] * 2 if size > 1 else [])
+    topology = Topology.of(size, **(sizes or {"wp": size}))
+    return make_groups(topology, rank, backend="gloo", timeout=timedelta(seconds=30), attaches=attaches)
+
+
+def exchange(dtype, attaches):
+    """What a gather, a reduction and a swap of all shapes gave on this rank, all under way at once, and what was called."""
+    group = groups_of(attaches)["wp"]
+    rank, size = group.coord, group.size
     by_gather, by_reduce = group.transport(GATHER), group.transport(REDUCE)
     wholes = [torch.full((size * shape[0], *shape[1:]), 7.0, dtype=dtype) for shape in SHAPES]
     shards = [value(rank, number, shape, dtype) for number, shape in enumerate(SHAPES)]
+    sent = value(rank, len(SHAPES), (size, 3, 2), dtype)
+    received = torch.empty_like(sent)
     with collectives() as calls:
         first = by_gather.all_gather(wholes, shards, what="weights")
         given = [value(rank, number, whole.shape, dtype) for number, whole in enumerate(wholes)]
         scratches = [torch.empty((by_reduce.num_scratch_rows(shape[0]), *shape[1:]), dtype=dtype) for shape in SHAPES]
         second = by_reduce.reduce_scatter(given, scratches, what="gradients")
-        second.wait()
-        first.wait()
-        first.wait()
-        first.wait_sent()
-        second.wait_sent()
+        third = by_gather.all_to_all(received, sent, what="rows")
+        for work in (third, second, first):
+            work.wait()
+            work.wait_sent()
     own = [one.view(size, shape[0], *shape[1:])[rank] for one, shape in zip(given, SHAPES, strict=True)]
-    return wholes, own, list(calls)
+    return wholes, own, received, list(calls)
 
 
 def out_of_order(attaches):
     """Every verb, its handle used in an odd order and more than once; what came of those that were awaited."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    limit = timedelta(seconds=20)
-    groups = make_groups(Topology.of(size, wp=size), rank, backend="gloo", timeout=limit, attaches=attaches)
+    groups = groups_of(attaches)
+    rank, size = groups["wp"].coord, groups["wp"].size
     transport, sums = groups["wp"].transport(REDUCE), groups["stage"].transport()
     found = []
     for calls in (["wait_sent"], ["release", "release", "wait"], ["test", "wait", "wait", "test", "release", "wait"]):
@@ -99,9 +101,7 @@ def test_handles_that_are_used_late_and_twice(ranks, size, attaches):
 
 def kinds(attaches):
     """The transports of this rank's groups."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    topology = Topology.of(size, sp=2, wp=2)
-    groups = make_groups(topology, rank, backend="gloo", timeout=timedelta(seconds=20), attaches=attaches)
+    groups = groups_of(attaches, sp=2, wp=2)
     return {axis: [type(one).__name__ for one in group.transports.values()] for axis, group in groups.items()}
 
 
@@ -118,56 +118,25 @@ def test_each_group_has_the_transport_that_fits(ranks):
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("attaches", [pytest.param(True, marks=reads), False])
 def test_rows_of_many_tensors(ranks, size, dtype, attaches):
     """By reading each other's memory, and by messages: the same bits."""
     found = ranks(size)(exchange, dtype, attaches)
-    for number, shape in enumerate(SHAPES):
-        expected = torch.cat([value(rank, number, shape, dtype) for rank in range(size)])
-        terms = [value(rank, number, (size * shape[0], *shape[1:]), dtype).view(size, *shape) for rank in range(size)]
-        for rank, (wholes, own, _) in enumerate(found):
-            assert torch.equal(wholes[number], expected)
-            others = [terms[other][rank] for other in range(size) if other != rank]
-            total = terms[rank][rank].clone()
-            for term in others:
+    for rank, (wholes, own, received, calls) in enumerate(found):
+        for number, shape in enumerate(SHAPES):
+            assert torch.equal(wholes[number], torch.cat([value(other, number, shape, dtype) for other in range(size)]))
+            terms = [value(other, number, (size * shape[0], *shape[1:]), dtype) for other in range(size)]
+            terms = [term.view(size, *shape)[rank] for term in terms]
+            total = terms[rank].clone()
+            for term in terms[:rank] + terms[rank + 1 :]:
                 total += term
             assert torch.equal(own[number], total), "own part first, then by ascending rank"
+        swapped = [value(other, len(SHAPES), (size, 3, 2), dtype)[rank] for other in range(size)]
+        assert torch.equal(received, torch.stack(swapped))
+        assert bool(calls) == (size > 1)
     if size == 2:
-        assert_same_sequence([calls for _, _, calls in found])
-
-
-def swap(attaches):
-    """What two swaps, one on each lane and one on its way beside the other, gave on this rank."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    topology = Topology.of(size, wp=size)
-    limit = timedelta(seconds=30)
-    group = make_groups(topology, rank, backend="gloo", timeout=limit, attaches=attaches)["wp"]
-    sent = [value(rank, number, (size, 3, 2), torch.float64) for number in range(2)]
-    received = [torch.empty_like(one) for one in sent]
-    with collectives() as calls:
-        exchanges = [
-            group.transport(lane).all_to_all(here, there, what="rows")
-            for here, there, lane in zip(received, sent, (GATHER, REDUCE), strict=True)
-        ]
-        for exchange in reversed(exchanges):
-            exchange.wait()
-            exchange.wait()
-            exchange.wait_sent()
-    return received, calls
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("attaches", [pytest.param(True, marks=reads), False])
-def test_rows_that_are_swapped(ranks, size, attaches):
-    found = ranks(size)(swap, attaches)
-    for rank, (received, calls) in enumerate(found):
-        for number, one in enumerate(received):
-            parts = [value(other, number, (size, 3, 2), torch.float64)[rank] for other in range(size)]
-            assert torch.equal(one, torch.stack(parts))
-        # By messages: a header and a row to each of the others, and from each.
-        assert len(calls) == (0 if size == 1 else 2 if attaches else 2 * 4 * (size - 1))
+        assert_same_sequence([calls for *_, calls in found])
 
 
 def together(dtype, device, coalesced):
@@ -222,11 +191,3 @@ def test_the_backends_own_collectives(ranks, size, device, coalesced):
             terms = [value(other, number, (size * shape[0], *shape[1:]), dtype) for other in range(size)]
             total = sum(term.view(size, *shape)[rank] for term in terms)
             torch.testing.assert_close(own[number], total, rtol=1e-14, atol=1e-14)
-
-
-def test_one_rank_alone(ranks):
-    ((wholes, own, calls),) = ranks(1)(exchange, torch.float64, True)
-    for number, shape in enumerate(SHAPES):
-        assert torch.equal(wholes[number], value(0, number, shape, torch.float64))
-        assert torch.equal(own[number], value(0, number, shape, torch.float64))
-    assert calls == []
