@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[3]
 SOURCE = Path(__file__).parents[1] / "src"
+needs_plugins = pytest.mark.skipif(not (ROOT / "packages" / "dp").exists(), reason="the plugins are not part of the sdist")
 
 
 def modules() -> dict[str, ast.Module]:
@@ -91,17 +93,13 @@ def test_folders_are_layers():
     assert not circles, circles
 
 
-ABOVE = ("sley_core.assemble",)
-
-
 def test_nothing_below_the_run_names_it():
     """Plugins are given `Parts`; whoever needs a run is above it."""
     names = {name for name, targets in graph().items() if "sley_core.run" in targets}
-    below = {name for name in names if not name.startswith(ABOVE)}
+    below = {name for name in names if name != "sley_core.assemble"}
     assert below - {"sley_core"} == set()
 
 
-REPOSITORY = Path(__file__).parents[3]
 TOOLS = ("estimate", "testing", "doctor")
 SIMULATION = re.compile(r"\bis_(fake|real|silent)\b|\bsimulation (is|else)\b|\bif (not )?\S*simulation\b")
 
@@ -109,8 +107,8 @@ SIMULATION = re.compile(r"\bis_(fake|real|silent)\b|\bsimulation (is|else)\b|\bi
 def test_few_places_ask_whether_a_world_is_real():
     """Plugins never do: groups, devices and tensors of a fake world behave so that they need not."""
     asking = [
-        (package.name, f"{file.relative_to(REPOSITORY)}:{number}: {line.strip()}")
-        for package in (REPOSITORY / "packages").iterdir()
+        (package.name, f"{file.relative_to(ROOT)}:{number}: {line.strip()}")
+        for package in (ROOT / "packages").iterdir()
         if package.name not in TOOLS
         for file in (package / "src").rglob("*.py")
         for number, line in enumerate(file.read_text("utf-8").splitlines(), 1)
@@ -120,16 +118,12 @@ def test_few_places_ask_whether_a_world_is_real():
     assert len(asking) <= 5, "\n".join(place for _, place in asking)
 
 
-ROOT = Path(__file__).parents[3]
-MODELS = ("testing", "sley_testing", "llama.py")
-"""Models have a `Block` and a `Head` each, as they have everywhere."""
-
-
-@pytest.mark.skipif(not (ROOT / "packages" / "dp").exists(), reason="the other packages are not part of the sdist")
+@needs_plugins
 def test_no_two_classes_of_a_package_have_one_name():
     places = defaultdict(list)
     for file in [*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("apps/*/src/**/*.py")]:
-        if not set(MODELS) & set(file.parts):
+        # Models have a `Block` and a `Head` each, as they have everywhere.
+        if not {"testing", "sley_testing", "llama.py"} & set(file.parts):
             for node in ast.parse(file.read_text("utf-8")).body:
                 if isinstance(node, ast.ClassDef):
                     places[file.relative_to(ROOT).parts[1], node.name].append(f"{file.relative_to(ROOT)}:{node.lineno}")
@@ -137,41 +131,30 @@ def test_no_two_classes_of_a_package_have_one_name():
     assert not {name: where for name, where in places.items() if len(where) > 1}
 
 
-ROOT = Path(__file__).parents[3]
-API = Path(__file__).parents[1] / "src" / "sley_core" / "api"
-SUBJECTS = sorted(path.stem for path in API.glob("*.py") if path.stem != "__init__")
+SUBJECTS = sorted(path.stem for path in (SOURCE / "sley_core" / "api").glob("*.py") if path.stem != "__init__")
 PUBLIC = {f"sley_core.api.{subject}" for subject in SUBJECTS} | {
     f"sley_core.{name}" for name in ("errors", "hookspecs", "protocols", "records")
 }
-OUTSIDER = Path(__file__).parent / "outsider" / "own" / "sley_wave"
 PLUGINS = [
     ROOT / "packages" / name / "src" for name in ("checkpoint", "cma", "data", "dp", "isp", "memory", "metrics", "models", "pp")
 ] + [ROOT / "examples" / "plugins"]
 
 
-def imports(file: Path) -> Iterator[str]:
-    """The modules of core that the file names, for annotations too."""
-    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("sley_core"):
-            yield node.module
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("sley_core"))
-
-
-@pytest.mark.skipif(not PLUGINS[0].exists(), reason="the plugins are not part of the sdist")
+@needs_plugins
 def test_plugins_import_public_modules_and_no_others() -> None:
     files = [file for folder in PLUGINS for file in folder.rglob("*.py") if "tests" not in file.parts]
-    files += OUTSIDER.glob("*.py")
-    used = {(module, file.name) for file in files for module in imports(file)}
+    files += (ROOT / "packages" / "testing" / "tests" / "outsider" / "own" / "sley_wave").glob("*.py")
+    texts = [(file.name, file.read_text("utf-8")) for file in files]
+    imports = re.compile(r"^\s*(?:from|import) (sley_core[.\w]*)", re.MULTILINE)
+    used = {(module, name) for name, text in texts for module in imports.findall(text)}
     assert {module for module, _ in used} <= PUBLIC, sorted(pair for pair in used if pair[0] not in PUBLIC)
     assert len(PUBLIC) <= 15
 
 
+@needs_plugins
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_what_a_subject_names_is_used_by_a_plugin_or_said_in_the_docs(subject: str) -> None:
     """Nothing is public that nobody needs: what is public cannot change."""
-    if not PLUGINS[0].exists():
-        pytest.skip("the plugins are not part of the sdist")
     users = [*PLUGINS, ROOT / "examples" / "models"]
     templates = ROOT / "apps" / "train-cli" / "src" / "train_cli" / "templates"
     found = [*(file for folder in users for file in folder.rglob("*.py")), *templates.rglob("*.py.in")]

@@ -119,13 +119,10 @@ def test_samples_or_tokens_follow_the_declared_fields(
     assert ("samples" in row, "mfu" in row) == ((True, False) if unit == "samples" else (False, True))
 
 
-def test_what_a_step_measures() -> None:
+def test_what_a_step_measures_and_its_utilisation_where_the_peak_is_known() -> None:
     row = Meter(CPU, TOKENS).measure(1000, 0.5, 0.125)
     assert row.pop("memory_mb") == pytest.approx(resident_mb(), rel=0.1)
     assert row == {"tokens": 1000, "seconds": 0.5, "tokens_per_s": 2000.0, "data_wait_s": 0.125}
-
-
-def test_utilisation_where_the_peak_is_known() -> None:
     meter = Meter(CPU, TOKENS, flops_per_token=6e9, peak_flops=2 * 989.4e12)
     assert meter.measure(65_536, 1.0, 0.0)["mfu"] == pytest.approx(65_536 * 6e9 / (2 * 989.4e12))
 

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from sley_core.data.dataset import DataInfo, Field
-from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Model
-from sley_core.model.values import HostModel
 from sley_core.weight_files.read import WeightFiles
 from sley_core.weight_files.write import write_tensors
 from sley_models import hf
 from sley_models.config import LlamaConfig
 from sley_models.hf_config import to_hf_config
 from sley_models.llama import layers
+from sley_testing.plans import with_values
 from sley_testing.ranks import Ranks
 
 MB = 1 << 20
@@ -34,18 +33,6 @@ SLACK = 12 * MB
 SIZES = LlamaConfig(num_layers=8, hidden=512, heads=8, ffn_hidden=2048, vocab_size=256)
 ROWS = Field("int64", sequence_dim=1)
 INFO = DataInfo({"tokens": ROWS, "labels": ROWS}, vocab_size=256, sequence=16)
-
-
-class Given:
-    """Stands for a plan's model."""
-
-    name = "given"
-
-    def __init__(self, config: LlamaConfig) -> None:
-        self.config = config
-
-    def build(self, data: DataInfo) -> Any:
-        return layers(self.config, data)
 
 
 class Ones:
@@ -78,9 +65,8 @@ def peak(work: Callable[[], object]) -> int:
 
 
 def read(folder: Path, owned: set[str] | None) -> Model:
-    model = build_on_meta(Given(LlamaConfig.model_validate({"weights": folder})), INFO, 0)  # type: ignore[arg-type]  # all that is asked of it
-    names = {layer.name for layer in model.layers} if owned is None else owned
-    HostModel(model).place(names, dtype=torch.float32, device=torch.device("cpu"))
+    config = LlamaConfig.model_validate({"weights": folder})
+    model = with_values(lambda data: layers(config, data), owned=owned, info=INFO)
     first = next(iter(model.layers[1].module.parameters()))
     assert first.is_meta == (owned is not None and "blocks.0" not in owned)
     return model
@@ -107,24 +93,11 @@ def measured(folder: Path) -> dict[str, int]:
     }
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """Bytes of the files, and the peaks, as a process of its own measures them."""
-    if not Path("/proc/self/clear_refs").exists():
-        pytest.skip("the system does not say how much memory a process had at most")
-    (peaks,) = Ranks(1, 300, init=False)(measured, tmp_path_factory.mktemp("model"))
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not say how much memory was used")
+def test_reading_takes_no_more_than_a_file_and_a_layer_beside_what_is_owned_and_writing_a_layer(tmp_path: Path) -> None:
+    (peaks,) = Ranks(1, 300, init=False)(measured, tmp_path)
     assert peaks["total"] > 130e6
     assert peaks["files"] >= 4
-    return peaks
-
-
-def test_a_rank_that_owns_a_layer_reads_no_more_than_a_file_and_a_layer(found: dict[str, int]) -> None:
-    assert found["layer"] < FILE + LAYER + SLACK, f"{found['layer'] / MB:.0f} MB"
-
-
-def test_a_rank_that_owns_all_needs_no_more_than_a_file_and_a_layer_beside_it(found: dict[str, int]) -> None:
-    assert found["all"] < found["total"] + FILE + LAYER + SLACK, f"{found['all'] / MB:.0f} MB"
-
-
-def test_an_export_needs_no_more_than_a_layer(found: dict[str, int]) -> None:
-    assert found["write"] < LAYER + SLACK, f"{found['write'] / MB:.0f} MB"
+    assert peaks["layer"] < FILE + LAYER + SLACK, f"{peaks['layer'] / MB:.0f} MB"
+    assert peaks["all"] < peaks["total"] + FILE + LAYER + SLACK, f"{peaks['all'] / MB:.0f} MB"
+    assert peaks["write"] < LAYER + SLACK, f"{peaks['write'] / MB:.0f} MB"
