@@ -93,26 +93,10 @@ def test_a_wrong_plan(plan: Path, folder: Path, refused: Refused, name: str) -> 
         refused(plan, code, at, command=command)
 
 
-def test_a_plan_that_cannot_be_read(plan: Path, folder: Path, refused: Refused) -> None:
-    refused(Path("absent.toml"), "plan-missing", "absent.toml")
-    (folder / "plans").mkdir()
-    refused(Path("plans"), "plan-is-folder", "plans")
-    plan.write_bytes(plan.read_bytes() + b'x = "\xff"\n')
-    refused(plan, "plan-not-utf8", "\N{REPLACEMENT CHARACTER}")
-
-
 def test_options_have_a_place_too(plan: Path, refused: Refused) -> None:
     refused(plan, "layout", "2", "--nproc", "3")
     refused(plan, "layout", "2", "--world", "3", command="check")
     refused(plan, "unknown-key", "--set #2", "--set", "run.seed=3", "--set", "run.sed=3")
-
-
-def test_all_problems_at_once(plan: Path, cli: Cli) -> None:
-    replace(plan, "steps = 4", "steps = true")
-    replace(plan, "lr =", "lrr =")
-    *lines, count = cli("run", plan, "--message-format", "short").err.splitlines()
-    assert [line.split("error[")[1].split("]")[0] for line in lines] == ["wrong-type", "missing-key", "unknown-key"]
-    assert count == "found 3 errors"
 
 
 # -- plugins -----------------------------------------------------------------------------------------------------------

@@ -36,17 +36,11 @@ FAST = {"latency_s": 1e-5, "bandwidth": 1e10}
 SLOW = {"latency_s": 1e-5, "bandwidth": 1e6}
 
 
-def machine(
-    link: dict[str, float] = FAST,
-    layers: Sequence[dict[str, Any]] = (),
-    launch_s: float = 1e-6,
-    kind: str = "cpu",
-    per_host: int = 8,
-):
-    matmul = {"fp64": {"flops_per_s": 1e10}, "fp32": {"flops_per_s": 1e10}}
-    device = {"name": "even", "kind": kind, "memory_bandwidth": 1e9, "launch_s": launch_s, "matmul": matmul}
+def machine(link: dict[str, float] = FAST, layers: Sequence[dict[str, Any]] = (), per_host: int = 8) -> MachineFile:
+    rates = {"memory_bandwidth": 1e9, "matmul": dict.fromkeys(("fp64", "fp32"), {"flops_per_s": 1e10})}
+    device = small_machine(device__kind="cpu")["device"] | rates
     links = {"ranks_per_host": per_host, "same_host": link, "other_host": SLOW}
-    return machine_from_dict({"format": 1, "device": device, "links": links, "layers": [*layers]})
+    return machine_from_dict(small_machine(device=device, links=links, layers=[*layers]))
 
 
 DATA = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
