@@ -37,7 +37,7 @@ SLOW = {"latency_s": 1e-5, "bandwidth": 1e6}
 
 
 def machine(link: dict[str, float] = FAST, layers: Sequence[dict[str, Any]] = (), per_host: int = 8) -> MachineFile:
-    rates = {"memory_bandwidth": 1e9, "matmul": dict.fromkeys(("fp64", "fp32"), {"flops_per_s": 1e10})}
+    rates = {"memory_bandwidth": 1e9, "matmul": {name: {"flops_per_s": 1e10} for name in ("fp64", "fp32")}}
     device = small_machine(device__kind="cpu")["device"] | rates
     links = {"ranks_per_host": per_host, "same_host": link, "other_host": SLOW}
     return machine_from_dict(small_machine(device=device, links=links, layers=[*layers]))
