@@ -19,7 +19,6 @@ from sley_core.engine.buffers import GradientBuffer, by_reduce_group
 from sley_core.plan.load import plan_from_dict
 from sley_core.sizes import ALIGNMENT_BYTES, split_by_size
 from sley_core.topology import GroupEntry
-from sley_testing.checkpointer_contract import stretch
 from sley_testing.collectives import assert_same_sequence, collectives
 from sley_testing.parity import assert_close_gradients
 from sley_testing.runs import record, same_on_all
@@ -102,6 +101,8 @@ def test_a_layout_takes_over_the_memory_of_the_one_before(ranks, small, own):
 
 def orders(tables, folder):
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        (handler,) = run.stepper.handlers
+        assert handler.kept() == {}, "no order is known before a step"
         run.step()
         run.step()
         return [param.name for param in run.store.seen_order], [param.name for param in run.store.params]
@@ -120,30 +121,6 @@ def test_ranks_that_see_other_orders_agree(ranks, small, own):
     for rank in found:
         assert_close_gradients(reference.gradients[2], rank.gradients[2], 1e-10)
     same_on_all(found)
-
-
-def buckets_after(tables, folder, path, steps):
-    """Returns the buckets in the step after so many, of a run in one go and of one that goes on from a checkpoint; and whether
-    the first step changed them."""
-    found = []
-
-    def prepare(run):
-        run.listeners.append(lambda _: found.append([[param.name for param in buffer.params] for buffer in run.store.buffers]))
-
-    stretch(tables, steps + 1, folder=folder, prepare=prepare)
-    whole = found.copy()
-    stretch(tables, steps, folder=folder, save=path)
-    stretch(tables, 1, folder=folder, load=path, prepare=prepare)
-    return whole[-1], found[-1], whole[0] != whole[1]
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_a_resumed_run_has_the_order_of_the_first_step(ranks, own, tmp_path, small, steps):
-    for whole, resumed, has_changed in ranks(2)(
-        buckets_after, small(model__factory="dp_parts:branches"), own, tmp_path / "saved", steps
-    ):
-        assert resumed == whole
-        assert has_changed, "the first step teaches nothing here"
 
 
 class Marks:
@@ -251,3 +228,22 @@ def test_narrow_sums_take_two_collectives_per_bucket(ranks, small, own):
         assert len(sums) == 2 * len(buckets)
         assert sorted(set(sums)) == [f"all_gather_single of {even // 3} bfloat16", f"all_to_all_single of {even} bfloat16"]
         assert marks[-1] - marks[0] >= len(buckets), "the first ones run beside the backward"
+
+
+def sent_and_held(tables, folder):
+    """Returns the bytes that this rank sent in a step, those of its messages, and those that two calls of `trim` free."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+        (handler,) = run.stepper.handlers
+        held = sum(tensor.nbytes for _, tensor in handler.messages())
+        return handler.counts()["sent_bytes_per_step"], held, handler.trim(), handler.trim()
+
+
+def test_sums_count_what_they_send_and_free_their_messages(ranks, small, own):
+    """Narrow ones send half as much, and have messages."""
+    for (plain, nothing, *_), (narrow, held, freed, again) in zip(
+        ranks(2)(sent_and_held, small(), own), ranks(2)(sent_and_held, small({"reduction": "bf16"}), own), strict=True
+    ):
+        assert 0 < narrow < 0.7 * plain
+        assert nothing == 0
+        assert (held == freed > 0, again) == (True, 0)

@@ -14,6 +14,7 @@ from sley_core.errors import PlanError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_dp.config import BF16_TOLERANCE
+from sley_dp.plugin import sley_estimate_hints
 from sley_testing.contract import GradientHandlerContract
 from sley_testing.plans import small_plan
 
@@ -59,6 +60,7 @@ def test_plans_name_their_reducer_and_its_tolerance(small):
         assert component.record.tolerance_with(component.config) == tolerance
     default = plan_from_dict(small(gradient_handlers=None, parallel={"dp": 2}))
     assert [handler.name for handler in default.gradient_handlers] == ["core.each"], "an installed package changes no plan"
+    assert set(sley_estimate_hints()) == {"dp.bucketed", "dp.sharded"}, "a search tries both"
 
 
 @pytest.mark.parametrize(
@@ -78,19 +80,20 @@ def test_wrong_tables(small, handler, code):
 
 
 @pytest.mark.parametrize(
-    ("handler", "optimizer", "world", "codes"),
+    ("handler", "changes", "world", "codes"),
     [
-        ({}, MUON, 2, ["optimizer-layout"]),
-        ({}, MUON, 1, []),
-        ({}, ADAMW, 2, ["optimizer-layout"]),
-        ({}, ADAMW | {"scope": "elementwise"}, 2, []),
-        ({"shards": 3}, {"use": "core.adamw", "lr": 0.1}, 4, ["shards-do-not-divide"]),
-        ({"shards": 2}, {"use": "core.adamw", "lr": 0.1}, 4, []),
-        ({"shards": 2}, {"use": "core.adamw", "lr": 0.1}, 1, []),
+        ({}, {"optimizer": MUON}, 2, ["optimizer-layout"]),
+        ({}, {"optimizer": MUON}, 1, []),
+        ({}, {"optimizer": ADAMW}, 2, ["optimizer-layout"]),
+        ({}, {"optimizer": ADAMW | {"scope": "elementwise"}}, 2, []),
+        ({"shards": 3}, {}, 4, ["shards-do-not-divide"]),
+        ({"shards": 2}, {}, 4, []),
+        ({"shards": 2}, {}, 1, []),
+        ({"shards": 2}, {"parallel": {"reduction": "canonical"}}, 4, ["canonical-unsupported"]),
     ],
 )
-def test_plans_that_cannot_keep_their_numbers_are_refused(small, own, handler, optimizer, world, codes):
-    plan = plan_from_dict(small(SHARDED | handler, optimizer=optimizer, batch__global_size=8), own)
+def test_plans_that_cannot_keep_their_numbers_are_refused(small, own, handler, changes, world, codes):
+    plan = plan_from_dict(small(SHARDED | handler, batch__global_size=8, **changes), own)
     assert [problem.code for problem in check_plan(plan, world)] == codes
 
 
