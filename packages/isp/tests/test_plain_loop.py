@@ -1,8 +1,7 @@
-"""Models and options, drawn by numbers that are printed: they train as in a plain PyTorch loop, or are refused by name."""
+"""Any model trains sharded as in a plain PyTorch loop or in one process, however it uses its weights, or is refused by name."""
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import isclose
@@ -35,37 +34,26 @@ class CrossEntropies:
         return F.cross_entropy(output[counts], batch["labels"][counts], reduction="sum")
 
 
-def drawn_plan(seed: int, world: int) -> dict[str, Any]:
+def plan(
+    model: dict[str, Any], world: int = 2, micro: int = 4, weights: dict[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
     """The tables of a run over `world` ranks."""
-    draw = random.Random(f"plan {seed}")
-    tied = draw.random() < 0.4
-    wp = draw.choice([size for size in (2, 3, 4) if world % size == 0])
-    micro = draw.choice([size for size in (1, 2, 4) if GLOBAL // world % size == 0])
-    weights = {
-        "overlap": draw.random() < 0.8,
-        "unit": draw.choice(["layer", "module"]),
-        "ahead": draw.choice([0, 1, 2, 5]),
-        "reduce": draw.choice(["micro_batch", "step"]),
-        "head": draw.choice(["gather", "vocabulary"]),
-        "embedding": "gather" if tied else draw.choice(["gather", "hidden"]),
-    }
     return {
-        "run": {"name": "drawn", "steps": STEPS, "device": "cpu", "seed": seed},
-        "model": {"factory": "drawn:model", "options": {"seed": seed, "tied": tied}},
-        "data": {"factory": "drawn:Rows"},
+        "run": {"name": "plain", "steps": STEPS, "device": "cpu", "seed": 1},
+        "model": model,
+        "data": {"factory": "kinds:Rows"},
         "batch": {"global_size": GLOBAL, "micro_size": micro},
-        "optimizer": {"use": "core.sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "clip_norm": draw.choice([0.1, 1e6])},
-        "evaluation": {"every": STEPS + 1, "steps": 1},
-        "precision": {"compute": "fp64", "accumulation": draw.choice(["auto", "direct"])},
-        "parallel": {"dp": world, "wp": wp, "cross_memory_attach": draw.random() < 0.6},
-        "weights": {"use": "isp.communicator", **weights},
-        "activations": {"use": "core.recompute", "fraction": draw.choice([0.0, 0.0, 0.5, 1.0])},
+        "optimizer": {"use": "core.sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "clip_norm": 0.1},
+        "precision": {"compute": "fp64"},
+        "parallel": {"dp": world, "wp": world},
+        "weights": {"use": "isp.communicator", **(weights or {})},
         "limits": {"collective_timeout_s": 10.0},
+        **more,
     }
 
 
 def batches_of(split: str) -> list[dict[str, Tensor]]:
-    from drawn import Rows
+    from kinds import Rows
 
     data = Rows(DataContext(0, split))
     rows = [[data[at] for at in range(GLOBAL * step, GLOBAL * (step + 1))] for step in range(len(data) // GLOBAL)]
@@ -131,63 +119,78 @@ def cut(batch: Mapping[str, Tensor], size: int) -> list[dict[str, Tensor]]:
     return [{name: value[at : at + size] for name, value in batch.items()} for at in range(0, GLOBAL, size)]
 
 
-def drawn_case(seed: int, world: int) -> Case:
+WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"overlap": False, "head": "vocabulary"}, {"micro": 1}),
+    ({"ahead": 5, "reduce": "step"}, {"activations": {"use": "core.recompute", "fraction": 0.5}}),
+    ({"unit": "module", "ahead": 0, "embedding": "hidden"}, {"precision": {"compute": "fp64", "accumulation": "direct"}}),
+    ({"unit": "module", "ahead": 2, "reduce": "step"}, {"activations": {"use": "core.recompute"}, "micro": 2}),
+]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.campaign)])
+def test_models_that_use_weights_in_ways_of_their_own(ranks, own, world):
     """A block that calls other modules by its data is refused if each of its modules is gathered alone."""
-    from drawn import kinds_of, model
+    from kinds import KINDS, model
 
-    tables, kinds = drawn_plan(seed, world), {kind.__name__ for kind in kinds_of(seed)}
-    is_alone = tables["weights"]["unit"] == "module" and "Experts" in kinds
-    return tables, model(**tables["model"]["options"]), {"right", "ranks-differ"} if is_alone else {"right"}
-
-
-def test_drawn_models_and_options(ranks, own):
-    check(ranks, own, 2, [drawn_case(seed, 2) for seed in range(5)])
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("world", [2, 4])
-def test_more_of_them(ranks, own, world):
-    first = random.SystemRandom().randrange(10**6)
-    print(f"seeds from {first}")
-    check(ranks, own, world, [drawn_case(seed, world) for seed in [*range(5, 8), *range(first, first + 40)]])
+    cases: list[Case] = []
+    for kind in KINDS:
+        for weights, more in WAYS:
+            options = {"kind": kind, "width": 9, "tied": "embedding" not in weights}
+            more = {"evaluation": {"every": STEPS + 1, "steps": 1}} | more
+            tables = plan(
+                {"factory": "kinds:model", "options": options},
+                world,
+                weights=weights,
+                **(more | {"micro": 1} if world == 4 else more),
+            )
+            is_alone = "unit" in weights and kind == "Experts"
+            cases.append((tables, model(**options), {"right", "ranks-differ"} if is_alone else {"right"}))
+    check(ranks, own, world, cases)
 
 
 def test_habits_around_a_sharded_linear(ranks, own):
-    """What people write around a linear."""
-    from drawn import REFUSED, Rows
+    """What people write around a linear. Ranks that use a layer as often as their own data say exchange in one order all the
+    same, with exchanges that are waited for at once and that are not.
+    """
+    from kinds import REFUSED, Rows
 
+    info = Rows(DataContext(0, "train")).info
+    ways: list[tuple[dict[str, Any], bool]] = [({}, True), ({"overlap": False}, False), ({"reduce": "step"}, False)]
+    found = [(habit, {}, True, 4) for habit in HABITS | OF_WHOLE_GRADIENTS]
     cases: list[Case] = []
-    for habit in HABITS | OF_WHOLE_GRADIENTS:
-        tables = drawn_plan(1, 2) | {"model": {"factory": "sley_testing.habits:model", "options": {"habit": habit}}}
-        tables |= {"batch": {"global_size": GLOBAL, "micro_size": 4}, "weights": {"use": "isp.communicator"}}
-        tables["activations"] = {"use": "core.keep"}
-        del tables["evaluation"]  # some habits have no forward for it
-        cases.append((tables, habit_layers(Rows(DataContext(0, "train")).info, habit), {REFUSED.get(habit, "right")}))
+    for habit, weights, attaches, micro in [*found, *(("Adaptive", *way, 1) for way in ways)]:
+        model = {"factory": "sley_testing.habits:model", "options": {"habit": habit}}
+        tables = plan(model, micro=micro, weights=weights)
+        tables["parallel"]["cross_memory_attach"] = attaches
+        cases.append((tables, habit_layers(info, habit), {REFUSED.get(habit, "right")}))
+    depths = [[int(row[0]) // 4 for row in batch["tokens"]] for batch in batches_of("train")[:STEPS]]
+    assert any(depth[GLOBAL // 2 - 1] != depth[-1] for depth in depths), "or ranks do the same where gradients are sent"
     check(ranks, own, 2, cases)
 
 
-def test_layers_that_use_their_weights_by_the_data(ranks, own):
-    """Ranks with other data exchange in the same order, with exchanges that are waited for at once and that are not."""
-    from isp_models import by_data
+def test_models_of_their_own(parities):
+    """No two linears of one size, some without bias, one used twice; adapters, trained biases of frozen weights, a frozen
+    start; the row of a padding token; a model that recomputes itself by torch's older checkpoint.
+    """
+    models = ["mixed", "adapted", "frozen_start", "padded_tokens", "recomputing"]
+    parities(2, [{"factory": name, "options": {"reentrant": True} if name == "recomputing" else {}} for name in models])
 
-    first = [[int(row[0]) for row in batch["tokens"]] for batch in batches_of("train")[:STEPS]]
-    for kinds in (2, 3):
-        last = [(tokens[GLOBAL // 2 - 1] % kinds, tokens[-1] % kinds) for tokens in first]
-        assert any(one != other for one, other in last), "or ranks do the same where a step's gradients are sent"
-    ways: list[tuple[str, dict[str, Any], bool]] = [
-        ("repeats", {}, True),
-        ("repeats", {"overlap": False, "reduce": "step"}, True),
-        ("looks", {"overlap": False}, True),
-        ("looks", {"reduce": "step"}, False),
-        ("adds", {}, True),
-        ("adds", {"reduce": "step"}, True),
-        ("tied", {"reduce": "step"}, True),
-    ]
-    cases: list[Case] = []
-    for kind, options, attaches in ways:
-        tables = drawn_plan(1, 2) | {"model": {"factory": "isp_models:by_data", "options": {"kind": kind}}}
-        tables |= {"batch": {"global_size": GLOBAL, "micro_size": 1}, "weights": {"use": "isp.communicator", **options}}
-        tables |= {"parallel": {"dp": 2, "wp": 2, "cross_memory_attach": attaches}, "activations": {"use": "core.keep"}}
-        del tables["evaluation"]  # its micro-batches have other first tokens
-        cases.append((tables, by_data(kind), {"right"}))
-    check(ranks, own, 2, cases)
+
+def test_models_that_use_their_weights_in_other_ways(parities):
+    """A bias alone is sharded; torch runs a block in another way in evaluations; sizes of weights scale; parametrized weights,
+    replaced forwards, calls with other tensors, by name; a parameter that a module of another kind holds stays whole.
+    """
+    direct = {"precision": {"compute": "fp64", "accumulation": "direct"}}
+    models = ["half_sharded", "encoder", "by_size", "replaced", "tied_to_no_linear"]
+    parities(2, [{"factory": name} for name in models] + [{"factory": "half_sharded"} | direct])
+
+
+@pytest.mark.parametrize("embedding", ["gather", "hidden"])
+def test_autocast(ranks, sharded, texts, embedding):
+    """With and without bias; sharded and whole runs round alike but for the order of sums."""
+    changes = {"factory": "autocast", "precision__compute": "fp32"}
+    reference = record(sharded(1, 1, **changes), 2, folder=texts)
+    for found in ranks(2)(record, sharded(2, weights={"embedding": embedding}, **changes), 2, folder=texts):
+        assert found.rows[1]["loss"] == pytest.approx(reference.rows[1]["loss"], rel=2**-7)
+        for name, gradient in reference.gradients[0].items():
+            assert (found.gradients[0][name] - gradient).norm() <= 2**-7 * gradient.norm() + 1e-6, name

@@ -1,17 +1,25 @@
-"""What the plugin says before a run: its records, without torch; options and models that it refuses."""
+"""The contracts of `isp`, what it says before a run, options and models that it refuses, and its runs on CUDA."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
+from sley_testing.attention_contract import SequenceAttentionContract
+from sley_testing.plans import changed, small_plan
+from sley_testing.ranks import Ranks
+from sley_testing.runs import assert_parity, record, same_on_all
+from sley_testing.weight_contract import WeightCommunicatorContract
 
 SPLIT = {"sequence": {"use": "isp.all_to_all"}}
 LABELLED = {"data": {"factory": "isp_models:Labelled"}}
@@ -86,3 +94,73 @@ def test_shards_on_meta(sharded, texts):
         assert (param.shape, param.parameter.shape, param.shard.padding) == ((11, 5), (11, 3), 11)
         assert run.registry["head.weight"].parameter.shape == (3, 5)
         assert run.registry["norm.weight"].shard is None
+
+
+# -- contracts ---------------------------------------------------------------------------------------------------------
+
+
+class TestByLayer(WeightCommunicatorContract):
+    weights: ClassVar[dict[str, Any]] = {"use": "isp.communicator"}
+
+
+class TestByModuleAndOncePerStep(WeightCommunicatorContract):
+    weights: ClassVar[dict[str, Any]] = {"use": "isp.communicator", "unit": "module", "ahead": 2, "reduce": "step"}
+
+    @pytest.mark.parametrize(
+        ("world", "wp", "micros", "changes"), [(2, 2, 3, {"activations": {"use": "core.recompute", "fraction": 1.0}})]
+    )
+    def test_every_layout_gives_the_numbers_of_whole_weights(
+        self, ranks: Callable[..., Ranks], world: int, wp: int, micros: int, changes: dict[str, Any]
+    ) -> None:
+        """One of the contract's layouts."""
+        super().test_every_layout_gives_the_numbers_of_whole_weights(ranks, world, wp, micros, changes)
+
+
+class TestAllToAll(SequenceAttentionContract):
+    sequence: ClassVar[dict[str, Any]] = {"use": "isp.all_to_all"}
+
+
+# -- on CUDA: the numbers of the CPU, and nothing in a step that waits for the device ----------------------------------
+
+
+TEXT = {"use": "data.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"}
+ON_CUDA = small_plan(run__device="cuda", model__hidden=64, model__ffn_hidden=None, data=TEXT)
+
+
+def on_cuda(**weights: Any) -> dict[str, Any]:
+    return changed(ON_CUDA, parallel={"dp": 2, "wp": 2}, weights={"use": "isp.communicator", **weights})
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        *(pytest.param(options, marks=pytest.mark.gpu) for options in ({}, {"head": "vocabulary"}, {"embedding": "hidden"})),
+        *(pytest.param(options, marks=pytest.mark.gpu(2)) for options in ({"unit": "module"}, {"overlap": False})),
+    ],
+)
+def test_two_ranks_equal_one(ranks, weights):
+    """On two devices, or on one that they share."""
+    reference = record(ON_CUDA, 3)
+    layouts = ranks(2, timeout_s=180, init=False)(record, on_cuda(**weights), 3)
+    assert_parity(reference, layouts, "fp64")
+    same_on_all(layouts)
+
+
+def watched(tables: dict[str, Any]) -> bool:
+    """Launches a step while CUDA's own watch raises at any synchronisation."""
+    with World.join("cuda") as world, assemble(plan_from_dict(tables), world) as run:
+        for _ in range(2):
+            run.step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            launched = run.launch(None)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return launched.totals.read().is_finite
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("weights", [{}, {"unit": "module"}, {"reduce": "step"}])
+def test_a_step_never_waits_for_the_device(ranks, weights):
+    """Not so with shared vocabularies and tables: there ranks tell each other how many tokens they have, and wait."""
+    assert ranks(2, timeout_s=180, init=False)(watched, on_cuda(**weights)) == [True, True]

@@ -1,10 +1,11 @@
-"""Models with their own attention, and transformers' Llama blocks, on slices; those that mix positions are refused."""
+"""Models with their own attention, and losses of all sorts, on slices; what mixes positions is refused, or gets all of them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from sley_core.assemble import assemble
@@ -42,7 +43,14 @@ def asked(kind, within, **sequence):
 
 
 def recorded(plans, folder):
-    return [record(tables, 3, folder=folder) for tables in plans]
+    """Each run of this rank, or the code of its error."""
+    runs = []
+    for tables in plans:
+        try:
+            runs.append(record(tables, 3, folder=folder))
+        except SleyError as error:
+            runs.append(error.diagnostics[0].code)
+    return runs
 
 
 def test_attentions_that_are_wrapped_and_named(ranks, own):
@@ -103,18 +111,6 @@ def test_models_that_slices_do_not_fit(own, tables, code):
     assert [problem.code for problem in caught.value.diagnostics] == [code]
 
 
-def codes(plans, folder):
-    """Runs each plan for two steps; returns the code of its error, or ""."""
-    found = []
-    for tables in plans:
-        try:
-            record(tables, 2, folder=folder)
-            found.append("")
-        except SleyError as error:
-            found.append(error.diagnostics[0].code)
-    return found
-
-
 def test_first_steps_that_are_refused(ranks, own):
     """Layers are asked whether they mix positions, by themselves and before attention, under each policy. A layer that sees one
     position at a time passes. An attention in [b, h, s, d], and heads that do not divide, are refused at the first call.
@@ -127,7 +123,8 @@ def test_first_steps_that_are_refused(ranks, own):
     plans += [asked("shifted", True, apart=["beside"])]
     plans += [split(with_options(transposed=True), **NAMED), split(with_options(heads=3, hidden=12), **NAMED)]
     expected = [*cases.values(), *["sequence-mixing"] * 2, "", "sequence-layout", "sequence-heads"]
-    assert ranks(2, 120)(codes, plans, own) == [expected] * 2
+    by_rank = ranks(2, 120)(recorded, plans, own)
+    assert [[run if isinstance(run, str) else "" for run in runs] for runs in by_rank] == [expected] * 2
 
 
 LAYERS, MICROS, EVALUATED = 2, 2, 3
@@ -167,3 +164,73 @@ def test_exchanges_of_a_step_and_of_an_evaluation(ranks, texts):
         assert evaluation == EVALUATED * MICROS * LAYERS * [there, back]
         assert step.count(there) == step.count(back) == MICROS * (2 * LAYERS + 1)
         assert len(step) == 2 * step.count(there)
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+WHOLE = {"loss__sequence": "whole", "evaluation": {"every": 2, "steps": 1}, "data__held_out": 0.1}
+
+
+def with_loss(name, sp, **changes):
+    plan = changed(PLAN, loss={"factory": f"losses:{name}"}, model__options={"wrapped": True}, data__sequence=48)
+    plan = changed(plan, optimizer={"use": "core.sgd", "lr": 1e-2}, **changes)
+    return split(plan) if sp > 1 else plan
+
+
+def test_sums_over_positions(ranks, own):
+    """Slices of 24, of 3, and of one position; full sequences, where the loss and its weight count once, however many ranks
+    compute them.
+    """
+    cases = [("Sum", {"data__sequence": length}) for length in (48, 6, 2)]
+    cases += [(name, WHOLE) for name in ("Contrastive", "Smooth", "Shifted", "Pooled")]
+    references = recorded([with_loss(name, 1, **changes) for name, changes in cases], own)
+    plans = [with_loss(name, 2, **changes) for name, changes in cases]
+    plans.append(changed(plans[-1], parallel__wp=2, weights={"use": "isp.communicator"}))
+    for reference, layouts in zip(
+        [*references, references[-1]], zip(*ranks(2, 60)(recorded, plans, own), strict=True), strict=True
+    ):
+        assert_parity(reference, layouts, "fp64")
+        same_on_all(layouts)
+
+
+def test_losses_that_count_their_calls_round_or_draw(ranks, own):
+    """A loss that is asked for its parts is not called; class weights round, and so does a loss in bf16."""
+    cases = [("Counting", {}, 1e-6), ("Weighted", {}, 1e-6), ("Half", {"precision__compute": "fp32"}, 1e-2), ("Drawn", {}, 1.0)]
+    references = recorded([with_loss(name, 1, **changes) for name, changes, _ in cases], own)
+    for runs in ranks(2, 60)(recorded, [with_loss(name, 2, **changes) for name, changes, _ in cases], own):
+        for (*_, limit), reference, run in zip(cases, references, runs, strict=True):
+            assert run.rows[1]["loss"] == pytest.approx(reference.rows[1]["loss"], rel=limit)
+
+
+def test_losses_that_look_at_other_positions_are_refused(ranks, own):
+    """And an output that has no positions, for a loss of full sequences."""
+    cases = [
+        (name, {"precision__compute": compute}) for name in ("Smooth", "Shifted", "Pooled") for compute in ("fp64", "fp32")
+    ]
+    plans = [with_loss(name, 2, **changes) for name, changes in cases]
+    plans.append(with_loss("Sum", 2, model={"factory": "attentive:paired"}, **WHOLE))
+    assert ranks(2, 60)(recorded, plans, own) == [[*["loss-not-additive"] * len(cases), "outputs-apart"]] * 2
+
+
+def full_gradients(plan, folder):
+    """The gradient of full outputs, of which each rank keeps its slice."""
+    gradients = []
+    with World.join("cpu") as world, assemble(plan_from_dict(plan, folder), world) as run:
+        whole = run.stepper.executor.whole
+
+        def watched(*args):
+            output, fields = whole(*args)
+            output.register_hook(gradients.append)
+            return output, fields
+
+        watched.counts = whole.counts
+        run.stepper.executor.whole = watched
+        run.step()
+    return torch.cat(gradients)
+
+
+def test_a_loss_of_full_sequences_draws_the_same_on_all_ranks(ranks, own):
+    """Else each rank would take its slice of the gradient of another loss."""
+    first, second = ranks(2, 60)(full_gradients, with_loss("Contrastive", 2, loss__options={"draws": 1.0}, **WHOLE), own)
+    assert torch.equal(first, second)
+    assert first.abs().max() > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,33 +85,6 @@ def test_counts_of_one_micro_batch(ranks, sharded, texts, unit):
         assert one["counts"]["most_unsharded_groups"] <= (2 if unit == "layer" else 2 * 7 + 1)
         assert one["counts"]["allocations_after_step_2"] == 0
         assert one["rest"] == (0, 0)
-
-
-def test_counts_do_not_depend_on_registration_or_checkpoints(ranks, sharded, texts):
-    """The order of gathers is that of use. A model that recomputes itself, by either of torch's checkpoints, is alike."""
-    seed = random.SystemRandom().randrange(10**6)
-    print(f"seed {seed}")
-    plans = [sharded(2, factory="mixed", options=options, **SHORT) for options in ({}, {"order": seed}, {"order": seed + 1})]
-    for unit, reentrant in (("layer", True), ("module", False)):
-        options = {"reentrant": reentrant}
-        plans.append(sharded(2, weights={"unit": unit}, factory="recomputing", options=options, **SHORT))
-    for plain, *others in ranks(2, 120)(counted, plans, texts):
-        assert all(other["training"] == plain["training"] for other in others[:2])
-        for other in (plain, *others):
-            assert max(other["training"].values()) == 2
-            assert set(other["evaluating"].values()) == {1}
-            assert other["counts"]["demand_gathers_per_step"] == 1
-            assert other["rest"] == (0, 0)
-
-
-def test_one_demand_per_step_of_many_micro_batches(ranks, sharded, texts):
-    """Where one micro-batch ends and the next begins, and with everything kept unsharded, which is gathered once per step."""
-    changes = DEEP | {"batch": {"global_size": 16, "micro_size": 2}}
-    plans = [sharded(2, weights={"ahead": ahead}, **changes) for ahead in (1, 8)]
-    for few, every in ranks(2, 60)(counted, plans, texts):
-        assert few["counts"]["demand_gathers_per_step"] == every["counts"]["demand_gathers_per_step"] == 1
-        assert few["training"]["blocks.1"] == 4 * 2
-        assert set(every["training"].values()) == {1}
 
 
 def order(plans: list[dict[str, Any]], folder: Path) -> list[list[str]]:
@@ -229,26 +201,6 @@ def test_shards_are_offered_once_per_step_where_nothing_is_due(ranks, sharded, t
         assert block[1] == 3, "once in each step after the first"
         for other in (never, block, always):
             assert_same_bits(none[2], other[2])
-
-
-def stepped(tables: dict[str, Any], folder: Path, ring: int) -> dict[str, Tensor]:
-    """The weights after two steps of ranks that can have `ring` offers open; each gather is one, as every layer has a wait."""
-    offers.RING = ring
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-        for layer in run.layers:
-            run.before_layer(layer.name, lambda: None)
-        for _ in range(2):
-            run.step()
-        return weights(run)
-
-
-@pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
-def test_more_exchanges_than_offers_can_be_open(ranks, sharded, texts):
-    """64 reductions of modules and 40 gathers ahead, with four offers: ranks do not wait for one another."""
-    many = {"reductions": 64, "unit": "module", "ahead": 40}
-    reference = ranks(2, 40)(stepped, sharded(2, weights={"overlap": False}), texts, offers.RING)
-    for one, found in zip(reference, ranks(2, 40)(stepped, sharded(2, weights=many), texts, 4), strict=True):
-        assert_same_bits(one, found)
 
 
 def allocated(tables: dict[str, Any], folder: Path) -> list[int]:

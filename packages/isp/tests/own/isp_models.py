@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -97,26 +96,18 @@ def between(name: str, *blocks: nn.Module, head: bool = True) -> Layers:
 
 
 class Mixed(nn.Module):
-    """A block of plain linears with its own attention: no two of one size, some without bias, one used twice.
-
-    order: registers its modules in another order than it uses them, shuffled by this string.
+    """A block of plain linears with its own attention: no two of one size, some without bias, one used twice; registered in
+    another order than used.
     """
 
-    def __init__(self, ffn: int, order: str = "") -> None:
+    def __init__(self, ffn: int) -> None:
         super().__init__()
-        modules = {
-            "qkv": nn.Linear(WIDTH, 3 * WIDTH),
-            "out": nn.Linear(WIDTH, WIDTH, bias=False),
-            "twice": nn.Linear(WIDTH, WIDTH),
-            "up": nn.Linear(WIDTH, ffn, bias=ffn % 2 == 0),
-            "down": nn.Linear(ffn, WIDTH),
-            "norm": nn.LayerNorm(WIDTH),
-        }
-        names = list(modules)
-        if order:
-            random.Random(order).shuffle(names)
-        for name in names:
-            self.add_module(name, modules[name])
+        self.down = nn.Linear(ffn, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.twice = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, ffn, bias=ffn % 2 == 0)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(hidden)).chunk(3, dim=-1)
@@ -125,9 +116,9 @@ class Mixed(nn.Module):
         return hidden + self.down(self.up(hidden).tanh())
 
 
-def mixed(order: int | None = None) -> Layers:
-    """Four blocks of different sizes. order: shuffles the registration of each block's modules, each in another way."""
-    return between("block", *(Mixed(ffn, "" if order is None else f"{order} {ffn}") for ffn in (7, 12, 5, 8)))
+def mixed() -> Layers:
+    """Four blocks of different sizes."""
+    return between("block", *(Mixed(ffn) for ffn in (7, 12, 5, 8)))
 
 
 class Recomputing(Mixed):
@@ -377,68 +368,6 @@ class Stacked(nn.Module):
 
 def stacked() -> Layers:
     return [("embed", Embed()), ("blocks.0", Stacked()), ("blocks.1", Stacked()), ("head", nn.Linear(WIDTH, WIDTH * 3 // 2))]
-
-
-# -- weights that are used by the tokens of a sample (drawn.Rows)
-
-
-class OneLinear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.inner(hidden).tanh()
-
-
-class Repeats(OneLinear):
-    """Uses its linear once or more often."""
-
-    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        for _ in range(1 + int(tokens[0, 0]) % 3):
-            hidden = super().forward(hidden)
-        return hidden
-
-
-class Looks(OneLinear):
-    """Uses a table or a linear."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(VOCABULARY, WIDTH)
-
-    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        return super().forward(hidden) if int(tokens[0, 0]) % 2 else hidden + self.table(tokens)
-
-
-class Adds(OneLinear):
-    """Uses a linear, and another one or not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        hidden = super().forward(hidden)
-        return self.other(hidden) if int(tokens[0, 0]) % 2 else hidden
-
-
-def by_data(kind: str) -> Layers:
-    """kind: repeats, before which nothing is trained; looks; adds, after two more blocks in a backward; tied: two layers share
-    a matrix, which the second uses as often as its tokens say.
-    """
-    kinds: dict[str, list[nn.Module]] = {
-        "repeats": [Repeats()],
-        "looks": [Looks()],
-        "adds": [OneLinear(), OneLinear(), Adds()],
-        "tied": [OneLinear(), Repeats()],
-    }
-    blocks: Any = kinds[kind]
-    if kind == "tied":
-        blocks[1].inner.weight = blocks[0].inner.weight
-    embed, *rest = between("block", *blocks)
-    embed[1].requires_grad_(kind != "repeats")
-    return [embed, *rest, ("scores", nn.Linear(WIDTH, 7))]
 
 
 # -- tables that are cut by columns

@@ -1,8 +1,8 @@
-"""A vocabulary-parallel head changes no number, holds no full logits, and refuses models that need them."""
+"""Tables cut by columns and heads cut by classes change no number, are never whole, and refuse models that need them whole."""
 
 from __future__ import annotations
 
-from collections import Counter
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,23 @@ from sley_core.losses import cross_entropy
 from sley_core.losses.cross_entropy import plain_sum
 from sley_core.plan.load import plan_from_dict
 from sley_isp import vocabulary_head as vocabulary
-from sley_testing.parity import assert_close_gradients
-from sley_testing.runs import assert_parity, record
+from sley_testing.collectives import ATTACHES, assert_same_sequence, collectives
+from sley_testing.runs import assert_parity, record, same_on_all
 
-SHARED = {"head": "vocabulary"}
-SPLIT = {"sequence": {"use": "isp.all_to_all"}, "parallel": {"sp": 2}}
-TIED = {"model__tie_embeddings": True}
-OWN_DATA = {"data": {"factory": "isp_models:Labelled"}, "loss": {"use": "core.cross_entropy", "label_smoothing": 0.1}}
-CLASSES = 257
+HIDDEN = {"embedding": "hidden"}
+CLASSES = {"head": "vocabulary"}
+SPLIT = {"dp": 1, "sequence": {"use": "isp.all_to_all"}, "parallel": {"sp": 2}}
+RECOMPUTED = {"activations": {"use": "core.recompute", "fraction": 1.0}}
+ROWS, WIDTH, TOKENS = 257, 16, 48
+"""Of the table and the head; and tokens of a rank's micro-batch, of which there are two per step."""
 
 
 def classifier(**options: Any) -> dict[str, Any]:
-    return {"model": {"factory": "isp_models:classifier", "options": options}, **OWN_DATA}
+    data = {"data": {"factory": "isp_models:Labelled"}, "loss": {"use": "core.cross_entropy", "label_smoothing": 0.1}}
+    return {"model": {"factory": "isp_models:classifier", "options": options}, **data}
+
+
+# -- the loss over slices of the classes, without ranks --------------------------------------------------------------------
 
 
 def slices(num_classes: int, count: int) -> list[vocabulary.Classes]:
@@ -92,32 +97,30 @@ def test_narrow_and_extreme_logits_and_labels_that_no_rank_has() -> None:
         assert float(together(torch.zeros(1, 3), torch.tensor([label]), 2, 0.0)[0]) == torch.inf
 
 
-def test_parity(parities):
-    """257 classes over two ranks, 129 and 128; tied or not; slices of sequences; a frozen head, and one before which nothing is
-    trained; without overlap.
-    """
+# -- parity, beside the rows of the parity table ---------------------------------------------------------------------------
+
+
+def test_frozen_heads_and_slices(parities):
+    """A frozen head, and one before which nothing is trained; slices; gradients once per step, also of bf16 in wider sums."""
     frozen = [{"optimizer__groups": [{"match": match, "freeze": True}]} for match in ("head.output*", "[eb]*")]
-    plain = {"batch__micro_size": 1, "weights": SHARED | {"overlap": False}}
-    parities(2, [plain, TIED | {"data__documents": "pad"}, {"dp": 1} | SPLIT, *frozen], weights=SHARED)
+    narrow = {"precision__compute": "bf16", "weights": {"reduce": "step"}}
+    parities(2, [SPLIT | {"weights": HIDDEN | CLASSES | {"reduce": "step"}}, narrow, *frozen], weights=CLASSES)
+
+
+def test_tables_of_uneven_width_that_are_read_twice(parities):
+    """Three columns and two; of four ranks one has none; padding, positions, a table in two layers, a frozen layer."""
+    parities(2, [RECOMPUTED, {"options": {"frozen": "again"}}], weights=HIDDEN, factory="tables")
+    parities(4, [{}], weights=HIDDEN, factory="tables")
 
 
 def test_a_head_with_a_bias_and_ranks_without_a_class(parities):
     """Four classes over three ranks are two, two and none; samples all of whose labels are ignored."""
     sizes = {"batch": {"global_size": 6, "micro_size": 1}}
-    parities(3, [classifier(frozen=name) for name in ("", "head", "embed")], weights=SHARED, **sizes)
+    parities(3, [classifier(frozen=name) for name in ("", "head", "embed")], weights=CLASSES, **sizes)
 
 
-def test_half_precision(ranks, texts, sharded):
-    """The head's input gradient is a sum of bf16 parts, one per slice."""
-    changes = {"precision__compute": "bf16"}
-    reference = record(sharded(1, 1, **changes), 1, folder=texts)
-    for layout in ranks(2)(record, sharded(2, weights=SHARED, **changes), 1, folder=texts):
-        assert_close_gradients(reference.gradients[0], layout.gradients[0], 2**-7)
-        assert layout.rows[0]["loss"] == pytest.approx(reference.rows[0]["loss"], rel=2**-7)
-
-
-def batches(num_steps: int) -> list[list[dict[str, Tensor]]]:
-    """Micro-batches of two samples and of every length: at the same time, ranks have unequal ones."""
+def batches(num_steps: int, target: str) -> list[list[dict[str, Tensor]]]:
+    """Micro-batches of two samples and of every length: at the same time, ranks have unequal ones. target: `labels` or `y`."""
     found = []
     for step in range(num_steps):
         generator = torch.Generator().manual_seed(step)
@@ -126,37 +129,46 @@ def batches(num_steps: int) -> list[list[dict[str, Tensor]]]:
             tokens = torch.randint(4, (2, length), generator=generator)
             labels = tokens.roll(-1, 1)
             labels[:, -1] = IGNORED
-            micros.append({"tokens": tokens, "labels": labels})
+            y = torch.randn(2, length, 6, generator=generator, dtype=torch.float64)
+            micros.append({"tokens": tokens, target: labels if target == "labels" else y})
         found.append(micros)
     return found
 
 
-def test_unequal_numbers_of_tokens(ranks, texts, sharded):
-    """Shorter ones are padded where they are gathered."""
-    changes = classifier() | {"evaluation": {"every": 9, "steps": 1}}
-    reference = record(sharded(1, 1, **changes), 3, folder=texts, batches=batches(3))
-    tables = sharded(2, weights=SHARED, **changes)
-    assert_parity(reference, ranks(2)(record, tables, 3, folder=texts, batches=batches(3)), "fp64")
+@pytest.mark.parametrize(
+    ("changes", "weights", "target"), [({"factory": "tables"}, HIDDEN, "y"), (classifier(), CLASSES, "labels")]
+)
+def test_unequal_numbers_of_tokens(ranks, texts, sharded, changes, weights, target):
+    """Shorter ones are padded where they are gathered; the padding row's gradient stays zero."""
+    given = batches(3, target)
+    reference = record(sharded(1, 1, **changes), 3, folder=texts, batches=given)
+    layouts = ranks(2)(record, sharded(2, weights=weights, **changes), 3, folder=texts, batches=given)
+    assert_parity(reference, layouts, "fp64")
+    same_on_all(layouts)
 
 
-class Widths(TorchDispatchMode):
-    """Counts the rows of the largest matrix that operations return, by its number of columns."""
+# -- what is whole, and when -----------------------------------------------------------------------------------------------
+
+
+class Shapes(TorchDispatchMode):
+    """The shapes of all tensors that operations return."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows: Counter[int] = Counter()
+        self.found: set[tuple[int, ...]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple) else (result,):
-            if isinstance(tensor, Tensor) and tensor.ndim > 1:
-                width = tensor.shape[-1]
-                self.rows[width] = max(self.rows[width], tensor.numel() // width if width else 0)
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self.found.add(tuple(tensor.shape))
         return result
 
 
 def seen(tables: dict[str, Any], folder: Path) -> Any:
-    """The head's output by hand, the gathers of a step and an evaluation, the sizes of their matrices, and what is left."""
+    """The head's output by hand; and of the second step the gathers, exchanges, counters and shapes that are computed, those
+    of an evaluation too.
+    """
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         hidden: Any = torch.arange(12).view(1, 12)
         with torch.no_grad():
@@ -165,27 +177,63 @@ def seen(tables: dict[str, Any], folder: Path) -> Any:
         communicator, names = run.stepper.executor.weights, set()
         if communicator is None:
             return hidden
+        run.step()
         all_gather = communicator._all_gather
         communicator._all_gather = lambda group: [names.add(group.name), all_gather(group)][1]
-        with Widths() as widths:
+        with Shapes() as shapes, collectives() as calls:
             run.step()
+        counts = communicator.counts()
+        with shapes:
             run.evaluate()
-        return hidden, names, widths.rows, (communicator.pool.num_lent, len(communicator.prefetch.unsharded))
+        gradient = run.store.gradient(run.registry["embed.tokens.weight"]).shape
+        rest = communicator.pool.num_lent, len(communicator.prefetch.unsharded)
+        return hidden, names, shapes.found, list(calls), counts, gradient, rest
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tied", [False, True])
-def test_no_weight_is_gathered_and_no_logits_are_full(ranks, sharded, texts, tied):
-    """A token's 257 logits are never in one place, only the 129 of a slice, of the 2 x 48 tokens of both ranks. Outside a run's
-    actions the head is a linear like any other.
+@pytest.mark.parametrize("attaches", ATTACHES)
+def test_no_table_is_whole_and_no_logits_are_full(ranks, sharded, texts, tied, attaches):
+    """A token's 257 logits are never in one place, only the 129 of a slice, of the tokens of both ranks. By hand the head is a
+    linear like any other. A table takes two all-to-alls of vectors per micro-batch, their ids, and no gather.
     """
-    changes = {"model__tie_embeddings": tied, "data__documents": "cut"}
+    changes = {"model__tie_embeddings": tied, "data__documents": "cut", "parallel": {"cross_memory_attach": attaches}}
     reference = seen(sharded(1, 1, **changes), texts)
-    for by_hand, gathered, rows, rest in ranks(2)(seen, sharded(2, weights=SHARED, **changes), texts):
+    weights = CLASSES if tied else CLASSES | HIDDEN
+    found = ranks(2)(seen, sharded(2, weights=weights, **changes), texts)
+    assert_same_sequence([calls for _, _, _, calls, *_ in found])
+    for by_hand, gathered, shapes, calls, counts, gradient, rest in found:
         torch.testing.assert_close(by_hand, reference, rtol=1e-10, atol=1e-10)
-        assert gathered == {"embed", "blocks.0", "blocks.1"}
-        assert CLASSES not in rows
-        assert rows[129] == 2 * 48
+        assert gathered == {"blocks.0", "blocks.1"} | ({"embed"} if tied else set())
+        assert not any(shape[-1:] == (ROWS,) for shape in shapes if len(shape) > 1)
+        assert max(prod(shape[:-1]) for shape in shapes if shape[-1:] == (129,)) == 2 * TOKENS
         assert rest == (0, 0)
+        if tied:
+            continue
+        assert not {(ROWS, WIDTH), (ROWS + 1, WIDTH)} & shapes
+        assert gradient == (ROWS, WIDTH // 2)
+        exchange = ("swap", TOKENS * WIDTH) if attaches else ("send", TOKENS * WIDTH // 2)  # its half to the other rank
+        assert [(call.op, call.numel) for call in calls].count(exchange) == 4
+        assert counts["embedding_exchanges_per_step"] == 4
+        assert counts["embedding_bytes_per_step"] == 2 * (2 * TOKENS * WIDTH // 2 * 8 + TOKENS * 8)
+        assert counts["demand_gathers_per_step"] == 0
+
+
+def exchanges(plans: list[dict[str, Any]], folder: Path) -> list[float]:
+    found = []
+    for tables in plans:
+        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+            run.step()
+            found.append(run.stepper.executor.weights.counts()["embedding_exchanges_per_step"])
+    return found
+
+
+def test_exchanges_of_recomputed_and_of_frozen_tables(ranks, sharded, texts):
+    """Of four look-ups one is in a block, and one is of a table that may be frozen: it needs no gradient."""
+    frozen = {"optimizer__groups": [{"match": "*positions*", "freeze": True}]}
+    plans = [sharded(2, weights=HIDDEN, factory="tables", **change) for change in (RECOMPUTED, frozen)]
+    for recomputed, of_frozen in ranks(2)(exchanges, plans, texts):
+        assert (recomputed, of_frozen) == (2 * (4 + 1 + 4), 2 * (4 + 3))
 
 
 def codes(plans: list[dict[str, Any]], folder: Path) -> list[str]:
@@ -205,6 +253,6 @@ def test_models_and_labels_that_do_not_fit(ranks, own, sharded):
     data = {"data": {"factory": "isp_models:Labelled"}}
     models = [{"factory": "isp_models:changed", "options": {"change": change}} for change in ("times", "tanh", "mean")]
     beyond = {"data": {"factory": "isp_models:Beyond"}, "model": {"factory": "isp_models:classifier"}}
-    plans = [sharded(2, weights=SHARED, model=model, **data) for model in models]
+    plans = [sharded(2, weights=CLASSES, model=model, **data) for model in models]
     plans += [sharded(2, weights={"head": head}, **beyond) for head in ("gather", "vocabulary")]
     assert ranks(2)(codes, plans, own) == [["logits-split"] * 3 + ["label-out-of-range"] * 2] * 2

@@ -1,15 +1,13 @@
-"""Small models of all sorts, each drawn by a number: `factory = "drawn:model"`, `options = {seed, tied}`; and their data."""
+"""Small models of layers that use weights in their own ways: `factory = "kinds:model"`; and their data."""
 
 from __future__ import annotations
-
-import random
 
 import torch
 from torch import Tensor, nn
 
 from sley_core.data.dataset import DataContext, DataInfo, Field
 from sley_core.model.layers import Model
-from sley_testing.habits import HABITS, Block, init
+from sley_testing.habits import Block, init
 
 CLASSES = 7
 POSITIONS = 4
@@ -100,24 +98,14 @@ class Embed(nn.Module):
         return self.table(tokens)
 
 
-KINDS = [*(HABITS[name] for name in ("InPlace", "Normed", "Frozen")), Detached, Experts, Shapes, Looking]
-"""Of the habits those that have a forward for evaluations and recomputations, too, and no state."""
+KINDS = {kind.__name__: kind for kind in (Detached, Experts, Shapes, Looking)}
 
 
-def kinds_of(seed: int) -> list[type[nn.Module]]:
-    """The kinds of the blocks of `model`."""
-    draw = random.Random(seed)
-    return [draw.choice(KINDS) for _ in range(draw.choice([1, 2, 3]))]
-
-
-def model(seed: int, tied: bool) -> Model:
-    """An embedding, one to three blocks, two of which may share linears, and a head, tied to the embedding or not."""
-    draw = random.Random(f"model {seed}")
-    width = draw.choice([4, 6, 9])
-    blocks = [kind(width) for kind in kinds_of(seed)]
-    if len(blocks) > 1 and draw.random() < 0.3 and isinstance(blocks[0], Block) and isinstance(blocks[-1], Block):
-        blocks[-1].one, blocks[-1].two = blocks[0].one, blocks[0].two
-    embed, head = Embed(width), nn.Linear(width, CLASSES, bias=draw.random() < 0.5)
+def model(kind: str, width: int, tied: bool) -> Model:
+    """Three blocks of a kind between an embedding and a head, tied to it or not; the outer ones share their linears."""
+    blocks = [KINDS[kind](width) for _ in range(3)]
+    blocks[-1].one, blocks[-1].two = blocks[0].one, blocks[0].two
+    embed, head = Embed(width), nn.Linear(width, CLASSES, bias=not tied)
     if tied:
         head.weight = embed.table.weight
     return Model([("embed", embed), *((f"block{at}", block) for at, block in enumerate(blocks)), ("head", head)], init)
