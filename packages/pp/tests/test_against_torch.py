@@ -10,7 +10,7 @@ from torch.distributed.pipelining import schedules as stock
 from sley_core.actions.action import Action, Kind, Placement, loop, v
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, simulate
-from sley_pp.schedules import gpipe, interleaved, one_f_one_b, read_csv, write_csv, zero_bubble_h1, zero_bubble_v
+from sley_pp.schedules import interleaved, read_csv, write_csv, zero_bubble_h1, zero_bubble_v
 
 Lists = list[list[Action]]
 
@@ -45,24 +45,6 @@ def without_weight_gradients(lists: Lists) -> Lists:
 def makespan(lists: Lists, placement: Placement, micros: int, link: float = 0.0) -> float:
     costs = Costs.even(placement.num_positions, link=link)
     return simulate(lower(lists, placement, micros), placement, costs).timeline.makespan_s
-
-
-@pytest.mark.sample(16)
-@sizes
-def test_gpipe_is_the_same(stages, micros):
-    assert gpipe(stages, 1, micros) == stock_lists(stock.ScheduleGPipe, stages, 1, micros)
-
-
-@pytest.mark.parametrize(("stages", "micros"), [(stages, micros) for stages, micros in SIZES if micros >= stages])
-def test_1f1b_is_the_same_but_for_the_numbers_of_its_last_stage(stages, micros):
-    """Torch counts the forwards of the last stage from 1; and with M < P it has forwards of more than M micro-batches.
-
-    Both are slips of the list alone, which it draws but does not run.
-    """
-    ours, theirs = one_f_one_b(stages, 1, micros), stock_lists(stock.Schedule1F1B, stages, 1, micros)
-    assert ours[:-1] == theirs[:-1]
-    slipped = [Action(one.kind, 0, one.micro + (one.kind is Kind.FORWARD)) for one in ours[-1]]
-    assert slipped == theirs[-1]
 
 
 @pytest.mark.sample(16)

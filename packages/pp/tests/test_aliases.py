@@ -107,13 +107,6 @@ def check(ranks, own, folder, stages: int, cases: list[tuple[list[str], str, int
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "gpipe"])
-def test_stages_that_keep_storages_of_what_they_received(ranks, own, tmp_path, schedule):
-    """Without any tensor of it: the memory of a message is theirs as long."""
-    check(ranks, own, tmp_path, 3, [(["1", *5 * ["keeps storages"]], schedule, 8)])
-
-
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("stages", "times"), [(2, 1), (2, 2), (3, 1)])
 def test_layers_that_alias_what_they_received(ranks, own, tmp_path, stages, times):
     draw = random.Random(stages)

@@ -10,8 +10,6 @@ import torch
 import sley_pp.link
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.agreement import _WEIGHT as WEIGHT
-from sley_core.engine.agreement import Agreement
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_close_gradients
@@ -24,8 +22,8 @@ SCHEDULES = ["one_f_one_b", "gpipe", "zero_bubble_h1"]
 def plan(factory, stages=1, schedule="one_f_one_b", dp=1, **options):
     tables = small_plan(
         model={"factory": f"crossings:{factory}", "options": options},
-        data={"factory": "crossings:Rows"},
-        loss={"factory": "crossings:Squares"},
+        data={"factory": "aliasing:Rows"},
+        loss={"factory": "aliasing:Squares"},
         optimizer={"use": "core.sgd", "lr": 0.3},
     )
     if stages > 1:
@@ -40,11 +38,11 @@ def recorded(plans, own, batches):
     return [*together, record(plans[-1], 2, folder=own, batches=batches)]
 
 
-def assert_equal(reference, layouts, relative=1e-10):
+def assert_equal(reference, layouts):
     for layout in layouts:
         for expected, found in zip(reference.gradients, layout.gradients, strict=True):
-            assert_close_gradients({name: expected[name] for name in found}, found, relative)
-        assert [row["loss"] for row in layout.rows] == pytest.approx([row["loss"] for row in reference.rows], rel=relative)
+            assert_close_gradients({name: expected[name] for name in found}, found, 1e-10)
+        assert [row["loss"] for row in layout.rows] == pytest.approx([row["loss"] for row in reference.rows], rel=1e-10)
 
 
 def batch_of(length, micros=4):
@@ -57,7 +55,6 @@ CROSSINGS = {
     "300 tensors": ("many", 2, {"number": 300}),
     "writes to a received tensor": ("in_place", 3, {}),
     "one tensor or two, as the data have it": ("skips", 3, {}),
-    "views, not contiguous": ("views", 2, {}),
     "no gradient": ("frozen", 3, {}),
 }
 
@@ -69,7 +66,7 @@ def test_outputs_of_layers_cross_as_they_are(ranks, own, name):
     expected = record(plan(factory, **options), 2, folder=own)
     plans = [plan(factory, stages, schedule, **options) for schedule in SCHEDULES]
     for layouts in zip(*ranks(stages, 120)(recorded, plans, own, None), strict=True):
-        assert_equal(expected, layouts, 1e-6 if factory == "views" else 1e-10)  # some are sent in fp32
+        assert_equal(expected, layouts)
 
 
 @pytest.mark.sample(1)
@@ -122,47 +119,9 @@ def test_a_mismatch_is_named_on_both_sides(ranks, own, device, apart):
         assert code == "boundary-mismatch"
         assert seconds < 10
         assert "micro-batch 1" in message
-        assert "expected float64[2, 3, 4] with gradient, came float32[2, 3, 4] with gradient" in message
+        assert "expected float64[2, 4, 4] with gradient, came float32[2, 4, 4] with gradient" in message
     assert "stage 0 sends to stage 1, forward" in sender[1]
     assert "stage 1 takes from stage 0, forward" in receiver[1]
-
-
-def trusting(self):
-    """Nobody compares before the step, so that only the stages' own comparison is left."""
-    if self._pending is not None:
-        self._pending.wait()
-        self._pending, self.weight = None, float(self._sum[WEIGHT])
-
-
-def other_steps(tables, own, micros, lengths, walks):
-    """Returns the error and its seconds of this stage's walk, on micro-batches of its own number and length."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, own), world) as run:
-        stage = run.groups["pp"].coord
-        for _ in range(2):
-            run.step(batch_of(5))
-        Agreement.check = trusting
-        start_s = time.monotonic()
-        with pytest.raises(RunError) as caught:
-            run.evaluate() if walks[stage] == "evaluate" else run.step(batch_of(lengths[stage], micros[stage]))
-        return caught.value.diagnostics[0].code, caught.value.diagnostics[0].message, time.monotonic() - start_s
-
-
-@pytest.mark.parametrize(
-    ("micros", "lengths", "walks", "words"),
-    [
-        ((4, 2), (5, 5), ("step", "step"), ("4 micro-batches", "2 micro-batches")),
-        ((2, 4), (5, 5), ("step", "step"), ("4 micro-batches", "2 micro-batches")),
-        ((4, 4), (5, 400), ("step", "step"), ("(2, 5, 4)", "(2, 400, 4)")),
-        ((4, 4), (3, 3), ("step", "evaluate"), ("train", "evaluate")),
-    ],
-)
-def test_stages_that_are_given_other_steps_say_so_at_once(ranks, own, micros, lengths, walks, words):
-    tables = plan("chain", 2, "gpipe") | {"evaluation": {"every": 100, "steps": 1}}
-    tables["limits"] = {"collective_timeout_s": 20}
-    for code, message, seconds in ranks(2, 60)(other_steps, tables, own, micros, lengths, walks):
-        assert code == "stages-differ"
-        assert all(word in message for word in words), message
-        assert seconds < 10
 
 
 # -- frozen and unfrozen between steps ---------------------------------------------------------------------------------

@@ -12,20 +12,17 @@ from collections import defaultdict
 
 import pytest
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, simulate
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.data.dataset import DataInfo, Field
 from sley_core.engine.boundary import flatten
 from sley_core.plan.load import plan_from_dict
 from sley_core.protocols import SchedulerHook
+from sley_testing.plans import small_plan
 
-WIDTH = 4
-LAYERS = 12
 MICROS = (1, 2, 3, 5, 8)
 MORE_MICROS = (*MICROS, 4, 7, 11, 16)
 SCHEDULES = {
@@ -36,39 +33,6 @@ SCHEDULES = {
     "zero_bubble_h1": {"use": "pp.zero_bubble_h1"},
     "zero_bubble_v": {"use": "pp.zero_bubble_v"},
 }
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.inner(x).tanh()
-
-
-def layers():
-    return [Block() for _ in range(LAYERS)]
-
-
-class Rows:
-    info = DataInfo({"x": Field("float32")})
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        return {"x": torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))}
-
-
-class Squares:
-    fields = ()
-
-    def weight(self, batch):
-        return float(len(batch["x"]))
-
-    def loss(self, output, batch):
-        return output.square().sum()
 
 
 class Saved:
@@ -156,36 +120,36 @@ class Watch(SchedulerHook):
 
 
 def tables(pipeline, stages):
-    return {
-        "run": {"name": "live", "steps": 1000, "device": "cpu"},
-        "model": {"factory": "test_live:layers"},
-        "data": {"factory": "test_live:Rows"},
-        "loss": {"factory": "test_live:Squares"},
-        "batch": {"global_size": 4, "micro_size": 1},
-        "optimizer": {"use": "core.sgd", "lr": 0.01},
-        "parallel": {"pp": stages, "dp": 1},
-        "pipeline": pipeline,
-        "partition": {"use": "pp.uniform"},
-    }
+    """Twelve layers, the last of them a head."""
+    model = {"factory": "pp_parts:chain", "options": {"widths": [4] * 11}}
+    layout = {"parallel": {"pp": stages, "dp": 1}, "pipeline": pipeline, "partition": {"use": "pp.uniform"}}
+    return small_plan(model=model, data={"factory": "pp_parts:Rows"}, batch__micro_size=1, run__steps=1000, **layout)
 
 
-def peaks(pipelines, stages, numbers, here):
+def batch_of(micros):
+    from pp_parts import sample
+
+    samples = [sample(at) for at in range(micros)]
+    return {name: torch.stack([one[name] for one in samples]) for name in ("tokens", "labels")}
+
+
+def peaks(pipelines, stages, numbers, folder):
     """{schedule: {micro-batches: (pairs, graphs)}} of this rank, as watched."""
     found = {}
     for name, pipeline in pipelines.items():
-        plan = plan_from_dict(tables(pipeline, stages), here)
+        plan = plan_from_dict(tables(pipeline, stages), folder)
         with World.join("cpu") as world, assemble(plan, world) as run:
             watch = Watch(run)
             found[name] = {}
             for micros in (*numbers, numbers[0]):
-                run.step({"x": torch.randn(micros, WIDTH, generator=torch.Generator().manual_seed(micros))})
+                run.step(batch_of(micros))
                 found[name][micros] = watch.take()
     return found
 
 
-def simulated(pipeline, stages, micros):
+def simulated(pipeline, stages, micros, folder):
     """[(pairs, graphs)] of every stage."""
-    schedule = plan_from_dict(tables(pipeline, stages)).pipeline.build()
+    schedule = plan_from_dict(tables(pipeline, stages), folder).pipeline.build()
     placement = schedule.placement(stages)
     lists = lower(schedule.lists(stages, micros), placement, micros)
     return [(held.pairs, held.graphs) for held in simulate(lists, placement, Costs.even(placement.num_positions)).peaks]
@@ -195,12 +159,12 @@ def simulated(pipeline, stages, micros):
     ("stages", "numbers"),
     [(3, MICROS), *(pytest.param(stages, MORE_MICROS, marks=pytest.mark.campaign) for stages in (2, 3, 4))],
 )
-def test_peaks_are_the_simulator_s(ranks, stages, numbers, request):
-    everyone = ranks(stages, 180)(peaks, SCHEDULES, stages, numbers, request.path.parent)
+def test_peaks_are_the_simulator_s(ranks, own, stages, numbers):
+    everyone = ranks(stages, 180)(peaks, SCHEDULES, stages, numbers, own)
     wrong = []
     for name, pipeline in SCHEDULES.items():
         for micros in numbers:
-            wanted, found = simulated(pipeline, stages, micros), [rank[name][micros] for rank in everyone]
+            wanted, found = simulated(pipeline, stages, micros, own), [rank[name][micros] for rank in everyone]
             if wanted != found:
                 wrong.append((name, micros, wanted, found))
     assert not wrong, wrong[:5]
@@ -215,21 +179,20 @@ class Keeper(SchedulerHook):
     def after_forward(self, micro, output):
         self.kept.append(output)
 
-    def before_forward(self, micro, inputs): ...
-    def before_loss(self, micro, output): ...
-    def after_loss(self, micro, loss): ...
-    def before_backward(self, micro, output_gradient): ...
-    def after_backward(self, micro, input_gradient): ...
+    def ignore(self, *args):
+        pass
+
+    before_forward = before_loss = after_loss = before_backward = after_backward = ignore
 
 
-def leaks(here):
-    plan = plan_from_dict(tables(SCHEDULES["zero_bubble_v"], 1), here)
+def leaks(folder):
+    plan = plan_from_dict(tables(SCHEDULES["zero_bubble_v"], 1), folder)
     with World.join("cpu") as world, assemble(plan, world) as run:
         Watch(run)
         run.stepper.executor.hooks.append(Keeper())
-        run.step({"x": torch.randn(4, WIDTH)})
+        run.step(batch_of(4))
 
 
-def test_the_watch_sees_a_leak(ranks, request):
+def test_the_watch_sees_a_leak(ranks, own):
     with pytest.raises(AssertionError, match="outputs outlive their send"):
-        ranks(1)(leaks, request.path.parent)
+        ranks(1)(leaks, own)

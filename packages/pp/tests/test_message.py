@@ -51,21 +51,6 @@ def test_whoever_has_a_message_keeps_its_memory(way: str, apart: bool) -> None:
         assert not message.is_shared
 
 
-def test_a_pool_leases_nothing_that_a_layer_has_by_its_storage() -> None:
-    pool = Lending(DevicePool(), HOST, apart=False)
-    message = pool.lease(LAYOUT)
-    message.tensors[0].fill_(3.0)
-    storage = message.lent()[0].untyped_storage()
-    pool.lend(message)
-    other = pool.lease(LAYOUT)
-    other.tensors[0].fill_(4.0)
-    assert other is not message
-    assert torch.empty(0, dtype=torch.uint8).set_(storage).numel() == message.num_bytes
-    assert torch.equal(message.tensors[0], torch.full((4, 4), 3.0, dtype=torch.float64))
-    del storage
-    assert pool.lease(LAYOUT) is message
-
-
 def test_a_message_that_is_too_short_is_noticed() -> None:
     """Gloo takes it, and leaves what was there before, be it the same message of the step before."""
     size = num_bytes_of(LAYOUT, apart=False)
@@ -80,16 +65,6 @@ def test_a_message_that_is_too_short_is_noticed() -> None:
         assert came.read_head()[:2] == (step, 0)
         assert came.is_whole == is_whole, step
     assert torch.equal(came.tensors[-1], sent.tensors[-1])
-
-
-def test_lent_tensors_are_let_go_together() -> None:
-    memory = torch.empty(num_bytes_of(LAYOUT, apart=False), dtype=torch.uint8)
-    message = Message(memory, LAYOUT, HOST, apart=False)
-    first, second = message.lent()
-    del first
-    assert message.is_shared
-    del second
-    assert not message.is_shared
 
 
 def test_what_others_have_of_the_memory_is_no_user_of_the_message() -> None:

@@ -1,13 +1,13 @@
-"""Pipelines equal the one-process run: any schedule, any deal of the model, and steps that one stage alone refuses."""
+"""Pipelines equal the one-process run: any schedule, any deal of the model, on CUDA too; steps that one stage alone refuses."""
 
 from __future__ import annotations
 
 import math
-import os
-from functools import partial
 from random import Random
+from typing import Any
 
 import pytest
+import torch
 
 from sley_core.actions.action import Placement
 from sley_core.assemble import assemble
@@ -18,7 +18,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_pp.schedules import write_csv
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import changed, small_plan
-from sley_testing.runs import any_lists, record, weights
+from sley_testing.runs import any_lists, assert_parity_of_parts, record, weights
 
 PLAN = small_plan(model__num_layers=4, model__tie_embeddings=True, run__steps=4, evaluation={"every": 2, "steps": 1})
 SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]
@@ -114,48 +114,6 @@ def test_norm_and_clip_with_a_stage_without_gradients(compared, small):
 # -- steps that are not taken ------------------------------------------------------------------------------------------
 
 
-def overflow(run, rank):
-    """Makes a gradient of this rank infinite in the last micro-batch of the second step."""
-    if int(os.environ["RANK"]) == rank:
-        state, param = run.store.state, next(param for param in run.registry if "norm" in param.name)
-        param.parameter.register_hook(
-            lambda grad: grad * math.inf if state.step == 1 and state.action.micro == state.num_micros - 1 else grad
-        )
-
-
-def halve_after_the_first(run):
-    """As if the step after it had overflowed, which never came."""
-
-    def halve(row):
-        if row["step"] == 1:
-            scale = run.stepper.update.scale
-            scale.restore(scale.state() | {"value": scale.value / 2, "num_good": 0})
-
-    run.listeners.append(halve)
-
-
-def test_an_overflow_on_one_stage_of_one_replica_skips_everywhere(ranks, own, small):
-    """What follows is the run that never had this step, bit for bit. No gradient of the other stage is infinite."""
-    from pp_parts import sample
-    from torch import stack
-
-    samples = [[sample(8 * step + at) for at in range(8)] for step in range(4)]
-    batches = [{name: stack([row[name] for row in rows]) for name in rows[0]} for rows in samples]
-    schedule = {"learning_rate": {"use": "core.cosine", "warmup_steps": 2}, "run__steps": 4}
-    tables = small("pp.zero_bubble_h1", 2, 2, precision__compute="fp16", **schedule)
-    found = ranks(4, 120)(record, tables, 4, folder=own, batches=batches, prepare=partial(overflow, rank=3))
-    never = ranks(4, 120)(record, tables, 3, folder=own, batches=[batches[0], *batches[2:]], prepare=halve_after_the_first)
-    infinite = [not all(grad.isfinite().all() for grad in layout.gradients[1].values()) for layout in found]
-    assert infinite == [False, False, True, True]
-    for expected, other in zip(never, found, strict=True):
-        assert [row["skipped"] for row in other.rows] == [0, 1, 0, 0]
-        assert [row["loss_scale"] for row in other.rows] == [65536.0, 65536.0, 32768.0, 32768.0]
-        assert_same_bits(expected.weights, other.weights)
-        for row, their_row in zip([other.rows[0], *other.rows[2:]], expected.rows, strict=True):
-            keys = ("loss", "grad_norm", "lr", "loss_scale", "skipped")
-            assert [row[key] for key in keys] == [their_row[key] for key in keys]
-
-
 NAME = "blocks.0.inner.weight"
 
 
@@ -181,3 +139,25 @@ def test_a_stage_with_a_nan_is_named_by_all(ranks, own, small):
     assert "error[not-finite]: step 2: loss " in message
     assert f"; first in the gradient of '{NAME}' (stage 0); samples " in message
     assert step == 3
+
+
+# -- on CUDA, with a device for each stage and on one that they share --------------------------------------------------
+
+
+TEXT = {"use": "data.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"}
+ON_CUDA = small_plan(run__device="cuda", model__num_layers=4, model__hidden=64, model__ffn_hidden=None, data=TEXT)
+
+
+def staged(schedule: str, **changes: Any) -> dict[str, Any]:
+    return changed(ON_CUDA, pipeline={"use": schedule}, parallel={"pp": 2}, **changes)
+
+
+@pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_v"])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu(2))])
+def test_two_stages_equal_one_process(ranks: Any, schedule: str, num_devices: int) -> None:
+    """By the host where they share a device, whose tensors gloo cannot send; by NCCL, with a device for each."""
+    if num_devices == 1 and torch.cuda.device_count() > 1:
+        pytest.skip("here each has its own")
+    reference = record(changed(ON_CUDA, model__tie_embeddings=True), 3)
+    layouts = ranks(2, timeout_s=180, init=False)(record, staged(schedule, model__tie_embeddings=True), 3)
+    assert_parity_of_parts(reference, layouts, ON_CUDA["precision"]["compute"])

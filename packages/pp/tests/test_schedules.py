@@ -1,6 +1,9 @@
-"""Every schedule is a step that can run, as long as its paper says and holding no more."""
+"""Every schedule is a step that can run, as long as its paper says; files have what was written, or are refused by line."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -11,7 +14,19 @@ from sley_core.actions.draw import draw_text
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, Machine, SimulatedStep, simulate
 from sley_core.errors import PlanError
-from sley_pp.schedules import gpipe, interleaved, one_f_one_b, round_sizes, with_weight_gradients, zero_bubble_h1, zero_bubble_v
+from sley_pp.config import CsvConfig
+from sley_pp.schedules import (
+    build_csv,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    read_csv,
+    round_sizes,
+    with_weight_gradients,
+    write_csv,
+    zero_bubble_h1,
+    zero_bubble_v,
+)
 
 SCHEDULES = {
     "gpipe": Schedule(gpipe),
@@ -40,11 +55,7 @@ def bubble(schedule: Schedule, stages: int, micros: int, *, f=1.0, d=1.0, w=1.0)
     return simulated(schedule, stages, micros, f=f, d=d, w=w).timeline.makespan_s - work
 
 
-def pairs(schedule: Schedule, stages: int, micros: int) -> list[int]:
-    return [held.pairs for held in simulated(schedule, stages, micros).peaks]
-
-
-# -- valid (for all sizes: test_schedule_contract.py) --------------------------------------------------------------------
+# -- valid (for all sizes: test_contracts.py) --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -106,22 +117,7 @@ def test_zero_bubble_v_waits_for_the_start_alone_if_there_are_as_many_micro_batc
     assert bubble(SCHEDULES["zero_bubble_v"], stages, micros) == expected
 
 
-# -- how much is held --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sample(16)
-@sizes
-def test_what_is_held_is_what_the_papers_say(stages, micros):
-    every = range(stages)
-    assert pairs(SCHEDULES["gpipe"], stages, micros) == [micros] * stages
-    assert pairs(SCHEDULES["one_f_one_b"], stages, micros) == [min(stages - stage, micros) for stage in every]
-    assert pairs(SCHEDULES["zero_bubble_h1"], stages, micros) == [min(stages, micros)] * stages
-    assert pairs(SCHEDULES["zero_bubble_v"], stages, micros) == [2 * min(stages, micros)] * stages
-    for chunks in (2, 3):
-        longest = round_sizes(stages, micros)[0]
-        most = [(chunks - 1) * longest + 2 * (stages - stage) - 1 for stage in every]
-        expected = [min(chunks * micros, one) for one in most]
-        assert pairs(SCHEDULES[f"interleaved {chunks}"], stages, micros) == expected
+# -- receives --------------------------------------------------------------------------------------------------------
 
 
 @schedules
@@ -193,3 +189,79 @@ def test_weight_gradients_come_when_a_stage_holds_all_it_may():
     (narrow,) = with_weight_gradients([alternating], loop(1), most=2)
     assert "".join(action.kind.value for action in roomy) == "FIFIFIFIWWWW"
     assert "".join(action.kind.value for action in narrow) == "FIFIWFIWFIWW"
+
+
+def test_schedules_and_partitions_need_no_torch():
+    modules = ("sley_pp.plugin", "sley_pp.schedules", "sley_pp.partitioners", "sley_core.actions.simulate")
+    program = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+# -- schedules in files ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("generate", "placement"),
+    [(one_f_one_b, loop(1)), (one_f_one_b, loop(4)), (interleaved, loop(3, 2)), (zero_bubble_v, v(3))],
+)
+def test_what_is_written_is_read_again(generate, placement):
+    lists = generate(placement.stages, placement.chunks, 5)
+    assert read_csv(write_csv(lists, placement), "a.csv") == (placement, lists)
+
+
+def test_waits_and_blanks_mean_nothing_and_overlapped_actions_come_one_after_another():
+    placement, lists = read_csv("0F0, ,0F1,,(0F2;0B0)OVERLAP_F_B,0I1,0W1,0B2\r\n", "a.csv")
+    f, b, d, w = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
+    words = [(f, 0), (f, 1), (f, 2), (b, 0), (d, 1), (w, 1), (b, 2)]
+    assert placement == loop(1)
+    assert lists == [[Action(kind, 0, micro) for kind, micro in words]]
+
+
+def test_any_deal_of_the_parts_is_read():
+    placement, lists = read_csv("0F0,3F0,3B0,0B0\n2F0,2B0,1B0,1F0", "a.csv")
+    assert placement.route == (0, 1, 1, 0)
+    placement, lists = read_csv("1F0,2F0,2B0,1B0\n0F0,3F0,3B0,0B0", "a.csv")
+    assert placement.route == (1, 0, 0, 1)
+    assert [action.chunk for action in lists[1]] == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("0F0,0B0\n1F0,1SEND_B0,1B0", "a.csv:2:5 has `1SEND_B0`, which is no compute action"),
+        ("0F0,0X0", "a.csv:1:5 has `0X0`"),
+        ("0F0,0B", "has `0B`"),
+        ("0F" + "9" * 5000, "has `0F999"),
+        ("0F0,0B0\n2F0,2B0", "does not give each part of the model, counted from 0, to one rank (rank 0: [0]; rank 1: [2])"),
+        ("0F0,0B0\n0F1,0B1", "does not give each part of the model, counted from 0, to one rank (rank 0: [0]; rank 1: [0])"),
+        ("0F0,0B0\n\n1F0,1B0", "equally many parts of the model (rank 0: [0]; rank 1: []; rank 2: [1])"),
+        ("", "a.csv has no actions"),
+        (" , ,", "a.csv has no actions"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(text, fault):
+    with pytest.raises(PlanError) as caught:
+        read_csv(text, "a.csv")
+    assert caught.value.diagnostics[0].code == "schedule-file"
+    assert fault in caught.value.diagnostics[0].message
+
+
+def test_a_file_is_for_its_own_sizes(tmp_path):
+    path = tmp_path / "v.csv"
+    path.write_text(write_csv(zero_bubble_v(2, 2, 3), v(2)), "utf-8")
+    schedule = build_csv(CsvConfig(file=path))
+    assert schedule.placement(2) == v(2)
+    assert schedule.lists(2, 3) == zero_bubble_v(2, 2, 3)
+    with pytest.raises(PlanError, match="is for 2 stages, but the plan has 3"):
+        schedule.placement(3)
+    for stages, micros in ((3, 3), (2, 4)):
+        with pytest.raises(PlanError, match=rf"is for 2 stages and 3 micro-batches, but the plan has {stages} and {micros}"):
+            schedule.lists(stages, micros)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(PlanError, match=r"missing\.csv cannot be read"):
+        build_csv(CsvConfig(file=tmp_path / "missing.csv"))
+    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe0F0")
+    with pytest.raises(PlanError, match=r"bytes\.csv cannot be read"):
+        build_csv(CsvConfig(file=tmp_path / "bytes.csv"))

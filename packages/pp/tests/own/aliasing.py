@@ -122,25 +122,6 @@ class Keeps(nn.Module):
         return tuple(part.view_as(part) for part in state)
 
 
-class KeepsStorages(Mix):
-    """A linear that keeps storages, and no tensor, of what it was given last, and finds them unchanged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[tuple[torch.UntypedStorage, Tensor]] = []
-
-    def forward(self, state: Tensors) -> Tensors:
-        for storage, copy in self.kept:
-            assert torch.equal(_bytes(storage), copy), "what a layer kept was overwritten"
-        storages = [part.untyped_storage() for part in state]
-        self.kept = [*self.kept[-11:], *((storage, _bytes(storage).clone()) for storage in storages)]
-        return super().forward(state)
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-
 class Apply(nn.Module):
     """`how` applied to the tuple; no parameters."""
 
@@ -173,7 +154,6 @@ WAYS: dict[str, Callable[[Tensors], Tensors]] = {
     "one more": lambda state: (*state, state[0]),
 }
 PARTS: dict[str, Callable[[], nn.Module]] = {"mix": Mix, "positions": Positions, "keeps": Keeps, "in place": InPlace}
-OTHERS: dict[str, Callable[[], nn.Module]] = {**PARTS, "keeps storages": KeepsStorages}
 
 
 def drawn(seed: int, num_layers: int = 8) -> list[str]:
@@ -200,6 +180,6 @@ def layers(data: DataInfo, kinds: list[str]) -> list[tuple[str, nn.Module]]:
     width, *others = kinds
     made: list[tuple[str, nn.Module]] = [("first", First(int(width)))]
     for at, name in enumerate(others):
-        part: Any = OTHERS[name]() if name in OTHERS else Apply(WAYS[name])
+        part: Any = PARTS[name]() if name in PARTS else Apply(WAYS[name])
         made.append((f"{at}.{name.replace(' ', '_')}", part))
     return [*made, ("last", Last())]

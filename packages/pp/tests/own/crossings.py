@@ -7,36 +7,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from aliasing import SIDE
 from torch import Tensor, nn
 
-from sley_core.data.dataset import DataContext, DataInfo, Field
+from sley_core.data.dataset import DataInfo
 
-WIDTH = 4
-FIELD = Field("float64", sequence_dim=1)
-
-
-class Rows:
-    info = DataInfo({"x": FIELD, "y": FIELD})
-
-    def __init__(self, context: DataContext) -> None:
-        del context
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        x, y = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
-        return {"x": x, "y": y}
-
-
-class Squares:
-    fields = ("y",)
-
-    def weight(self, batch: dict[str, Tensor]) -> float:
-        return float(batch["y"].numel())
-
-    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return (output - batch["y"]).square().sum()
+WIDTH = SIDE
 
 
 class State(NamedTuple):
@@ -183,30 +159,6 @@ class WritesToHalf(nn.Linear):
 
 def halves(data: DataInfo, writes: bool = True) -> list[nn.Module]:
     return [Halves(), WritesToHalf(writes)]
-
-
-class Views(nn.Linear):
-    """Returns two halves of one tensor that autograd keeps, one of them twice, and another that is not contiguous."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, 2 * WIDTH)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        both = torch.exp(super().forward(x).tanh())
-        return both[..., :WIDTH], both[..., WIDTH:], both[..., :WIDTH], both.transpose(1, 2).float()
-
-
-class JoinsViews(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-
-    def forward(self, parts: tuple[Tensor, ...]) -> Tensor:
-        one, two, three, turned = parts
-        return super().forward(one * two + three.mul(2).sin() + turned.transpose(1, 2)[..., :WIDTH].double())
-
-
-def views(data: DataInfo) -> list[tuple[str, nn.Module]]:
-    return [("first", Plain()), ("second", Views()), ("last", JoinsViews())]
 
 
 class Moody(Plain):

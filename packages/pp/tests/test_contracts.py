@@ -1,4 +1,4 @@
-"""Every schedule of `pp` that writes lists of any size holds the contract of schedules; `pp.csv` reads one of one size."""
+"""`pp.link` and every schedule of `pp` that writes lists of any size hold their contracts; `pp.csv` reads one of one size."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import pytest
 
 from sley_pp.schedules import round_sizes
+from sley_testing.link_contract import StageLinkContract
 from sley_testing.schedule_contract import ScheduleContract, TieContract
 
 
@@ -58,3 +59,7 @@ def test_many_sizes(schedule: type[ScheduleContract], test: str) -> None:
     contract = schedule()
     contract.num_draws = 400  # type: ignore[misc]  # of this one alone
     getattr(contract, test)()
+
+
+class TestLink(StageLinkContract):
+    link: ClassVar[dict[str, Any]] = {"use": "pp.link"}
