@@ -57,19 +57,6 @@ def test_what_is_away_is_saved_where_it_lies_and_goes_on_bit_for_bit(own, tmp_pa
             assert sha(run) == wanted, "loading after a step"
 
 
-def test_states_lie_in_memory_as_their_parameters_do(own, tmp_path):
-    """One of these is transposed: a fused optimizer would step it with the moments of other elements."""
-    with running(PLAN) as run:
-        run.step()
-        run.save_checkpoint(tmp_path / "saved")
-        run.step()
-        wanted = sha(run)
-    with running(PLAN) as run:
-        run.load_checkpoint(tmp_path / "saved")
-        run.step()
-        assert sha(run) == wanted
-
-
 def test_a_save_beside_training_outlives_an_offload(own, tmp_path):
     """Memory leaves while it is being written."""
     tables = {**BF16, "offload": EVERYTHING, "checkpoint": {"every_steps": 1, "folder": str(tmp_path / "all")}}

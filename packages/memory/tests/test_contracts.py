@@ -1,12 +1,21 @@
-"""The pool and the offload managers of `memory` hold their contracts."""
+"""The pool and the offload managers of `memory` hold their contracts; before a run they need neither torch nor memory."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.memory.state import PARTS, Where
+from sley_core.plan.load import plan_from_dict
 from sley_testing.offload_contract import OffloadManagerContract
+from sley_testing.plans import changed, small_plan
 from sley_testing.pool_contract import MemoryPoolContract
 
 
@@ -30,3 +39,47 @@ class TestBetweenSteps(OffloadManagerContract):
 class TestGradients(OffloadManagerContract):
     orders = 1
     offload: ClassVar[dict[str, Any]] = {"use": "memory.gradients"}
+
+
+# -- before a run ------------------------------------------------------------------------------------------------------
+
+
+def test_records_are_listed_without_torch() -> None:
+    """Core and this package are enough: no sibling is imported."""
+    code = (
+        "import sys\n"
+        "from sley_core.plan.loader import Loader\n"
+        "found = Loader().load('memory').records\n"
+        "print([*found['memory_pools']])\n"
+        "siblings = ('torch', 'sley_isp', 'sley_pp', 'sley_dp')\n"
+        "print([name for name in sys.modules if name.startswith(siblings)])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines() == ["['size_classes']", "[]"]
+
+
+MANAGERS: dict[str, dict[str, Any]] = {
+    "memory.everything": {},
+    "memory.optimizer_states": {"when": "between_steps"},
+    "memory.host_optimizer": {},
+}
+
+
+@pytest.mark.parametrize("manager", MANAGERS)
+def test_a_run_with_a_manager_is_assembled_on_meta(texts: Path, manager: str) -> None:
+    tables = small_plan(precision__compute="fp32", offload=[{"use": manager, **MANAGERS[manager]}])
+    with World.fake(0, 1) as world, assemble(plan_from_dict(tables, texts), world) as run:
+        masters = dict(run.memory.inventory.everything("masters"))
+        assert all(tensor.device == torch.device("meta") for tensor in masters.values())
+        assert bool(masters) == (manager == "memory.host_optimizer")
+        run.memory.offload().wait()
+        if manager != "memory.host_optimizer":  # whose masters and states are the host's
+            assert run.memory.where == dict.fromkeys(PARTS, Where.HERE)
+        run.memory.onload().wait()
+
+
+@pytest.mark.parametrize("policy", ["memory.host", "memory.selective"])
+def test_a_run_with_a_policy_is_assembled_on_meta(texts: Path, policy: str) -> None:
+    tables = changed(small_plan(), activations={"use": policy})
+    with World.fake(0, 1) as world, assemble(plan_from_dict(tables, texts), world) as run:
+        assert all(one.parameter.is_meta for one in run.registry)

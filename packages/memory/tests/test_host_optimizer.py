@@ -21,10 +21,7 @@ STEPS = 10
 SMALL_BUCKETS = [{"use": "memory.host_optimizer", "bucket_mb": 0.004}]
 ONE_BUCKET = [{"use": "memory.host_optimizer"}]
 
-UNUSUAL = {"factory": "odd_optimizer:Unusual", "lr": 0.01, "scope": "elementwise"}
-
 ALONE = {
-    "an unusual optimizer": {"precision__compute": "bf16", "optimizer": UNUSUAL},
     "fp64": {},
     "bf16": {"precision__compute": "bf16"},
     "fp32 without clipping": {"precision__compute": "fp32", "optimizer": {"use": "core.adamw", "lr": 3e-3}},

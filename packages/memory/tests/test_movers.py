@@ -1,16 +1,19 @@
-"""What one unit of memory costs when it leaves and comes back: copies, host memory, device memory, and no more."""
+"""What memory costs when it leaves and comes back: copies, host memory, device memory, and no more."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from mmap import PAGESIZE
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from odd_parts import PLAN
-from parking import BETWEEN, EVERYTHING, cycle, poisoned, running, sha
+from parking import BETWEEN, EVERYTHING, poisoned, running, sha
 
+from sley_core.api.memory import HostMemory
 from sley_core.comm.copies import HostStream
 from sley_core.comm.device import Device
 from sley_core.engine.update import states_of
@@ -101,22 +104,13 @@ def test_host_memory_is_what_was_parked_and_stays():
     assert all(second - first >= 256 for first, second in pairwise(starts))
 
 
-def test_tensors_that_are_made_anew_take_the_places_of_those_before():
-    """As an optimizer that replaces its states does."""
-    state = {"basis": torch.ones(5000)}
-    moved, streams = Moved(), Streams(HostStream)
-    arena = HostArena(CPU.host_memory, streams.wait)
-    unit = HostCopy(lambda: pieces_of(state.items()), streams, arena, 1000, moved)
-    for number in range(20):
-        state["basis"] = torch.full((5000,), float(number))
-        around(unit)
-        assert (state["basis"] == number).all()
-    assert arena.num_bytes == moved.host_bytes <= 20_480
-
-
-@pytest.mark.parametrize("sizes", [range(1000, 9000, 400), [1000, 3000] * 10], ids=["grows", "goes up and down"])
-def test_what_changes_its_size_at_each_offload_does_not_take_more_of_the_host_each_time(sizes):
-    """As a cache in a module's buffer does. A place that is too small now is freed, where nobody else lies in its block."""
+@pytest.mark.parametrize(
+    "sizes", [[5000] * 20, range(1000, 9000, 400), [1000, 3000] * 10], ids=["is made anew", "grows", "goes up and down"]
+)
+def test_what_changes_at_each_offload_does_not_take_more_of_the_host_each_time(sizes):
+    """As a state that an optimizer replaces, or a cache in a module's buffer. A place that is too small now is freed, where
+    nobody else lies in its block.
+    """
     state = {"weight": torch.ones(2000), "cache": torch.ones(500)}
     moved, streams = Moved(), Streams(HostStream)
     arena = HostArena(CPU.host_memory, streams.wait)
@@ -148,27 +142,6 @@ def test_device_memory_grows_by_a_bucket_at_a_time():
     seen.clear()
     unit.onload()
     assert seen == [800, 800, 1600, 1600, 2400, 2400, 3200, 3200, 19_200]
-
-
-@pytest.mark.parametrize("offload", [EVERYTHING, BETWEEN], ids=["everything", "between steps"])
-def test_the_device_gets_back_what_the_parts_had(offload):
-    """Counted by the storages of the parts themselves."""
-    with running({**PLAN, "precision": {"compute": "bf16"}, "offload": offload}) as run:
-        run.step()
-        if offload is BETWEEN:
-            assert run.memory.bytes["optimizer_states"] == 0
-            places = 2 * (256 + 256 + 256)  # of two states of 36, 6 and 36 elements, which lie together
-            assert run.memory.report["optimizer_states"].given_back == places
-            return
-        cycle(run)  # small states lie together from then on
-        sizes = {part: size for part, size in run.memory.bytes.items() if size}
-        assert sizes.keys() >= {"weights", "buffers", "masters", "optimizer_states"}
-        run.memory.offload().wait()
-        report = run.memory.report
-        assert {part: report[part].given_back for part in sizes} == sizes
-        run.memory.onload()
-        assert {part: size for part, size in run.memory.bytes.items() if size} | {"gradients": 0} == sizes | {"gradients": 0}
-        cycle(run)
 
 
 MANY = {**PLAN, "model": {"factory": "odd_parts:many"}}
@@ -226,3 +199,73 @@ def test_a_state_of_which_a_program_has_a_view_stays_where_it_is():
         assert [id(one.tensor) for one in states_of(run.stepper.update) if one.tensor.dim()] == objects
         assert whole <= run.memory.bytes["optimizer_states"] <= whole + 256 * len(states)
         assert torch.equal(view, states[0].view(-1))
+
+
+# -- host memory -------------------------------------------------------------------------------------------------------
+
+
+def arena_of_activations(**options: Any) -> HostArena:
+    """As `memory.host` makes it."""
+    return HostArena(lambda num_bytes: HostMemory(num_bytes, lock=False), lambda: None, most_waste=1.25, frees=False, **options)
+
+
+def test_places_are_lent_again_for_almost_the_same_size() -> None:
+    lends = arena_of_activations()
+    (first,) = lends.places([100 * PAGESIZE])
+    lends.give(first)
+    (again,) = lends.places([81 * PAGESIZE])
+    assert again.data_ptr() == first.data_ptr()
+    (other,) = lends.places([81 * PAGESIZE])
+    assert other.data_ptr() != first.data_ptr(), "it is lent"
+    lends.give(again)
+    (small,) = lends.places([70 * PAGESIZE])
+    assert small.data_ptr() != first.data_ptr(), "too large for this"
+    assert (lends.num_allocations, lends.num_bytes) == (3, 251 * PAGESIZE)
+
+
+def test_other_lengths_in_every_step_do_not_add_up_and_nothing_is_freed_within_a_step() -> None:
+    """Unlocking memory may wait for the device, and so for a peer that waits for this rank."""
+    lends = arena_of_activations()
+    for step in range(1, 200):
+        lends.trim(2 * lends.max_lent_bytes)
+        before = lends.num_bytes
+        assert before <= 2 * lends.max_lent_bytes
+        lent = [lends.places([((step * 7919 + layer * 104729) % 1000 + 1) * PAGESIZE])[0] for layer in range(4)]
+        for place in lent:
+            lends.give(place)
+        assert lends.num_bytes >= before
+    assert lends.num_bytes <= 3 * lends.max_lent_bytes + 8 * PAGESIZE
+    assert lends.trim() > 0
+    assert (lends.num_bytes, lends.num_lent_bytes, list(lends.held())) == (0, 0, [])
+
+
+def test_a_budget_of_page_locked_memory_is_kept_with_one_warning() -> None:
+    sizes = []
+
+    def make(num_bytes: int) -> HostMemory:
+        sizes.append(num_bytes)
+        memory = HostMemory(num_bytes, lock=False)
+        memory.is_locked = True
+        return memory
+
+    lends, moved = HostArena(make, lambda: None, budget=10_000), Moved()
+    lends.places([5000], moved)
+    with pytest.warns(RuntimeWarning, match=r"`host_budget_mb` allows 0.*pageable"):
+        (place,) = lends.places([20_000], moved)
+    lends.places([20_000], moved)
+    assert sizes == [5120]
+    assert place.numel() == 20_000
+    assert moved.host_bytes == lends.num_bytes
+
+
+def test_places_of_one_call_lie_side_by_side_and_their_block_is_freed_whole() -> None:
+    lends, moved = HostArena(lambda num_bytes: HostMemory(num_bytes, lock=False), lambda: None), Moved()
+    first, second = lends.places([300, 5000], moved)
+    assert second.data_ptr() - first.data_ptr() == 512
+    lends.give(first)
+    lends.places([10_000], moved)
+    assert lends.num_allocations == 2
+    assert lends.num_bytes == 2 * PAGESIZE + 3 * PAGESIZE, "one place of the first block is lent"
+    lends.give(second)
+    lends.places([20_000], moved)
+    assert lends.num_bytes == moved.host_bytes == 3 * PAGESIZE + 5 * PAGESIZE

@@ -1,52 +1,23 @@
-"""Where memory is, what may be done then, and the errors that say what may not."""
+"""Where memory is, what may be done then, the errors that say what may not, and what moving has cost."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 from odd_parts import PLAN, Points
-from parking import EVERYTHING, cycle, running, sha, steps
+from parking import BETWEEN, EVERYTHING, cycle, running, sha, steps
 
 from sley_core.comm.copies import HostStream
 from sley_core.errors import RunError, StateError, UsageError
-from sley_core.memory.state import COPIED, PARTS, Where
+from sley_core.memory.state import COPIED, PARTS
 from sley_testing.plans import small_plan
 
 AWAY = {**PLAN, "precision": {"compute": "bf16"}, "offload": EVERYTHING}
 BATCH = {name: torch.stack([Points()[at][name] for at in range(4)]) for name in ("x", "y")}
 
 pytestmark = pytest.mark.timeout(120)
-
-
-def test_every_part_says_where_it_is():
-    with running(AWAY) as run:
-        run.step()
-        assert set(run.memory.where.values()) == {Where.HERE}
-        run.memory.offload().wait()
-        assert [part for part, where in run.memory.where.items() if where is Where.AWAY] == [*PARTS[:6]]
-        assert {part: size for part, size in run.memory.bytes.items() if size} == {}
-        run.memory.onload().wait()
-        assert set(run.memory.where.values()) == {Where.HERE}
-
-
-@pytest.mark.parametrize("part", ["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers"])
-def test_a_step_while_a_part_is_away_names_it_and_the_call(part):
-    """And the step after that call has the bits of a run that never was away."""
-    with running(AWAY) as run:
-        run.step()
-        run.memory.offload(part)
-        words = part.replace("_", " ")
-        with pytest.raises(StateError, match=rf"(?s)a step needs the run's {words}.*run\.memory\.onload\(\"{part}\"\)"):
-            run.step(BATCH)
-        with pytest.raises(StateError, match=words):
-            run.train()
-        run.memory.onload(part)
-        run.step()
-        found = sha(run)
-    with running(AWAY) as run:
-        run.step()
-        run.step()
-        assert sha(run) == found
 
 
 def test_nothing_leaves_between_the_calls_of_one_step():
@@ -112,38 +83,6 @@ def test_weights_alone_are_enough_to_evaluate_and_to_call(texts):
         run.step(batch)
 
 
-def test_a_second_call_is_counted_and_does_nothing():
-    with running(AWAY) as run:
-        run.step()
-        run.memory.offload()
-        before = sha(run)
-        run.memory.offload().wait()
-        report = run.memory.report
-        assert all(report[part].num_no_ops == 1 for part in (*COPIED, "gradients"))
-        copied = report["weights"].copied_out
-        run.memory.onload()
-        run.memory.onload()
-        report = run.memory.report
-        assert all(report[part].num_no_ops == 2 for part in (*COPIED, "gradients"))
-        assert (report["weights"].copied_out, sha(run)) == (copied, before)
-
-
-def test_parts_may_leave_and_come_in_any_order():
-    """Gradients are rebuilt while weights are away, states come before masters: storages do not depend on one another."""
-    with running(AWAY) as run:
-        run.step()
-        for part in ("weights", "gradients", "masters", "optimizer_states", "buffers"):
-            run.memory.offload(part)
-        for part in ("gradients", "optimizer_states", "buffers", "masters", "weights"):
-            run.memory.onload(part)
-        run.step()
-        found = sha(run)
-    with running(AWAY) as run:
-        run.step()
-        run.step()
-        assert sha(run) == found
-
-
 def test_gradients_are_freed_and_never_copied():
     with running(AWAY) as run:
         run.step()
@@ -192,7 +131,7 @@ def test_a_listener_may_move_memory_but_must_bring_it_back(texts):
         assert run.memory.report["weights"].copied_out > 0
     with running(small_plan(offload=EVERYTHING), texts) as run:
         run.listeners.append(lambda row: run.memory.offload("optimizer_states"))
-        with pytest.raises(StateError, match="a step needs the run's optimizer states"):
+        with pytest.raises(StateError, match=r"(?s)needs the run's optimizer states.*onload\(\"optimizer_states"):
             run.train()
         assert run.num_steps_done == 1
 
@@ -268,3 +207,55 @@ def test_a_copy_that_is_missing_is_seen(texts, monkeypatch):
     monkeypatch.setattr(HostStream, "copy", lambda stream, target, source: None)
     with pytest.raises(Exception, match="not-finite"):
         steps({**small_plan(), "offload": EVERYTHING}, texts, 2, moves=True)
+
+
+# -- what moving has cost ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("offload", "parts"),
+    [
+        (EVERYTHING, ("weights", "buffers", "masters", "optimizer_states")),
+        (BETWEEN, ("optimizer_states",)),
+        ([{"use": "memory.host_optimizer"}], ("masters", "optimizer_states")),
+    ],
+    ids=["everything", "between steps", "on the host"],
+)
+def test_a_row_has_bytes_seconds_and_rate_of_each_part(offload, parts):
+    """All parts together are the run's; what is freed and not copied has no numbers."""
+    with running({**PLAN, "precision": {"compute": "bf16"}, "offload": offload}) as run:
+        for _ in range(2):
+            run.step()
+            if offload is EVERYTHING:
+                cycle(run)
+        row = {name.removeprefix("offload/"): value for name, value in run.step().items() if "offload/" in name}
+        moving = {name.removesuffix("_gb_per_s") for name in row if name.endswith("_gb_per_s")} - {"gb_per_s"}
+        assert moving == {*parts} | ({"handlers"} if offload is EVERYTHING else set())
+        for part in parts:
+            assert row[f"{part}_gb"] > 0, part
+            assert row[f"{part}_s"] > 0, part
+            assert math.isclose(row[f"{part}_gb_per_s"], row[f"{part}_gb"] / row[f"{part}_s"]), part
+        for name in ("gb", "s"):
+            assert math.isclose(row[name], sum(row[f"{part}_{name}"] for part in moving))
+        if offload is EVERYTHING:
+            size = run.memory.bytes["weights"] / 1e9
+            assert row["weights_gb"] == pytest.approx(2 * size), "one cycle, out and in"
+
+
+def test_counts_name_each_part():
+    with running({**PLAN, "offload": EVERYTHING}) as run:
+        run.step()
+        cycle(run)
+        cycle(run)
+        counts = run.counts["memory.everything"]
+        sizes = run.memory.bytes
+        assert counts["weights_given_back"] == sizes["weights"]
+        assert counts["weights_copied_in"] == 2 * sizes["weights"]
+        assert counts["weights_copied_out"] == 2 * sizes["weights"]
+        assert counts["weights_gb_per_s_out"] > 0
+        assert counts["weights_host_bytes"] == 4096
+        assert "masters_copied_out" not in counts, "there are none"
+    with running({**PLAN, "offload": [*BETWEEN, {"use": "memory.weights"}]}) as run:
+        run.step()
+        assert run.counts["memory.weights"] == {}
+        assert run.counts["memory.optimizer_states"]["optimizer_states_copied_out"] > 0

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
+from parking import sha
 
-from sley_core.api.memory import OffloadManager, Where
+from sley_core.api.memory import Where
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_memory.movers import HostCopy
-from sley_memory.offload import BetweenSteps
 from sley_memory.shared import SharedCopies
 from sley_testing.drawn_copies import DrawnDevice
 from sley_testing.plans import Tables
 
 NUM_STEPS = 3
-TO_COMPARE = ("weights", "buffers", "masters", "optimizer_states")
 Prepare = Callable[[Run], None]
 
 
@@ -69,7 +66,7 @@ def _trained(
             if device is not None and number:
                 move(run, draw)
             run.step()
-        found = digest(run)
+        found = sha(run)
         if takes_more:
             run.step()
         elif device is not None:
@@ -101,28 +98,6 @@ def read_on_host(run: Run) -> None:
                     host.sum()
             if isinstance(mover, SharedCopies) and mover._host is not None and run.memory.where[part] is Where.AWAY:
                 mover._host.sum()
-
-
-def digest(run: Run) -> str:
-    """The sha256 of all that the next step would start from."""
-    run.memory.require("a digest", TO_COMPARE)
-    for manager in run.memory.managers:
-        _bring(manager)
-    tensors = {(part, name): one for part in TO_COMPARE for name, one in run.memory.inventory.tensors(part)}
-    found = hashlib.sha256()
-    for key in sorted(tensors):
-        found.update(repr(key).encode())
-        # a copy: numpy keeps memory from being freed ever after
-        found.update(memoryview(tensors[key].detach().clone().view(-1).view(torch.uint8).numpy()))
-    return found.hexdigest()
-
-
-def _bring(manager: OffloadManager) -> None:
-    """Brings states that are away between all steps."""
-    mover = getattr(manager, "_movers", {}).get("optimizer_states")
-    for _, parked in mover._buckets if isinstance(mover, BetweenSteps) else ():
-        parked.onload()
-        parked.require()
 
 
 def all_trained(plain: Tables, moving: Tables, folder: Path, orders: range) -> tuple[str, list[str]]:

@@ -36,22 +36,10 @@ def checkpoint(run: Run, folder: Path) -> Any:
     return {name: found[name] for name in found}
 
 
-def saved(precision: Any) -> Callable[[Run, Path], Any]:
-    def save(run: Run, folder: Path) -> Any:
-        run.save_weights(folder / precision, precision=precision)
-        (file,) = (folder / precision).glob("*.safetensors")
-        return load_file(file)
-
-    return save
-
-
-def on_host(part: Any) -> Callable[[Run, Path], Any]:
-    return lambda run, _: {name: value.clone() for name, value in run.memory.host(part)}
-
-
-def loaded(run: Run, folder: Path) -> Any:
-    run.load_weights({param.name: torch.full(param.shape, 0.125) for param in run.registry})
-    return checkpoint(run, folder)
+def saved(run: Run, folder: Path) -> Any:
+    run.save_weights(folder / "weights", precision="working")
+    (file,) = (folder / "weights").glob("*.safetensors")
+    return load_file(file)
 
 
 def called(run: Run, _: Path) -> Any:
@@ -61,19 +49,10 @@ def called(run: Run, _: Path) -> Any:
 
 READERS: dict[str, Callable[[Run, Path], Any]] = {
     "a checkpoint": checkpoint,
-    "working weights": saved("working"),
-    "full weights": saved("full"),
-    "weights on the host": on_host("weights"),
-    "masters on the host": on_host("masters"),
-    "states on the host": on_host("optimizer_states"),
-    "loaded weights": loaded,
-    "an evaluation": lambda run, _: {"loss": torch.tensor(run.evaluate())},
-    "a step": lambda run, _: {"loss": torch.tensor(run.step()["loss"])},
+    "working weights": saved,
     "a call of a layer": called,
 }
-AWAY = ("a checkpoint", "weights on the host", "masters on the host", "states on the host")
-"""What reads memory that is away, too."""
-
+"""Beside those that sequences of drawn calls have (test_drawn_calls.py of train-cli)."""
 
 ORDERS = (0, 2, 19, 20)
 """Of copies: in the last three they happen as late as they may, or nearly so."""
@@ -106,7 +85,7 @@ def test_a_reader_waits(offload: str, reader: str, texts: Path, tmp_path: Path) 
     for order in ORDERS:
         with one_step(changed(PLAN, offload=OFFLOADS[offload]), texts, order) as run:
             draw = random.Random(order)
-            stays_away = reader in AWAY and draw.random() < 0.5
+            stays_away = reader == "a checkpoint" and draw.random() < 0.5
             for moves in (run.memory.offload, *(() if stays_away else (run.memory.onload,))):
                 moved = moves()
                 if draw.random() < 0.2:

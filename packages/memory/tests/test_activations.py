@@ -1,0 +1,339 @@
+"""Policies of `memory` change no bit: activations wait on the host, or layers run again but for their attention."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.engine.step_state import MicroStep, Phase
+from sley_core.errors import PlanError, RunError
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import plan_from_dict
+from sley_memory.config import SelectiveConfig
+from sley_memory.selective import ATTENTION, SelectiveRecompute
+from sley_testing.habits import HABITS
+from sley_testing.plans import small_plan
+
+pytestmark = pytest.mark.timeout(120)
+SHARING = ("GRU", "LSTM", "RNN", "unsafe_split", "views of both", "data", "detach", "next layer")
+HOST = {"use": "memory.host", "min_bytes": 1}
+SELECTIVE = {"use": "memory.selective"}
+MODEL = {"factory": "attending:layers"}
+
+policies = pytest.mark.parametrize("policy", [HOST, SELECTIVE], ids=["host", "selective"])
+
+# -- both --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(4)
+@policies
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"precision__compute": "bf16"},
+        {"precision__compute": "fp32", "precision__accumulation": "direct"},
+        {"model": MODEL | {"options": {"dropout": 0.3}}},
+    ],
+    ids=["fp64", "bf16", "direct", "dropout"],
+)
+def test_the_same_bits_and_something_done(as_kept: Any, policy: dict[str, Any], changes: dict[str, Any]) -> None:
+    counts = as_kept(policy, 10, **changes)
+    if policy is HOST:
+        assert counts["moved_bytes"] == counts["fetched_bytes"] > 0
+        assert counts["copy_out_host_s"] > 0
+        assert counts["copy_back_host_s"] > 0
+        return
+    assert counts["kept_attentions"] > 0
+    assert counts["kept_bytes"] >= counts["max_kept_bytes"] > 0
+    assert counts["recompute_host_s"] > 0
+    assert counts["recomputed_attentions"] == 0
+
+
+@policies
+def test_attention_that_draws(as_kept: Any, policy: dict[str, Any]) -> None:
+    """Kept, its draws would be missing from the generator, and dropout behind it would draw others, without a word."""
+    model = MODEL | {"options": {"attention_dropout": 0.3, "dropout": 0.3}}
+    assert as_kept(policy, model=model, precision__compute="fp32").get("kept_attentions", 0) == 0
+
+
+@pytest.mark.sample(11)
+@pytest.mark.parametrize("habit", HABITS)
+@policies
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # forward-mode derivatives
+def test_habits_of_models(as_kept: Any, policy: dict[str, Any], habit: str) -> None:
+    """Double backward, backward within a forward, checkpoints within a layer, weights made anew, torch.func."""
+    if policy is SELECTIVE and habit in ("AdaptiveAgain", "GradientWithin"):
+        pytest.skip("`core.recompute` does not run it either")
+    model = {"factory": "sley_testing.habits:model", "options": {"habit": habit}}
+    counts = as_kept(policy | {"layers": ["*"]}, model=model, data__sequence=16, evaluation=None)
+    assert policy is SELECTIVE or counts["moved_bytes"] > 0
+
+
+@pytest.mark.parametrize("policy", [HOST, HOST | {"min_bytes": 2**30}, SELECTIVE], ids=["host", "small", "selective"])
+def test_what_is_written_on_after_it_was_saved_is_refused(own: Path, texts: Path, policy: dict[str, Any]) -> None:
+    """Autograd does not look where tensors are packed; without a word the backward would use other numbers. Attention would be
+    another in the second run.
+    """
+    tables = small_plan(model=MODEL | {"options": {"in_place": True}}, activations=policy)
+    with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
+        with pytest.raises(RunError) as caught:
+            run.step()
+        assert caught.value.diagnostics[0].code == "saved-in-place"
+
+
+@policies
+def test_a_step_that_fails_leaves_nothing(own: Path, texts: Path, policy: dict[str, Any]) -> None:
+    import attending
+
+    def lent() -> int:
+        there = run.caller.policy
+        return there.arena.num_lent_bytes if policy is HOST else there.tally.num_bytes
+
+    tables = small_plan(model=MODEL, activations=policy)
+    with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
+        run.step()
+        made = run.counts[policy["use"]].get("host_allocations")
+        for _ in range(3):
+            attending.FAILS[0] = True
+            with pytest.raises(ValueError, match="asked to fail"):
+                run.step()
+            attending.FAILS[0] = False
+            gc.collect()
+            run.step()
+            assert lent() == 0
+        assert run.counts[policy["use"]].get("host_allocations") == made
+    if policy is HOST:
+        assert (run.caller.policy.arena.num_bytes, list(run.caller.policy.held())) == (0, []), "the run is closed"
+
+
+# -- on the host -------------------------------------------------------------------------------------------------------
+
+
+def test_what_leaves_is_gone_from_the_device_and_comes_back(own: Path, texts: Path) -> None:
+    """Between the forward and the backward, counted from live storages: all that four blocks save but their inputs' ends."""
+    from live import Storages
+
+    found = {}
+    for policy in ({"use": "core.keep"}, HOST):
+        tables = small_plan(model=MODEL | {"options": {"num_blocks": 4}}, activations=policy, batch__global_size=2)
+        with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
+            run.step()
+            on_host = [tensor for _, tensor in getattr(run.caller.policy, "held", list)()]
+            with Storages() as storages:
+                whole = run.stepper.executor.loss.loss
+                seen: list[int] = []
+
+                def loss(output: Any, batch: Any, whole: Any = whole, seen: Any = seen, live: Any = storages) -> Any:
+                    seen.append(live.num_bytes())
+                    return whole(output, batch)
+
+                storages.but(on_host)
+                run.stepper.executor.loss.loss = loss
+                run.step()
+            found[policy["use"]] = seen[0]
+            counts = run.counts.get("memory.host", {})
+    saved = found["core.keep"] - found["memory.host"]
+    away = counts["moved_bytes"] / 2  # of two steps
+    assert 0.95 * away <= saved <= away, (found, counts)
+    assert found["memory.host"] < 0.3 * found["core.keep"]
+
+
+def test_a_storage_moves_once(own: Path, texts: Path) -> None:
+    """Two blocks save one hidden state, autograd saves views of one storage: no byte is copied twice, nor that of a weight."""
+    tables = small_plan(model=MODEL | {"options": {"num_blocks": 1}}, activations=HOST, batch__global_size=2)
+    with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
+        keys: list[tuple[int, int]] = []
+        policy = run.caller.policy
+        prepared = policy._fits
+
+        def sent(tensor: torch.Tensor) -> Any:
+            keys.append((tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()))
+            return prepared(tensor)
+
+        policy._fits = sent
+        run.step()
+        own_ones = {param.parameter.untyped_storage().data_ptr() for param in run.registry}
+        own_ones |= {buffer.untyped_storage().data_ptr() for layer in run.layers for buffer in layer.module.buffers()}
+    micro = 2 * 24
+    # LayerNorm: input, mean, rstd; qkv's input; q, k, v as one; attention's two; dropouts are off; two linears, relu, sigmoid.
+    assert not {address for address, _ in keys} & own_ones
+    assert len(keys) == len(set(keys))
+    assert sum(size == 8 * micro * 3 * 16 for _, size in keys) == 1, "q, k and v are one storage"
+
+
+def test_host_memory_is_used_again(as_kept: Any) -> None:
+    counts = as_kept(HOST, model=MODEL, batch__global_size=16)
+    assert counts["host_allocations"] < counts["moved_storages"] / 12, "24 micro-batches share one's buffers"
+    assert counts["host_bytes"] <= 1.02 * counts["max_away_bytes"] + 4096 * counts["host_allocations"]
+
+
+def test_a_budget_of_host_memory_is_kept(as_kept: Any) -> None:
+    free = as_kept(HOST, model=MODEL)
+    counts = as_kept(HOST | {"budget_bytes": 40_000}, model=MODEL)
+    assert 20_000 < counts["max_away_bytes"] <= 40_000
+    assert counts["over_budget_bytes"] == free["moved_bytes"] - counts["moved_bytes"] > 0
+    counts = as_kept(HOST | {"budget_bytes": 0}, model=MODEL)
+    assert (counts["moved_bytes"], counts["over_budget_bytes"]) == (0, free["moved_bytes"])
+
+
+def test_chosen_layers(as_kept: Any) -> None:
+    every = as_kept(HOST, model=MODEL)["moved_bytes"]
+    assert as_kept(HOST | {"layers": 1}, model=MODEL)["moved_bytes"] == every / 3
+    assert as_kept(HOST | {"layers": ["2", "3"]}, model=MODEL)["moved_bytes"] == every * 2 / 3
+    assert as_kept(HOST | {"layers": 9}, model=MODEL)["moved_bytes"] == every
+
+
+def test_layers_that_are_not_there(texts: Path) -> None:
+    with pytest.raises(PlanError, match=r"no layer has the name `block\.1`") as caught:
+        assemble(plan_from_dict(small_plan(activations=HOST | {"layers": ["block.1"]}), texts), World.alone("cpu"))
+    assert caught.value.diagnostics[0].code == "unknown-layer"
+
+
+def test_all_but_the_last_block_comes_back_ahead(own: Path, texts: Path) -> None:
+    """The head's backward calls the last block's back, and each block's that of the one before; none is waited for."""
+    tables = small_plan(model=MODEL | {"options": {"num_blocks": 4}}, activations=HOST)
+    with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
+        run.step()
+        assert run.counts["memory.host"]["fetched_on_demand"] == 0
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_what_shares_a_storage_alone_comes_back_as_autograd_saw_it(as_kept: Any, kind: str) -> None:
+    model = {"factory": "sharing:sharing", "options": {"kind": kind}}
+    counts = as_kept(HOST | {"layers": ["*"]}, model=model, evaluation=None)
+    assert counts["moved_bytes"] > 0
+
+
+@pytest.mark.parametrize("kind", ["data", "unsafe_chunk"])
+def test_a_layer_that_writes_to_what_another_saved_is_refused_in_the_first_step(texts: Path, kind: str) -> None:
+    """`core.keep` would use what was written; on the host is what was saved. The next attempt begins clean."""
+    model = {"factory": "sharing:spoiled", "options": {"kind": kind}}
+    tables = small_plan(model=model, activations=HOST | {"layers": ["*"]})
+    with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
+        with pytest.raises(RunError, match="that shares its memory") as caught:
+            run.step()
+        assert caught.value.diagnostics[0].code == "saved-in-place"
+        policy = run.caller.policy
+        run.layers[2].module.forward = lambda h: h
+        run.step()
+        del caught
+        gc.collect()
+        assert policy.arena.num_lent_bytes == 0
+
+
+# -- recomputed but for attention --------------------------------------------------------------------------------------
+
+
+class Attentions(TorchDispatchMode):
+    """Counts attentions that are computed, and other operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num, self.num_others = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_one = func in ATTENTION
+        self.num, self.num_others = self.num + is_one, self.num_others + (not is_one)
+        return func(*args, **(kwargs or {}))
+
+
+def selectively(layer: nn.Module, hidden: torch.Tensor, policy: SelectiveRecompute | None = None) -> torch.Tensor:
+    """The output of `layer`, called through the policy."""
+    policy = policy or SelectiveRecompute(SelectiveConfig(), frozenset({"layer"}))
+    output: torch.Tensor = policy.call("layer", layer, (hidden,), {}, MicroStep(0, 0, Phase.TRAIN, 0, 0))
+    return output
+
+
+def test_attention_is_computed_once(own: Path, texts: Path) -> None:
+    found = {}
+    for policy in ("core.keep", "core.recompute", "memory.selective"):
+        tables = small_plan(model=MODEL, activations={"use": policy}, batch__global_size=2)
+        with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run, Attentions() as computed:
+            run.step()
+            found[policy] = computed.num, computed.num_others
+    assert [found[policy][0] for policy in found] == [3, 6, 3]
+    assert found["memory.selective"][1] > found["core.keep"][1], "nothing was recomputed"
+
+
+def test_what_is_kept_is_let_go_with_the_graph(own: Path, texts: Path) -> None:
+    tables = small_plan(model=MODEL, activations=SELECTIVE)
+    with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
+        for _ in range(2):
+            run.step()
+            tally = run.caller.policy.tally
+            assert tally.num_bytes == 0
+        # Three blocks, one micro-batch in flight: the output, fp64 [2, 2, 24, 8], and a number of each row.
+        assert tally.max_bytes == 3 * (8 * 2 * 2 * 24 * 8 + 8 * 2 * 2 * 24)
+
+
+def test_a_budget_of_attentions_is_kept(as_kept: Any) -> None:
+    one = 8 * 2 * 2 * 24 * 8 + 8 * 2 * 2 * 24
+    counts = as_kept(SELECTIVE | {"budget_bytes": 2 * one}, model=MODEL)
+    assert counts["max_kept_bytes"] == 2 * one
+    assert counts["recomputed_attentions"] == counts["kept_attentions"] / 2
+    assert as_kept(SELECTIVE | {"budget_bytes": 0}, model=MODEL)["kept_attentions"] == 0
+
+
+def test_a_backward_may_run_twice(own: Path) -> None:
+    """With `retain_graph` the layer runs again each time, and is given its attention again."""
+    from attending import Block
+
+    block = Block(16, 2, 0.0, 0.0, False)
+    hidden = torch.randn(2, 8, 16, requires_grad=True)
+    policy = SelectiveRecompute(SelectiveConfig(), frozenset({"layer"}))
+    output = selectively(block, hidden, policy)
+    (first,) = torch.autograd.grad(output.sum(), hidden, retain_graph=True)
+    (second,) = torch.autograd.grad(output.sum(), hidden)
+    (wanted,) = torch.autograd.grad(block(hidden).sum(), hidden)
+    assert torch.equal(first, wanted)
+    assert torch.equal(second, wanted)
+    assert policy.tally.num_kept == 1
+
+
+@pytest.mark.parametrize("when", [1, 2])
+def test_what_is_tried_aside_is_no_part_of_the_layer(own: Path, when: int) -> None:
+    from attending import Trying
+
+    layer = Trying(16, 0, is_aside=True)
+    hidden = torch.randn(2, 8, 16, requires_grad=True)
+    (wanted,) = torch.autograd.grad(layer(hidden).sum(), hidden)
+    layer.when, layer.num_runs = when, 0
+    assert torch.equal(torch.autograd.grad(selectively(layer, hidden).sum(), hidden)[0], wanted)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen below"])
+@pytest.mark.parametrize(("when", "how"), [(1, "less"), (2, "more")])
+def test_attention_that_one_of_two_runs_has_is_refused(own: Path, when: int, how: str, is_frozen: bool) -> None:
+    """The others would be given what it computed, in the same shape."""
+    from attending import Trying
+
+    layer = Trying(16, when, is_aside=False)
+    layer.project.requires_grad_(not is_frozen)
+    output = selectively(layer, torch.randn(2, 8, 16, requires_grad=not is_frozen))
+    with pytest.raises(RunError, match=f"{2 + (when == 1)} attentions .* has {how}") as caught:
+        output.sum().backward()
+    assert caught.value.diagnostics[0].code == "attention-differs"
+
+
+def test_a_second_run_that_stops_before_an_attention_is_no_other_one(own: Path) -> None:
+    from attending import Nested
+
+    hidden = torch.randn(2, 8, 16, requires_grad=True)
+    (wanted,) = torch.autograd.grad(Nested()(hidden).sum(), hidden)
+    assert torch.equal(torch.autograd.grad(selectively(Nested(), hidden).sum(), hidden)[0], wanted)
+
+
+def test_compiled_layers_are_refused(texts: Path) -> None:
+    plan = plan_from_dict(small_plan(model__compile=True, activations=SELECTIVE), texts)
+    assert [problem.code for problem in check_plan(plan, 1)] == ["selective-compiled"]
+    with pytest.raises(PlanError, match="a compiled layer"):
+        assemble(plan, World.alone("cpu"))
