@@ -39,6 +39,21 @@ def naive_window(documents: list[list[int]], index: int, sequence: int) -> dict[
     return {"tokens": tokens, "labels": labels, "positions": positions, "starts": starts}
 
 
+@given(st.integers(0, 300), st.integers(1, 40))
+def test_windows_cover_every_label_once_and_are_full(num_tokens: int, sequence: int) -> None:
+    count = num_windows(num_tokens, sequence)
+    if num_tokens < sequence + 1:
+        assert count == 0
+        return
+    labels = []
+    for index in range(count):
+        start, covered = window(index, num_tokens, sequence)
+        assert 0 <= start <= num_tokens - sequence - 1
+        assert 0 <= covered < sequence
+        labels += range(start + covered + 1, start + sequence + 1)
+    assert labels == list(range(1, num_tokens))
+
+
 @settings(max_examples=40)
 @given(documents_of, sequences)
 def test_packed(documents: list[list[int]], sequence: int) -> None:
@@ -55,20 +70,6 @@ def test_packed(documents: list[list[int]], sequence: int) -> None:
         assert sample["positions"].tolist() == oracle["positions"]
         assert sample["cu_seqlens"].tolist() == oracle["starts"] + ends
         assert sample["cu_seqlens"].dtype == torch.int32
-
-
-@settings(max_examples=40)
-@given(documents_of, sequences)
-def test_packed_labels_cover_all_that_has_a_next_token_in_its_document(documents: list[list[int]], sequence: int) -> None:
-    tokens, offsets = as_stream(documents)
-    most = packing.max_documents(offsets, sequence)
-    samples = [
-        packing.pack_sample(tokens, offsets, index, sequence, most) for index in range(num_windows(len(tokens), sequence))
-    ]
-    if samples:
-        labels = torch.cat([sample["labels"] for sample in samples])
-        expected = [token for document in documents for token in document[1:]]
-        assert labels[labels != IGNORED].tolist() == expected
 
 
 @settings(max_examples=40)
@@ -104,3 +105,28 @@ def test_the_most_documents_are_found_block_by_block(monkeypatch: pytest.MonkeyP
     offsets = torch.tensor([0, 10, 11, 12, 13, 14, 30])
     monkeypatch.setattr(packing, "WINDOW_BLOCK", 2)
     assert packing.max_documents(offsets, 4) == 3
+
+
+@given(st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=9), min_size=1, max_size=5), st.data())
+def test_parts_read_as_one_stream(parts: list[list[int]], data: st.DataObject) -> None:
+    whole = list(chain.from_iterable(parts))
+    array = TokenArray([torch.tensor(part).to(torch.uint16) for part in parts])
+    start = data.draw(st.integers(0, len(whole)))
+    stop = data.draw(st.integers(start, len(whole)))
+    found = array.read(start, stop)
+    assert (found.dtype, found.tolist(), len(array)) == (torch.int64, whole[start:stop], len(whole))
+
+
+@given(st.lists(st.lists(st.integers(0, 3), max_size=20), max_size=4), st.integers(1, 7))
+def test_a_token_is_found_wherever_it_lies(parts: list[list[int]], block: int) -> None:
+    array = TokenArray([torch.tensor(part, dtype=torch.int64).to(torch.uint16) for part in parts])
+    expected = [place for place, token in enumerate(chain.from_iterable(parts)) if token == 2]
+    assert array.find(2, block=block).tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32])
+def test_the_largest_tokens_are_not_negative(dtype: torch.dtype) -> None:
+    largest = torch.iinfo(dtype).max
+    array = TokenArray([torch.tensor([0, largest, 1, largest]).to(dtype)])
+    assert array.read(0, 4).tolist() == [0, largest, 1, largest]
+    assert array.find(largest).tolist() == [1, 3]

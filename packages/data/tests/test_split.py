@@ -9,7 +9,6 @@ from random import Random
 from typing import Any
 
 import pytest
-from counted import num_samples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +17,7 @@ from sley_core.errors import PlanError
 from sley_data.check import check
 from sley_data.config import TextConfig, TokensConfig
 from sley_data.datasets import TextDataset, TokensDataset
-from sley_data.documents import content_of, in_share, read_documents
+from sley_data.documents import content_of, count_samples, in_share, read_documents
 from sley_data.files import text_files
 
 WAYS: dict[str, dict[str, Any]] = {"files": {}, "separator": {"separator": "\n\n"}, "field": {"field": "text"}}
@@ -76,7 +75,7 @@ def test_what_held_out_files_have_is_not_trained_on_and_said(tmp_path: Path, way
     assert notes == ["5 of 30 documents in `files` are in `held_out_files` too: they are not trained on"]
     assert sorted(texts(config, "held_out")) == sorted(text.encode() for text in (*documents[20:25], "another"))
     data = TextDataset(config, DataContext())
-    assert num_samples(config) == len(data)
+    assert count_samples(config, "train", text_files(config, "train")[0]) == len(data)
     assert data.data_notes == notes
     within = TextConfig(files=(tmp_path / "*/*.txt",), held_out_files=held_out_files, **options)
     assert sorted(texts(within, "train")) == sorted(trained)

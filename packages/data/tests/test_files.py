@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import random
 import sys
 import tarfile
@@ -16,21 +17,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from counted import num_samples
 
 from sley_core.data.dataset import DataContext
 from sley_core.errors import PlanError
 from sley_data.check import check
 from sley_data.config import TextConfig, TokensConfig
 from sley_data.datasets import TextDataset
-from sley_data.documents import read_documents
+from sley_data.documents import count_samples, read_documents
 from sley_data.files import find_files, text_files
 
+KEY = ("data", "files")
 PACKED = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "txt": bytes}
 
 
 def config(*files: Path, **more: Any) -> TextConfig:
     return TextConfig(files=files, **{"sequence": 4, "held_out": 0.0, **more})
+
+
+def lines(*files: Path, **more: Any) -> TextConfig:
+    return config(*files, **{"documents": "pad", **more})
 
 
 def texts(table: TextConfig) -> list[bytes]:
@@ -40,9 +45,61 @@ def texts(table: TextConfig) -> list[bytes]:
 
 
 def names(*patterns: Path) -> list[str]:
-    files, problems = find_files(patterns, ("data", "files"))
+    files, problems = find_files(patterns, KEY)
     assert not problems
     return [file.name for file in files]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    for name in ("b.txt", "a.txt", "sub/c.txt", "sub/deep/d.txt", "a.md", "what?.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    (tmp_path / "sub/empty.txt").touch()
+    return tmp_path
+
+
+def test_files_are_sorted_within_a_pattern_and_named_from_where_it_starts(corpus: Path) -> None:
+    assert names(corpus / "**/*.txt") == ["a.txt", "b.txt", "sub/c.txt", "sub/deep/d.txt", "what?.txt"]
+    assert names(corpus / "sub/**/*.txt", corpus / "a.*") == ["c.txt", "deep/d.txt", "a.md", "a.txt"]
+
+
+def test_a_path_that_exists_is_no_pattern(corpus: Path) -> None:
+    assert names(corpus / "what?.txt") == ["what?.txt"]
+
+
+def test_a_file_is_taken_once(corpus: Path) -> None:
+    assert names(corpus / "b.txt", corpus / "*.txt", corpus / "sub/../a.txt") == ["b.txt", "a.txt", "what?.txt"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "code", "message"),
+    [
+        ("none.txt", "data-missing", "there is no file"),
+        ("none/*.txt", "data-missing", "matches no file"),
+        ("*.rst", "data-missing", "matches no file"),
+        ("sub", "data-missing", "is a folder"),
+        ("", "data-missing", "is a folder"),
+        ("sub/empty.txt", "data-empty", "is empty"),
+        ("sub/e*.txt", "data-empty", "every file that"),
+        ("a.txt/b", "data-missing", "there is no file"),
+        ("a\0b", "data-missing", "there is no file"),
+        ("**.txt/[", "data-missing", ""),
+        ("x" * 5000, "data-missing", "cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_place(corpus: Path, pattern: str, code: str, message: str) -> None:
+    files, problems = find_files([corpus / "a.txt", corpus / pattern], KEY)
+    assert [file.name for file in files] == ["a.txt"]
+    assert [(problem.path, problem.code) for problem in problems] == [((*KEY, 1), code)]
+    assert message in problems[0].message
+
+
+def test_what_is_no_regular_file_is_refused(corpus: Path) -> None:
+    os.mkfifo(corpus / "pipe")
+    _, problems = find_files([corpus / "pipe"], KEY)
+    assert "is not a regular file" in problems[0].message
 
 
 def test_links_that_lead_back_end(tmp_path: Path) -> None:
@@ -63,7 +120,7 @@ def test_compressed_text_is_read(tmp_path: Path, kind: str) -> None:
         (tmp_path / name).write_bytes(PACKED[kind](f"some text {number}".encode()))
     table = config(tmp_path / "*")
     assert texts(table) == [b"some text 0", b"some text 1"]
-    assert num_samples(table) == len(TextDataset(table, DataContext())) == 6
+    assert count_samples(table, "train", text_files(table, "train")[0]) == len(TextDataset(table, DataContext())) == 6
     lines = "".join(json.dumps({"text": f"line {number}"}) + "\n" for number in range(3)).encode()
     (tmp_path / f"c.jsonl.{kind}").write_bytes(PACKED[kind](lines))
     table = config(tmp_path / f"c.jsonl.{kind}", field="text", documents="pad")
@@ -177,3 +234,74 @@ def test_a_header_of_llm_c_is_no_token(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(array("i", [20240520, 1, 100] + [0] * 253).tobytes() + array("H", range(100)).tobytes())
     (problem,) = check(TokensConfig(files=(tmp_path / "a.bin",), sequence=4, vocab_size=50257), evaluates=False)
     assert "llm.c" in problem.message
+
+
+# -- JSON lines: a text under a key is a document, and what is none is an error with file and row
+
+LINES = [{"id": 1, "text": 'a "quoted"\nline'}, {"text": ""}, {"text": "schön"}]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(map(json.dumps, LINES)) + "\n\n", "utf-8")
+    return path
+
+
+def test_each_line_is_a_document(path: Path) -> None:
+    table = lines(path, field="text")
+    files, problems = text_files(table, "train")
+    assert not problems
+    found = list(read_documents(files, table, "train"))
+    assert found == [("corpus.jsonl#1", b'a "quoted"\nline'), ("corpus.jsonl#3", "schön".encode())]
+    assert list(check(table, evaluates=False)) == []
+    assert bytes(TextDataset(table, DataContext())[0]["tokens"].tolist()) == b'a "q'
+
+
+def test_lines_are_held_out_one_by_one(tmp_path: Path) -> None:
+    path = tmp_path / "many.jsonl"
+    path.write_text("\n".join(json.dumps({"text": f"text {number}"}) for number in range(400)), "utf-8")
+    table = lines(path, field="text", held_out=0.25)
+    files, _ = text_files(table, "train")
+    counts = [len(list(read_documents(files, table, split))) for split in ("train", "held_out")]
+    assert sum(counts) == 400
+    assert 60 < counts[1] < 140
+
+
+@pytest.mark.parametrize("name", ["corpus.jsonl", "corpus.NDJSON"])
+def test_braces_are_no_text_unless_the_plan_says_so(path: Path, name: str) -> None:
+    named = path.rename(path.parent / name)
+    (problem,) = check(lines(named), evaluates=False)
+    assert (problem.code, problem.path) == ("data-json", ("data", "files"))
+    assert "`field = " in str(problem.hint)
+    with pytest.raises(PlanError, match="JSON lines"):
+        len(TextDataset(lines(named), DataContext()))
+    assert list(check(lines(named, separator="\n"), evaluates=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"body": "x"}', r"row 4 of `.*corpus.jsonl` has no `text`"),
+        ('{"text": ["x"]}', "row 4 of .* has no text as `text`"),
+        ('["x"]', "row 4 of .* is no JSON object"),
+        ('{"text": "x"', "row 4 of .* cannot be read"),
+        ('{"text": "\\ud800"}', "row 4 of .* cannot be read"),
+        ("[" * 5000, "row 4 of .* cannot be read"),
+    ],
+)
+def test_a_line_that_is_no_document_is_named(path: Path, line: str, message: str) -> None:
+    with path.open("a") as file:
+        file.seek(0)
+        file.truncate()
+        file.write('{"text": "fine"}\n\n{"text": "fine too"}\n' + line)
+    (problem,) = check(lines(path, field="text"), evaluates=False)
+    assert problem.code == "data-json"
+    with pytest.raises(PlanError, match=message):
+        len(TextDataset(lines(path, field="text"), DataContext()))
+
+
+@pytest.mark.parametrize("more", [{"separator": "|"}, {"source": "python-stdlib", "files": ()}])
+def test_a_field_goes_with_lines_of_files_alone(path: Path, more: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="`field`"):
+        TextConfig.model_validate({"files": [str(path)], "sequence": 4, "field": "text", **more})

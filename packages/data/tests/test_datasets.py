@@ -1,0 +1,96 @@
+"""Datasets of text and of token ids: every token behind the first of its document is a label once."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sley_core.data.dataset import IGNORED, DataContext
+from sley_data.config import TextConfig, TokensConfig
+from sley_data.datasets import TextDataset, TokensDataset
+
+TEXTS = {"a.txt": b"abcdefghij", "b.txt": b"0123456", "empty.txt": b"", "sub/c.txt": b"\xff\x00\xfe\x80 not UTF-8"}
+
+
+def text(*files: Path, **more: Any) -> TextDataset:
+    return TextDataset(TextConfig(files=files, **{"sequence": 4, "held_out": 0.0, **more}), DataContext())
+
+
+def tokens(*files: Path, **more: Any) -> TokensDataset:
+    return TokensDataset(TokensConfig(files=files, **{"sequence": 4, "vocab_size": 60000, **more}), DataContext())
+
+
+def labels_of(dataset: TextDataset | TokensDataset) -> list[int]:
+    labels = torch.cat([dataset[index]["labels"] for index in range(len(dataset))])
+    return labels[labels != IGNORED].tolist()
+
+
+@pytest.mark.parametrize("documents", ["cut", "pack", "pad"])
+def test_every_byte_after_the_first_is_a_label_once(tmp_path: Path, documents: str) -> None:
+    """After the first of all where text is cut, else after the first of its document."""
+    (tmp_path / "sub").mkdir()
+    for name, content in TEXTS.items():
+        (tmp_path / name).write_bytes(content)
+    wanted = b"".join(TEXTS.values())[1:] if documents == "cut" else b"".join(content[1:] for content in TEXTS.values())
+    assert bytes(labels_of(text(tmp_path / "**/*.txt", documents=documents))) == wanted
+
+
+def test_a_separator_makes_documents_within_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "all.txt"
+    path.write_bytes(b"first--second----third")
+    data = text(path, separator="--", documents="pad", sequence=5)
+    assert [bytes(data[index]["tokens"].tolist()).rstrip(b"\0") for index in range(len(data))] == [b"firs", b"secon", b"thir"]
+
+
+def test_the_standard_library_is_text_that_every_machine_has() -> None:
+    data = TextDataset(TextConfig(source="python-stdlib", sequence=256), DataContext())
+    assert len(data) > 10_000
+    held_out = TextDataset(TextConfig(source="python-stdlib", sequence=256), DataContext(split="held_out"))
+    assert 50 < len(held_out) < len(data) / 10
+
+
+def write(path: Path, ids: list[int], code: str = "H") -> Path:
+    path.write_bytes(array(code, ids).tobytes())
+    return path
+
+
+@pytest.mark.parametrize(("dtype", "code", "largest"), [("uint16", "H", 2**16 - 1), ("uint32", "I", 2**32 - 1)])
+def test_tokens_are_read_as_they_were_written(tmp_path: Path, dtype: str, code: str, largest: int) -> None:
+    ids = [0, largest, 5, largest - 1, 7, 8]
+    data = tokens(write(tmp_path / "a.bin", ids, code), dtype=dtype, vocab_size=largest + 1)
+    assert data[0]["tokens"].tolist() == ids[:4]
+    assert labels_of(data) == ids[1:]
+    assert (data.info.vocab_size, data.info.sequence) == (largest + 1, 4)
+
+
+def test_files_are_one_stream_in_the_order_of_the_plan(tmp_path: Path) -> None:
+    write(tmp_path / "z.bin", [1, 2, 3])
+    write(tmp_path / "shard-1.bin", [7, 8, 9])
+    write(tmp_path / "shard-0.bin", [4, 5, 6])
+    assert labels_of(tokens(tmp_path / "z.bin", tmp_path / "shard-*.bin")) == [2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_documents_end_at_their_token(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.bin", [1, 2, 3, 0, 4, 5, 0, 6, 7])
+    packed = tokens(path, documents="pack", end_of_document=0)
+    assert labels_of(packed) == [2, 3, 0, 5, 0, 7]
+    assert packed[1]["tokens"].tolist() == [4, 5, 0, 6]
+    assert packed[1]["cu_seqlens"].tolist() == [0, 3, 4]
+    assert packed[1]["positions"].tolist() == [0, 1, 2, 0]
+    padded = tokens(path, documents="pad", end_of_document=0)
+    assert [padded[index]["tokens"].tolist() for index in range(len(padded))] == [[1, 2, 3, 0], [4, 5, 0, 0], [6, 0, 0, 0]]
+    assert labels_of(padded) == [2, 3, 0, 5, 0, 7]
+
+
+@given(st.lists(st.integers(0, 3), min_size=3, max_size=30))
+def test_packed_documents_are_those_between_end_tokens(tmp_path_factory: Any, ids: list[int]) -> None:
+    path = write(tmp_path_factory.mktemp("tokens") / "a.bin", ids)
+    data = tokens(path, documents="pack", end_of_document=0, sequence=2)
+    assert labels_of(data) == [token for before, token in pairwise(ids) if before != 0]
