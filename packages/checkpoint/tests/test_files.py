@@ -98,23 +98,6 @@ def saved_by_two(texts: Any, path: Any, ranks: Any) -> dict[str, Any]:
     return one.weights
 
 
-def test_distributed_checkpoint_opens_it(texts, tmp_path, ranks):
-    """torch's own reader of safetensors, with the pieces of two ranks."""
-    pytest.importorskip("safetensors")
-    import torch.distributed.checkpoint as dcp
-
-    saved_by_two(texts, tmp_path / "saved", ranks)
-    weights = dict(read(tmp_path / "saved").weights())
-    state = {f"weights/{name}": torch.zeros_like(value) for name, value in weights.items()}
-    moments = [f"optimizer/{name}/exp_avg" for name in weights]
-    state |= {name: torch.zeros_like(value) for name, value in zip(moments, weights.values(), strict=True)}
-    with pytest.warns(UserWarning, match="single process"):
-        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "saved")), no_dist=True)
-    for name, value in weights.items():
-        assert torch.equal(state[f"weights/{name}"], value), name
-    assert all(state[name].any() for name in moments)
-
-
 def test_safetensors_opens_each_file(texts, tmp_path, ranks):
     safetensors = pytest.importorskip("safetensors")
     saved_by_two(texts, tmp_path / "saved", ranks)
