@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sley_cma import connection, offers
+from sley_cma import connection, offers, process_vm
 from sley_cma.process_vm import MemorySpan, read, write
-from sley_core.comm.groups import make_groups
+from sley_core.comm.groups import Group, Groups, make_groups
+from sley_core.comm.transport import Work
 from sley_core.errors import RunError
 from sley_core.topology import GATHER, REDUCE, Topology
 from sley_testing.collectives import can_read_peers
@@ -24,9 +25,17 @@ pytestmark = pytest.mark.skipif(not can_read_peers(), reason="memory of peers ca
 LIMIT = timedelta(seconds=30)
 
 
-def wp(limit: timedelta = LIMIT) -> Any:
+def groups(limit: timedelta = LIMIT, **axes: int) -> Groups:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return make_groups(Topology.of(size, wp=size), rank, backend="gloo", timeout=limit, attaches=True)["wp"]
+    return make_groups(Topology.of(size, **axes), rank, backend="gloo", timeout=limit, attaches=True)
+
+
+def wp(limit: timedelta = LIMIT) -> Any:
+    return groups(limit, wp=int(os.environ["WORLD_SIZE"]))["wp"]
+
+
+def stage() -> Group:
+    return groups()["stage"]
 
 
 def kinds() -> list[str]:
@@ -265,3 +274,106 @@ def test_any_number_of_exchanges_may_be_under_way(ranks):
             wanted.append([3 * 10.0 * number + 3.0] * 2)
             wanted.append([100.0 * number + 10.0 * peer + coord for peer in range(3)])
         assert found == [*wanted, [0, 0]]
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+SIZES = (1, 2, 7, 64, 300_001)
+
+
+def values(rank: int, number: int, size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(100 * rank + number))
+
+
+def many() -> list[torch.Tensor]:
+    """Three rounds over the same tensors, several sums under way at a time, by ranks that are late in turn."""
+    group = stage()
+    sums = group.transport()
+    coord = group.coord
+    wholes = [torch.empty(size) for size in SIZES]
+    found = []
+    for turn in range(3):
+        under_way: list[Work] = []
+        for number, whole in enumerate(wholes):
+            if number % group.size == coord:
+                time.sleep(0.003)
+            whole.copy_(values(coord, number + 10 * turn, whole.numel()))
+            under_way.append(sums.all_reduce(whole, what=f"tensor {number}"))
+            for one in under_way:
+                one.test()
+        for one in under_way:
+            one.wait()
+        for one in under_way:
+            one.wait_sent()
+        found += [whole.clone() for whole in wholes]
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_rank_has_the_sum_of_all_bit_for_bit(ranks, size):
+    by_rank = ranks(size)(many)
+    for at, sums in enumerate(zip(*by_rank, strict=True)):
+        turn, number = divmod(at, len(SIZES))
+        wanted = sum(values(rank, number + 10 * turn, SIZES[number]).double() for rank in range(size))
+        torch.testing.assert_close(sums[0].double(), wanted, rtol=1e-6, atol=1e-6)
+        assert all(torch.equal(sums[0], other) for other in sums[1:])
+
+
+def alone_at_first() -> list[bool]:
+    """What the first rank's `test` says before the second has come; and what each says after both have had their turns."""
+    group = stage()
+    sums = group.transport()
+    whole = torch.ones(10)
+    said = []
+    if group.coord == 1:
+        dist.barrier(group=group.lane())
+    one = sums.all_reduce(whole, what="ones")
+    if group.coord == 0:
+        said = [one.test()]
+        dist.barrier(group=group.lane())
+    one.wait_sent()
+    return [*said, one.test(), bool((whole == 2).all())]
+
+
+def test_testing_waits_for_nobody(ranks):
+    """The first to come cannot have a sum yet, and goes on."""
+    assert ranks(2)(alone_at_first) == [[False, True, True], [True, True]]
+
+
+def the_second_first() -> list[bool]:
+    """What the second of two sums says when all have offered both, before and after the first is done."""
+    group = stage()
+    sums = group.transport()
+    ones, twos = torch.ones(5), torch.full((5,), 2.0)
+    first, second = sums.all_reduce(ones, what="ones"), sums.all_reduce(twos, what="twos")
+    dist.barrier(group=group.lane())
+    said = [second.test()]
+    first.wait_sent()
+    second.wait_sent()
+    return [*said, second.test(), bool((ones == 2).all()), bool((twos == 4).all())]
+
+
+def test_sums_are_taken_in_order(ranks):
+    """On a rank that had passed by the first, and came to the second a moment later, they would be summed crosswise."""
+    assert ranks(2)(the_second_first) == [[False, True, True, True]] * 2
+
+
+# -- copies of any length ----------------------------------------------------------------------------------------------
+
+
+def long_spans() -> None:
+    """Copies longer than one call moves, of several spans, cut anywhere; a call is told to move 1000 bytes at most."""
+    process_vm.MOST_BYTES = 1000
+    lengths = [1, 999, 0, 1000, 4321, 7, 1993]
+    source = [torch.randint(256, (length,), dtype=torch.uint8) for length in lengths]
+    target = [torch.zeros(length, dtype=torch.uint8) for length in lengths]
+    here = [MemorySpan(one.data_ptr(), one.numel()) for one in target]
+    there = [MemorySpan(one.data_ptr(), one.numel()) for one in source]
+    assert read(os.getpid(), here, there) == sum(lengths)
+    assert all(map(torch.equal, source, target))
+    assert read(os.getpid(), here, [*there[:-1], MemorySpan(8, lengths[-1])]) == -1
+
+
+def test_copies_longer_than_one_call_moves(monkeypatch):
+    monkeypatch.setattr(process_vm, "MOST_BYTES", process_vm.MOST_BYTES)
+    long_spans()
