@@ -20,8 +20,9 @@ from sley_core.weight_files.read import INDEX, read_tensor
 from sley_models import from_files
 from sley_models.config import LlamaConfig
 from sley_models.llama import layers
+from sley_testing.plans import on_meta as build
+from sley_testing.plans import with_values as real
 
-Real = Callable[..., Model]
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -64,7 +65,7 @@ def logits(model: Model, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_we_compute_transformers_logits_from_its_files(real: Real, tmp_path: Path, kind: str) -> None:
+def test_we_compute_transformers_logits_from_its_files(tmp_path: Path, kind: str) -> None:
     theirs = saved(tmp_path, kind)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     config = LlamaConfig(weights=tmp_path)  # type: ignore[call-arg]
@@ -74,9 +75,7 @@ def test_we_compute_transformers_logits_from_its_files(real: Real, tmp_path: Pat
         torch.testing.assert_close(logits(model, tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_a_rank_reads_the_tensors_of_its_layers_once_and_no_other(
-    real: Real, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_reads_the_tensors_of_its_layers_once_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, "tied")
     read: list[str] = []
 
@@ -95,7 +94,7 @@ def test_a_rank_reads_the_tensors_of_its_layers_once_and_no_other(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_files_of_another_type_are_converted(real: Real, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_files_of_another_type_are_converted(tmp_path: Path, dtype: torch.dtype) -> None:
     saved(tmp_path, "llama", "1GB")
     file = tmp_path / "model.safetensors"
     narrow = {name: value.to(dtype) for name, value in load_file(file).items()}
@@ -204,7 +203,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_files_that_are_not_those_of_the_model_are_refused_by_name(build: Real, tmp_path: Path, fault: str) -> None:
+def test_files_that_are_not_those_of_the_model_are_refused_by_name(tmp_path: Path, fault: str) -> None:
     saved(tmp_path, "tied")
     break_it, says = FAULTS[fault]
     break_it(tmp_path)

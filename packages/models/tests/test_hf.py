@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig as TheirConfig
 from transformers import LlamaForCausalLM
 
-from sley_core.data.dataset import DataInfo
 from sley_core.errors import RunError
 from sley_core.model.layers import Model
 from sley_models.config import LlamaConfig
 from sley_models.hf import HEAD, check_names, names
 from sley_models.hf_config import to_hf_config
 from sley_models.llama import layers
+from sley_testing.plans import TOKENS
+from sley_testing.plans import on_meta as build
+from sley_testing.plans import with_values as real
 
-Real = Callable[..., Model]
 VOCAB = 97
 
 
@@ -52,13 +51,10 @@ def logits(model: Model, tokens: Tensor) -> Tensor:
     return output
 
 
-SHAPES = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("tie", "kv_heads", "head_dim"), [(False, 4, 8), (False, 2, 8), (True, 2, 8), (True, 1, 8), (False, 2, 16)]
 )
-
-
-@SHAPES
-def test_transformers_computes_our_logits_from_our_weights(real: Real, tie: bool, kv_heads: int, head_dim: int) -> None:
+def test_transformers_computes_our_logits_from_our_weights(tie: bool, kv_heads: int, head_dim: int) -> None:
     ours = config(tie, kv_heads, head_dim)
     model = real(lambda data: layers(ours, data))
     other = theirs(ours)
@@ -71,20 +67,7 @@ def test_transformers_computes_our_logits_from_our_weights(real: Real, tie: bool
         torch.testing.assert_close(logits(model, tokens), other(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-@SHAPES
-def test_we_compute_transformers_logits_from_their_weights(real: Real, tie: bool, kv_heads: int, head_dim: int) -> None:
-    ours = config(tie, kv_heads, head_dim)
-    model, other = real(lambda data: layers(ours, data)), theirs(ours)
-    weights = {own: other.state_dict()[name] for own, name in names(ours)}
-    for layer in model:
-        own = {name.removeprefix(f"{layer.name}."): weights[name] for name in weights if name.startswith(f"{layer.name}.")}
-        layer.module.load_state_dict(own, strict=True)
-    tokens = torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        torch.testing.assert_close(logits(model, tokens), other(tokens).logits, rtol=1e-5, atol=1e-5)
-
-
-def test_weights_of_another_model_are_refused(build: Real) -> None:
+def test_weights_of_another_model_are_refused() -> None:
     ours = config(tie=False, kv_heads=2)
     weights = state(build(lambda data: layers(ours, data)))
     del weights["blocks.0.attention.key.weight"]
@@ -93,7 +76,7 @@ def test_weights_of_another_model_are_refused(build: Real) -> None:
     assert raised.value.diagnostics[0].code == "weights-mismatch"
 
 
-def test_the_default_theta_reaches_transformers(info: DataInfo) -> None:
-    assert info.vocab_size == VOCAB
+def test_the_default_theta_reaches_transformers() -> None:
+    assert TOKENS.vocab_size == VOCAB
     rotary = theirs(config(tie=False, kv_heads=2)).model.rotary_emb
     assert rotary.inv_freq.tolist() == pytest.approx([500.0 ** -(at / 4) for at in range(4)])

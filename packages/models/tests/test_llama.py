@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,10 +16,11 @@ from sley_core.data.dataset import DataInfo, Field
 from sley_core.errors import PlanError
 from sley_core.model import attention
 from sley_core.model.layers import Model
-from sley_models.config import LlamaConfig
+from sley_models.config import LlamaConfig, default_ffn_hidden
 from sley_models.llama import layers
+from sley_testing.plans import on_meta as build
+from sley_testing.plans import with_values as real
 
-Real = Callable[..., Model]
 SMALL = LlamaConfig(num_layers=2, hidden=32, heads=4, kv_heads=2)
 
 
@@ -45,7 +47,7 @@ def drawn(*shape: int) -> Tensor:
     return torch.randint(0, 97, shape, generator=torch.Generator().manual_seed(1))
 
 
-def test_layers_their_fields_and_their_parameters(build: Real) -> None:
+def test_layers_their_fields_and_their_parameters() -> None:
     model = build(llama())
     assert [(layer.name, layer.fields) for layer in model] == [
         ("embed", ("tokens",)),
@@ -58,7 +60,7 @@ def test_layers_their_fields_and_their_parameters(build: Real) -> None:
     assert num_parameters == 2 * 97 * 32 + 2 * (attention_size + ffn_size + 2 * 32) + 32
 
 
-def test_first_weights_have_the_spread_that_the_config_says(real: Real) -> None:
+def test_first_weights_have_the_spread_that_the_config_says() -> None:
     config = LlamaConfig(num_layers=8, hidden=128, heads=4, init_std=0.1)
     block = real(llama(config))["blocks.3"].module
     for into_residual in (block.attention.output, block.feed_forward.down):
@@ -68,7 +70,7 @@ def test_first_weights_have_the_spread_that_the_config_says(real: Real) -> None:
 
 
 @pytest.mark.parametrize("tie", [False, True])
-def test_the_head_is_the_embedding_where_tied(real: Real, tie: bool) -> None:
+def test_the_head_is_the_embedding_where_tied(tie: bool) -> None:
     model = real(llama(SMALL.model_copy(update={"tie_embeddings": tie})))
     assert (model["head"].module.output.weight is model["embed"].module.tokens.weight) == tie
 
@@ -81,7 +83,7 @@ def packed(tokens: Tensor) -> dict[str, Tensor]:
     return {"positions": positions, "cu_seqlens": torch.tensor([[0, 10, 24], [0, 24, 24]], dtype=torch.int32)}
 
 
-def test_a_packed_document_is_computed_as_if_it_were_alone(real: Real) -> None:
+def test_a_packed_document_is_computed_as_if_it_were_alone() -> None:
     model = real(llama(), torch.float64)
     tokens = drawn(2, 24)
     together = run(model, tokens, **packed(tokens))
@@ -90,12 +92,12 @@ def test_a_packed_document_is_computed_as_if_it_were_alone(real: Real) -> None:
         torch.testing.assert_close(together[row : row + 1, begin:end], alone, rtol=1e-6, atol=1e-7)
 
 
-def test_without_boundaries_no_mask_is_built(real: Real, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_boundaries_no_mask_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_mask", lambda *_: pytest.fail("a mask where is_causal is enough"))
     run(real(llama()), drawn(2, 24))
 
 
-def test_the_past_does_not_see_the_future(real: Real) -> None:
+def test_the_past_does_not_see_the_future() -> None:
     model, tokens = real(llama()), drawn(2, 24)
     changed = tokens.clone()
     changed[:, 20:] = 0
@@ -125,9 +127,43 @@ def test_a_vocabulary_that_cannot_be_is_refused(wanted: int | None, present: int
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
-def test_compiled_layers_compute_the_same(real: Real) -> None:
+def test_compiled_layers_compute_the_same() -> None:
     model, tokens = real(llama(SMALL.model_copy(update={"num_layers": 1}))), drawn(2, 24)
     plain = run(model, tokens, **packed(tokens))
     for layer in model:
         layer.module.compile(backend="aot_eager")
     torch.testing.assert_close(run(model, tokens, **packed(tokens)), plain)
+
+
+# -- the configuration ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_left_out_is_derived() -> None:
+    config = LlamaConfig(num_layers=2, hidden=128, heads=4)
+    assert (config.kv_heads, config.head_dim, config.ffn_hidden) == (4, 32, 384)
+    assert LlamaConfig(**config.model_dump()) == config
+
+
+@pytest.mark.parametrize(("hidden", "ffn_hidden"), [(24, 64), (25, 128), (128, 384), (768, 2048), (4096, 10944)])
+def test_the_default_width_is_the_next_64_from_8_thirds(hidden: int, ffn_hidden: int) -> None:
+    assert default_ffn_hidden(hidden) == ffn_hidden
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "says"),
+    [
+        ({"hidden": 130}, "head_dim", "hidden / heads = 130 / 4 is not a whole number"),
+        ({"kv_heads": 3}, "kv_heads", "heads / kv_heads = 4 / 3 is not a whole number"),
+        ({"kv_heads": 8}, "kv_heads", "heads / kv_heads = 4 / 8 is not a whole number"),
+        ({"hidden": 12}, "head_dim", "head_dim = hidden / heads = 12 / 4 = 3 is odd"),
+        ({"head_dim": 5}, "head_dim", "head_dim = 5 is odd"),
+        ({"num_layers": 0}, "num_layers", "greater than or equal to 1"),
+        ({"rope_theta": 0.0}, "rope_theta", "greater than 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_told_with_the_equation(change: dict[str, Any], key: str, says: str) -> None:
+    with pytest.raises(ValidationError) as raised:
+        LlamaConfig(**{"num_layers": 2, "hidden": 128, "heads": 4, **change})
+    told = [error for error in raised.value.errors() if error["type"] != "default_factory_not_called"]
+    assert [error["loc"] for error in told] == [(key,)]
+    assert says in told[0]["msg"]
