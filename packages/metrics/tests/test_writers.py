@@ -1,4 +1,4 @@
-"""Curves for Weights & Biases: what is kept offline, read back with the package's own reader; and what is asked of it."""
+"""Curves for TensorBoard and Weights & Biases, read back with the packages' own readers; and plans that name their writers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+from tensorboard.summary.writer import event_file_writer  # type: ignore[import-untyped]
 
+from sley_core.api.plan import Plan
 from sley_core.errors import RunError
-from sley_metrics.config import WandbConfig
-from sley_metrics.writers import WandbWriter
+from sley_core.plan.load import plan_from_dict
+from sley_core.protocols import MetricsWriter
+from sley_metrics import config
+from sley_metrics.config import TensorboardConfig, WandbConfig, check_metrics
+from sley_metrics.writers import TensorboardWriter, WandbWriter
+from sley_testing.plans import small_plan
+from sley_testing.writer_contract import MetricsWriterContract, Point
 
 
 class Runs:
@@ -113,3 +121,67 @@ def test_offline_rows_are_in_its_files(tmp_path: Path, monkeypatch: pytest.Monke
     while (found := history(file, messages)) != [(1, 5.0), (2, 4.0)]:
         assert time.monotonic() < until, found
         time.sleep(0.1)  # the package's process writes the last rows a moment later
+
+
+# -- TensorBoard ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_number_is_a_point_of_its_curve(tmp_path: Path) -> None:
+    writer = TensorboardWriter(TensorboardConfig(), tmp_path)
+    assert isinstance(writer, MetricsWriter)
+    for step in (1, 2):
+        writer.write({"step": step, "loss": 6.0 - step, "tokens": 4096})
+    writer.close()
+    curves = EventAccumulator(str(tmp_path / "tensorboard"))
+    curves.Reload()
+    assert curves.Tags()["scalars"] == ["loss", "tokens"]
+    assert [(point.step, point.value) for point in curves.Scalars("loss")] == [(1, 5.0), (2, 4.0)]
+    assert [point.value for point in curves.Scalars("tokens")] == [4096.0, 4096.0]
+
+
+class TestTensorboard(MetricsWriterContract):
+    """A thread of TensorBoard's writes its points, which also is where a full disk is an error."""
+
+    writer: ClassVar[dict[str, Any]] = {"use": "metrics.tensorboard"}
+    writes_at_once = False
+    on_disk = False
+
+    @pytest.fixture(autouse=True)
+    def tensorboard(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Files of one second are read in the order of their numbers in a process, as text, in which 10 is before 9: each test
+        counts from 0, as each run does.
+        """
+        monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+
+    def read(self, folder: Path) -> Iterator[Point]:
+        events = EventAccumulator(str(folder / "tensorboard"), purge_orphaned_data=True)
+        events.Reload()
+        for name in events.Tags()["scalars"]:
+            yield from ((event.step, name, event.value) for event in events.Scalars(name))
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------------
+
+JSONL = {"use": "core.jsonl"}
+TENSORBOARD = {"use": "metrics.tensorboard"}
+WANDB = {"use": "metrics.wandb", "project": "p"}
+
+
+def plan_with(*writers: dict[str, Any]) -> Plan:
+    return plan_from_dict(small_plan(metrics=list(writers)))
+
+
+@pytest.mark.parametrize("writer", [TENSORBOARD, WANDB])
+def test_a_missing_package_is_named_with_the_command(writer: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    (problem,) = check_metrics(plan_with(JSONL, writer))
+    name = writer["use"].removeprefix("metrics.")
+    assert (problem.code, problem.path) == (f"{name}-missing", ("metrics", 1, "use"))
+    assert problem.hint is not None
+    assert problem.hint.endswith(f'in a clone of Sley\'s repository: `pip install -e "packages/metrics[{name}]"`')
+
+
+@pytest.mark.parametrize("writer", [TENSORBOARD, WANDB])
+def test_a_writer_that_is_listed_twice_is_refused(writer: dict[str, Any]) -> None:
+    (problem,) = check_metrics(plan_with(writer, JSONL, writer))
+    assert (problem.code, problem.path) == ("metrics-twice", ("metrics", 2))
