@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -76,13 +75,6 @@ def test_the_noise_scale_is_that_of_the_paper(ranks: Callable[..., Any]) -> None
     assert scales == pytest.approx(by_hand([torch.stack(pair) for pair in zip(first, second, strict=True)]))
 
 
-def test_many_steps_find_the_noise_that_there_is(ranks: Callable[..., Any]) -> None:
-    """Of samples around (1, 1, 1, 1, 1) with deviation 1: S is 5 and |G|^2 is 5."""
-    plan = changed(PLAN, gradient_handlers=[{"use": "watch.noise", "smoothing": 0.98}, EACH])
-    row = ranks(RANKS)(record, plan, 100, folder=HERE)[0].rows[-1]
-    assert 0.6 < row["watch/noise_scale"] < 1.6
-
-
 def test_the_averages_go_through_a_checkpoint(ranks: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "saved"
     undisturbed = ranks(RANKS)(stretch, PLAN, 4, folder=HERE)
@@ -122,21 +114,6 @@ def test_norms_of_layers_make_up_those_of_the_model(ranks: Callable[..., Any], t
     weights = {name: value for name, value in alone.first.items() if name.startswith("blocks.0.") and name.endswith("weight")}
     squares = sum(float(value.double().square().sum()) for value in weights.values())
     assert alone.rows[0]["watch/weight_norm/blocks.0"] ** 2 == pytest.approx(squares)
-
-
-def test_the_writers_have_the_numbers(texts: Path, tmp_path: Path) -> None:
-    """The file of rows, and the curves of TensorBoard."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    metrics = [{"use": "core.jsonl"}, {"use": "metrics.tensorboard"}]
-    plan = plan_from_dict(small_plan(gradient_handlers=[{"use": "watch.layers"}], metrics=metrics), texts)
-    with assemble(plan, World.alone("cpu"), folder=tmp_path) as run:
-        row = run.step()
-    name = "watch/gradient_norm/blocks.1"
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())[name] == row[name]
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert events.Scalars(name)[0].value == pytest.approx(row[name])
 
 
 def test_the_plan_of_this_package_is_valid() -> None:
