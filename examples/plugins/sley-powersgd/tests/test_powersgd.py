@@ -1,8 +1,12 @@
-"""`powersgd.reducer` computes the sums of torch's hook, loses no gradient, and keeps the contract of gradient handlers."""
+"""`powersgd.reducer` computes the sums of torch's hook, loses no gradient, and holds the contract of gradient handlers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -10,19 +14,25 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from sley_core.assemble import assemble
-from sley_core.comm.groups import make_groups
+from sley_core.comm.groups import Group, make_groups
 from sley_core.comm.progress import SentBytes
 from sley_core.comm.world import World
 from sley_core.engine.buffers import FlatBuffer
 from sley_core.engine.registry import Param
-from sley_core.plan.load import plan_from_dict
+from sley_core.errors import RunError
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import load_plan, plan_from_dict
 from sley_core.topology import Topology
+from sley_powersgd import handler as module
 from sley_powersgd.handler import LowRankSums
 from sley_powersgd.low_rank import as_matrix
 from sley_powersgd.plugin import sley_gradient_handlers
-from sley_testing.contract import ALONE, EACH, observe
-from sley_testing.parity import assert_close_gradients, assert_same_bits, relative_errors
-from sley_testing.runs import assert_parity, record, same_on_all
+from sley_testing.checkpointer_contract import assert_same_stretch, stretch
+from sley_testing.collectives import assert_same_sequence, collectives
+from sley_testing.contract import ALONE, EACH, GradientHandlerContract, observe
+from sley_testing.parity import assert_same_bits, relative_errors
+from sley_testing.plans import small_plan
+from sley_testing.runs import record
 
 SHAPES = ((24, 40), (36,), (50, 4, 6), (3, 5))
 """A matrix, a vector, a tensor that counts as [50, 24], and one too small to be worth it."""
@@ -186,65 +196,14 @@ def test_a_parameter_without_gradient_at_first_is_trained_later(ranks, rank):
         assert error < 1e-12
 
 
-def test_a_gradient_of_low_rank_is_summed_exactly(ranks, small, own, batches):
-    """Equal samples on both ranks: a linear's gradient has rank 1, and the run is the exact one."""
-    tables = small({"rank": 1, "bucket_mb": 0.0005}, precision__compute="fp64", batch__global_size=2)
-    given = batches((3, 3), (8, 8), (5, 5))
-    found = ranks(2)(record, tables, 3, folder=own, batches=given)
-    assert_parity(record(tables, 3, folder=own, batches=given), found, "fp64")
-    same_on_all(found)
+class TestPowerSGD(GradientHandlerContract):
+    """Rank 1, which is the least; a larger rank would leave the small matrices of the contract's model whole."""
+
+    handler: ClassVar[dict[str, Any]] = {"use": "powersgd.reducer", "rank": 1, "bucket_mb": 1e-5}
 
 
-def test_plain_sums_come_before_the_start_step(ranks, small, own):
-    """Bit for bit those of `core.each`; the step itself, counted from 1, is the first that is compressed."""
-    compressed = small({"rank": 1, "start_step": 3})
-    exact = ranks(2)(record, small({"use": "core.each"}), 3, folder=own)
-    for one, other in zip(exact, ranks(2)(record, compressed, 3, folder=own), strict=True):
-        for before, after in zip(one.gradients[:2], other.gradients[:2], strict=True):
-            assert_same_bits(before, after)
-        errors = relative_errors(one.gradients[2], other.gradients[2])
-        assert all((error > 0.01) == name.endswith("weight") for name, error in errors.items())
-
-
-def given_and_kept(tables, folder, frozen_in=()):
-    """As `totals`, of a whole run whose weights hardly move: what its steps gave, and what this rank keeps.
-
-    frozen_in: steps in which `layer1.weight` is frozen.
-    """
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-        given = {param.name: torch.zeros_like(param.parameter) for param in run.registry}
-        for step in range(6):
-            run.registry["layer1.weight"].parameter.requires_grad_(step not in frozen_in)
-            run.step()
-            for param in run.store.params:
-                given[param.name] += run.store.gradient(param)
-        (handler,) = run.stepper.handlers
-        states = handler.sums.states if tables["gradient_handlers"][0]["use"] == "powersgd.reducer" else {}
-        kept = {param.name: state.error.clone() for param, state in states.items()}
-    return given, kept
-
-
-def test_small_buckets_lose_nothing(ranks, small, own):
-    """A bucket for each gradient or two: over six steps, given plus kept is due."""
-    plans = [
-        small(handler, optimizer__lr=1e-12, precision__compute="fp64")
-        for handler in ({"use": "core.each"}, {"rank": 1, "bucket_mb": 0.0005})
-    ]
-    due, _ = ranks(2)(given_and_kept, plans[0], own)[0]
-    both = ranks(2)(given_and_kept, plans[1], own)
-    for given, _ in both:
-        found = {name: value + sum(kept[name] for _, kept in both) for name, value in given.items() if "weight" in name}
-        assert_close_gradients({name: due[name] for name in found}, found, 1e-8)
-
-
-def test_what_was_owed_to_a_frozen_parameter_is_forgotten(ranks, small, own):
-    """It would belong to a model of long ago: it starts anew as if it had never been trained; others are not concerned."""
-    tables = small({"rank": 1}, optimizer__lr=1e-12, precision__compute="fp64")
-    never, later, first = (ranks(2)(given_and_kept, tables, own, steps) for steps in ((), (2, 3), (0, 1, 2, 3)))
-    for (_, one), (_, two), (_, three) in zip(never, later, first, strict=True):
-        assert torch.allclose(one["layer0.weight"], two["layer0.weight"], rtol=1e-8)
-        assert torch.allclose(two["layer1.weight"], three["layer1.weight"], rtol=1e-8)
-        assert not torch.allclose(one["layer1.weight"], two["layer1.weight"], rtol=1e-2)
+class TestPowerSGDWithoutFeedbackAfterPlainSums(GradientHandlerContract):
+    handler: ClassVar[dict[str, Any]] = {"use": "powersgd.reducer", "rank": 1, "start_step": 2, "error_feedback": False}
 
 
 def test_its_tolerance_is_what_the_contract_measures(ranks):
@@ -260,13 +219,152 @@ def test_its_tolerance_is_what_the_contract_measures(ranks):
     assert 0.8 * record.tolerance < max(errors) <= record.tolerance
 
 
-def test_training_with_feedback_keeps_up(ranks, small, own, batches):
-    """At rank 1 of 6, the loss of eight samples falls about as far as with exact sums."""
-    changes = {"run__steps": 50, "batch__global_size": 8, "optimizer__lr": 0.1}
-    given = batches(range(8)) * 50
-    exact, compressed = (
-        [row["loss"] for row in ranks(2)(record, small({"rank": 1} | extra, **changes), 50, folder=own, batches=given)[0].rows]
-        for extra in ({"start_step": 50}, {})
-    )
-    assert exact[-1] < 0.5 * exact[0]
-    assert exact[0] - compressed[-1] > 0.9 * (exact[0] - exact[-1])
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def plan(dp: int = 2, **options: Any) -> dict[str, Any]:
+    """The small plan on `dp` ranks, without clipping, with these options of the reducer."""
+    changes: dict[str, Any] = {"optimizer": {"use": "core.sgd", "lr": 0.05}, "precision": {"compute": "fp32"}, "run__steps": 8}
+    handlers = [{"use": "powersgd.reducer", "rank": 1, **options}]
+    return small_plan(parallel={"dp": dp}, gradient_handlers=handlers, **changes)
+
+
+def test_plain_sums_come_before_the_start_step(ranks, texts):
+    """Bit for bit those of `core.each`; the step itself, counted from 1, is the first that is compressed."""
+    exact = ranks(2)(record, plan() | {"gradient_handlers": [EACH]}, 3, folder=texts)
+    for one, other in zip(exact, ranks(2)(record, plan(start_step=3), 3, folder=texts), strict=True):
+        for before, after in zip(one.gradients[:2], other.gradients[:2], strict=True):
+            assert_same_bits(before, after)
+        errors = relative_errors(one.gradients[2], other.gradients[2])
+        assert all((error > 0.01) == ("norm" not in name) for name, error in errors.items()), errors
+
+
+def kept(tables: dict[str, Any], folder: Path, frozen_in: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """What this rank keeps after six steps, in some of which one weight is frozen."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        for step in range(6):
+            run.registry["head.output.weight"].parameter.requires_grad_(step not in frozen_in)
+            run.step()
+        (handler,) = run.stepper.handlers
+        return {param.name: state.error.clone() for param, state in handler.sums.states.items()}
+
+
+def test_what_was_owed_to_a_frozen_parameter_is_forgotten(ranks, texts):
+    """It would belong to a model of long ago: it starts anew as if it had never been trained; others are not concerned."""
+    tables = plan() | {"optimizer": {"use": "core.sgd", "lr": 1e-12}}
+    never, later, first = (ranks(2)(kept, tables, texts, steps) for steps in ((), (2, 3), (0, 1, 2, 3)))
+    frozen, other = "head.output.weight", "blocks.0.attention.query.weight"
+    for one, two, three in zip(never, later, first, strict=True):
+        torch.testing.assert_close(one[other], two[other], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(two[frozen], three[frozen], rtol=1e-4, atol=1e-6)
+        assert not torch.allclose(one[frozen], two[frozen], rtol=1e-2)
+
+
+def test_forgetting_waits_for_all_that_is_in_flight(monkeypatch):
+    """A collective of a failed step would write into memory that the next step uses."""
+    waiting = []
+
+    def counted(*args, what):
+        waiting.append(what)
+        return SimpleNamespace(wait=lambda: waiting.remove(what))
+
+    monkeypatch.setattr(module, "all_reduce", counted)
+    group = Group("stage", (0, 1), 0, {}, {})
+    sums = LowRankSums(rank=1, error_feedback=True, seed=0, sent=SentBytes())
+    for number in range(5):
+        sums.start({Param(f"parameter{number}", (8, 8), []): torch.zeros(8, 8)}, group)
+    assert len(waiting) == 5
+    sums.forget()
+    assert waiting == []
+    sums.finish()
+
+
+def after_a_nan(tables: dict[str, Any], folder: Path) -> tuple[str, int, int]:
+    """The error of a step in which the second rank's gradient is not finite, how many states the next step begins with, and
+    its number.
+    """
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+        weight = run.registry["head.output.weight"].parameter
+        hook = weight.register_hook(lambda gradient: gradient * float("nan") if world.rank else gradient)
+        with pytest.raises(RunError) as caught:
+            run.step()
+        hook.remove()
+        (handler,) = run.stepper.handlers
+        begin, sums = handler.begin_step, []
+        handler.begin_step = lambda step: [begin(step), sums.append(len(handler.sums.states))]
+        number = run.step()["step"]
+        return caught.value.diagnostics[0].code, sums[0], number
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_ends_all_in_the_same_step(ranks, texts):
+    """The sum carries it to all ranks; the next step starts with new factors and errors."""
+    assert ranks(2)(after_a_nan, plan(), texts) == [("not-finite", 0, 3)] * 2
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_same_layout_continues_bit_for_bit(ranks, texts, tmp_path, steps):
+    """Before the first compressed step, and after it."""
+    tables = plan(start_step=2)
+    whole = ranks(2)(stretch, tables, 5, folder=texts)
+    ranks(2)(stretch, tables, steps, folder=texts, save=tmp_path / "saved")
+    assert_same_stretch(whole, ranks(2)(stretch, tables, 5 - steps, folder=texts, load=tmp_path / "saved"))
+
+
+def test_in_another_layout_it_starts_anew_and_says_so(ranks, texts, tmp_path):
+    ranks(4, 120)(stretch, plan(4), 2, folder=texts, save=tmp_path / "saved")
+    found = ranks(2, 120)(stretch, plan(), 1, folder=texts, load=tmp_path / "saved")
+    assert any("gradient_handlers.0 powersgd.reducer begins anew" in note for note in found[0].notes)
+
+
+def calls_of_a_step(tables: dict[str, Any], folder: Path) -> tuple[list[Any], list[int], float, int]:
+    """The sums of a second step, how many there were when each backward ended, the bytes sent, and those of all gradients."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+        marks: list[int] = []
+        hook = SimpleNamespace(
+            **dict.fromkeys(
+                ("before_forward", "after_forward", "before_loss", "after_loss", "before_backward"), lambda *_: None
+            ),
+            after_backward=lambda *_: marks.append(sum(call.dtype == "float32" for call in calls)),
+        )
+        run.caller.hooks.append(hook)
+        with collectives() as calls:
+            run.step()
+        size = sum(run.store.gradient(param).nbytes for param in run.registry)
+        sums = [call for call in calls if call.dtype == "float32"]
+        return sums, marks, run.counts["powersgd.reducer"]["sent_bytes_per_step"], size
+
+
+def test_a_bucket_takes_two_collectives_the_first_in_the_last_backward(ranks: Callable[..., Any], texts: Path) -> None:
+    by_rank = ranks(2)(calls_of_a_step, plan(bucket_mb=100.0 / 2**20), texts)
+    assert_same_sequence([calls for calls, *_ in by_rank])
+    for calls, marks, num_bytes, size in by_rank:
+        matrices, norms = 2 + 2 * 7, 2 * 2 + 1  # each a bucket of its own, as long as it has more bytes than one may have
+        assert len(calls) <= 2 * matrices + norms
+        assert marks[0] == 0
+        assert len(calls) - marks[1] <= matrices + 1, "P and what travels whole, within the backward"
+        assert 0 < num_bytes < size / 3
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_of_this_package_is_valid():
+    plan = load_plan(Path(__file__).parents[1] / "plan.toml")
+    assert check_plan(plan, plan.world()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"precision": {"compute": "fp16"}}, "handler-precision"),
+        ({"precision": {"compute": "bf16", "gradients": "bf16"}}, "handler-precision"),
+        ({"run": {"name": "short", "steps": 2, "device": "cpu"}}, "beyond-the-run"),
+    ],
+)
+def test_what_it_cannot_work_in_is_refused(texts, changes, code):
+    """Its errors would be of another loss scale; torch cannot factorise the gradients; it would never start."""
+    assert check_plan(plan_from_dict(plan(start_step=3), texts), 2) == []
+    (found,) = check_plan(plan_from_dict(plan(start_step=3) | changes, texts), 2)
+    assert found.code == code
