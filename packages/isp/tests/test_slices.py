@@ -172,7 +172,7 @@ WHOLE = {"loss__sequence": "whole", "evaluation": {"every": 2, "steps": 1}, "dat
 
 
 def with_loss(name, sp, **changes):
-    plan = changed(PLAN, loss={"factory": f"losses:{name}"}, model__options={"wrapped": True}, data__sequence=48)
+    plan = changed(PLAN, loss={"factory": f"attentive:{name}"}, model__options={"wrapped": True}, data__sequence=48)
     plan = changed(plan, optimizer={"use": "core.sgd", "lr": 1e-2}, **changes)
     return split(plan) if sp > 1 else plan
 
