@@ -74,9 +74,3 @@ def compared(ranks: Callable[..., Ranks], own: Path) -> Callable[..., list[list[
         return by_plan
 
     return compared
-
-
-@pytest.fixture
-def assert_equal() -> Callable[[Recorded, Sequence[Recorded], str], None]:
-    """`assert_equal(reference, layouts, "fp64")`: what `compared` holds every plan to."""
-    return assert_parity_of_parts

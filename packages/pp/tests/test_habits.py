@@ -67,7 +67,7 @@ def refused(tables, folder):
 @pytest.mark.parametrize(("how", "schedule"), [("itself", "pp.one_f_one_b"), ("passed on", "pp.zero_bubble_v")])
 def test_a_field_of_the_batch_that_a_layer_writes_is_refused(ranks, own, small, how, schedule):
     """Its other readers would be on another stage, with a copy of their own; one process has one."""
-    model = {"factory": "writes_fields:model", "options": {"how": how}}
+    model = {"factory": "pp_parts:writes_fields", "options": {"how": how}}
     record(small(model=model), 1, folder=own)
     first, _ = ranks(2)(refused, small(schedule, 2, model=model, limits={"collective_timeout_s": 10}), own)
     assert first.code == "field-written"
