@@ -120,7 +120,7 @@ def test_a_step_that_fails_leaves_nothing(own: Path, texts: Path, policy: dict[s
 
 def test_what_leaves_is_gone_from_the_device_and_comes_back(own: Path, texts: Path) -> None:
     """Between the forward and the backward, counted from live storages: all that four blocks save but their inputs' ends."""
-    from live import Storages
+    from attending import Storages
 
     found = {}
     for policy in ({"use": "core.keep"}, HOST):
@@ -208,7 +208,7 @@ def test_all_but_the_last_block_comes_back_ahead(own: Path, texts: Path) -> None
 
 @pytest.mark.parametrize("kind", SHARING)
 def test_what_shares_a_storage_alone_comes_back_as_autograd_saw_it(as_kept: Any, kind: str) -> None:
-    model = {"factory": "sharing:sharing", "options": {"kind": kind}}
+    model = {"factory": "attending:sharing", "options": {"kind": kind}}
     counts = as_kept(HOST | {"layers": ["*"]}, model=model, evaluation=None)
     assert counts["moved_bytes"] > 0
 
@@ -216,7 +216,7 @@ def test_what_shares_a_storage_alone_comes_back_as_autograd_saw_it(as_kept: Any,
 @pytest.mark.parametrize("kind", ["data", "unsafe_chunk"])
 def test_a_layer_that_writes_to_what_another_saved_is_refused_in_the_first_step(texts: Path, kind: str) -> None:
     """`core.keep` would use what was written; on the host is what was saved. The next attempt begins clean."""
-    model = {"factory": "sharing:spoiled", "options": {"kind": kind}}
+    model = {"factory": "attending:spoiled", "options": {"kind": kind}}
     tables = small_plan(model=model, activations=HOST | {"layers": ["*"]})
     with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
         with pytest.raises(RunError, match="that shares its memory") as caught:

@@ -162,32 +162,19 @@ def test_parts_that_nobody_moves_are_refused_by_name():
         run.memory.offload()
 
 
-def read_while_away(compute):
-    """Values of all parts that are copied, read while here and while away, and the bytes that came to the device."""
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_a_checkpoint_can_be_read_while_memory_is_away(compute):
+    """All that it needs, without a copy to the device; the contract of managers compares the values."""
     with running({**AWAY, "precision": {"compute": compute}}) as run:
         run.step()
-        here = {part: {name: value.clone() for name, value in run.memory.host(part)} for part in COPIED}
         run.memory.offload()
-        away = {part: dict(run.memory.host(part)) for part in COPIED}
-        for part in COPIED:
-            assert away[part].keys() == here[part].keys()
-            for name, value in away[part].items():
-                wanted = here[part][name]
-                assert (value.dtype, value.shape, value.device) == (wanted.dtype, wanted.shape, wanted.device)
-                assert torch.equal(value, wanted), name
+        names = {part: {name for name, _ in run.memory.host(part)} for part in COPIED}
         assert sum(moved.copied_in for moved in run.memory.report.values()) == 0
-        return {part: sorted(values) for part, values in here.items()}
-
-
-def test_a_checkpoint_can_be_read_while_memory_is_away():
-    names = read_while_away("bf16")
-    assert "second.across.exp_avg" in names["optimizer_states"]
-    assert "second.across.step" in names["optimizer_states"], "a checkpoint needs the number of steps"
-    assert "second.across" in names["masters"]
-    assert "first.unsaved" in names["buffers"]
-    assert read_while_away("fp32")["masters"] == []
-    with running(AWAY) as run, pytest.raises(UsageError, match=r"not-copied.*gradients"):
-        run.memory.host("gradients")
+        assert {"second.across.exp_avg", "second.across.step"} <= names["optimizer_states"], "and the number of steps"
+        assert ("second.across" in names["masters"]) == (compute == "bf16")
+        assert "first.unsaved" in names["buffers"]
+        with pytest.raises(UsageError, match=r"not-copied.*gradients"):
+            run.memory.host("gradients")
 
 
 def test_memory_that_leaves_before_the_first_step(texts):

@@ -1,15 +1,21 @@
-"""Blocks with attention, in-place operations and dropout, and one that fails on demand."""
+"""Blocks with attention, in-place operations and dropout, one that fails on demand, and some that share storages."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
 from sley_core.api.model import aside
+from sley_core.comm.copies import storage_id
 from sley_core.data.dataset import DataInfo
 
 FAILS = [False]
@@ -89,3 +95,104 @@ def layers(
     assert data.vocab_size is not None
     blocks = [Block(hidden, 2, dropout, attention_dropout, in_place) for _ in range(num_blocks)]
     return [Embed(data.vocab_size, hidden), *blocks, nn.Linear(hidden, data.vocab_size)]
+
+
+# -- tensors of one storage under several version counters -----------------------------------------------------------------
+
+
+class Gates(nn.Module):
+    """Saves tensors that share a storage but no version counter, and writes to it in between."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.wide = nn.Linear(8, 16)
+        self.rnn = getattr(nn, kind)(8, 8, batch_first=True) if kind in ("GRU", "LSTM", "RNN") else None
+
+    def forward(self, h: Tensor) -> Any:
+        if self.rnn is not None:
+            return self.rnn(h)[0]
+        wide = self.wide(h)
+        if self.kind == "unsafe_split":
+            a, b = wide.unsafe_split(8, -1)
+            return a.sigmoid_() * b.tanh_()
+        if self.kind == "views of both":
+            a, b = (half.view(-1, 8).transpose(0, 1) for half in wide.unsafe_chunk(2, -1))
+            return (a.sigmoid_() * b.tanh_()).transpose(0, 1).reshape(h.shape)
+        if self.kind == "data":
+            kept = wide.exp()
+            kept.data.mul_(0.5)  # autograd's derivative of exp is what exp gave
+            return kept[..., :8] + kept[..., 8:].detach()
+        if self.kind == "detach":
+            kept = wide.tanh()
+            return kept[..., :8] * kept.detach()[..., 8:]
+        return self.halves(wide)
+
+    def halves(self, wide: Tensor) -> Any:
+        """Gives the next layer a half on which it may write."""
+        a, b = wide.unsafe_chunk(2, -1)
+        return a.sigmoid_(), b
+
+
+class Take(nn.Module):
+    def forward(self, pair: Any) -> Tensor:
+        if isinstance(pair, Tensor):
+            return pair
+        a, b = pair
+        return a * b.tanh_()
+
+
+def sharing(data: DataInfo, kind: str) -> list[nn.Module]:
+    """The factory of a model with a `Gates`."""
+    return [Embed(data.vocab_size, 8), Gates(kind), Take(), nn.Linear(8, data.vocab_size)]
+
+
+class Late(nn.Module):
+    """Writes to what the layer before it has saved, past its version counter."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self.kind == "data":
+            h.data.mul_(0.5)
+        else:
+            h.unsafe_chunk(2, -1)[0].tanh_()
+        return h * 1.0
+
+
+def spoiled(data: DataInfo, kind: str) -> list[nn.Module]:
+    """The factory of a model with a `Late`."""
+    return [Embed(data.vocab_size, 8), nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), Late(kind), nn.Linear(8, data.vocab_size)]
+
+
+# -- which storages are alive ------------------------------------------------------------------------------------------------
+
+
+class Storages(TorchDispatchMode):
+    """`with Storages() as storages: ...; storages.num_bytes()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._but: set[int] = set()
+
+    def but(self, tensors: Iterable[Tensor]) -> None:
+        """Does not count the storages of `tensors`."""
+        self._but |= {storage_id(tensor) for tensor in tensors}
+
+    def num_bytes(self) -> int:
+        """Returns the bytes of the storages that are alive."""
+        return sum(size for ref, size in self._seen.values() if not ref.expired())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {storage_id(one) for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)}
+        for value in tree_iter(result):
+            if isinstance(value, Tensor) and type(value) is Tensor:
+                storage = value.untyped_storage()
+                # What an operation only passes on was made before: weights, batches, buffers of the host.
+                if storage._cdata not in self._but | given and storage._cdata not in self._seen:
+                    self._seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
