@@ -112,11 +112,6 @@ class Message:
         self.lay(layout)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of the memory, without a separate head; may exceed what its layout needs."""
-        return self._memory.numel()
-
-    @property
     def is_shared(self) -> bool:
         """Whether anything else refers to the memory: a view, a tensor saved by autograd, a numpy array, a storage.
 
