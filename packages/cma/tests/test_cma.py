@@ -38,11 +38,6 @@ def stage() -> Group:
     return groups()["stage"]
 
 
-def kinds() -> list[str]:
-    """The transports of this rank's lanes."""
-    return [type(one).__name__ for one in wp().transports.values()]
-
-
 def laps() -> list[float]:
     """Many more exchanges than offers can be open, by a rank that is now early and now late."""
     group = wp()
@@ -177,36 +172,23 @@ def test_what_cannot_be_reached_is_said(ranks):
     assert found == [8, -1, -1]
 
 
-def refused(monkeypatched: bool) -> list[str]:
-    if monkeypatched and os.environ["RANK"] == "1":
-        connection.read = lambda *_: -1
-    return kinds()
+def kinds_without(lacking: str) -> list[str]:
+    """The transports of this rank's lanes where the last rank lacks something."""
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        if lacking == "the right to read":
+            connection.read = lambda *_: -1
+        if lacking == "the boot's number":
+            connection.BOOT_ID = connection.BOOT_ID.with_name("absent")
+        if lacking == "descriptors of processes":
+            del os.pidfd_open
+    return [type(one).__name__ for one in wp().transports.values()]
 
 
-def test_messages_where_one_rank_may_not_read(ranks):
-    """All ranks take the same way."""
-    assert ranks(3)(refused, False) == [["Cma", "Cma"]] * 3
-    assert ranks(3)(refused, True) == [["Direct", "Direct"]] * 3
-
-
-def without_boot_id() -> list[str]:
-    connection.BOOT_ID = connection.BOOT_ID.with_name("absent") if os.environ["RANK"] == "1" else connection.BOOT_ID
-    return kinds()
-
-
-def test_messages_where_the_machine_does_not_say_which_it_is(ranks):
-    """A /proc that hides the boot's number, on one rank: all take the other way."""
-    assert ranks(2)(without_boot_id) == [["Direct", "Direct"]] * 2
-
-
-def without_descriptors() -> list[str]:
-    if os.environ["RANK"] == "1":
-        del os.pidfd_open
-    return kinds()
-
-
-def test_messages_where_the_end_of_a_process_cannot_be_seen(ranks):
-    assert ranks(2)(without_descriptors) == [["Direct", "Direct"]] * 2
+@pytest.mark.parametrize("lacking", ["nothing", "the right to read", "the boot's number", "descriptors of processes"])
+def test_all_ranks_take_the_same_way(ranks, lacking):
+    """A rank that may not read, a /proc that hides the boot's number, or a system that does not tell when a process ends."""
+    kind = "Cma" if lacking == "nothing" else "Direct"
+    assert ranks(3)(kinds_without, lacking) == [[kind, kind]] * 3
 
 
 def a_stranger_with_the_peers_number() -> list[str]:
