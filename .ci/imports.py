@@ -35,7 +35,7 @@ def import_rules() -> Iterator[str]:
         "forbidden",
         source_modules=apps,
         forbidden_modules=others,
-        ignore_imports=["train_cli.verify -> sley_testing.**"],
+        ignore_imports=["train_cli.commands.verify -> sley_testing.**"],
     )
     yield from contract(
         "the test kit imports no other tool",

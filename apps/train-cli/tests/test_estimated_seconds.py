@@ -25,7 +25,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_estimate.calibrate import bench, device, links
 from sley_estimate.calibrate.layers import measure
-from sley_estimate.layers.keys import layer_keys
+from sley_estimate.layers.variants import layer_keys
 from sley_estimate.machine import MachineFile, machine_from_dict
 from sley_estimate.step.estimate import estimate_seconds
 from train_cli.on_meta import meta_micro_batch

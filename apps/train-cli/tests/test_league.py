@@ -155,7 +155,7 @@ def test_what_names_neither_plan_nor_league_is_refused(
 
 def test_a_plugin_that_a_row_needs_is_named_before_anything_runs(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lacking = replace(row("accumulation"), tables=changed(row("accumulation").tables, pipeline={"use": "absent.schedule"}))
-    monkeypatch.setattr("train_cli.verify.ROWS", (lacking,))
+    monkeypatch.setattr("sley_testing.league.rows.ROWS", (lacking,))
     result = cli("verify", "--league")
     assert (result.code, "error[plugin-unknown]" in result.err) == (4, True), result.err
 

@@ -19,7 +19,7 @@ from sley_estimate.commands.estimate import shown
 from sley_estimate.machine import machine_from_dict
 from sley_estimate.search import find as finding
 from sley_estimate.search.find import exact, find
-from sley_estimate.search.layouts import Candidate, Layouts, choices_of
+from sley_estimate.search.layouts import Layout, Layouts, choices_of
 from sley_estimate.search.roofline import Roofline
 from sley_estimate.testing import small_machine
 from sley_testing.plans import changed, small_plan
@@ -144,7 +144,7 @@ def test_data_that_are_not_there_end_a_search_before_it_begins(searched: Callabl
 WORLD = 4
 
 
-def layouts_of(plan: Any, *keep: Any, world: int = WORLD) -> list[Candidate]:
+def layouts_of(plan: Any, *keep: Any, world: int = WORLD) -> list[Layout]:
     space = Layouts(plan, world, choices_of(plan), ("pp", "sp", "wp", "activations", "offload", *keep))
     return list(space.every())
 

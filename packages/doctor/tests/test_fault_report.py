@@ -15,7 +15,7 @@ from sley_core.comm.collectives import all_reduce
 from sley_core.comm.world import World
 from sley_core.errors import Diagnostic, RunError
 from sley_core.topology import Topology
-from sley_doctor.reports import fault_report, witness
+from sley_doctor.reports import fault_report
 from sley_doctor.reports.fault_report import (
     FaultReport,
     LaunchReport,
@@ -23,10 +23,11 @@ from sley_doctor.reports.fault_report import (
     SeenWait,
     forget,
     read,
+    report_error,
+    report_stuck,
     write,
     write_launch,
 )
-from sley_doctor.reports.witness import report_error, report_stuck
 
 EXCHANGE = SeenExchange("all-reduce", "a bucket", "stage[0, 1]", (0, 1), "stage main", 7, 64)
 REPORT = FaultReport(
@@ -109,14 +110,14 @@ def test_an_error_is_told_with_its_traceback_and_the_stacks_of_other_threads(tmp
 def test_a_folder_that_cannot_be_written_or_hangs_is_not_in_the_way(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     report_error(tmp_path / "file", World.alone("cpu"), WHAT, ValueError())
-    monkeypatch.setattr(witness, "MOST_S", 0.2)
+    monkeypatch.setattr(fault_report, "MOST_S", 0.2)
     released, ended = threading.Event(), threading.Event()
 
     def hang(*_: Any) -> None:
         released.wait(60)
         ended.set()
 
-    monkeypatch.setattr(witness, "write", hang)
+    monkeypatch.setattr(fault_report, "write", hang)
     report_stuck(tmp_path, World.alone("cpu"), WHAT)
     assert not ended.is_set(), "it was waited for"
     released.set()

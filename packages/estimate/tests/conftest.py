@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from sley_testing import runs
 
 
 @pytest.fixture
@@ -15,8 +12,3 @@ def own_layers(texts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the texts; plans may name modules of the folder `own` beside this file."""
     monkeypatch.syspath_prepend(Path(__file__).parent / "own")
     return texts
-
-
-@pytest.fixture(scope="session")
-def any_lists() -> Callable[..., runs.Lists]:
-    return runs.any_lists

@@ -21,7 +21,8 @@ from sley_core.data.factory import open_dataset
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.calibrate import bench as benches
 from sley_estimate.calibrate import device as devices
-from sley_estimate.calibrate.bench import HOST_CALLS, ROW, LayerBench, LayerTimes
+from sley_estimate.calibrate.bench import HOST_CALLS, ROW, LayerBench
+from sley_estimate.layers.prices import LayerSeconds
 from sley_testing.plans import small_plan
 
 REPETITIONS = 3
@@ -66,7 +67,7 @@ CPU = Device(torch.device("cpu"))
 
 def additions(
     accumulation: str, compute: str = "fp32", *, split: bool = False, device: Device = CPU
-) -> tuple[dict[str, list[Tensor]], int, LayerTimes]:
+) -> tuple[dict[str, list[Tensor]], int, LayerSeconds]:
     """What was added to while the first block was timed, how many weights its linears have, and its times."""
     data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
     plan = plan_from_dict(small_plan(data=data, precision={"compute": compute, "accumulation": accumulation}))

@@ -15,8 +15,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes.fake_tensors import FakeTensors, Recipes
 from sley_estimate.bytes.ledger import Ledger, StepPlace
 from sley_estimate.bytes.rank import RankBytes, rank_bytes
-from sley_estimate.layers.kernels import as_on_cuda
-from sley_estimate.layers.operators import OperatorRecorder
+from sley_estimate.layers.operators import OperatorRecorder, as_on_cuda
 from sley_testing.live_bytes import memory_profile, peak_bytes
 from sley_testing.plans import changed, small_plan
 

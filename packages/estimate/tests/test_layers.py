@@ -20,11 +20,10 @@ from sley_core.model.attention import once_per_field
 from sley_core.model.layers import Layer
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
-from sley_estimate.layers.keys import layer_keys
 from sley_estimate.layers.operators import LayerWork, Operator
 from sley_estimate.layers.prices import LayerSeconds, PricedLayer, priced_layers, seconds_of
 from sley_estimate.layers.trace import trace
-from sley_estimate.layers.variants import COPY, grown, with_copies
+from sley_estimate.layers.variants import COPY, grown, layer_keys, with_copies
 from sley_estimate.machine import DeviceTable, MachineFile, machine_from_dict
 from sley_estimate.search.layouts import Layouts, choices_of
 from sley_estimate.search.roofline import Roofline
@@ -178,7 +177,7 @@ def test_what_is_not_known_to_be_plain_is_like_nothing_else() -> None:
             super().__init__()
             self.thing = object()
 
-    from sley_estimate.layers.keys import kind_of
+    from sley_estimate.layers.variants import kind_of
 
     assert kind_of(Holding(), "a") != kind_of(Holding(), "b")
     assert kind_of(Plainest(), "a") == kind_of(Plainest(), "b")
@@ -266,7 +265,7 @@ def ranked(machine: MachineFile) -> dict[str, float]:
     plan = plan_of()
     choices = choices_of(plan)
     roofline = Roofline(plan, 1, machine, choices)
-    layouts = [one for one in Layouts(plan, 1, choices, ["offload"]).every() if not one.shape.activations.copies]
+    layouts = [one for one in Layouts(plan, 1, choices, ["offload"]).every() if not one.activations.copies]
     return dict(sorted(((str(one), roofline.of(one).seconds) for one in layouts), key=lambda item: item[1]))
 
 

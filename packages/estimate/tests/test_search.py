@@ -17,7 +17,7 @@ from sley_core.table import Table
 from sley_estimate.machine import machine_from_dict
 from sley_estimate.search import find as finding
 from sley_estimate.search.find import ExactEstimate, exact, find, one_of_each_first
-from sley_estimate.search.layouts import Candidate, Choice, Layouts, Shape, Sizes, choices_of
+from sley_estimate.search.layouts import Choice, Layout, Layouts, choices_of
 from sley_estimate.search.roofline import Roofline, Rough
 from sley_estimate.step.estimate import estimate_both
 from sley_estimate.testing import small_machine
@@ -110,7 +110,7 @@ def test_a_plugin_that_says_what_cannot_be_is_skipped_by_name(said, message):
 
 def test_sizes_divide_the_world_and_the_batch():
     plan = plan_with({"out": Outsider()}, batch={"global_size": 24, "micro_size": 3})
-    found = list(Layouts(plan, 8, choices_of(plan)).sizes())
+    found = list(Layouts(plan, 8, choices_of(plan)).every())
     assert {(one.pp, one.sp, one.wp) for one in found} == {(1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 1, 1)}
     for one in found:
         dp = 8 // one.pp
@@ -121,9 +121,9 @@ def test_sizes_divide_the_world_and_the_batch():
 def test_an_axis_that_is_kept_has_the_plans_value():
     plan = plan_with({"out": Outsider()}, batch__micro_size=2)
     choices = choices_of(plan)
-    shapes = [layout.shape for layout in Layouts(plan, 4, choices, keep=["pp", "micro_size", "activations"]).every()]
-    assert {shape.sizes for shape in shapes} == {Sizes(1, 1, 1, 2)}
-    assert {shape.activations.name for shape in shapes} == {"core.keep"}
+    layouts = list(Layouts(plan, 4, choices, keep=["pp", "micro_size", "activations"]).every())
+    assert {layout[:4] for layout in layouts} == {(1, 1, 1, 2)}
+    assert {layout.activations.name for layout in layouts} == {"core.keep"}
     with pytest.raises(UsageError, match="no axis `tp`"):
         Layouts(plan, 4, choices, keep=["tp"])
 
@@ -208,8 +208,8 @@ def test_layouts_that_differ_in_what_can_hardly_matter_come_behind_the_others() 
     """Two slices with micro-batches twice as large take as long; when to reduce cannot matter with one micro-batch."""
     keep, default, by_step = (Choice("core.keep", {}), Choice("mine.shards", {}), Choice("mine.shards", {"reduce": "step"}))
 
-    def layout(sp: int, micro_size: int, weights: Choice) -> Candidate:
-        return Candidate(Shape(Sizes(1, sp, 2, micro_size), keep, weights, None), None, None)
+    def layout(sp: int, micro_size: int, weights: Choice) -> Layout:
+        return Layout(1, sp, 2, micro_size, None, keep, None, weights)
 
     space = space_of(plan_of(), 2)  # 8 samples per step: two ranks take 4 micro-batches of one
     sliced, own, stepped = layout(2, 2, default), layout(1, 1, default), layout(1, 1, by_step)
@@ -226,7 +226,7 @@ def test_the_formula_is_near_the_steps_of_a_layout() -> None:
     choices = choices_of(plan)
     roofline = Roofline(plan, 1, machine_from_dict(small_machine(device__launch_s=1e-9)), choices)
     for layout in Layouts(plan, 1, choices, ["offload", "micro_size"]).every():
-        if layout.shape.activations.copies:
+        if layout.activations.copies:
             continue
         takes = exact(layout.plan(plan, 1), 1, roofline.machine)
         assert takes is not None

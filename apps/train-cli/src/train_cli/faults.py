@@ -28,6 +28,8 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any, Protocol
 
+from pydantic import TypeAdapter
+
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, EXIT_TERMINATED, Diagnostic, Place, SleyError, is_foreign
 from sley_core.json_text import write_whole
 from train_cli.stopping import WARNINGS
@@ -184,12 +186,7 @@ def read_report(content: Mapping[str, Any]) -> tuple[Fault, float] | None:
     written = content.get(_KEY)
     if written is None:
         return None
-    fault = written["fault"]
-    diagnostics = []
-    for fields in fault["diagnostics"]:
-        place = Place(**fields["place"]) if fields["place"] else None
-        diagnostics.append(Diagnostic(**{**fields, "path": tuple(fields["path"]), "place": place}))
-    return Fault(**{**fault, "diagnostics": tuple(diagnostics)}), written["time"]
+    return TypeAdapter(Fault).validate_python(written["fault"]), written["time"]
 
 
 _QUIET = frozenset({EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNINGS), -signal.SIGTERM, -signal.SIGINT})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from html import escape
 
 from sley_core.actions.action import Kind
@@ -21,8 +21,8 @@ COLOURS = {
 }
 """Of the first chunk and of the last; those between them get shades between these."""
 
-ROW, GAP, TITLE, LEFT = 22, 4, 24, 110
-"""Pixels: of a stage's row, between rows, of a title, of the stages' names with their idle share."""
+WIDTH, ROW, GAP, TITLE, LEFT = 1200, 22, 4, 24, 110
+"""Pixels: of the picture, of a stage's row, between rows, of a title, of the stages' names with their idle share."""
 
 NUM_TICKS = 5
 """Times that are written below the pictures, the first of them 0."""
@@ -34,49 +34,32 @@ LETTER = 7
 """Pixels that a letter of a label takes: one without room is left out."""
 
 
-def draw_svg(timelines: Mapping[str, Timeline], width: int = 1200) -> str:
-    """Returns an SVG picture `width` pixels wide: each of `timelines` under its title, with time ticks and a legend
-    below.
+def draw_svg(timelines: Mapping[str, Timeline]) -> str:
+    """Returns an SVG picture of `timelines`, each under its title, with time ticks and a legend below.
 
     The tooltip of an action says what it is and when it ran.
     """
-    body, height = timeline_elements(timelines, 0, width)
-    return picture(body, width, height)
-
-
-def picture(body: Iterable[str], width: int, height: int) -> str:
-    """Returns SVG elements as the text of a file."""
-    size = f'width="{width}" height="{height}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
-    return "\n".join([head, *body, "</svg>"]) + "\n"
-
-
-def timeline_elements(timelines: Mapping[str, Timeline], top: int, width: int) -> tuple[list[str], int]:
-    """Returns the elements of timelines from `top` pixels on, and where they end."""
-    longest = max((timeline.makespan_s for timeline in timelines.values()), default=0.0)
-    scale = (width - LEFT) / longest if longest > 0 else 0.0
-    last_chunk = max((span.action.chunk for timeline in timelines.values() for span in timeline.spans), default=0)
-    body: list[str] = []
+    longest_s = max((timeline.makespan_s for timeline in timelines.values()), default=0.0)
+    scale = (WIDTH - LEFT) / longest_s if longest_s > 0 else 0.0
+    actions = [span.action for timeline in timelines.values() for span in timeline.spans]
+    last_chunk = max((action.chunk for action in actions), default=0)
+    body, top = list[str](), 0
     for title, timeline in timelines.items():
         body.append(f'<text x="0" y="{top + TITLE - 8}" font-weight="bold">{escape(title)}</text>')
         top += TITLE
+        length = timeline.makespan_s * scale
         for stage in range(timeline.stages):
-            body += _svg_row(timeline, stage, top, scale, last_chunk)
+            body.append(f'<text x="0" y="{top + ROW - 7}">stage {stage}, {timeline.idle(stage):.0%} idle</text>')
+            body.append(f'<rect x="{LEFT}" y="{top}" width="{length:.2f}" height="{ROW}" fill="#f2f2f2"/>')
+            body += [_box(span, top, scale, last_chunk) for span in timeline.of_stage(stage)]
             top += ROW + GAP
     if scale:
-        body += _ticks(longest, top, scale)
-        body += _svg_legend(timelines.values(), top + TITLE, last_chunk)
+        body += _ticks(longest_s, top, scale)
+        body += _svg_legend({action.kind for action in actions}, top + TITLE, last_chunk)
         top += 2 * TITLE
-    return body, top
-
-
-def _svg_row(timeline: Timeline, stage: int, top: int, scale: float, last_chunk: int) -> Iterator[str]:
-    """Yields the SVG elements of one stage."""
-    length = timeline.makespan_s * scale
-    yield f'<text x="0" y="{top + ROW - 7}">stage {stage}, {timeline.idle(stage):.0%} idle</text>'
-    yield f'<rect x="{LEFT}" y="{top}" width="{length:.2f}" height="{ROW}" fill="#f2f2f2"/>'
-    for span in timeline.of_stage(stage):
-        yield _box(span, top, scale, last_chunk)
+    size = f'width="{WIDTH}" height="{top}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
+    return "\n".join([head, *body, "</svg>"]) + "\n"
 
 
 def _ticks(longest_s: float, top: int, scale: float) -> Iterator[str]:
@@ -89,9 +72,8 @@ def _ticks(longest_s: float, top: int, scale: float) -> Iterator[str]:
         yield f'<text x="{x:.2f}" y="{top + TITLE - 10}" text-anchor="{anchor}">{time_s * per_s:.4g} {unit}</text>'
 
 
-def _svg_legend(timelines: Iterable[Timeline], top: int, last_chunk: int) -> Iterator[str]:
+def _svg_legend(kinds: Collection[Kind], top: int, last_chunk: int) -> Iterator[str]:
     """Yields a coloured box and a name for each kind of action that occurs, and what the shades mean."""
-    kinds = {span.action.kind for timeline in timelines for span in timeline.spans}
     x = LEFT
     for kind, name in NAMES.items():
         if kind in kinds:

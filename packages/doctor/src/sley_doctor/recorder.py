@@ -28,12 +28,12 @@ class DoctorRecorder(RunRecorder):
         return recorded_work(parts, feed, folder, notes)
 
     def failed(self, folder: Path, world: World, what: Diagnostic, error: BaseException) -> None:
-        from sley_doctor.reports.witness import report_error
+        from sley_doctor.reports.fault_report import report_error
 
         report_error(folder, world, what, error)
 
     def stuck(self, folder: Path, world: World, what: Diagnostic) -> None:
-        from sley_doctor.reports.witness import report_stuck
+        from sley_doctor.reports.fault_report import report_stuck
 
         report_stuck(folder, world, what)
 

@@ -21,8 +21,8 @@ from sley_core.data.factory import open_dataset
 from sley_estimate.calibrate import device, layers, links
 from sley_estimate.layers.prices import priced_layers
 from sley_estimate.machine import machine_from_dict
+from sley_estimate.step.estimate import message_exchange
 from sley_estimate.step.lanes import Await, Begin, Compute, Instruction, StepSeconds, simulate_programs
-from sley_estimate.step.programs import message_exchange
 from sley_testing.plans import Tables, changed
 from train_cli.on_meta import meta_micro_batch
 

@@ -8,14 +8,12 @@ from torch import Tensor, nn
 class Embeds(nn.Module):
     """Vectors of the tokens."""
 
-    def __init__(self, *, asks: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.asks = asks
         self.table = nn.Embedding(256, 8)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Returns [b, s, 8]; asks for the largest token."""
-        assert not self.asks or int(tokens.max()) < 256
+        """Returns [b, s, 8]."""
         vectors: Tensor = self.table(tokens)
         return vectors
 
@@ -35,9 +33,4 @@ class Asks(nn.Module):
 
 def layers() -> list[tuple[str, nn.Module]]:
     """A model that asks what it computes."""
-    return [("embeds", Embeds(asks=False)), ("asks", Asks())]
-
-
-def layers_that_ask_the_batch() -> list[tuple[str, nn.Module]]:
-    """A model that asks its tokens."""
-    return [("embeds", Embeds(asks=True)), ("head", nn.Linear(8, 256))]
+    return [("embeds", Embeds()), ("asks", Asks())]

@@ -120,7 +120,8 @@ def run(
 
     check_model(resolved, size)
     estimates = module_of("estimate", "sley_estimate.commands.estimate", "`run --estimate`") if estimate else None
-    estimated = estimates.run_estimate(resolved, size, machine) if estimates else None
+    known = estimates.load_machine(machine) if estimates and machine else None
+    estimated = estimates.bytes_and_seconds(resolved, size, known) if estimates else None
     with held_run_folder(resolved, overwrite=overwrite, resume=stays) as folder:
         if size > 1:
             arguments = {"path": str(plan), "changes": changes, "resume": start, "line": line, "verbose": verbose > 0}
@@ -129,8 +130,8 @@ def run(
             from train_cli.rank import train
 
             code = train(resolved, folder, resume=start, line=line, verbose=verbose > 0)
-        if estimates and code == EXIT_OK:
-            console.say("\n".join(estimates.compare_with_run(estimated, folder)))
+        if estimates and estimated and code == EXIT_OK:
+            console.say("\n".join(estimates.compare_with_run(*estimated, folder)))
     raise typer.Exit(code)
 
 

@@ -19,7 +19,7 @@ from sley_doctor.reports.fault_report import FoundReports, read
 from sley_doctor.reports.work_record import WorkRecord
 from sley_doctor.slow.judge import Judgement, judge
 from sley_doctor.slow.words import cause_in_words, last_seen, nobody, remedy, work_in_words
-from sley_doctor.verdict.verdict import RunState, Verdict, evidence, state_in_words, state_of, verdict
+from sley_doctor.verdict.verdict import Verdict, evidence, state_in_words, state_of, verdict
 from train_cli.options import FormatOption, OutputFormat
 from train_cli.run_folder import FAULTS
 
@@ -29,12 +29,18 @@ def doctor(
     form: FormatOption = OutputFormat.text,
 ) -> None:
     """Say what went wrong in a run, or which rank makes others wait: cause, rank, layer, action, remedy."""
-    found, records = _left(run)
+    if not (run / PLAN).is_file() and not (run / FAULTS).is_dir():
+        raise UsageError("no-run", f"`{run}` is not the folder of a run", hint="give the folder, such as `runs/NAME`")
+    try:
+        found, records = read(run), work_record.read(run)
+        state = state_of(run, records, time.time())
+    except OSError as error:
+        raise UsageError("no-run", f"what is in `{run}` cannot be read: {error.strerror or error}") from error
     judged = judge(records)
     if form is OutputFormat.json:
         data = {
             "attempts": [_data(one) for one in found],
-            "state": asdict(_state(run, records)),
+            "state": asdict(state),
             "slow": [{**asdict(cause), "told": cause_in_words(cause), "remedy": remedy(cause)} for cause in judged.causes],
             "why_not": judged.why_not,
             "work": [*work_in_words(judged)],
@@ -43,32 +49,9 @@ def doctor(
         return
     parts = ["\n".join(_text(run, one, len(found) > 1)) for one in found]
     if not found:
-        state = state_in_words(_state(run, records), time.time())
-        parts.append(f"no rank has reported a failure in `{run}`: {state}")
+        parts.append(f"no rank has reported a failure in `{run}`: {state_in_words(state, time.time())}")
     parts.append("\n".join(_slow(judged, records)))
     typer.echo("\n\n".join(parts))
-
-
-def _left(run: Path) -> tuple[list[FoundReports], list[WorkRecord]]:
-    """Returns the reports and the records in the folder; raises UsageError if it is not that of a run."""
-    if not (run / PLAN).is_file() and not (run / FAULTS).is_dir():
-        raise UsageError("no-run", f"`{run}` is not the folder of a run", hint="give the folder, such as `runs/NAME`")
-    try:
-        return read(run), work_record.read(run)
-    except OSError as error:
-        raise _unreadable(run, error) from error
-
-
-def _state(run: Path, records: Sequence[WorkRecord]) -> RunState:
-    """Returns how far the run has come; raises UsageError if the files that show it cannot be read."""
-    try:
-        return state_of(run, records, time.time())
-    except OSError as error:
-        raise _unreadable(run, error) from error
-
-
-def _unreadable(run: Path, error: OSError) -> UsageError:
-    return UsageError("no-run", f"what is in `{run}` cannot be read: {error.strerror or error}")
 
 
 def _data(found: FoundReports) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import typer
 from sley_core.discovery import to_install
 from sley_core.errors import PluginError, UsageError
 from sley_core.json_text import write_whole
-from sley_doctor.run_report.page import read_runs
 from train_cli.console import say
 
 NAME = "report.html"
@@ -34,9 +33,9 @@ def report(
             f"a report needs {' and '.join(f'`{name}`' for name in missing)}, not installed here",
             hint=to_install("doctor", "report"),
         )
-    found = read_runs(runs)
-    from sley_doctor.run_report.page import page
+    from sley_doctor.run_report.page import page, read_runs
 
+    found = read_runs(runs)
     file = out or (runs[0] / NAME if len(runs) == 1 else Path(NAME))
     text = page(found)
     try:

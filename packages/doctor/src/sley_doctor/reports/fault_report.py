@@ -2,6 +2,9 @@
 
 runs/NAME/faults/0/rank-1.json      what rank 1 of the first attempt did, waited in and raised
                    launcher.json    how the ranks ended, if our own launcher started them
+
+A rank reports when it fails, or is found stuck: where it is, in what it waits, and its threads' stacks. The report must never
+hide the first error: a failure here is dropped, and a file system that hangs costs at most `MOST_S`.
 """
 
 from __future__ import annotations
@@ -9,13 +12,27 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
 
 from sley_core.json_text import to_json, write_whole
 from train_cli.run_folder import FAULTS
+
+if TYPE_CHECKING:
+    from sley_core.comm.guard import Turn
+    from sley_core.comm.progress import Progress
+    from sley_core.comm.world import World
+    from sley_core.errors import Diagnostic
 
 LAUNCHER = "launcher.json"
 FORMAT = 1
@@ -164,30 +181,104 @@ def _attempt(folder: Path, attempt: int) -> FoundReports:
             if content.pop("format") != FORMAT:
                 raise ValueError(path.name)
             if path.name == LAUNCHER:
-                launch = _launch(content)
+                launch = TypeAdapter(LaunchReport).validate_python(content)
             else:
-                ranks.append(_report(content))
+                ranks.append(TypeAdapter(FaultReport).validate_python(content))
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             unreadable.append(path.name)
     return FoundReports(attempt, tuple(sorted(ranks, key=lambda one: one.rank)), launch, tuple(unreadable))
 
 
-def _launch(content: dict[str, Any]) -> LaunchReport:
-    """Returns the launcher's report from its JSON content, in which ranks are strings."""
-    by_rank = {key: {int(rank): value for rank, value in content[key].items()} for key in ("codes", "silent")}
-    return LaunchReport(**{**content, **by_rank})
+MOST_S = 2.0
+"""How long the report may take."""
+
+MOST_THREADS, MOST_LINES = 16, 80
+"""Of stacks: a report stays small."""
 
 
-def _report(content: dict[str, Any]) -> FaultReport:
-    """Returns the fault report with the `content` of its JSON file."""
-    wait = content.pop("wait")
-    if wait is not None:
-        wait = SeenWait(**{**wait, "exchange": _exchange(wait["exchange"])})
-    queues = content.pop("exchanges")
-    exchanges = {queue: tuple(map(_exchange, seen)) for queue, seen in queues.items()}
-    stacks = {thread: tuple(lines) for thread, lines in content.pop("stacks").items()}
-    return FaultReport(**content, wait=wait, exchanges=exchanges, stacks=stacks)
+def report_error(folder: Path, world: World, what: Diagnostic, error: BaseException) -> None:
+    """Writes into the run's `folder` what this rank was doing when it failed with `error`. what: the error as the user
+    sees it.
+    """
+    lines = [line for part in traceback.format_exception(error) for line in part.splitlines()]
+    _report(folder, world, "error", what, {"the error": tuple(lines[-MOST_LINES:])})
 
 
-def _exchange(content: dict[str, Any]) -> SeenExchange:
-    return SeenExchange(**{**content, "ranks": tuple(content["ranks"])})
+def report_stuck(folder: Path, world: World, what: Diagnostic) -> None:
+    """Writes what this rank is doing if it was asked to end and does not; called in a thread other than the main one."""
+    _report(folder, world, "stuck", what, {})
+
+
+def _report(folder: Path, world: World, kind: str, what: Diagnostic, stacks: Mapping[str, tuple[str, ...]]) -> None:
+    """Writes a fault report in a thread, waiting at most MOST_S; failures are ignored, since the error itself matters more."""
+
+    def tell() -> None:
+        # A report is worth less than the error that it tells of.
+        with suppress(Exception):
+            write(folder, seen(world, kind, what, {**stacks, **_stacks()}))
+
+    thread = threading.Thread(target=tell, name="sley-fault-report", daemon=True)
+    thread.start()
+    thread.join(MOST_S)
+
+
+def seen(world: World, kind: str, what: Diagnostic, stacks: Mapping[str, tuple[str, ...]]) -> FaultReport:
+    """Returns the report of this rank's present state, from the groups that were made last."""
+    known = FaultReport(
+        world.rank,
+        world.size,
+        kind,
+        time.time(),
+        what.code,
+        what.message,
+        what.hint or "",
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        stacks=stacks,
+    )
+    if not world.made:
+        return known
+    groups = world.made[-1]
+    return replace(_with_progress(known, groups.progress), stage=groups["pp"].coord)
+
+
+def _with_progress(known: FaultReport, progress: Progress) -> FaultReport:
+    step_progress = progress.step_progress
+    # Copied, since the main thread of a rank that is stuck may go on.
+    queues = {queue: tuple(map(_exchange, list(kept))) for queue, kept in list(progress.recent.items())}
+    return replace(
+        known,
+        step=step_progress.step,
+        finished=str(step_progress.finished),
+        pending=str(step_progress.pending),
+        layer=step_progress.layer,
+        wait=_wait(progress),
+        exchanges=queues,
+    )
+
+
+def _wait(progress: Progress) -> SeenWait | None:
+    """Returns the wait in which this rank is or has failed, as a report has it; None if there is none."""
+    wait = progress.wait
+    if wait is None:
+        return None
+    return SeenWait(_exchange(wait.turn), wait.seconds, wait.end, wait.peer)
+
+
+def _exchange(turn: Turn) -> SeenExchange:
+    members = turn.members
+    return SeenExchange(
+        turn.operation, turn.what, str(members), members.ranks, turn.queue, turn.number, turn.num_bytes, turn.peer
+    )
+
+
+def _stacks() -> dict[str, tuple[str, ...]]:
+    """Returns the stack of every Python thread except the calling one, the outermost frame first."""
+    frames = sys._current_frames()
+    found = {}
+    for thread in threading.enumerate()[:MOST_THREADS]:
+        frame = frames.get(thread.ident or 0)
+        if frame is not None and thread is not threading.current_thread():
+            lines = [line for part in traceback.format_stack(frame) for line in part.splitlines()]
+            found[thread.name] = tuple(lines[-MOST_LINES:])
+    return found

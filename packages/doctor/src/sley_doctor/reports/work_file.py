@@ -224,7 +224,6 @@ def fewer(windows: Sequence[Window], most: int) -> list[Window]:
 def merged(windows: Sequence[Window]) -> Window:
     """Returns one window with all steps of `windows`, which are in ascending order."""
     last = windows[-1]
-    usage = [one.usage for one in windows]
     return Window(
         windows[0].first,
         last.last,
@@ -234,13 +233,7 @@ def merged(windows: Sequence[Window]) -> Window:
         {place: _over(some) for place, some in _by_name(windows, lambda one: one.layers).items()},
         _means(windows, lambda one: one.waits),
         {name: _queue(some) for name, some in _by_name(windows, lambda one: one.queues).items()},
-        Usage(
-            round(sum(one.user_s for one in usage), 6),
-            round(sum(one.system_s for one in usage), 6),
-            sum(one.minor for one in usage),
-            sum(one.major for one in usage),
-            sum(one.switches for one in usage),
-        ),
+        Usage(*(round(sum(counts), 6) for counts in zip(*(one.usage for one in windows), strict=True))),
         last.private_mb,
         last.device_mb,
         _messages(windows, lambda one: one.sent),

@@ -13,7 +13,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from pydantic import TypeAdapter
 
 from sley_core.json_text import to_json
 from train_cli.run_folder import WORK
@@ -79,27 +81,16 @@ class Queue:
     num_bytes: float = 0.0
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(NamedTuple):
     """Holds the kernel's counters of the process over a window. system_s: time in the kernel. minor, major: page faults without
     and with a read from a disk. switches: involuntary context switches.
     """
 
     user_s: float
     system_s: float
-    minor: int
-    major: int
-    switches: int
-
-    def __sub__(self, before: Usage) -> Usage:
-        """Returns what was used since `before`."""
-        return Usage(
-            round(self.user_s - before.user_s, 6),
-            round(self.system_s - before.system_s, 6),
-            self.minor - before.minor,
-            self.major - before.major,
-            self.switches - before.switches,
-        )
+    minor: float
+    major: float
+    switches: float
 
 
 @dataclass(frozen=True)
@@ -234,31 +225,14 @@ def roundness(step: int) -> int:
 
 def _parsed(lines: Iterable[bytes]) -> Iterator[Start | Window]:
     """Yields the starts and windows in `lines`; skips lines that cannot be read."""
+    starts, windows = TypeAdapter(Start), TypeAdapter(Window)
     for one in lines:
         try:
             content = json.loads(one)
             if content.pop("start", False):
                 if content.pop("format") == FORMAT:
-                    yield Start(**content)
+                    yield starts.validate_python(content)
             else:
-                yield _window(content)
+                yield windows.validate_python(content)
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
-
-
-def _window(content: dict[str, Any]) -> Window:
-    """Returns the window with the `content` of its JSON line."""
-
-    def spreads(found: Mapping[str, Any]) -> dict[str, Spread]:
-        return {name: Spread(*value) for name, value in found.items()}
-
-    def messages(found: Mapping[str, Any]) -> dict[str, tuple[SeenMessage, ...]]:
-        return {name: tuple(SeenMessage(*one) for one in some) for name, some in found.items()}
-
-    content["seconds"] = Spread(*content["seconds"])
-    content["work"], content["waits"] = spreads(content["work"]), spreads(content["waits"])
-    content["layers"] = {place: spreads(some) for place, some in content["layers"].items()}
-    content["queues"] = {name: Queue(**{**one, "ranks": tuple(one["ranks"])}) for name, one in content["queues"].items()}
-    content["usage"] = Usage(**content["usage"])
-    content["sent"], content["taken"] = messages(content["sent"]), messages(content["taken"])
-    return Window(**content)

@@ -238,7 +238,7 @@ class WorkRecorder:
                     self._samples.layers(),
                     self._samples.waits(),
                     self._samples.queues(),
-                    usage - self._usage,
+                    Usage(*(round(after - before, 6) for after, before in zip(usage, self._usage, strict=True))),
                     private_mb(),
                     device_mb,
                     self._samples.sent,

@@ -149,23 +149,18 @@ def _row(rank: int, blocks: Sequence[Block]) -> WaitingRow:
     own = [block.ranks[rank] for block in blocks]
     names = [place for place in own[-1].work if place != DEVICE]
     places = {place: middle(one.work[place].middle for one in own if place in one.work) for place in names}
-    kinds = [sum(seconds for place, seconds in places.items() if _is_of(place, kind)) for kind in KINDS]
+    kinds = [
+        sum(seconds for place, seconds in places.items() if place == kind or (kind.isupper() and place[0] in kind))
+        for kind in KINDS
+    ]
     waits = waits_of(rank, blocks)
     return WaitingRow(
         rank,
         own[0].start.stage,
         [*kinds, sum(places.values()) - sum(kinds)],
         sum(seconds for seconds, _ in waits),
-        list(_longest(waits)),
+        [f"{seconds * 1e3:.3g} ms {words}" for seconds, words in waits[:2] if seconds >= SHOWN_S],
     )
-
-
-def _is_of(place: str, kind: str) -> bool:
-    return place == kind or (kind.isupper() and place[0] in kind)
-
-
-def _longest(waits: Sequence[tuple[float, str]]) -> Iterator[str]:
-    yield from (f"{seconds * 1e3:.3g} ms {words}" for seconds, words in waits[:2] if seconds >= SHOWN_S)
 
 
 MAX_BYTES = 1_000_000
@@ -209,14 +204,6 @@ _FACTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "notes": lambda one: "; ".join(one["notes"]),
 }
 """What the first table says, of a run's `summary.json`."""
-
-
-class ChartFigure(NamedTuple):
-    """One chart. picture: an `<svg>` element; "" where no run has recorded the number."""
-
-    title: str
-    note: str
-    picture: str
 
 
 class StepFigure(NamedTuple):
@@ -291,15 +278,17 @@ def _numbers(runs: Sequence[RecordedRun]) -> list[str]:
     return [name for name in {**dict.fromkeys(_CURVES), **recorded} if name not in left_out]
 
 
-def _charts(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[ChartFigure]:
-    """Yields a chart of each of the numbers `names`."""
+def _charts(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Yields a chart of each of the numbers `names`: title, note, and an `<svg>` element, "" where no run has recorded the
+    number.
+    """
     most = max(30, _MOST_POINTS // (len(names) * len(runs)))
     for name in names:
         title, note, unit = _CURVES.get(name, (name, "", ""))
         curves = [curve for number, run in enumerate(runs) if (curve := _curve(run, number, name)).steps]
         if any(len(curve.steps) > most for curve in curves):
             note += f"{'; ' if note else ''}of each stretch of steps the lowest and the highest"
-        yield ChartFigure(title, note, chart(name, unit, curves, most) if curves else "")
+        yield title, note, chart(name, unit, curves, most) if curves else ""
 
 
 def _curve(run: RecordedRun, number: int, name: str) -> Curve:

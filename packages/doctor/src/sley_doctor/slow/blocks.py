@@ -8,10 +8,11 @@ blocks   |------- block ---------|-- block --|     those of the rank with the fe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from sley_doctor.reports.work_file import merged
 from sley_doctor.reports.work_record import (
     BETWEEN,
     DATA,
@@ -24,7 +25,6 @@ from sley_doctor.reports.work_record import (
     Spread,
     Start,
     Usage,
-    Window,
     WorkRecord,
 )
 
@@ -39,7 +39,7 @@ MOST_DEVICE = 0.03
 class RankWork:
     """Holds what one rank did in the steps of a block, as `Window` says, a mean over windows.
 
-    user_s, system_s, faults, switches: of a step, see `Usage`; faults of both kinds.
+    user_s, system_s, faults: of a step, see `Usage`; faults of both kinds.
     """
 
     start: Start
@@ -51,7 +51,6 @@ class RankWork:
     user_s: float
     system_s: float
     faults: float
-    switches: float
 
     @property
     def working_s(self) -> float:
@@ -105,49 +104,26 @@ def blocks_of(records: Sequence[WorkRecord]) -> list[Block]:
     ends = [coarsest[min(at + size, len(coarsest)) - 1].last for at in range(0, len(coarsest), size)]
     begins = [coarsest[at].first for at in range(0, len(coarsest), size)]
     cut = [(max(begin, first), min(end, last)) for begin, end in zip(begins, ends, strict=True)]
-    return [block_of(records, *one) for one in cut if one[0] <= one[1]]
-
-
-def block_of(records: Sequence[WorkRecord], first: int, last: int) -> Block:
-    """Returns steps `first` to `last` of all `records`, each of which has windows there."""
-    return Block(first, last, {record.start.rank: _work(record, first, last) for record in records})
+    return [
+        Block(begin, end, {record.start.rank: _work(record, begin, end) for record in records})
+        for begin, end in cut
+        if begin <= end
+    ]
 
 
 def _work(record: WorkRecord, first: int, last: int) -> RankWork:
-    inside = [(window, min(window.last, last) - max(window.first, first) + 1) for window in record.within(first, last)]
-    layers = {
-        place: _joined(inside, lambda window, place=place: window.layers.get(place, {}))  # type: ignore[misc]
-        for place in dict.fromkeys(place for window, _ in inside for place in window.layers)
-    }
+    """Returns the work of a rank in steps `first` to `last`, where it has windows."""
+    inside = []
+    for window in record.within(first, last):
+        begin, end = max(window.first, first), min(window.last, last)
+        share = (end - begin + 1) / window.num_steps
+        usage = Usage(*(count * share for count in window.usage))
+        inside.append(replace(window, first=begin, last=end, usage=usage, sent={}, taken={}))
+    whole = merged(inside)
+    user_s, system_s, minor, major, _ = (count / (last - first + 1) for count in whole.usage)
     return RankWork(
-        record.start,
-        _mean([(window.seconds, steps) for window, steps in inside]),
-        _joined(inside, lambda window: window.work),
-        layers,
-        _joined(inside, lambda window: window.waits),
-        {queue: one for window, _ in inside for queue, one in window.queues.items()},
-        *_per_step([(window.usage, steps / window.num_steps) for window, steps in inside], last - first + 1),
+        record.start, whole.seconds, whole.work, whole.layers, whole.waits, whole.queues, user_s, system_s, minor + major
     )
-
-
-def _joined(inside: Sequence[tuple[Window, int]], of: Callable[[Window], Mapping[str, Spread]]) -> dict[str, Spread]:
-    names = dict.fromkeys(name for window, _ in inside for name in of(window))
-    return {name: _mean([(of(window)[name], steps) for window, steps in inside if name in of(window)]) for name in names}
-
-
-def _mean(found: Sequence[tuple[Spread, int]]) -> Spread:
-    """Returns the mean of spreads, weighted by their numbers of steps."""
-    total = sum(steps for _, steps in found)
-    if not total:
-        return NOTHING
-    return Spread(*(sum(one[place] * steps for one, steps in found) / total for place in range(3)))
-
-
-def _per_step(found: Sequence[tuple[Usage, float]], steps: int) -> tuple[float, float, float, float]:
-    def sum_of(name: str) -> float:
-        return float(sum(getattr(usage, name) * share for usage, share in found)) / steps
-
-    return sum_of("user_s"), sum_of("system_s"), sum_of("minor") + sum_of("major"), sum_of("switches")
 
 
 def middle(values: Iterable[float]) -> float:

@@ -262,13 +262,12 @@ def _grown(records: Sequence[WorkRecord], step_s: float) -> list[Cause]:
     """Returns a cause for the memory that grows most, with all ranks whose memory in the same place grows at least half as
     much.
     """
-    found: list[Growth] = growths(records)
+    found = [one for record in records for where in ("host", "device") if (one := _growth(record, where, step_s))]
     if not found:
         return []
-    first = found[0]
-    same = [one for one in found if one.where == first.where and one.megabytes >= first.megabytes / 2]
-    ranks = tuple(sorted(one.rank for one in same))
-    return [Cause("memory", ranks, first.where, "", 0.0, 0.0, step_s, first.first, first.last, megabytes=first.megabytes)]
+    most = max(found, key=lambda one: one.megabytes)
+    same = [one for one in found if one.place == most.place and one.megabytes >= most.megabytes / 2]
+    return [replace(most, ranks=tuple(sorted(one.ranks[0] for one in same)))]
 
 
 def _is_most(some: Sequence[Block], blocks: Sequence[Block]) -> bool:
@@ -284,24 +283,10 @@ STEADY = 0.8
 """The share of windows in which it must grow."""
 
 
-class Growth(NamedTuple):
-    """Memory that a rank holds at step `last` beyond what it held at step `first`. where: "host" or "device"."""
-
-    rank: int
-    where: str
-    megabytes: float
-    first: int
-    last: int
-
-
-def growths(records: Sequence[WorkRecord]) -> list[Growth]:
-    """Returns the ranks whose memory grows, the most first; the first window, in which a run settles, is left out."""
-    found = [one for record in records for where in ("host", "device") if (one := _growth(record, where))]
-    return sorted(found, key=lambda one: -one.megabytes)
-
-
-def _growth(record: WorkRecord, where: str) -> Growth | None:
-    """Returns the growth of a rank's memory if it is large and steady until the end; else None. where: "host" or "device"."""
+def _growth(record: WorkRecord, where: str, step_s: float) -> Cause | None:
+    """Returns a cause for the growth of a rank's memory if it is large and steady until the end; else None. The first window,
+    in which a run settles, is left out. where: "host" or "device".
+    """
     windows = record.windows[1:]
     if len(windows) < LEAST_WINDOWS:
         return None
@@ -313,7 +298,10 @@ def _growth(record: WorkRecord, where: str) -> Growth | None:
     before = [mb for mb, one in zip(held, windows, strict=True) if one.last <= since]
     lately = held[-1] - (before[-1] if before else held[0])
     is_growing = total >= max(LEAST_MB, LEAST_GROWTH * held[0]) and rising >= STEADY and lately >= total / 6
-    return Growth(record.start.rank, where, total, windows[0].last, windows[-1].last) if is_growing else None
+    if not is_growing:
+        return None
+    first, last = windows[0].last, windows[-1].last
+    return Cause("memory", (record.start.rank,), where, "", 0.0, 0.0, step_s, first, last, megabytes=total)
 
 
 LATENCY_S, BYTES_PER_S = 2.5e-3, 50e6
@@ -326,20 +314,16 @@ MOST_LINK_RATIO = 3.0
 class SlowExchange(NamedTuple):
     """An exchange that ranks wait in, late or not. seconds: of a step; usual_s: of a step by a slow but sound link.
 
-    queue: its name. ranks: its members, or the sender and the receiver. num_bytes, exchanges: of a step; of messages, the
-    actions that send some.
+    queue: its name. ranks: its members, or the sender and the receiver.
 
     In a collective the last rank to come waits for nobody, so the shortest wait of its members is the exchange's own. A message
     of a pipeline is on its way from when the sender has handed it over, and is waited for from when its receiver comes for it.
     """
 
     queue: str
-    group: str
     ranks: tuple[int, ...]
     seconds: float
     usual_s: float
-    exchanges: float
-    num_bytes: float
 
 
 def slow_exchanges(records: Sequence[WorkRecord], block: Block) -> list[SlowExchange]:
@@ -404,5 +388,4 @@ def _ways_by_step(sent: Sequence[SeenMessage], taken: Sequence[SeenMessage]) -> 
 
 
 def _exchange(name: str, queue: Queue, ranks: tuple[int, ...], seconds: float) -> SlowExchange:
-    usual_s = queue.exchanges * LATENCY_S + queue.num_bytes / BYTES_PER_S
-    return SlowExchange(name, queue.group, ranks, seconds, usual_s, queue.exchanges, queue.num_bytes)
+    return SlowExchange(name, ranks, seconds, queue.exchanges * LATENCY_S + queue.num_bytes / BYTES_PER_S)

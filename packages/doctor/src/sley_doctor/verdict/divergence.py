@@ -65,22 +65,13 @@ def late_for(wait: SeenWait, by_rank: Mapping[int, FaultReport]) -> list[int]:
     if wait.peer is not None:
         return [wait.peer]
     others = exchange.ranks if exchange.peer is None else (exchange.peer,)
-    own = _own(exchange, by_rank)
+    own = next((rank for rank, one in by_rank.items() if one.wait is not None and one.wait.exchange is exchange), -1)
     return [rank for rank in others if rank != own and not _has_started(by_rank.get(rank), exchange)]
 
 
-def _own(exchange: SeenExchange, by_rank: Mapping[int, FaultReport]) -> int:
-    """Returns the rank that waits in `exchange`."""
-    return next((rank for rank, one in by_rank.items() if one.wait is not None and one.wait.exchange is exchange), -1)
-
-
 def _has_started(report: FaultReport | None, exchange: SeenExchange) -> bool:
-    return report is not None and _count(report, exchange.queue) >= exchange.number
-
-
-def _count(report: FaultReport, queue: str) -> int:
-    seen = report.exchanges.get(_READ.sub("", queue), ())
-    return seen[-1].number if seen else 0
+    seen = report.exchanges.get(_READ.sub("", exchange.queue), ()) if report is not None else ()
+    return bool(seen) and seen[-1].number >= exchange.number
 
 
 def _place_of_message(what: str) -> tuple[str, ...]:
@@ -197,7 +188,9 @@ def _not_started(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
     if len(first.late) > first.started and _is_usual(first, by_rank):
         # It would have come for all: the rank is ahead, because it has left out what the others wait for.
         first = next((one for one in found if one.late == (first.rank,)), first)
-    elsewhere = _wait_of(by_rank[first.late[0]]).exchange
+    wait = by_rank[first.late[0]].wait
+    assert wait is not None, first
+    elsewhere = wait.exchange
     both = (first.exchange, elsewhere)
     told = (
         f"rank {first.rank} is in the {first.exchange}, which rank {first.late[0]} has not started: that is in the {elsewhere}"
@@ -237,11 +230,6 @@ def _is_usual(one: _Late, by_rank: Mapping[int, FaultReport]) -> bool:
     """Returns whether other ranks have made such an exchange before."""
     others = (report.exchanges.get(one.exchange.queue, ()) for rank, report in by_rank.items() if rank != one.rank)
     return any(seen.what == one.exchange.what for exchanges in others for seen in exchanges)
-
-
-def _wait_of(report: FaultReport) -> SeenWait:
-    assert report.wait is not None, report
-    return report.wait
 
 
 def _th(number: int) -> str:

@@ -16,7 +16,7 @@ import json
 import signal
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sley_core.actions.action import in_words
@@ -286,9 +286,7 @@ def _waited_for(rank: int, cause: str, kind: str, remedy: str, by_rank: Mapping[
 
 def _at(report: FaultReport, found: Verdict) -> Verdict:
     """Returns the verdict with the place of `report`'s rank in its step."""
-    return Verdict(
-        found.kind, found.cause, found.ranks, found.remedy, found.exchanges, report.step, report.pending, report.layer
-    )
+    return replace(found, step=report.step, action=report.pending, layer=report.layer)
 
 
 def evidence(reports: Sequence[FaultReport]) -> list[str]:

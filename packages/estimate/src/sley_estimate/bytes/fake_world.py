@@ -31,7 +31,7 @@ from sley_core.errors import RunError
 from sley_core.model.layers import like
 from sley_core.model.tensors import buffer_format, held_tensors
 from sley_estimate.bytes.fake_tensors import FakeTensors
-from sley_estimate.layers.keys import kind_of
+from sley_estimate.layers.variants import kind_of
 from train_cli.on_meta import meta_micro_batch, meta_output, meta_state
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
     from sley_core.protocols import Collective
-    from sley_core.records import TransportRecord
 
 CopyKind = Literal["to_host", "to_device"]
 
@@ -289,8 +288,20 @@ class TakenSteps(Simulation):
         self._tensors = tensors
 
     def transports(self, members: Members, lanes: Mapping[str, dist.ProcessGroup], *, attaches: bool) -> dict[str, Transport]:
-        records = installed_transports() if attaches else ()
-        return fake_transports(members, lanes, self._kind, self._began, records)
+        """Returns transports that take memory as those of this kind of device: of the installed ones, which CPU ranks use where
+        memory is attached, the first counts.
+        """
+        records = installed_transports() if attaches and self._kind == "cpu" else ()
+        scratch: Callable[[Tensor], object] = (
+            records[0].load(records[0].scratch) if records and records[0].scratch else nothing_of
+        )
+        is_direct = self._kind == "cpu" and not records
+        return {
+            name: FakeTransport(
+                members, name, self._began, Direct(members, name, lane).num_scratch_rows if is_direct else no_rows, scratch
+            )
+            for name, lane in lanes.items()
+        }
 
     def imitate(
         self, members: Members, kind: Exchange, result: Tensor, given: Tensor, lane: str, what: str
@@ -309,30 +320,12 @@ class TakenSteps(Simulation):
         return self.listener.began(kind, axis, lane, num_bytes)
 
 
-def fake_transports(
-    members: Members,
-    lanes: Mapping[str, dist.ProcessGroup],
-    kind: str,
-    began: Callable[[Collective, str, str, int], Callable[[], None]],
-    records: Sequence[TransportRecord] = (),
-) -> dict[str, Transport]:
-    """Returns transports for `lanes` that take memory as real ones on a device of this kind. records: the transports that CPU
-    ranks would use; the first counts.
-    """
+def no_rows(num_rows: int) -> int:
+    return 0
 
-    def no_rows(num_rows: int) -> int:
-        return 0
 
-    scratch: Callable[[Tensor], object] = lambda own: None  # noqa: E731
-    if kind == "cpu" and records and records[0].scratch:
-        scratch = records[0].load(records[0].scratch)
-    is_direct = kind == "cpu" and not records
-    return {
-        name: FakeTransport(
-            members, name, began, Direct(members, name, lane).num_scratch_rows if is_direct else no_rows, scratch
-        )
-        for name, lane in lanes.items()
-    }
+def nothing_of(own: Tensor) -> None:
+    """Takes no memory for a sum."""
 
 
 class Outputs:

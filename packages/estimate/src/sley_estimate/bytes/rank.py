@@ -35,7 +35,7 @@ from sley_core.process import uncollected
 from sley_estimate.bytes.fake_tensors import FakeTensors, Recipes
 from sley_estimate.bytes.fake_world import FakeCopies, FakeDevice, TakenSteps
 from sley_estimate.bytes.ledger import Ledger, MemoryPiece, StepPlace, StepProgress
-from sley_estimate.layers.kernels import as_on_cuda
+from sley_estimate.layers.operators import as_on_cuda
 from train_cli.on_meta import micro_batch
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from sley_estimate.bytes.fake_tensors import FakeTensors, Recipes
 from sley_estimate.bytes.fake_world import meta_outputs
 from sley_estimate.bytes.ledger import Ledger, StepPlace
 from sley_estimate.bytes.rank import RankBytes, fewest_micros, late_error, least_micros, rank_bytes
-from sley_estimate.layers.keys import layer_keys
+from sley_estimate.layers.variants import layer_keys
 from sley_estimate.step.record import RankRecord, Recording
 from train_cli.on_meta import meta_micro_batch
 
@@ -61,11 +61,11 @@ def first_draft(plan: Plan, size: int) -> Draft:
         return draft_of(plan, world)
 
 
-def stage_bytes(plan: Plan, size: int, cores: int = 1, draft: Draft | None = None) -> list[RankBytes]:
+def stage_bytes(plan: Plan, size: int, cores: int = 1) -> list[RankBytes]:
     """Returns what the first rank of each stage of a world of `size` holds, which no other rank exceeds. Raises as
     `first_draft` and `rank_bytes`.
     """
-    return [memory for memory, _ in each_stage(plan, size, cores, draft or first_draft(plan, size), records=False)]
+    return [memory for memory, _ in each_stage(plan, size, cores, first_draft(plan, size), records=False)]
 
 
 def each_stage(plan: Plan, size: int, cores: int, draft: Draft, *, records: bool) -> list[tuple[RankBytes, RankRecord | None]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -26,14 +25,13 @@ from sley_core.data.batches import Slices, cut
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
-from sley_core.engine.boundary import Description
 from sley_core.engine.call import LayerCaller
-from sley_core.engine.direct import DirectLinear, Handover, WeightQueue, accumulates_directly, is_plain_linear
+from sley_core.engine.direct import WeightQueue, accumulates_directly
 from sley_core.engine.execute import InFlight, describe, edges_of
-from sley_core.engine.step_state import MicroStep, Phase
-from sley_core.model.layers import ForwardPatch
 from sley_core.model.values import HostModel
 from sley_estimate.calibrate.device import Lead
+from sley_estimate.layers.prices import LayerSeconds
+from sley_estimate.layers.trace import MICRO, Value, entered, queued_products, run_backward, seeds
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device, Span
@@ -68,11 +66,6 @@ EMPTY_BACKWARDS = 20
 DIGITS = 6
 """Decimals of seconds in a resolved plan, so that it has exactly the numbers by which the layers were cut."""
 
-MICRO = MicroStep(0, 0, Phase.TRAIN, 0, 0)
-
-Handed = tuple[Description, list[Tensor]]
-"""A layer's output, as it is passed to the next layer."""
-
 
 class Half(NamedTuple):
     """The seconds of one half of a call. host_s: to start it."""
@@ -82,29 +75,6 @@ class Half(NamedTuple):
 
 
 Halves = tuple[Half, Half]
-
-
-@dataclass(frozen=True)
-class LayerTimes:
-    """Median seconds of a layer on the device, with the host ahead. backward, input_gradient: recomputation included.
-
-    host_forward and so on: of the host to start each, without the accumulation of gradients, which is the engine's; 0 for a
-    device without a queue.
-    """
-
-    forward: float
-    backward: float
-    input_gradient: float = 0.0
-    weight_gradient: float = 0.0
-    host_forward: float = 0.0
-    host_backward: float = 0.0
-    host_input_gradient: float = 0.0
-    host_weight_gradient: float = 0.0
-
-    @property
-    def whole_s(self) -> float:
-        """Returns the seconds of forward and backward, each of the slower of device and host."""
-        return max(self.forward, self.host_forward) + max(self.backward, self.host_backward)
 
 
 class LayerBench:
@@ -140,9 +110,12 @@ class LayerBench:
         self._attention = attention
         self._gradients: LayerGradients | None = None
 
-    def time(self, layer: Layer, value: Handed | None, *, split: bool = False) -> tuple[LayerTimes, Handed]:
-        """Returns the times of `layer`, and its output for the next one. value: the output of the layer before; None for the
-        first. split: whether the halves of a split backward are timed; else they are 0.
+    def time(self, layer: Layer, value: Value | None, *, split: bool = False) -> tuple[LayerSeconds, Value]:
+        """Returns the median seconds of `layer`, and its output for the next one. Those of the host, ahead of its device, are
+        without the accumulation of gradients, which is the engine's; 0 for a device without a queue.
+
+        value: the output of the layer before; None for the first. split: whether the halves of a split backward are timed; else
+        they are 0.
         """
         on_meta, on_host = layer.module, _tensors_of(self._host.made(layer))
         device, keep = self.device.torch_device, self.plan.precision.keep
@@ -168,7 +141,7 @@ class LayerBench:
         layer.module = on_meta
         description, tensors = describe(outputs[-1])
         halves = *whole, *parts
-        times = LayerTimes(*(half.device_s for half in halves), *(half.host_s for half in halves))
+        times = LayerSeconds(*(half.device_s for half in halves), *(half.host_s for half in halves))
         return times, (description, [tensor.detach() for tensor in tensors])
 
     def _medians(self, call: Callable[[tuple[float, float]], Halves], in_a_row: Callable[[], tuple[float, float]]) -> Halves:
@@ -264,28 +237,28 @@ class LayerCalls:
         self._lead = Lead(device)
         self._empty_s = empty_backward_s(device) if device.is_async else 0.0
 
-    def whole(self, layer: Layer, value: Handed | None, outputs: list[Any], host_s: tuple[float, float]) -> Halves:
+    def whole(self, layer: Layer, value: Value | None, outputs: list[Any], host_s: tuple[float, float]) -> Halves:
         """Runs the layer forward and backward; sets `outputs` to its output. host_s: of the host to start each half."""
         outputs.clear()
-        in_flight, args, named = self._entered(layer, value)
+        in_flight, args, named = entered(layer, value, self.fields)
 
         def forward() -> None:
             outputs.append(self._called(layer, in_flight, args, named))
 
         forward_s, there = self._timed(forward, host_s[0])
-        gradients = self._seeds(in_flight, outputs[-1])
-        backward_s, back = self._timed(lambda: _backward(in_flight, gradients), host_s[1])
+        gradients = seeds(in_flight, outputs[-1])
+        backward_s, back = self._timed(lambda: run_backward(in_flight, gradients), host_s[1])
         self._forget(layer)
         return Half(there(), forward_s), Half(back(), max(0.0, backward_s - self._empty_s))
 
-    def split(self, layer: Layer, value: Handed | None, queue: WeightQueue, host_s: tuple[float, float]) -> Halves:
+    def split(self, layer: Layer, value: Value | None, queue: WeightQueue, host_s: tuple[float, float]) -> Halves:
         """Runs the layer with a split backward, whose halves are timed."""
-        in_flight, args, named = self._entered(layer, value)
-        gradients = self._seeds(in_flight, self._called(layer, in_flight, args, named))
+        in_flight, args, named = entered(layer, value, self.fields)
+        gradients = seeds(in_flight, self._called(layer, in_flight, args, named))
 
         def first_half() -> None:
             with queue.collecting((0, 0)):
-                _backward(in_flight, gradients)
+                run_backward(in_flight, gradients)
 
         first_s, first = self._timed(first_half, host_s[0])
         second_s, second = self._timed(lambda: queue.run((0, 0)), host_s[1])
@@ -306,20 +279,20 @@ class LayerCalls:
 
         return taken_s, device_s
 
-    def in_a_row(self, layer: Layer, value: Handed | None, queue: WeightQueue | None) -> tuple[float, float]:
+    def in_a_row(self, layer: Layer, value: Value | None, queue: WeightQueue | None) -> tuple[float, float]:
         """Runs the layer some times forward, then as often backward; returns the host's seconds for each half of one call, of a
         host that does not wait. queue: splits the backward, whose halves count then.
         """
-        entered = [self._entered(layer, value) for _ in range(ROW)]
+        calls = [entered(layer, value, self.fields) for _ in range(ROW)]
         self.device.wait_until(self.device.moment())
         times = [time.perf_counter()]
-        outputs = [self._called(layer, *each) for each in entered]
+        outputs = [self._called(layer, *each) for each in calls]
         times.append(time.perf_counter())
-        gradients = [self._seeds(in_flight, output) for (in_flight, _, _), output in zip(entered, outputs, strict=True)]
+        gradients = [seeds(in_flight, output) for (in_flight, _, _), output in zip(calls, outputs, strict=True)]
         times.append(time.perf_counter())
-        for number, (in_flight, _, _) in enumerate(entered):
+        for number, (in_flight, _, _) in enumerate(calls):
             with nullcontext() if queue is None else queue.collecting((0, number)):
-                _backward(in_flight, gradients[number])
+                run_backward(in_flight, gradients[number])
         times.append(time.perf_counter())
         for number in range(ROW):
             if queue is not None:
@@ -334,30 +307,11 @@ class LayerCalls:
         if self.forgets:
             layer.module.zero_grad(set_to_none=True)
 
-    def _entered(self, layer: Layer, value: Handed | None) -> tuple[InFlight, tuple[Any, ...], Mapping[str, Tensor]]:
-        in_flight = InFlight()
-        args: tuple[Any, ...] = () if value is None else (in_flight.enter(*value),)
-        return in_flight, args, {name: self.fields[name] for name in layer.fields}
-
     def _called(self, layer: Layer, in_flight: InFlight, args: tuple[Any, ...], named: Mapping[str, Tensor]) -> Any:
         output = self.caller(layer, args, named, MICRO)
         if layer is self.last:
             in_flight.loss = self.loss.loss(output, self.fields)
         return output
-
-    def _seeds(self, in_flight: InFlight, output: Any) -> list[Tensor]:
-        """Returns the gradients, ones, that the backward starts from."""
-        if in_flight.loss is not None:
-            return [torch.ones_like(in_flight.loss)]
-        description, tensors = describe(output)
-        in_flight.edges = edges_of(description, tensors)
-        pairs = zip(description.leaves, tensors, strict=True)
-        return [torch.ones_like(tensor) for leaf, tensor in pairs if leaf.has_gradient]
-
-
-def _backward(in_flight: InFlight, gradients: list[Tensor]) -> None:
-    if in_flight.loss is None or in_flight.loss.requires_grad:
-        in_flight.backward(gradients)
 
 
 def empty_backward_s(device: Device) -> float:
@@ -428,30 +382,6 @@ def _drop(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-@contextmanager
-def queued_products(module: nn.Module, queue: WeightQueue, dtype: torch.dtype) -> Iterator[None]:
-    """Makes an I queue the weight gradients of the module's plain linears in `queue`, to which W adds in memory of `dtype`."""
-
-    def forward(linear: nn.Linear, sink: Handover, input: Tensor) -> Tensor:
-        result: Tensor = DirectLinear.apply(input, linear.weight, linear.bias, sink, None)  # type: ignore[no-untyped-call]  # torch's
-        return result
-
-    with ExitStack() as patches:
-        for each in module.modules():
-            if is_plain_linear(each) and each.weight.requires_grad:
-                sink = Handover(partial(_add_product, torch.zeros_like(each.weight, dtype=dtype)), queue)
-                patches.callback(ForwardPatch(each, partial(forward, each, sink)).undo)
-        yield
-
-
-def _add_product(accumulated: Tensor, rows: Tensor, inputs: Tensor) -> None:
-    """Adds rows^T inputs, in one kernel if the dtypes are equal, as the store does."""
-    if rows.dtype == accumulated.dtype:
-        accumulated.addmm_(rows.t(), inputs)
-    else:
-        accumulated.add_(rows.t() @ inputs)
-
-
 def layer_seconds(plan: Plan, world: World, draft: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
     """Returns the seconds of a forward and backward of each layer, equal on every rank: `timer` of a partitioner's record.
 
@@ -462,7 +392,7 @@ def layer_seconds(plan: Plan, world: World, draft: Callable[[DataInfo], Model], 
     def measure() -> list[float]:
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
         seconds = []
-        value: Handed | None = None
+        value: Value | None = None
         with world.device.random_state_kept():
             bench = LayerBench(plan, world.device, draft(dataset.info), dataset, dtype)
             for layer in bench.model.layers:

@@ -27,12 +27,12 @@ from sley_core.plan.check import check_plan
 from sley_core.process import keep_freed_memory
 from sley_core.records import ActivationPolicyRecord
 from sley_core.topology import DEFAULT_LANE, LANES
-from sley_estimate.calibrate.bench import Handed, LayerBench
+from sley_estimate.calibrate.bench import LayerBench
 from sley_estimate.calibrate.device import measure_device, measure_host
 from sley_estimate.calibrate.engine import measure_engine
 from sley_estimate.calibrate.links import measure_links
-from sley_estimate.layers.keys import layer_keys
-from sley_estimate.layers.variants import Variant, with_variant
+from sley_estimate.layers.trace import Value
+from sley_estimate.layers.variants import Variant, layer_keys, with_variant
 from sley_estimate.machine import MACHINE_FORMAT, MachineFile, machine_from_dict
 from sley_estimate.search.layouts import choices_of
 from train_cli.on_meta import meta_micro_batch
@@ -163,7 +163,7 @@ class LayerTiming:
         self.own = Variant(choices_of(plan).policies[0], plan.batch.micro_size, plan.parallel.sp)
         self.tables: list[dict[str, Any]] = []
         self._keys: set[str] = set()
-        self._outputs: dict[str, Handed] = {}
+        self._outputs: dict[str, Value] = {}
         self._size = 0
         self._took: dict[str, tuple[float, int]] = {}
 
@@ -209,7 +209,7 @@ class LayerTiming:
         attention: SequenceCommunicator | None = None
         if plan.sequence is not None and plan.parallel.sp > 1:
             attention = plan.sequence.build(imagined("sp", echo, plan.parallel.sp))
-        value: Handed | None = None
+        value: Value | None = None
         with self.device.random_state_kept():
             gradients, working = DTYPES[plan.precision.gradients], dtypes(plan)[0]
             bench = LayerBench(plan, self.device, model, dataset, working, gradients, repetitions, echo.spans, attention)
@@ -218,7 +218,7 @@ class LayerTiming:
                     self._time(bench, layer, key, value, variant, until_s)
                 value = self._outputs[key]
 
-    def _time(self, bench: LayerBench, layer: Layer, key: str, value: Handed | None, variant: Variant, until_s: float) -> None:
+    def _time(self, bench: LayerBench, layer: Layer, key: str, value: Value | None, variant: Variant, until_s: float) -> None:
         """Times one layer. Raises _LateError if it would pass `until_s` at its earlier seconds per sample."""
         one_s, size = self._took.get(layer.name, (0.0, variant.micro_size))
         began_s = time.monotonic()

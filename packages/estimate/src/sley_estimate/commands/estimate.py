@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -254,26 +253,8 @@ def seconds_data(seconds: PlanSeconds) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class RunEstimate:
-    """The estimate of rank 0: bytes by part between two steps, the peak, and seconds of a step on a known machine.
-
-    `run --estimate` makes it in the process that starts the ranks; under torchrun there is none.
-    """
-
-    states: Mapping[str, int]
-    peak: int
-    seconds: float | None
-
-
-def run_estimate(plan: Plan, size: int, machine: Path | None) -> RunEstimate:
-    """Returns the estimate of rank 0 of `size` ranks. Raises SleyError as `train-cli estimate` does."""
-    stages, seconds = bytes_and_seconds(plan, size, load_machine(machine) if machine else None)
-    return RunEstimate(stages[0].states, stages[0].peak, seconds.step.seconds if seconds else None)
-
-
-def compare_with_run(estimated: RunEstimate, folder: Path) -> list[str]:
-    """Writes the estimate into the run's `summary.json`, and returns lines that compare both; none without a summary.
+def compare_with_run(stages: Sequence[RankBytes], step: PlanSeconds | None, folder: Path) -> list[str]:
+    """Writes the estimate of rank 0 into the run's `summary.json`, and returns lines that compare both; none without a summary.
 
     On a CPU the peak of a run is not measured.
     """
@@ -281,7 +262,7 @@ def compare_with_run(estimated: RunEstimate, folder: Path) -> list[str]:
     if not path.exists():
         return []
     summary = json.loads(path.read_text("utf-8"))
-    states, peak, seconds = dict(estimated.states), estimated.peak, estimated.seconds
+    states, peak, seconds = dict(stages[0].states), stages[0].peak, step.step.seconds if step else None
     summary["estimated"] = {"memory_bytes": states, "peak_bytes": peak, "step_seconds": seconds}
     write_json(path, summary)
     between = sum(summary["memory_bytes"].values())

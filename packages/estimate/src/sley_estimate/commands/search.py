@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from sley_core.plan.plan import Plan
-    from sley_estimate.machine import MachineFile
     from sley_estimate.search.find import ExactEstimate, Result, SearchResult
-    from sley_estimate.search.layouts import Candidate
+    from sley_estimate.search.layouts import Layout
 
 BUDGET_S = 140.0
 """Default seconds after the ranking in which layouts begin the steps that verify them."""
@@ -66,15 +65,34 @@ def search(
         raise UsageError("search-machine", "a search needs to know what the machine's devices and links reach", hint=hint)
     if explain and not verify:
         raise UsageError("explain-needs-steps", "`--explain` compares what `estimate` says, which `--rough` leaves out")
+    from sley_core.plan.check import check_data
+    from sley_estimate.search.find import exact_apart, find
+    from sley_estimate.search.layouts import Layouts, choices_of
     from sley_estimate.search.roofline import Rough
 
     limit = None if memory is None else num_bytes(memory)
     resolved = load_plan(plan, overrides or [])
     known = load_machine(machine)
-    # First: a plan that fits no such world ends this at once.
-    own = _own_estimate(resolved, world, known) if explain else None
-    result, skipped = _search(resolved, world, known, limit, top, keep or (), budget, verify=verify)
-    typer.echo("\n".join(lines(result, skipped, limit)))
+    try:
+        # First: a plan that fits no such world ends this at once.
+        own = exact_apart(resolved, world, known) if explain else None
+        # Such as files that are missing, for which every layout would be left out.
+        problems = check_data(resolved.data, resolved.model, evaluates=resolved.evaluation is not None)
+        if located := [resolved.diagnostic(each.code, each.message, each.path, each.hint) for each in problems]:
+            raise PlanError.many(located)
+        choices = choices_of(resolved)
+        space = Layouts(resolved, world, choices, keep or ())
+        with Progress(console=Console(stderr=True), transient=True, disable=not draws_line(sys.stderr)) as progress:
+            task = progress.add_task("ranking all layouts", total=None)
+
+            def tell(done: int, total: int) -> None:
+                progress.update(task, description="taking the steps of the best", completed=done, total=total)
+
+            cores = num_cores()
+            result = find(space, known, memory=limit, top=top, verify=verify, cores=cores, budget_s=budget, tell=tell)
+    except SleyError as error:
+        raise resolved.located(error) from error.__cause__
+    typer.echo("\n".join(lines(result, choices.skipped, limit)))
     if not result.fastest:
         raise typer.Exit(1)
     best = result.fastest[0]
@@ -83,51 +101,6 @@ def search(
     if write is not None:
         write.write_text(plan_text(resolved, world, best), "utf-8")
         typer.echo(f"written to {write}")
-
-
-def _search(
-    plan: Plan,
-    world: int,
-    machine: MachineFile,
-    limit: int | None,
-    top: int,
-    keep: Sequence[str],
-    budget_s: float,
-    *,
-    verify: bool,
-) -> tuple[SearchResult, Sequence[str]]:
-    """Returns the result of a search, and the plugins that it could not load. Raises SleyError with its place in the plan."""
-    from sley_core.plan.check import check_data
-    from sley_estimate.search.find import find
-    from sley_estimate.search.layouts import Layouts, choices_of
-
-    # Such as files that are missing, for which every layout would be left out.
-    problems = check_data(plan.data, plan.model, evaluates=plan.evaluation is not None)
-    if located := [plan.diagnostic(each.code, each.message, each.path, each.hint) for each in problems]:
-        raise PlanError.many(located)
-    choices = choices_of(plan)
-    try:
-        space = Layouts(plan, world, choices, keep)
-        with Progress(console=Console(stderr=True), transient=True, disable=not draws_line(sys.stderr)) as progress:
-            task = progress.add_task("ranking all layouts", total=None)
-
-            def tell(done: int, total: int) -> None:
-                progress.update(task, description="taking the steps of the best", completed=done, total=total)
-
-            result = find(space, machine, memory=limit, top=top, verify=verify, cores=num_cores(), budget_s=budget_s, tell=tell)
-        return result, choices.skipped
-    except SleyError as error:
-        raise plan.located(error) from error.__cause__
-
-
-def _own_estimate(plan: Plan, world: int, machine: MachineFile) -> ExactEstimate:
-    """Returns the estimate of the plan as it is. Raises SleyError with its place in the plan."""
-    from sley_estimate.search.find import exact_apart
-
-    try:
-        return exact_apart(plan, world, machine)
-    except SleyError as error:
-        raise plan.located(error) from error.__cause__
 
 
 def lines(result: SearchResult, skipped: Sequence[str], limit: int | None) -> Iterator[str]:
@@ -200,18 +173,17 @@ def plan_text(plan: Plan, world: int, best: Result) -> str:
     return head + "\n".join(texts)
 
 
-def _comments(layout: Candidate) -> dict[str, str]:
-    sizes, shape = layout.shape.sizes, layout.shape
+def _comments(layout: Layout) -> dict[str, str]:
     choices = {
-        "[activations]": shape.activations,
+        "[activations]": layout.activations,
         "[pipeline]": layout.schedule,
-        "[weights]": shape.weights,
-        "[sequence]": shape.attention,
+        "[weights]": layout.weights,
+        "[sequence]": layout.attention,
         "[[gradient_handlers]]": layout.reducer,
-        "[[offload]]": shape.offload,
+        "[[offload]]": layout.offload,
     }
     return {
-        "[parallel]": f"search: pp = {sizes.pp}, sp = {sizes.sp}, wp = {sizes.wp}; dp follows",
-        "[batch]": f"search: micro_size = {sizes.micro_size}",
+        "[parallel]": f"search: pp = {layout.pp}, sp = {layout.sp}, wp = {layout.wp}; dp follows",
+        "[batch]": f"search: micro_size = {layout.micro_size}",
         **{header: f"search: {choice}" for header, choice in choices.items() if choice is not None},
     }

@@ -24,10 +24,9 @@ from sley_core.actions.action import Kind
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.errors import PlanError, SleyError
-from sley_estimate.layers.keys import layer_keys
 from sley_estimate.layers.operators import LayerWork, Operator
 from sley_estimate.layers.trace import layer_works
-from sley_estimate.layers.variants import LayerVariants, SlicedAttention, Variant
+from sley_estimate.layers.variants import LayerVariants, SlicedAttention, Variant, layer_keys
 from sley_estimate.search.layouts import choices_of
 
 if TYPE_CHECKING:
@@ -108,6 +107,11 @@ class LayerSeconds:
     def host_of(self, kind: Kind) -> float:
         """Returns the host's seconds to start the layer's part of an action of `kind`."""
         return self._values[len(KINDS) + KINDS.index(kind)] if kind in KINDS else 0.0
+
+    @property
+    def whole_s(self) -> float:
+        """Returns the seconds of forward and backward, each of the slower of device and host."""
+        return max(self.forward, self.host_forward) + max(self.backward, self.host_backward)
 
     @property
     def _values(self) -> list[float]:

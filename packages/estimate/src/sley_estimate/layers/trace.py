@@ -9,8 +9,9 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,14 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 from sley_core.assemble import DTYPES, dtypes
 from sley_core.engine.boundary import Description
-from sley_core.engine.direct import WeightQueue, is_plain_linear
+from sley_core.engine.direct import DirectLinear, Handover, WeightQueue, is_plain_linear
 from sley_core.engine.execute import InFlight, describe, edges_of
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.attention import computed_from
-from sley_estimate.calibrate.bench import queued_products
-from sley_estimate.layers.kernels import FusedKernels
-from sley_estimate.layers.operators import LayerWork, Operator, OperatorRecorder, moved_bytes
+from sley_core.model.layers import ForwardPatch
+from sley_estimate.layers.operators import FusedKernels, LayerWork, Operator, OperatorRecorder, moved_bytes
 
 if TYPE_CHECKING:
     from sley_core.model.layers import Layer, Model
@@ -112,9 +112,8 @@ def _run(
     split: bool,
 ) -> tuple[OperatorRecorder, Any]:
     """Runs a forward and a backward, split in two halves or whole; returns the recorder of its operators, and the output."""
-    in_flight, recorder, queue = InFlight(), OperatorRecorder(), WeightQueue()
-    args: tuple[Any, ...] = () if value is None else (in_flight.enter(*value),)
-    named = {name: fields[name] for name in layer.fields}
+    recorder, queue = OperatorRecorder(), WeightQueue()
+    in_flight, args, named = entered(layer, value, fields)
     for shared in tree_leaves([computed_from(field) for field in named.values()]):
         recorder.share(shared)
     for parameter in layer.module.parameters():
@@ -161,23 +160,63 @@ def _backward(in_flight: InFlight, output: Any, recorder: OperatorRecorder, queu
     """Runs the backward from the loss, if there is one, else from the output; if `split`, first the half for inputs, then the
     queued products of weights.
     """
-    description, tensors = describe(output)
-    if in_flight.loss is not None:
-        seeds = [torch.ones_like(in_flight.loss)]
-    else:
-        in_flight.edges = edges_of(description, tensors)
-        pairs = zip(description.leaves, tensors, strict=True)
-        seeds = [torch.empty_like(tensor) for leaf, tensor in pairs if leaf.has_gradient]
+    gradients = seeds(in_flight, output, torch.empty_like)
     recorder.phase = "input_gradient" if split else "backward"
-    if in_flight.loss is not None and not in_flight.loss.requires_grad:
-        return
-    if not split:
-        in_flight.backward(seeds)
-        return
-    with queue.collecting(PLACE):
-        in_flight.backward(seeds)
-    recorder.phase = "weight_gradient"
-    queue.run(PLACE)
+    with queue.collecting(PLACE) if split else nullcontext():
+        run_backward(in_flight, gradients)
+    if split:
+        recorder.phase = "weight_gradient"
+        queue.run(PLACE)
+
+
+def entered(
+    layer: Layer, value: Value | None, fields: Mapping[str, Tensor]
+) -> tuple[InFlight, tuple[Any, ...], Mapping[str, Tensor]]:
+    """Returns a call of `layer` that is in flight: with the output `value` of the layer before, None for the first, and the
+    layer's own fields.
+    """
+    in_flight = InFlight()
+    args: tuple[Any, ...] = () if value is None else (in_flight.enter(*value),)
+    return in_flight, args, {name: fields[name] for name in layer.fields}
+
+
+def seeds(in_flight: InFlight, output: Any, like: Callable[[Tensor], Tensor] = torch.ones_like) -> list[Tensor]:
+    """Returns the gradients from which the backward starts: of the loss a one, of the output tensors that `like` makes."""
+    if in_flight.loss is not None:
+        return [torch.ones_like(in_flight.loss)]
+    description, tensors = describe(output)
+    in_flight.edges = edges_of(description, tensors)
+    return [like(tensor) for leaf, tensor in zip(description.leaves, tensors, strict=True) if leaf.has_gradient]
+
+
+def run_backward(in_flight: InFlight, gradients: list[Tensor]) -> None:
+    """Runs the backward, but not that of a loss without a gradient."""
+    if in_flight.loss is None or in_flight.loss.requires_grad:
+        in_flight.backward(gradients)
+
+
+@contextmanager
+def queued_products(module: nn.Module, queue: WeightQueue, dtype: torch.dtype) -> Iterator[None]:
+    """Makes an I queue the weight gradients of the module's plain linears in `queue`, to which W adds in memory of `dtype`."""
+
+    def forward(linear: nn.Linear, sink: Handover, input: Tensor) -> Tensor:
+        result: Tensor = DirectLinear.apply(input, linear.weight, linear.bias, sink, None)  # type: ignore[no-untyped-call]  # torch's
+        return result
+
+    with ExitStack() as patches:
+        for each in module.modules():
+            if is_plain_linear(each) and each.weight.requires_grad:
+                sink = Handover(partial(_add_product, torch.zeros_like(each.weight, dtype=dtype)), queue)
+                patches.callback(ForwardPatch(each, partial(forward, each, sink)).undo)
+        yield
+
+
+def _add_product(accumulated: Tensor, rows: Tensor, inputs: Tensor) -> None:
+    """Adds rows^T inputs, in one kernel if the dtypes are equal, as the store does."""
+    if rows.dtype == accumulated.dtype:
+        accumulated.addmm_(rows.t(), inputs)
+    else:
+        accumulated.add_(rows.t() @ inputs)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
     from sley_estimate.layers.prices import Source
     from sley_estimate.machine import MachineFile
-    from sley_estimate.search.layouts import Candidate, Layouts
+    from sley_estimate.search.layouts import Layout, Layouts
     from sley_estimate.step.lanes import StepSeconds
 
 T = TypeVar("T")
@@ -69,11 +69,10 @@ class ExactEstimate:
     sources: frozenset[Source]
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """A layout and its estimate: by its own steps, or by the formula."""
 
-    layout: Candidate
+    layout: Layout
     takes: ExactEstimate | Rough
 
 
@@ -233,7 +232,7 @@ def _front(takes: Sequence[ExactEstimate | Rough], top: int) -> Iterator[int]:
             yield at
 
 
-def one_of_each_first(best: Sequence[tuple[Candidate, Rough]], space: Layouts) -> list[Candidate]:
+def one_of_each_first(best: Sequence[tuple[Layout, Rough]], space: Layouts) -> list[Layout]:
     """Returns the layouts of `best` in order, but one of each group of nearly equal ones before all others.
 
     Nearly equal are layouts with about the same seconds and bytes that differ only in `sp` and `micro_size`, or, with one
@@ -242,11 +241,9 @@ def one_of_each_first(best: Sequence[tuple[Candidate, Rough]], space: Layouts) -
     groups: dict[Hashable, list[Rough]] = {}
     first, others = [], []
     for layout, rough in best:
-        shape = layout.shape
-        sizes, weights = shape.sizes, shape.weights
-        options = None if sizes.micros(space.plan, space.world) == 1 else str(weights)
-        choices = layout.schedule, layout.reducer, shape.activations, shape.attention, shape.offload
-        group = groups.setdefault((sizes.pp, sizes.wp, weights and weights.name, options, *map(str, choices)), [])
+        options = None if layout.micros(space.plan, space.world) == 1 else str(layout.weights)
+        key = layout._replace(sp=1, micro_size=1, weights=None), layout.weights and layout.weights.name, options
+        group = groups.setdefault(str(key), [])
         if any(all(math.isclose(*pair, rel_tol=NEARLY) for pair in zip(rough, each, strict=True)) for each in group):
             others.append(layout)
         else:
@@ -255,7 +252,7 @@ def one_of_each_first(best: Sequence[tuple[Candidate, Rough]], space: Layouts) -
     return first + others
 
 
-def _checked(space: Layouts, layouts: Sequence[Candidate], ranking: Ranking) -> Iterator[Candidate]:
+def _checked(space: Layouts, layouts: Sequence[Layout], ranking: Ranking) -> Iterator[Layout]:
     """Yields the layouts that the checks of plans accept; refuses the others in `ranking`."""
     for layout in layouts:
         try:
@@ -277,7 +274,7 @@ def _results(calls: Iterable[Callable[[], T]], cores: int, space: Layouts, *, is
 
 
 def _estimate(
-    layout: Candidate, space: Layouts, machine: MachineFile, memory: int | None, recipes: Recipes
+    layout: Layout, space: Layouts, machine: MachineFile, memory: int | None, recipes: Recipes
 ) -> tuple[ExactEstimate | SleyError | None, Recipes]:
     try:
         return exact(layout.plan(space.plan, space.world), space.world, machine, memory, recipes), recipes

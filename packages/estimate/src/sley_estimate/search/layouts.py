@@ -1,13 +1,13 @@
 """Every layout that a plan could have in a world: sizes, micro-batches, and what fills its tables.
 
-A layout is a change of the plan's tables; `Candidate.plan` makes it, and it is checked as any plan. Choices are the plan's own,
+A layout is a change of the plan's tables; `Layout.plan` makes it, and it is checked as any plan. Choices are the plan's own,
 which come first, and all records of installed plugins for which a hint names variants (`hookspecs.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import Any, Literal, NamedTuple, get_args
@@ -17,11 +17,10 @@ from pydantic import ValidationError
 from sley_core.errors import PluginError, SleyError, UsageError
 from sley_core.plan.check import check_offload
 from sley_core.plan.load import with_tables
-from sley_core.plan.loader import Loader, Plugin
 from sley_core.plan.plan import Component, Plan
 from sley_core.records import GradientHandlerRecord, OffloadManagerRecord, Record, ScheduleRecord
 from sley_core.table import RecordKind
-from sley_estimate.hookspecs import Hint, hint_of, hints_of
+from sley_estimate.hookspecs import NO_HINT, hint_of, hints_of
 
 Axis = Literal["pp", "sp", "wp", "micro_size", "schedule", "activations", "reducer", "offload"]
 """What differs between layouts; `dp` follows. Offload that works by call alone stays as the plan has it."""
@@ -77,18 +76,23 @@ class Choices:
 def choices_of(plan: Plan) -> Choices:
     """Imports the installed plugins and returns the choices for each table, the plan's own first."""
     skipped: list[str] = []
-    plugins = _loaded(plan.loader, skipped)
+    plugins = []
+    for name in plan.loader.names():
+        try:
+            plugin = plan.loader.load(name)
+            plugins.append((plugin, hints_of(plugin)))
+        except PluginError as error:
+            skipped.append(f"{name}: {error.diagnostics[0].message}")
 
     def offered(kind: RecordKind) -> list[Choice]:
         choices = []
         for plugin, hints in plugins:
             for key, record in plugin.records.get(kind, {}).items():
                 name = f"{plugin.name}.{key}"
-                hint = hints.get(name)
-                for options in hint.variants if hint else ():
+                hint = hints.get(name, NO_HINT)
+                for options in hint.variants:
                     try:
-                        config = record.config.model_validate(options)
-                        choices.append(Choice(name, options, record, config, hint.copies if hint else False))
+                        choices.append(Choice(name, options, record, record.config.model_validate(options), hint.copies))
                     except ValidationError as error:
                         reason = error.errors()[0]["msg"]
                         skipped.append(f"{name}: its variant {dict(options)} is no table of it: {reason}")
@@ -104,17 +108,6 @@ def choices_of(plan: Plan) -> Choices:
         _offload(plan, offered("offload_managers"), skipped),
         tuple(skipped),
     )
-
-
-def _loaded(loader: Loader, skipped: list[str]) -> list[tuple[Plugin, Mapping[str, Hint]]]:
-    plugins = []
-    for name in loader.names():
-        try:
-            plugin = loader.load(name)
-            plugins.append((plugin, hints_of(plugin)))
-        except PluginError as error:
-            skipped.append(f"{name}: {error.diagnostics[0].message}")
-    return plugins
 
 
 def _offload(plan: Plan, offered: list[Choice], skipped: list[str]) -> tuple[Choice | None, ...]:
@@ -181,81 +174,65 @@ def _own(plan: Plan, component: Component) -> Choice:
     return Choice(component.name, options, component.record, component.config, copies)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Ranks of each axis, and samples of a micro-batch."""
+class Layout(NamedTuple):
+    """One way to run a plan in a world: ranks of each axis, samples of a micro-batch, and what fills each table.
+
+    schedule: None without stages. reducer: None where no two ranks hold the same weight. weights, attention: None where the
+    axis has one rank. offload: None where optimizer states stay on the device.
+    """
 
     pp: int
     sp: int
     wp: int
     micro_size: int
+    schedule: Choice | None
+    activations: Choice
+    reducer: Choice | None
+    weights: Choice | None = None
+    attention: Choice | None = None
+    offload: Choice | None = None
 
     def micros(self, plan: Plan, world: int) -> int:
         """Returns the micro-batches of a rank in a step."""
         return plan.batch.global_size // (world // (self.pp * self.sp) * self.micro_size)
 
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes and all that changes the seconds of a layer or of its update. weights, attention: None where the axis has one rank.
-    offload: None where optimizer states stay on the device.
-    """
-
-    sizes: Sizes
-    activations: Choice
-    weights: Choice | None
-    attention: Choice | None
-    offload: Choice | None = None
-
-
-class Candidate(NamedTuple):
-    """One layout. schedule: None without stages. reducer: None where no two ranks hold the same weight."""
-
-    shape: Shape
-    schedule: Choice | None
-    reducer: Choice | None
-
     def plan(self, plan: Plan, world: int) -> Plan:
         """Returns `plan` in this layout. Tables of pipelines are left out without stages, and written lengths of stages where
         stages or schedule differ from the plan's. Raises PlanError for tables that are no plan.
         """
-        sizes, shape = self.shape.sizes, self.shape
-        dp = world // (sizes.pp * sizes.sp)
+        written, schedule = plan.document.tables, self.schedule
+        sizes = {"dp": world // (self.pp * self.sp), "pp": self.pp, "sp": self.sp, "wp": self.wp}
+        # The reducer, the schedule's handler of ties, and the plan's own other handlers.
+        handlers = [self.reducer.table] if self.reducer else []
+        record = schedule.record if schedule else None
+        handlers += [{"use": record.ties}] if isinstance(record, ScheduleRecord) and record.ties else []
+        handlers += [
+            table
+            for component, table in zip(plan.gradient_handlers, written.get("gradient_handlers", ()), strict=False)
+            if not (isinstance(component.record, GradientHandlerRecord) and component.record.role in ("reducer", "tie"))
+        ]
         tables: dict[str, Any] = {
-            "parallel": _own_table(plan, "parallel") | {"dp": dp, "pp": sizes.pp, "sp": sizes.sp, "wp": sizes.wp},
-            "batch": _own_table(plan, "batch") | {"micro_size": sizes.micro_size},
-            "activations": shape.activations.table,
-            "gradient_handlers": self._handlers(plan),
-            "offload": offload_tables(plan, shape.offload) or None,
-            "pipeline": self.schedule.table if self.schedule else None,
-            "weights": shape.weights.table if shape.weights else None,
-            "sequence": shape.attention.table if shape.attention else None,
+            "parallel": {**(written.get("parallel") or {}), **sizes},
+            "batch": {**(written.get("batch") or {}), "micro_size": self.micro_size},
+            "activations": self.activations.table,
+            "gradient_handlers": handlers,
+            "offload": offload_tables(plan, self.offload) or None,
+            "pipeline": schedule.table if schedule else None,
+            "weights": self.weights.table if self.weights else None,
+            "sequence": self.attention.table if self.attention else None,
         }
-        if self.schedule is None:
+        if schedule is None:
             tables |= {"link": None, "partition": None, "timeline": None}
         elif plan.partition is not None and plan.partition.name == "pp.explicit":
             own = plan.pipeline
-            is_same = own is not None and (self.schedule.name, self.schedule.config) == (own.name, own.config)
-            if not is_same or plan.parallel.pp != sizes.pp:
+            is_same = own is not None and (schedule.name, schedule.config) == (own.name, own.config)
+            if not is_same or plan.parallel.pp != self.pp:
                 tables["partition"] = None
         return with_tables(plan, tables)
 
-    def _handlers(self, plan: Plan) -> list[dict[str, Any]]:
-        """Returns the reducer, the schedule's handler of ties, and the plan's own other handlers."""
-        others = [
-            table
-            for component, table in zip(plan.gradient_handlers, plan.document.tables.get("gradient_handlers", ()), strict=False)
-            if not (isinstance(component.record, GradientHandlerRecord) and component.record.role in ("reducer", "tie"))
-        ]
-        record = self.schedule.record if self.schedule else None
-        ties = [{"use": record.ties}] if isinstance(record, ScheduleRecord) and record.ties else []
-        return [*([self.reducer.table] if self.reducer else []), *ties, *others]
-
     def __str__(self) -> str:
-        sizes, shape = self.shape.sizes, self.shape
-        texts = [f"pp {sizes.pp}, sp {sizes.sp}, wp {sizes.wp}, micro_size {sizes.micro_size}"]
-        choices = (self.schedule, shape.activations, self.reducer, shape.weights, shape.attention, shape.offload)
-        return "; ".join([*texts, *(str(choice) for choice in choices if choice is not None)])
+        sizes = f"pp {self.pp}, sp {self.sp}, wp {self.wp}, micro_size {self.micro_size}"
+        return "; ".join([sizes, *(str(choice) for choice in self[4:] if choice is not None)])
 
 
 class Layouts:
@@ -273,63 +250,50 @@ class Layouts:
         self.choices = choices
         self.keep = keep
 
-    def every(self) -> Iterator[Candidate]:
+    def every(self) -> Iterator[Layout]:
         """Yields every layout in one order: each with its optimizer states on the device, then off it, unless that is kept."""
-        away = [] if "offload" in self.keep else [choice for choice in self.choices.offload if choice is not None]
-        for sizes, shape in self._shapes():
-            for schedule, reducer in product(self._schedules(sizes), self._reducers(sizes)):
-                yield Candidate(shape, schedule, reducer)
-                yield from (Candidate(replace(shape, offload=choice), schedule, reducer) for choice in away)
 
-    def is_offloading(self, layout: Candidate) -> bool:
+        def of(axis: Axis, offered: tuple[Choice, ...]) -> tuple[Choice, ...]:
+            return offered[:1] if axis in self.keep else offered
+
+        choices, keeps_offload = self.choices, "offload" in self.keep
+        kept = choices.offload[0] if keeps_offload else None
+        away = [] if keeps_offload else [choice for choice in choices.offload if choice is not None]
+        schedules = choices.schedules if self.plan.pipeline is None else of("schedule", choices.schedules)
+        for pp, sp, wp, micro_size in self.sizes():
+            for policy, weights, schedule, reducer in product(
+                of("activations", choices.policies),
+                of("wp", choices.weights) if wp > 1 else (None,),
+                schedules if pp > 1 else (None,),
+                of("reducer", choices.reducers) if self.world > pp else (None,),
+            ):
+                attention = choices.attention[0] if sp > 1 else None
+                layout = Layout(pp, sp, wp, micro_size, schedule, policy, reducer, weights, attention, kept)
+                yield layout
+                yield from (layout._replace(offload=choice) for choice in away)
+
+    def is_offloading(self, layout: Layout) -> bool:
         """Returns whether `every` has the same layout with optimizer states on the device."""
-        return layout.shape.offload is not None and "offload" not in self.keep
+        return layout.offload is not None and "offload" not in self.keep
 
-    def _shapes(self) -> Iterator[tuple[Sizes, Shape]]:
-        offload = self.choices.offload[0] if "offload" in self.keep else None
-        for sizes in self.sizes():
-            weights: tuple[Choice | None, ...] = self._of("wp", self.choices.weights) if sizes.wp > 1 else (None,)
-            attention = self.choices.attention[0] if sizes.sp > 1 else None
-            for policy, communicator in product(self._of("activations", self.choices.policies), weights):
-                yield sizes, Shape(sizes, policy, communicator, attention, offload)
-
-    def sizes(self) -> Iterator[Sizes]:
-        """Yields every whole division of the ranks and of the batch, with micro-batches of powers of two."""
-        own, world, choices = self.plan.parallel, self.world, self.choices
+    def sizes(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yields pp, sp, wp and micro_size for every whole division of the ranks and of the batch, with micro-batches of powers
+        of two.
+        """
+        own, world, choices, batch = self.plan.parallel, self.world, self.choices, self.plan.batch
         stages = [own.pp] if "pp" in self.keep else divisors(world) if choices.schedules else [1]
         slices = [own.sp] if "sp" in self.keep else divisors(world, MOST_SLICES) if choices.attention else [1]
         shards = [own.wp] if "wp" in self.keep else divisors(world) if choices.weights else [1]
-        batch = self.plan.batch
         for pp, sp, wp in product(stages, slices, shards):
-            if world % (pp * sp) or world % (pp * wp):
+            if world % (pp * sp) or world % (pp * wp) or batch.global_size % (world // (pp * sp)):
                 continue
-            dp = world // (pp * sp)
-            if batch.global_size % dp:
-                continue
-            rows = batch.global_size // dp
+            rows = batch.global_size // (world // (pp * sp))
             powers = [1 << bits for bits in range(rows.bit_length())]
             for micro_size in [batch.micro_size] if "micro_size" in self.keep else powers:
                 if rows % micro_size == 0:
-                    yield Sizes(pp, sp, wp, micro_size)
-
-    def _schedules(self, sizes: Sizes) -> tuple[Choice | None, ...]:
-        keeps = "schedule" in self.keep and self.plan.pipeline is not None
-        offered = self.choices.schedules[:1] if keeps else self.choices.schedules
-        return offered if sizes.pp > 1 else (None,)
-
-    def _reducers(self, sizes: Sizes) -> tuple[Choice | None, ...]:
-        return self._of("reducer", self.choices.reducers) if self.world > sizes.pp else (None,)
-
-    def _of(self, axis: Axis, offered: tuple[Choice, ...]) -> tuple[Choice, ...]:
-        return offered[:1] if axis in self.keep else offered
+                    yield pp, sp, wp, micro_size
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
     """Returns the divisors of `number` up to `most`, in ascending order."""
-    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
-    both = sorted({*small, *(number // divisor for divisor in small)})
-    return [divisor for divisor in both if most is None or divisor <= most]
-
-
-def _own_table(plan: Plan, key: str) -> dict[str, Any]:
-    return dict(plan.document.tables.get(key) or {})
+    return [divisor for divisor in range(1, min(number, most or number) + 1) if number % divisor == 0]

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from dataclasses import replace
-from functools import cached_property
-from itertools import accumulate
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -36,7 +35,6 @@ from sley_estimate.bytes.stages import most_waiting
 from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.prices import NearestLayers
 from sley_estimate.layers.variants import ATTENTION, LayerVariants, Variant, once
-from sley_estimate.search.layouts import Candidate, Shape, Sizes
 from sley_estimate.step.estimate import count_states, moved_by_update
 from sley_estimate.step.links import NOTHING, all_groups, collective, copy_cost, on_host_s, slowest, slowest_message
 
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
     from sley_core.protocols import Collective
     from sley_estimate.machine import MachineFile
-    from sley_estimate.search.layouts import Choice, Choices
+    from sley_estimate.search.layouts import Choice, Choices, Layout
 
 T = TypeVar("T")
 
@@ -125,67 +123,64 @@ class Roofline:
         value: T = once(self._known, key, make)
         return value
 
-    def of(self, layout: Candidate) -> Rough:
+    def of(self, layout: Layout) -> Rough:
         """Returns the estimate of a layout. Raises SleyError for one that cannot be assembled, or that the machine file does
         not have the figures for.
         """
-        shape, sizes = layout.shape, layout.shape.sizes
-        cut, micros = self._cut(layout), sizes.micros(self.plan, self.world)
+        cut, micros = self._cut(layout), layout.micros(self.plan, self.world)
         if micros * len(cut.route) > MOST_FORWARDS:
             raise PlanError("schedule-too-long", "the step has too many micro-batches")
-        choices = shape.activations, shape.weights, shape.attention
-        key = "shape", id(cut), sizes.wp, sizes.sp, sizes.micro_size, *map(id, choices)
-        forward, backward, host, held_bytes, ramp = self._once(key, lambda: self._micro_batch(shape, cut, micros))
+        choices = layout.activations, layout.weights, layout.attention
+        key = "micro-batch", id(cut), layout.wp, layout.sp, layout.micro_size, *map(id, choices)
+        forward, backward, host, held_bytes, ramp = self._once(key, lambda: self._micro_batch(layout, cut, micros))
         fixed = self._stages(layout, cut)
         exposed = np.maximum(fixed.sums - backward, 0) + np.maximum(fixed.gathers - forward, 0) + fixed.attended
         stages = micros * (forward + backward) + exposed + fixed.update
         bubble = cut.bubble * float((forward + backward).mean())
-        end_s = (sum(self._totals) if sizes.pp > 1 else 0.0) + self.machine.device.step_s
+        end_s = (sum(self._totals) if layout.pp > 1 else 0.0) + self.machine.device.step_s
         seconds = max(float(stages.max()) + bubble + ramp + end_s, float(host.max()))
         return Rough(seconds, float((fixed.num_bytes + held_bytes).max()))
 
-    def _micro_batch(self, shape: Shape, cut: StageCut, micros: int) -> tuple[Floats, Floats, Floats, Floats, float]:
+    def _micro_batch(self, layout: Layout, cut: StageCut, micros: int) -> tuple[Floats, Floats, Floats, Floats, float]:
         """Returns, [stages]: seconds of a micro-batch's forward and backward, and of the host in a step; bytes that wait for
         backwards and that one needs. And the seconds of one micro-batch's messages, both ways.
         """
-        layers, (gather, reduce) = self._layers(shape), self._shard_exchanges(shape)
+        layers, (gather, reduce) = self._layers(layout), self._shard_exchanges(layout)
         forward = cut.by_stage(np.maximum(layers.forward, gather[0]) + gather[1])
         back = np.maximum(layers.backward, gather[0] + reduce[0]) + gather[1] + reduce[1]
         waiting = np.minimum(cut.waiting, micros * len(cut.places)) / len(cut.places)
-        held_bytes = waiting * cut.by_stage(layers.saved) + np.maximum.reduceat(layers.passing, cut.starts)[cut.places].min(
-            axis=0
-        )
-        topology, ramp = Topology(self.world, shape.sizes.pp), 0.0
-        for last, ends in zip(cut.starts[1:] - 1, zip(cut.route, cut.route[1:], strict=False), strict=True):
+        held_bytes = waiting * cut.by_stage(layers.saved)
+        held_bytes = held_bytes + np.maximum.reduceat(layers.passing, cut.starts)[cut.places].min(axis=0)
+        topology, links, ramp = Topology(self.world, layout.pp), self.machine.links, 0.0
+        for last, ends in zip(cut.starts[1:] - 1, pairwise(cut.route), strict=True):
             if ends[0] != ends[1]:
-                ramp += 2 * self._message_s(int(layers.output[last]), ends, topology)
+                num_bytes = int(layers.output[last])
+                cost = self._once(
+                    ("message", num_bytes, ends, layout.pp), partial(slowest_message, num_bytes, ends, topology, links)
+                )
+                ramp += 2 * sum(cost)
         engine, host = self.machine.engine, cut.by_stage(layers.host) * micros
         if engine is not None:
             counts = cut.by_stage(np.array([float(len(parameters)) for parameters in self._trained]))
             host = host + [engine.seconds(int(count), micros) for count in counts]
         return forward, cut.by_stage(back), host, held_bytes, ramp
 
-    def _message_s(self, num_bytes: int, ends: tuple[int, int], topology: Topology) -> float:
-        key = "message", num_bytes, ends, topology.pp
-        return self._once(key, lambda: sum(slowest_message(num_bytes, ends, topology, self.machine.links)))
-
-    def _layers(self, shape: Shape) -> LayerCosts:
+    def _layers(self, layout: Layout) -> LayerCosts:
         """Returns the costs of layers with whole weights."""
-        sizes = shape.sizes
-        variant = Variant(shape.activations, sizes.micro_size, sizes.sp)
+        variant = Variant(layout.activations, layout.micro_size, layout.sp)
 
         def layers() -> LayerCosts:
-            if shape.attention is not None:
-                self._once(("slices", id(shape.attention)), lambda: self._check_slices(shape))
+            if layout.attention is not None:
+                self._once(("slices", id(layout.attention)), lambda: self._check_slices(layout))
             works = self._variants.works(variant)
             rows = []
-            copied = getattr(self._variants.policy(shape.activations), "names", ()) if shape.activations.copies else ()
-            priced = self._nearest.priced(variant, works, shape.attention)
+            copied = getattr(self._variants.policy(layout.activations), "names", ()) if layout.activations.copies else ()
+            priced = self._nearest.priced(variant, works, layout.attention)
             for layer, work, (seconds, _) in zip(self.model.layers, works, priced, strict=True):
                 # A backward has the gradient of the layer's output, at least.
                 forward, backward, saved, passing = seconds.forward, seconds.backward, work.kept_bytes, work.output_bytes
-                if sizes.sp > 1:
-                    swaps_s, again_s = self._swaps_s(work.forward, sizes.sp), self._swaps_s(work.recompute, sizes.sp)
+                if layout.sp > 1:
+                    swaps_s, again_s = self._swaps_s(work.forward, layout.sp), self._swaps_s(work.recompute, layout.sp)
                     forward, backward = forward + swaps_s, backward + swaps_s + again_s
                 if layer.name in copied:
                     out_s, back_s = (sum(copy_cost(kind, saved, self.machine)) for kind in get_args(CopyKind))
@@ -197,7 +192,7 @@ class Roofline:
                 rows.append((forward, backward, host_s, saved, work.output_bytes, passing))
             return LayerCosts(*np.array(rows, dtype=np.float64).T)
 
-        return self._once(("layers", id(shape.activations), sizes.micro_size, sizes.sp), layers)
+        return self._once(("layers", id(layout.activations), layout.micro_size, layout.sp), layers)
 
     def _swaps_s(self, operators: tuple[Operator, ...], sp: int) -> float:
         """Returns the seconds of the exchanges around each attention: of its inputs, and of its output."""
@@ -205,18 +200,18 @@ class Roofline:
         groups = all_groups(Topology(self.world, sp=sp), "sp", self.machine.links) if sizes else []
         return sum(2 * sum(slowest("swap", num_bytes // 2, groups, self.machine.links)) for num_bytes in sizes)
 
-    def _shard_exchanges(self, shape: Shape) -> tuple[Floats, Floats]:
+    def _shard_exchanges(self, layout: Layout) -> tuple[Floats, Floats]:
         """Returns the seconds of each layer's gather and reduction, [2, layers] each: beside computing, and not."""
 
         def exchanges() -> tuple[Floats, Floats]:
-            counts, topology = self._sharded(shape), Topology(self.world, wp=shape.sizes.wp)
+            counts, topology = self._sharded(layout), Topology(self.world, wp=layout.wp)
             kinds: tuple[tuple[Collective, int], ...] = ("gather", self._working), ("reduce", self._gradient)
             gather, reduce = (
                 np.array([self._exchange(kind, count * size, topology, "wp") for count in counts]).T for kind, size in kinds
             )
             return gather, reduce
 
-        return self._once(("shards", shape.sizes.wp, id(shape.weights)), exchanges)
+        return self._once(("shards", layout.wp, id(layout.weights)), exchanges)
 
     def _exchange(self, kind: Collective, num_bytes: float, topology: Topology, axis: str) -> tuple[float, float]:
         """Returns the seconds of an exchange in the slowest group of the axis: beside computing, and not."""
@@ -228,15 +223,15 @@ class Roofline:
 
         return self._once(("exchange", kind, num_bytes, topology, axis), seconds)
 
-    def _stages(self, layout: Candidate, cut: StageCut) -> StageCosts:
-        shape, record = layout.shape, layout.reducer.record if layout.reducer else None
+    def _stages(self, layout: Layout, cut: StageCut) -> StageCosts:
+        record, wp = layout.reducer.record if layout.reducer else None, layout.wp
         is_shared = isinstance(record, GradientHandlerRecord) and record.result == "shard"
 
         def stages() -> StageCosts:
-            sizes, sharded = shape.sizes, cut.by_stage(self._sharded(shape))
-            topology, ranks = Topology(self.world, sizes.pp, wp=sizes.wp), self.world // sizes.pp
-            whole, shards = cut.by_stage(self._numel) - sharded, sharded / sizes.wp
-            owned = shards / (ranks // sizes.wp) + whole / ranks if is_shared else shards + whole
+            sharded = cut.by_stage(self._sharded(layout))
+            topology, ranks = Topology(self.world, layout.pp, wp=wp), self.world // layout.pp
+            whole, shards = cut.by_stage(self._numel) - sharded, sharded / wp
+            owned = shards / (ranks // wp) + whole / ranks if is_shared else shards + whole
 
             def exchanged(kind: Collective, itemsize: int) -> Floats:
                 parts = [
@@ -247,15 +242,15 @@ class Roofline:
 
             sums = exchanged("reduce" if is_shared else "sum", self._gradient)
             gathers = exchanged("gather", self._working) if is_shared else np.zeros_like(sums)
-            update_s, state_bytes = self._update(shape.offload)
+            update_s, state_bytes = self._update(layout.offload)
             held_bytes = (shards + whole) * (self._working + self._gradient) + owned * state_bytes
-            if sizes.wp > 1:  # gathered at once: a layer that computes and the next one
-                own = self._sharded(shape)
+            if wp > 1:  # gathered at once: a layer that computes and the next one
+                own = self._sharded(layout)
                 largest = np.maximum.reduceat(own + np.append(own[1:], 0), cut.starts)[cut.places].max(axis=0)
                 held_bytes = held_bytes + largest * (self._working + self._gradient)
             return StageCosts(sums[0], gathers[0], sums[1] + gathers[1], owned * update_s, held_bytes)
 
-        return self._once(("stages", id(cut), shape.sizes.wp, id(shape.weights), is_shared, id(shape.offload)), stages)
+        return self._once(("stages", id(cut), wp, id(layout.weights), is_shared, id(layout.offload)), stages)
 
     def _update(self, offload: Choice | None) -> tuple[float, float]:
         """Returns, per element that a rank steps, the seconds of norm and update with their copies, and the bytes of master and
@@ -296,16 +291,17 @@ class Roofline:
     def _numel(self) -> Floats:
         return np.array([float(sum(each.numel() for each in parameters)) for parameters in self._trained])
 
-    def _sharded(self, shape: Shape) -> Floats:
+    def _sharded(self, layout: Layout) -> Floats:
         """Returns the trained elements of each layer that the weight communicator shards: it is built for two ranks and
         asked.
         """
-        if shape.weights is None:
+        if layout.weights is None:
             return np.zeros(len(self._numel))
 
         def sharded() -> Floats:
-            plan = Candidate(replace(shape, sizes=Sizes(1, 1, 2, 1), attention=None), None, None).plan(self.plan, 2)
-            assert plan.weights is not None, shape
+            pair = layout._replace(pp=1, sp=1, wp=2, micro_size=1, schedule=None, reducer=None, attention=None)
+            plan = pair.plan(self.plan, 2)
+            assert plan.weights is not None, layout
             communicator = plan.weights.build()
             communicator.prepare(self.model.layers)
             places: dict[int, list[Any]] = defaultdict(list)
@@ -316,16 +312,14 @@ class Roofline:
             cut = {key for key, owners in places.items() if communicator.shard_dim(owners) is not None}
             return np.array([float(sum(each.numel() for each in own if id(each) in cut)) for own in self._trained])
 
-        return self._once(("sharded", id(shape.weights)), sharded)
+        return self._once(("sharded", id(layout.weights)), sharded)
 
-    def _cut(self, layout: Candidate) -> StageCut:
+    def _cut(self, layout: Layout) -> StageCut:
         """Returns the stages of a layout; the same object for all with its schedule and number of stages."""
-        pp = layout.shape.sizes.pp
+        pp = layout.pp
 
         def cut() -> StageCut:
-            sizes = replace(layout.shape.sizes, sp=1, wp=1, micro_size=1)
-            shape = replace(layout.shape, sizes=sizes, weights=None, attention=None)
-            plan = layout._replace(shape=shape).plan(self.plan, self.world)
+            plan = layout._replace(sp=1, wp=1, micro_size=1, weights=None, attention=None).plan(self.plan, self.world)
             if pp > len(self.model.layers):
                 raise PlanError("partition-empty", "there are more stages than layers")
             stage = stage_of(plan, plan.topology(self.world), 0, self.model, self._costs)
@@ -344,8 +338,8 @@ class Roofline:
 
         return self._once(("cut", pp, id(layout.schedule)), cut)
 
-    def _check_slices(self, shape: Shape) -> bool:
+    def _check_slices(self, layout: Layout) -> bool:
         """Raises PlanError, as a run does, for a model or attention that cannot work on slices of a sequence."""
-        whole = replace(shape, sizes=replace(shape.sizes, pp=1, wp=1, micro_size=1), weights=None)
-        draft_model(Candidate(whole, None, None).plan(self.plan, shape.sizes.sp), self.dataset.info)
+        whole = layout._replace(pp=1, wp=1, micro_size=1, schedule=None, reducer=None, weights=None)
+        draft_model(whole.plan(self.plan, layout.sp), self.dataset.info)
         return True
