@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from enum import StrEnum
-from importlib import resources
-from importlib.resources.abc import Traversable
 from importlib.util import find_spec
 from keyword import iskeyword
 from pathlib import Path
@@ -28,6 +26,7 @@ from sley_core.plan.document import plain
 from sley_core.plan.kinds import COMPONENTS, words
 from sley_core.plan.loader import FIRST_PARTY, Loader, Plugin
 from sley_core.words import suggestion, takes
+from train_cli import templates
 from train_cli.console import say
 from train_cli.main import module_of
 from train_cli.options import FormatOption, OutputFormat, plugin_ids
@@ -231,7 +230,9 @@ def rendered(kind: str, name: str) -> dict[str, str]:
 
     docs/write-a-plugin.md explains the one of a gradient handler, which is examples/plugins/sley-narrow too.
     """
-    files = dict(_templates(resources.files("train_cli.templates") / kind))
+    folder = Path(templates.__file__).parent / kind
+    paths = sorted(path for path in folder.rglob(f"*{_SUFFIX}") if path.is_file())
+    files = {path.relative_to(folder).as_posix().removesuffix(_SUFFIX): path.read_text("utf-8") for path in paths}
     check_name(name, files)
     return {path.replace("NAME", name): _filled(text, name) for path, text in files.items()}
 
@@ -278,17 +279,6 @@ def check_name(name: str, files: Mapping[str, str] | None = None) -> None:
     if taken := in_code & {name, _class_name(name)}:
         message = f"the package would have `{min(taken)}` in two meanings"
         raise UsageError("plugin-name", message, hint=f"take a name that says more, such as `my_{name}`")
-
-
-def _templates(folder: Traversable, below: str = "") -> list[tuple[str, str]]:
-    """Returns path and text of each file of a template."""
-    files = []
-    for path in sorted(folder.iterdir(), key=lambda path: path.name):
-        if path.is_dir():
-            files += _templates(path, f"{below}{path.name}/")
-        elif path.name.endswith(_SUFFIX):
-            files.append((below + path.name.removesuffix(_SUFFIX), path.read_text("utf-8")))
-    return files
 
 
 def _filled(text: str, name: str) -> str:

@@ -35,7 +35,6 @@ from sley_estimate.layers.variants import kind_of
 from train_cli.on_meta import meta_micro_batch, meta_output, meta_state
 
 if TYPE_CHECKING:
-    from sley_core.actions.action import Placement
     from sley_core.comm.groups import Exchange
     from sley_core.comm.progress import ActionProgress, Members
     from sley_core.data.dataset import AnyDataset
@@ -309,8 +308,14 @@ class TakenSteps(Simulation):
         """Reports collectives; messages are in the lists of actions."""
         return self._began(_COLLECTIVES[kind], members.axis, lane, result.nbytes) if kind in _COLLECTIVES else nothing
 
-    def announced(self, plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) -> Outputs | None:
-        return meta_outputs(plan, stage, dataset, dtype) if plan.parallel.pp > 1 else None
+    def announced(
+        self, plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype
+    ) -> Callable[[int, int], Description] | None:
+        """Returns a function of stage and chunk that describes the output of that chunk; None without stages."""
+        if plan.parallel.pp == 1:
+            return None
+        placement, outputs = stage.lists.placement, meta_outputs(plan, stage, dataset, dtype)
+        return lambda number, chunk: outputs[placement.position(number, chunk)]
 
     def fill(self, layers: Sequence[Layer], dtype: torch.dtype) -> None:
         with self._tensors:
@@ -328,18 +333,7 @@ def nothing_of(own: Tensor) -> None:
     """Takes no memory for a sum."""
 
 
-class Outputs:
-    """Returns, when called with (stage, chunk), the description of that chunk's output. outputs: by position but the last."""
-
-    def __init__(self, placement: Placement, outputs: Sequence[Description]) -> None:
-        self._placement = placement
-        self.outputs = outputs
-
-    def __call__(self, stage: int, chunk: int) -> Description:
-        return self.outputs[self._placement.position(stage, chunk)]
-
-
-def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) -> Outputs:
+def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) -> list[Description]:
     """Returns the descriptions of the outputs of all chunks but the last, from layers on meta; each kind of layer is called
     once.
 
@@ -376,7 +370,7 @@ def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dty
         pairs = zip(description.leaves, tensors, strict=True)
         entered = [tensor.detach().requires_grad_(leaf.has_gradient) for leaf, tensor in pairs]
         args = (unflatten(entered, description.structure),)
-    return Outputs(stage.lists.placement, outputs)
+    return outputs
 
 
 def replace_meta(layers: Iterable[Layer], *, dtype: torch.dtype, device: torch.device) -> None:

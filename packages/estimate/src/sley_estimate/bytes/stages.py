@@ -161,7 +161,7 @@ def alike_stages(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]
     patterns = _matching_patterns(plan, model.layers)
     known = {layer.name: (key, patterns[layer.name]) for layer, key in zip(model.layers, keys, strict=True)}
     parts = [tuple(known[layer.name] for layer in layers) for _, layers in stage.stages]
-    outputs = [*map(repr, meta_outputs(plan, stage, draft.dataset, dtypes(plan)[0]).outputs), None]
+    outputs = [*map(repr, meta_outputs(plan, stage, draft.dataset, dtypes(plan)[0])), None]
     tied = {number for stages in stage.ties for number in stages}
     placement = stage.lists.placement
     kinds: list[Hashable] = []

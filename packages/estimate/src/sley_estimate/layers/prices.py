@@ -26,14 +26,14 @@ from sley_core.data.factory import open_dataset
 from sley_core.errors import PlanError, SleyError
 from sley_estimate.layers.operators import LayerWork, Operator
 from sley_estimate.layers.trace import layer_works
-from sley_estimate.layers.variants import LayerVariants, SlicedAttention, Variant, layer_keys
+from sley_estimate.layers.variants import LayerVariants, Variant, layer_keys
 from sley_estimate.search.layouts import choices_of
 
 if TYPE_CHECKING:
     from sley_core.model.layers import Model
-    from sley_core.plan.plan import Plan
+    from sley_core.plan.plan import Component, Plan
     from sley_estimate.machine import DeviceTable, LayerTable, MachineFile, MatmulTable
-    from sley_estimate.search.layouts import Choices
+    from sley_estimate.search.layouts import Choice, Choices
 
 Source = Literal["measured", "in proportion", "counted"]
 """Whether the seconds of a layer are in the machine file, scaled from another variant there, or counted alone."""
@@ -176,12 +176,12 @@ class NearestLayers:
         self.variants = variants
         self.machine = machine
         self.policies = choices.policies
-        self.attention: SlicedAttention | None = choices.attention[0] if choices.attention else None
+        self.attention: Choice | Component | None = choices.attention[0] if choices.attention else None
         self._known = {table.key: LayerSeconds.measured(table) for table in machine.layers}
         self._measured: list[tuple[MeasuredVariant, ...]] | None = None
 
     def priced(
-        self, variant: Variant, works: Sequence[LayerWork], attention: SlicedAttention | None = None
+        self, variant: Variant, works: Sequence[LayerWork], attention: Choice | Component | None = None
     ) -> list[tuple[LayerSeconds, Source]]:
         """Returns the seconds of each layer in `variant`, without exchanges of slices, and their source.
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from pydantic import BaseModel
@@ -34,7 +34,7 @@ from train_cli.on_meta import meta_micro_batch
 if TYPE_CHECKING:
     from sley_core.data.dataset import AnyDataset
     from sley_core.model.layers import Layer, Model
-    from sley_core.plan.plan import Plan
+    from sley_core.plan.plan import Component, Plan
     from sley_core.protocols import ActivationPolicy
     from sley_estimate.search.layouts import Choice
 
@@ -158,15 +158,6 @@ def once(known: dict[Key, Value | SleyError], key: Key, make: Callable[[], Value
     return value
 
 
-class SlicedAttention(Protocol):
-    """The attention over slices, as a plan's component or a search's choice."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def config(self) -> Any: ...
-
-
 @dataclass(frozen=True)
 class Variant:
     """How layers run. sp: ranks that share a sequence."""
@@ -200,7 +191,7 @@ class LayerVariants:
         """Returns the policy, built for the model's layers. Raises PlanError for one that cannot be built."""
         return self._plan(policy)[1]
 
-    def keys(self, variant: Variant, attention: SlicedAttention | None = None) -> list[str]:
+    def keys(self, variant: Variant, attention: Choice | Component | None = None) -> list[str]:
         """Returns the key of each layer. attention: needed with `sp` > 1. Raises PlanError for a policy that cannot be
         built.
         """
