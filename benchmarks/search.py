@@ -96,9 +96,8 @@ def main() -> None:
             machine, verify = machine_of(device), not given.rough
             found = find(space, machine, memory=80 * GIB, verify=verify, cores=num_cores(), budget_s=given.budget)
             clock_s, used = time.perf_counter() - began, cpu_s() - used
-        ranking = found.ranking
         print(f"{model}, devices {device}: {clock_s:.0f} s, {used:.0f} CPU seconds")
-        print(f"  {ranking.num_layouts:,} layouts, {ranking.too_large:,} too large, {found.num_exact} by their own steps")
+        print(f"  {found.num_layouts:,} layouts, {found.too_large:,} too large, {found.num_exact} by their own steps")
         for one in (*found.fastest[:2], *found.front[:2]):
             print(f"    {one.takes.seconds:8.4g} s {one.takes.num_bytes / GIB:6.1f} GiB  {one.layout}")
     print(f"target: {TARGET_S:.0f} s on two cores")

@@ -105,13 +105,12 @@ def search(
 
 def lines(result: SearchResult, skipped: Sequence[str], limit: int | None) -> Iterator[str]:
     """Yields the result as lines of text. skipped: plugins that could not be loaded. limit: bytes of a device."""
-    ranking = result.ranking
-    too_large = "" if limit is None else f"; {ranking.too_large:,} exceed {shown(limit)}"
+    too_large = "" if limit is None else f"; {result.too_large:,} exceed {shown(limit)}"
     steps = f": the best {result.num_exact:,} by a formula took their own steps" if result.num_exact else ""
-    yield f"{ranking.num_layouts:,} layouts considered{steps}{too_large}"
+    yield f"{result.num_layouts:,} layouts considered{steps}{too_large}"
     if result.not_begun:
         yield f"  {result.not_begun:,} more did not, since the time for it was over: a larger `--budget` takes them too"
-    yield from (f"  {count:,} left out: {reason}" for reason, count in ranking.refused.most_common())
+    yield from (f"  {count:,} left out: {reason}" for reason, count in result.refused.most_common())
     yield from (f"  left out: {name}" for name in skipped)
     if result.dropped:
         yield f"  {result.dropped:,} that seemed to fit do not, as `estimate` says"
@@ -131,9 +130,8 @@ def lines(result: SearchResult, skipped: Sequence[str], limit: int | None) -> It
 
 
 def _nothing(result: SearchResult, limit: int | None) -> str:
-    ranking = result.ranking
     if result.smallest is None or limit is None:
-        hints = (ranking.hints.get(reason) for reason, _ in ranking.refused.most_common())
+        hints = (result.hints.get(reason) for reason, _ in result.refused.most_common())
         hint = next((f" (hint: {hint})" for hint in hints if hint), "")
         return f"no layout of this plan is left in this world, for the reasons above{hint}"
     need = shown(int(result.smallest.takes.num_bytes))

@@ -12,7 +12,7 @@ import math
 import time
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -77,19 +77,25 @@ class Result(NamedTuple):
 
 
 @dataclass
-class Ranking:
-    """Layouts by their numbers in `Layouts.every`. best: those that fit, the fastest first. front: slower ones with less
-    memory.
-    smallest: the one with the fewest bytes. refused: counts, by reason; hints: for a reason.
+class SearchResult:
+    """The result of a search. refused: counts of layouts that cannot be, by reason; hints: for a reason. too_large: do not fit
+    by the formula.
+
+    fastest: layouts that fit, the fastest first. front: slower ones that need less memory. smallest: the layout with the fewest
+    bytes by the formula. num_exact: layouts that took their own steps; dropped: those that fit by the formula alone; not_begun:
+    left out by the budget.
     """
 
     num_layouts: int = 0
     too_large: int = 0
-    best: Mapping[int, Rough] = field(default_factory=dict)
-    front: Mapping[int, Rough] = field(default_factory=dict)
-    smallest: tuple[int, Rough] | None = None
     refused: Counter[str] = field(default_factory=Counter)
     hints: dict[str, str] = field(default_factory=dict)
+    fastest: list[Result] = field(default_factory=list)
+    front: list[Result] = field(default_factory=list)
+    smallest: Result | None = None
+    num_exact: int = 0
+    dropped: int = 0
+    not_begun: int = 0
 
     def refuse(self, error: SleyError) -> None:
         problem = error.diagnostics[0]
@@ -99,21 +105,14 @@ class Ranking:
             self.hints[reason] = problem.hint
 
 
-@dataclass
-class SearchResult:
-    """The result of a search. fastest: layouts that fit, the fastest first. front: slower ones that need less memory.
-    num_exact: layouts that took their own steps; dropped: those that fit by the formula alone; not_begun: left out by the
-    budget.
-    smallest: the layout with the fewest bytes by the formula.
+class Ranked(NamedTuple):
+    """Layouts by their numbers in `Layouts.every`, since plugins' records need not be picklable. best: those that fit, the
+    fastest first. front: slower ones with less memory. smallest: the one with the fewest bytes, if there is any.
     """
 
-    ranking: Ranking
-    fastest: list[Result] = field(default_factory=list)
-    front: list[Result] = field(default_factory=list)
-    num_exact: int = 0
-    dropped: int = 0
-    not_begun: int = 0
-    smallest: Result | None = None
+    best: Mapping[int, Rough]
+    front: Mapping[int, Rough]
+    smallest: Mapping[int, Rough]
 
 
 def find(
@@ -136,21 +135,17 @@ def find(
     space.plan = on_machine(space.plan, machine)
     is_forked = can_fork()
     call = partial(rank_layouts, space, machine, memory, max(top, NUM_EXACT * MOST_ROUNDS), top)
-    (_, ranking), *_ = _results([call], 1, space, is_forked=is_forked)
-    numbers = {*ranking.best, *ranking.front, *(() if ranking.smallest is None else ranking.smallest[:1])}
+    (_, (result, ranked)), *_ = _results([call], 1, space, is_forked=is_forked)
+    numbers = {number for group in ranked for number in group}
     layouts = {number: layout for number, layout in enumerate(space.every()) if number in numbers}
-    result = SearchResult(ranking)
-    if ranking.smallest is not None:
-        result.smallest = Result(layouts[ranking.smallest[0]], ranking.smallest[1])
+    best, front, smallest = ([Result(layouts[number], rough) for number, rough in group.items()] for group in ranked)
+    result.smallest = next(iter(smallest), None)
     if not verify:
-        result.fastest = [Result(layouts[number], rough) for number, rough in islice(ranking.best.items(), top)]
-        result.front = [Result(layouts[number], rough) for number, rough in ranking.front.items()]
+        result.fastest, result.front = best[:top], front
         return result
-    best = one_of_each_first([(layouts[number], rough) for number, rough in ranking.best.items()], space)
-    checked = _checked(space, best, ranking)
+    checked = _checked(space, one_of_each_first(best, space), result)
     batch = list(islice(checked, NUM_EXACT))
-    smaller = [layouts[number] for number in ranking.front if layouts[number] not in batch]
-    batch[LEAST_EXACT:LEAST_EXACT] = _checked(space, smaller, ranking)
+    batch[LEAST_EXACT:LEAST_EXACT] = _checked(space, [each.layout for each in front if each.layout not in batch], result)
     end_s = time.monotonic() + budget_s
     verified: list[Result] = []
 
@@ -169,7 +164,7 @@ def find(
             recipes.learn(learned)
             tell(done, len(batch))
             if isinstance(takes, SleyError):
-                ranking.refuse(takes)
+                result.refuse(takes)
             elif takes is None:
                 result.dropped += 1
             else:
@@ -183,17 +178,19 @@ def find(
     return result
 
 
-def rank_layouts(space: Layouts, machine: MachineFile, memory: int | None, many: int, top: int) -> Ranking:
-    """Returns the `many` fastest layouts by the formula, and slower ones than the `top` fastest that need less memory.
+def rank_layouts(space: Layouts, machine: MachineFile, memory: int | None, many: int, top: int) -> tuple[SearchResult, Ranked]:
+    """Returns the counts of a search, and the `many` fastest layouts by the formula, with slower ones than the `top` fastest
+    that need less memory.
 
     Optimizer states leave the device only in layouts that do not fit with them: none is faster so.
     """
-    ranking, roofline = Ranking(), Roofline(space.plan, space.world, machine, space.choices)
+    result, roofline = SearchResult(), Roofline(space.plan, space.world, machine, space.choices)
     numbers, seconds, sizes = array("q"), array("d"), array("d")
+    least, smallest = math.inf, dict[int, Rough]()
     fits_here = False
     with uncollected():
         for number, layout in enumerate(space.every()):
-            ranking.num_layouts = number + 1
+            result.num_layouts = number + 1
             if not (is_away := space.is_offloading(layout)):
                 fits_here = False
             elif fits_here:
@@ -201,22 +198,21 @@ def rank_layouts(space: Layouts, machine: MachineFile, memory: int | None, many:
             try:
                 rough = roofline.of(layout)
             except SleyError as error:
-                ranking.refuse(error)
+                result.refuse(error)
                 continue
-            if ranking.smallest is None or rough.num_bytes < ranking.smallest[1].num_bytes:
-                ranking.smallest = number, rough
+            if rough.num_bytes < least:
+                least, smallest = rough.num_bytes, {number: rough}
             if memory is not None and rough.num_bytes > memory:
-                ranking.too_large += 1
+                result.too_large += 1
                 continue
             fits_here = fits_here or not is_away
             numbers.append(number)
             seconds.append(rough.seconds)
             sizes.append(rough.num_bytes)
     order = np.argsort(seconds, kind="stable").tolist()
-    ranking.best = {numbers[at]: Rough(seconds[at], sizes[at]) for at in order[:many]}
+    best = {numbers[at]: Rough(seconds[at], sizes[at]) for at in order[:many]}
     near = [Rough(seconds[at], sizes[at]) for at in order if seconds[at] <= SLOWEST * seconds[order[0]]]
-    ranking.front = {numbers[order[at]]: near[at] for at in _front(near, top)}
-    return ranking
+    return result, Ranked(best, {numbers[order[at]]: near[at] for at in _front(near, top)}, smallest)
 
 
 def _front(takes: Sequence[ExactEstimate | Rough], top: int) -> Iterator[int]:
@@ -232,34 +228,35 @@ def _front(takes: Sequence[ExactEstimate | Rough], top: int) -> Iterator[int]:
             yield at
 
 
-def one_of_each_first(best: Sequence[tuple[Layout, Rough]], space: Layouts) -> list[Layout]:
+def one_of_each_first(best: Sequence[Result], space: Layouts) -> list[Layout]:
     """Returns the layouts of `best` in order, but one of each group of nearly equal ones before all others.
 
     Nearly equal are layouts with about the same seconds and bytes that differ only in `sp` and `micro_size`, or, with one
     micro-batch, in the options of their weight communicator.
     """
-    groups: dict[Hashable, list[Rough]] = {}
+    groups: dict[str, list[tuple[float, float]]] = {}
     first, others = [], []
-    for layout, rough in best:
+    for layout, takes in best:
         options = None if layout.micros(space.plan, space.world) == 1 else str(layout.weights)
         key = layout._replace(sp=1, micro_size=1, weights=None), layout.weights and layout.weights.name, options
         group = groups.setdefault(str(key), [])
-        if any(all(math.isclose(*pair, rel_tol=NEARLY) for pair in zip(rough, each, strict=True)) for each in group):
+        own = takes.seconds, takes.num_bytes
+        if any(all(math.isclose(*pair, rel_tol=NEARLY) for pair in zip(own, each, strict=True)) for each in group):
             others.append(layout)
         else:
             first.append(layout)
-            group.append(rough)
+            group.append(own)
     return first + others
 
 
-def _checked(space: Layouts, layouts: Sequence[Layout], ranking: Ranking) -> Iterator[Layout]:
-    """Yields the layouts that the checks of plans accept; refuses the others in `ranking`."""
+def _checked(space: Layouts, layouts: Sequence[Layout], result: SearchResult) -> Iterator[Layout]:
+    """Yields the layouts that the checks of plans accept; refuses the others in `result`."""
     for layout in layouts:
         try:
             if problems := check_plan(layout.plan(space.plan, space.world), space.world):
                 raise PlanError.many(problems)
         except SleyError as error:
-            ranking.refuse(error)
+            result.refuse(error)
         else:
             yield layout
 
