@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,9 +22,6 @@ from train_cli.run_folder import WORK
 
 FORMAT = 1
 """Of these files; others are not read."""
-
-MOST_DETAILED = 240
-"""Windows of a record whose layers and messages are read are no more than twice as many."""
 
 DATA, BEGINNING, MESSAGES, REDUCTION, UPDATE, DEVICE, BETWEEN, EVALUATION = (
     "data",
@@ -174,44 +171,20 @@ def read(run_folder: Path) -> list[WorkRecord]:
 
 
 def record_in(path: Path) -> WorkRecord | None:
-    """Returns one rank's record since its last start, from its file; None if there is no start. Raises OSError."""
-    with path.open("rb") as file:
-        return _record_of(file)
-
-
-def _record_of(lines: Iterable[bytes]) -> WorkRecord | None:
-    """Builds the record from the lines of a file: windows that a resumed run repeats are replaced, old ones lose details.
-
-    Returns None if no start was recorded.
+    """Returns one rank's record since its last start, from its file; windows that a resumed run repeats are replaced. None if
+    there is no start. Raises OSError.
     """
     start: Start | None = None
     windows: list[Window] = []
-    for one in _parsed(lines):
-        if isinstance(one, Start):
-            start, windows = one, []
-        else:
+    with path.open("rb") as file:
+        for one in _parsed(file):
+            if isinstance(one, Start):
+                start, windows = one, []
+                continue
             while windows and windows[-1].last >= one.first:  # the run was brought back, and takes these steps again
                 windows.pop()
             windows.append(one)
-            if len(windows) % MOST_DETAILED == 0:
-                windows = _with_some_details(windows)
     return None if start is None else WorkRecord(start, windows)
-
-
-def _with_some_details(windows: list[Window]) -> list[Window]:
-    """Returns `windows` with layers and messages kept only in those with the roundest steps, about the same ones on all
-    ranks.
-    """
-    kept = [_roundest(one) for one in windows if one.layers or one.sent or one.taken]
-    while len(kept) > MOST_DETAILED:
-        least = min(kept)
-        kept = [one for one in kept if one > least]
-    least = min(kept, default=0)
-    return [one if _roundest(one) >= least else replace(one, layers={}, sent={}, taken={}) for one in windows]
-
-
-def _roundest(window: Window) -> int:
-    return max(roundness(window.first), ((window.first - 1) ^ (window.last - 1)).bit_length() - 1)
 
 
 def roundness(step: int) -> int:
