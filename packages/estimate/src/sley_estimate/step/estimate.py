@@ -256,7 +256,6 @@ class PlanSeconds:
 
     step: StepSeconds
     layers: Sequence[PricedLayer]
-    num_micros: int
 
 
 def on_machine(plan: Plan, machine: MachineFile) -> Plan:
@@ -327,7 +326,7 @@ def seconds_from(records: Records, plan: Plan, size: int, machine: MachineFile, 
     num_micros = plan.num_micros(plan.topology(size))
     waits = machine.engine is not None and waits_before_updates(plan)
     step = seconds_of_records(records, num_micros, machine, measured, waits=waits)
-    return PlanSeconds(step, layers, num_micros)
+    return PlanSeconds(step, layers)
 
 
 def waits_before_updates(plan: Plan) -> bool:

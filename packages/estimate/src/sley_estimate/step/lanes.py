@@ -66,16 +66,6 @@ Instruction = Compute | Begin | Await
 Program = Sequence[Instruction]
 
 
-class LaneSpan(NamedTuple):
-    """An exchange ran on `lane`."""
-
-    lane: str
-    key: Hashable
-    members: tuple[int, ...]
-    start_s: float
-    end_s: float
-
-
 class Exposed(NamedTuple):
     """A rank waited for the exchange `key`, or did its own part of it."""
 
@@ -100,14 +90,11 @@ class _Running:
 
 
 class Lanes:
-    """One simulation of `programs`; `run` fills `computed` (rank, instruction, start, end), `exchanged`, `exposed`,
-    `ends_s`.
-    """
+    """One simulation of `programs`; `run` fills `computed` (rank, instruction, start, end), `exposed` and `ends_s`."""
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self.programs = programs
         self.computed: list[tuple[int, Compute, float, float]] = []
-        self.exchanged: list[LaneSpan] = []
         self.exposed: list[Exposed] = []
         self.ends_s = [0.0] * len(programs)
         self._at = [0] * len(programs)
@@ -222,7 +209,6 @@ class Lanes:
         exchange = running.exchange
         del self._running[exchange.key]
         self._ended[exchange.key] = exchange
-        self.exchanged.append(LaneSpan(exchange.lane, exchange.key, exchange.members, running.start_s, now_s))
         for link in exchange.links:
             self._on_link[link].pop(exchange.key, None)
         if exchange.links:
@@ -251,7 +237,6 @@ class StepSeconds:
     """
 
     timeline: Timeline
-    exchanges: tuple[LaneSpan, ...]
     exposed: tuple[Exposed, ...]
     computing_s: tuple[float, ...]
     updating_s: tuple[float, ...]
@@ -294,6 +279,4 @@ def simulate_programs(programs: Sequence[Program]) -> StepSeconds:
     timeline = replace(
         Timeline.of(len(programs), spans.values()), end_s=max((devices_s, *host_s)), computing_s=tuple(computing)
     )
-    return StepSeconds(
-        timeline, tuple(lanes.exchanged), tuple(lanes.exposed), tuple(computing), tuple(updating), devices_s, host_s
-    )
+    return StepSeconds(timeline, tuple(lanes.exposed), tuple(computing), tuple(updating), devices_s, host_s)
