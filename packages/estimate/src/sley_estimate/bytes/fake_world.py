@@ -231,51 +231,43 @@ class FakeWork(Done):
             sums()
 
 
+@dataclass(eq=False)
 class FakeTransport(Transport):
     """Stands for the transport of `lane`. scratch_rows: rows of its callers' scratch memory for a shard of n rows. scratch:
     allocates what it needs to sum a tensor.
     """
 
-    def __init__(
-        self,
-        members: Members,
-        lane: str,
-        began: Callable[[Collective, str, str, int], Callable[[], None]],
-        scratch_rows: Callable[[int], int],
-        scratch: Callable[[Tensor], object],
-    ) -> None:
-        self._members = members
-        self._size = members.size
-        self._lane = lane
-        self._began = began
-        self._scratch_rows = scratch_rows
-        self._scratch = scratch
+    members: Members
+    lane: str
+    began: Callable[[Collective, str, str, int], Callable[[], None]]
+    scratch_rows: Callable[[int], int]
+    scratch: Callable[[Tensor], object]
 
     def num_scratch_rows(self, num_rows: int) -> int:
-        return self._scratch_rows(num_rows)
+        return self.scratch_rows(num_rows)
 
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
         return self._begin("gather", wholes)
 
     def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
-        return self._begin("reduce", wholes, [whole[: whole.shape[0] // self._size] for whole in wholes])
+        return self._begin("reduce", wholes, [whole[: whole.shape[0] // self.members.size] for whole in wholes])
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
         return self._begin("swap", [sent])
 
     def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
         flat = tensor.view(-1)
-        return self._begin("sum", [tensor], [flat[: -(-flat.numel() // self._size)]])
+        return self._begin("sum", [tensor], [flat[: -(-flat.numel() // self.members.size)]])
 
     def _begin(self, kind: Collective, tensors: Sequence[Tensor], own: Sequence[Tensor] = ()) -> Work:
         """own: the tensors that this rank sums, one after the other."""
-        waits = self._began(kind, self._members.axis, self._lane, sum(tensor.nbytes for tensor in tensors))
+        waits = self.began(kind, self.members.axis, self.lane, sum(tensor.nbytes for tensor in tensors))
 
         def sums() -> None:
             for tensor in own:
-                self._scratch(tensor)
+                self.scratch(tensor)
 
-        return FakeWork(waits, sums, self._members.progress.step_progress)
+        return FakeWork(waits, sums, self.members.progress.step_progress)
 
 
 class TakenSteps(Simulation):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -211,31 +212,23 @@ def _tensors_of(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     ]
 
 
+@dataclass
 class LayerCalls:
     """Calls layers on one micro-batch, `fields`, and times the halves of a call. last: the layer before the loss. forgets:
-    whether gradients are dropped after each call.
+    whether gradients are dropped after each call. apart: as of `LayerBench`.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        caller: LayerCaller,
-        fields: Mapping[str, Tensor],
-        loss: Loss,
-        last: Layer,
-        *,
-        forgets: bool,
-        apart: Callable[[], Sequence[Span]],
-    ) -> None:
-        self.device = device
-        self.caller = caller
-        self.fields = fields
-        self.loss = loss
-        self.last = last
-        self.forgets = forgets
-        self.apart = apart
-        self._lead = Lead(device)
-        self._empty_s = empty_backward_s(device) if device.is_async else 0.0
+    device: Device
+    caller: LayerCaller
+    fields: Mapping[str, Tensor]
+    loss: Loss
+    last: Layer
+    forgets: bool
+    apart: Callable[[], Sequence[Span]]
+
+    def __post_init__(self) -> None:
+        self._lead = Lead(self.device)
+        self._empty_s = empty_backward_s(self.device) if self.device.is_async else 0.0
 
     def whole(self, layer: Layer, value: Value | None, outputs: list[Any], host_s: tuple[float, float]) -> Halves:
         """Runs the layer forward and backward; sets `outputs` to its output. host_s: of the host to start each half."""
