@@ -32,7 +32,7 @@ from sley_estimate.search.find import seconds_parts
 from sley_estimate.step.estimate import estimate_seconds
 from sley_estimate.step.lanes import Await, Begin, Compute, Exchange, Instruction, Lanes, StepSeconds
 from sley_estimate.step.links import NOTHING, Cost, copy_cost, on_host_s
-from sley_estimate.step.record import HOST, Awaited, Began, Computed, RecordedStep, expanded
+from sley_estimate.step.record import HOST, Awaited, Began, Computed, Earlier, RecordedStep, expanded
 from sley_estimate.testing import plain_step, small_machine, timed_layers
 from sley_testing.plans import small_plan
 from sley_testing.runs import any_lists
@@ -299,18 +299,12 @@ def test_an_exchange_waits_for_the_one_that_it_comes_after() -> None:
 def test_copies_of_a_longer_step_follow_and_are_awaited_as_in_the_one_that_was_recorded() -> None:
     work = Computed((Operator("mm", 8),))
 
-    def action(micro, number):
-        out = Began(number, "to_host", HOST, "0", 16)
-        back = Began(number + 1, "to_device", HOST, "1", 16, after=number)
-        return Action(Kind.FORWARD, 0, micro), (work, out, back, Awaited(number + 1))
-
-    step = RecordedStep((), [action(0, 0), action(1, 2)], ())
+    out = Began("to_host", HOST, "0", 16)
+    back = Began("to_device", HOST, "1", 16, after=Earlier(out.queue, 1))
+    events = (work, out, back, Awaited(Earlier(back.queue, 1)))
+    step = RecordedStep((), [(Action(Kind.FORWARD, 0, micro), events) for micro in range(2)], ())
     longer = expanded(step, [Action(Kind.FORWARD, 0, micro) for micro in range(5)])
-    began = [word for word in longer.events if isinstance(word, Began)]
-    assert len({word.number for word in began}) == 10
-    for out, back in zip(began[::2], began[1::2], strict=True):
-        assert back.after == out.number
-    assert [word.number for word in longer.events if isinstance(word, Awaited)] == [one.number for one in began[1::2]]
+    assert longer.events == [*events] * 5
 
 
 def test_a_copy_takes_its_latency_and_its_bytes_at_the_rate_of_its_direction() -> None:

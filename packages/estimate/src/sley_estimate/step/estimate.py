@@ -12,9 +12,10 @@ at the same time.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from sley_estimate.layers.prices import LayerSeconds, PricedLayer, device_second
 from sley_estimate.layers.variants import once
 from sley_estimate.step.lanes import Await, Begin, Compute, Exchange, Instruction, StepSeconds, simulate_programs
 from sley_estimate.step.links import Cost, Ranks, copy_cost, groups_at_once, on_host_s, slowest, slowest_message
-from sley_estimate.step.record import HOST, Awaited, Began, Computed, Events, RankRecord, expanded
+from sley_estimate.step.record import HOST, Awaited, Began, Computed, Events, Queue, RankRecord, RecordedStep, expanded
 from train_cli.on_meta import meta_micro_batch
 
 if TYPE_CHECKING:
@@ -113,13 +114,18 @@ class _Pricing:
         record = self.records[stage]
         computing = [action for action in actions_of(entries) if action.kind is not Kind.CHUNK_DONE]
         step = expanded(record.step, computing, record.more)
-        awaited = {event.number for event in step.events if isinstance(event, Awaited)}
-        begun: dict[int, Exchange] = {}
+        awaited, numbers = _awaited(step), count()
+        begun: dict[Queue, list[Exchange | None]] = defaultdict(list)
         counts: Counter[str] = Counter()
 
-        def begin(began: Began) -> Begin:
-            begun[began.number] = exchange = self._exchange(began, stage, counts, begun)
-            return Begin(exchange)
+        def begin(began: Began) -> Iterator[Begin]:
+            """Begins an exchange that this step waits for; at the beginning of the next one it is `carried`."""
+            number, exchange = next(numbers), None
+            if number in awaited:
+                after = begun[began.after.queue][-began.after.back] if began.after is not None else None
+                exchange = self._exchange(began, number, stage, counts, after)
+                yield Begin(exchange)
+            begun[began.queue].append(exchange)
 
         def instructions(events: Events, action: Action | None) -> Iterator[Instruction]:
             scale = Scale() if action is None else self._scale(events, stage, action)
@@ -130,11 +136,14 @@ class _Pricing:
                     seconds, host_s = self._computed_s(event.operators, stage, action, scale)
                     yield Compute(seconds, action, host_s)
                 elif isinstance(event, Awaited):
-                    yield Await(begun[event.number].key)
-                elif event.number in awaited:  # others are awaited in the next step, at whose beginning they are `carried`
-                    yield begin(event)
+                    exchange = begun[event.exchange.queue][-event.exchange.back]
+                    assert exchange is not None, event
+                    yield Await(exchange.key)
+                else:
+                    yield from begin(event)
 
-        yield from map(begin, step.carried)
+        for began in step.carried:
+            yield from begin(began)
         yield from instructions(step.opening, None)
         recorded = iter(step.actions)
         for entry in entries:
@@ -196,14 +205,14 @@ class _Pricing:
 
         return once(self._known, id(operators), price)
 
-    def _exchange(self, began: Began, stage: int, counts: Counter[str], begun: Mapping[int, Exchange]) -> Exchange:
+    def _exchange(self, began: Began, number: int, stage: int, counts: Counter[str], after: Exchange | None) -> Exchange:
         """Returns an exchange or copy. Members of a group over several stages begin its exchanges in one order, so its key is
         the axis and their count there.
         """
         record = self.records[stage]
         is_copy = began.axis == HOST
         members = (stage,) if is_copy else once(self._members, (began.axis, stage), lambda: _stages_of(record, began.axis))
-        key: Hashable = ("exchange", stage, began.number)
+        key: Hashable = ("exchange", stage, number)
         if len(members) > 1:
             key = began.axis, counts[began.axis]
             counts[began.axis] += 1
@@ -218,20 +227,31 @@ class _Pricing:
             )
             cost = slowest(began.kind, began.num_bytes, groups, links)
         ways: tuple[str, ...] = (began.kind,) if is_copy else ("sends", "receives")
-        before = begun.get(began.after) if began.after is not None else None
         return Exchange(
             key,
             f"{'all' if began.axis == 'all' else began.kind} {began.axis}.{began.lane}",
             members,
             *cost,
             links=tuple((way, member) for member in members for way in ways),
-            after=None if before is None else before.key,
+            after=None if after is None else after.key,
         )
 
     def _message(self, position: int) -> Cost:
         ends = self.placement.holder(position).stage, self.placement.holder(position + 1).stage
         first = self.records[0]
         return slowest_message(first.messages[position], ends, first.topology, self.machine.links)
+
+
+def _awaited(step: RecordedStep) -> set[int]:
+    """Returns the exchanges for which a step waits, as their numbers in the order in which they begin, `carried` first."""
+    numbers, awaited = count(), set[int]()
+    queues: dict[Queue, list[int]] = defaultdict(list)
+    for event in (*step.carried, *step.events):
+        if isinstance(event, Began):
+            queues[event.queue].append(next(numbers))
+        elif isinstance(event, Awaited):
+            awaited.add(queues[event.exchange.queue][-event.exchange.back])
+    return awaited
 
 
 def _stages_of(record: RankRecord, axis: str) -> tuple[int, ...]:

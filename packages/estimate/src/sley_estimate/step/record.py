@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -45,31 +44,43 @@ class Computed:
     operators: tuple[Operator, ...]
 
 
+Queue = tuple[str, str]
+"""Axis and lane: exchanges of one queue run one after another."""
+
+
+class Earlier(NamedTuple):
+    """An exchange that began before: the `back`-th from the end of its queue at that time; 1 is the last."""
+
+    queue: Queue
+    back: int
+
+
 @dataclass(frozen=True)
 class Began:
     """The rank began an exchange of `num_bytes` (of whole tensors) on a lane of its group of `axis`, or a copy on stream `lane`
-    of the axis `HOST`. number: counts the exchanges and copies of a run. after: a copy that comes first.
+    of the axis `HOST`. after: a copy that comes first.
     """
 
-    number: int
     kind: Collective | CopyKind
     axis: str
     lane: str
     num_bytes: int
-    after: int | None = None
+    after: Earlier | None = None
 
     @property
-    def queue(self) -> tuple[str, str]:
-        """Returns axis and lane: exchanges of one queue run one after another."""
+    def queue(self) -> Queue:
         return self.axis, self.lane
 
 
 @dataclass(frozen=True)
 class Awaited:
-    """The rank waited for exchange `number`, for the first time."""
+    """The rank waited for an exchange, for the first time."""
 
-    number: int
+    exchange: Earlier
 
+
+_Raw = Computed | tuple[Literal["began", "awaited"], int]
+"""Operators, or what was done with the exchange of a number."""
 
 Event = Computed | Began | Awaited
 Events = tuple[Event, ...]
@@ -128,7 +139,8 @@ class Recording(StepListener):
     def follow(self, run: Run, tensors: FakeTensors) -> None:
         """Listens to `run`, which has taken no step yet; forgets an earlier run."""
         self._run, self._tensors = run, tensors
-        self._all: dict[int, Began] = {}
+        self._all: list[Began] = []
+        self._after: dict[int, int] = {}
         self._awaited: set[int] = set()
         self._first = 0
         self._is_recording = False
@@ -136,9 +148,9 @@ class Recording(StepListener):
         self._known: dict[Hashable, Operator | None] = {}
         self._entry: object = None
         self._operators: list[Operator] = []
-        self._opening: list[Event] = []
-        self._closing: list[Event] = []
-        self._actions: list[tuple[Action, list[Event]]] = []
+        self._opening: list[_Raw] = []
+        self._closing: list[_Raw] = []
+        self._actions: list[tuple[Action, list[_Raw]]] = []
         self._events = self._opening
         device, simulation = run.world.device, run.world.simulation
         assert isinstance(device, FakeDevice), device
@@ -158,10 +170,7 @@ class Recording(StepListener):
         run, self._tensors.listener = self._run, None
         self._end_work()
         self._is_recording = False
-        actions = [(action, tuple(events)) for action, events in self._actions]
-        step = RecordedStep(tuple(self._opening), actions, tuple(self._closing))
-        waits = (event.number for event in step.events if isinstance(event, Awaited))
-        carried = [self._all[number] for number in waits if number < self._first]
+        step = self._step()
         placement, described = run.stepper.lists.placement, run.parts.foretold
         messages = []
         if described is not None:
@@ -169,7 +178,7 @@ class Recording(StepListener):
                 leaves = described(*placement.holder(position)).leaves
                 messages.append(sum(leaf.num_bytes for leaf in leaves if leaf.same_as is None))
         self.record = RankRecord(
-            replace(step, carried=carried),
+            step,
             run.topology,
             {axis: group.ranks for axis, group in run.groups.items()},
             messages,
@@ -177,6 +186,35 @@ class Recording(StepListener):
             len(run.parts.registry.trainable),
         )
         del self._run
+
+    def _step(self) -> RecordedStep:
+        """Returns what was recorded, with each exchange that is referred to as a place in its queue."""
+        lists = [self._opening, *(events for _, events in self._actions), self._closing]
+        raw = [each for events in lists for each in events if not isinstance(each, Computed)]
+        carried = [number for what, number in raw if what == "awaited" and number < self._first]
+        queues: dict[Queue, list[int]] = defaultdict(list)
+        for number in carried:
+            queues[self._all[number].queue].append(number)
+
+        def earlier(number: int | None) -> Earlier | None:
+            queue = queues[self._all[number].queue] if number is not None else []
+            return Earlier(self._all[number].queue, len(queue) - queue.index(number)) if number in queue else None
+
+        def event(each: _Raw) -> Event:
+            if isinstance(each, Computed):
+                return each
+            what, number = each
+            if what == "awaited":
+                exchange = earlier(number)
+                assert exchange is not None, self._all[number]
+                return Awaited(exchange)
+            began = replace(self._all[number], after=earlier(self._after.get(number)))
+            queues[began.queue].append(number)
+            return began
+
+        opening, *actions, closing = [tuple(map(event, events)) for events in lists]
+        named = [(action, events) for (action, _), events in zip(self._actions, actions, strict=True)]
+        return RecordedStep(opening, named, closing, [self._all[number] for number in carried])
 
     def note(self, operator: Operator) -> None:
         """Records a kernel that torch does not see as one operator; ignored before `begin`."""
@@ -186,11 +224,13 @@ class Recording(StepListener):
     def began(self, kind: Collective, axis: str, lane: str, num_bytes: int) -> Callable[[], None]:
         if axis == MESSAGES:
             return lambda: None
-        began = self._begin(Began(len(self._all), kind, axis, lane, num_bytes))
-        return lambda: self.awaited(began.number)
+        number = self._begin(Began(kind, axis, lane, num_bytes))
+        return lambda: self.awaited(number)
 
     def copied(self, kind: CopyKind, stream: int, num_bytes: int, after: int | None) -> int:
-        return self._begin(Began(len(self._all), kind, HOST, str(stream), num_bytes, after)).number
+        if after is not None:
+            self._after[len(self._all)] = after
+        return self._begin(Began(kind, HOST, str(stream), num_bytes))
 
     def awaited(self, number: int) -> None:
         if number in self._awaited:
@@ -198,7 +238,7 @@ class Recording(StepListener):
         self._awaited.add(number)
         if self._is_recording:
             self._end_work()
-            self._events.append(Awaited(number))
+            self._events.append(("awaited", number))
 
     def _entered(self, entry: object) -> None:
         """Is called when another entry of the step begins: an action, a transfer, or a text for a part after the list."""
@@ -227,12 +267,13 @@ class Recording(StepListener):
             )
             self.note(replace(operator, is_on_host=True) if is_on_host else operator)
 
-    def _begin(self, began: Began) -> Began:
-        self._all[began.number] = began
+    def _begin(self, began: Began) -> int:
+        number = len(self._all)
+        self._all.append(began)
         if self._is_recording:
             self._end_work()
-            self._events.append(began)
-        return began
+            self._events.append(("began", number))
+        return number
 
     def _end_work(self) -> None:
         if self._operators:
@@ -244,9 +285,9 @@ def expanded(step: RecordedStep, actions: Sequence[Action], more: Sequence[Recor
     """Returns `step` as a step of the compute actions `actions`; itself if these are its own. Pure.
 
     Each action gets the events of a recorded one with the same neighbours and the same place (first or last) in its chunk; else
-    of the last recorded one of its kind and chunk. Exchanges get new numbers; waits keep their distance in the queue. more:
-    steps of alike stages, for places that `step` does not have. Raises PlanError "estimate-seconds" for an action of a kind or
-    chunk that was not recorded.
+    of the last recorded one of its kind and chunk. Waits keep their distance in the queue. more: steps of alike stages, for
+    places that `step` does not have. Raises PlanError "estimate-seconds" for an action of a kind or chunk that was not
+    recorded.
     """
     if list(actions) == [action for action, _ in step.actions]:
         return step
@@ -255,15 +296,13 @@ def expanded(step: RecordedStep, actions: Sequence[Action], more: Sequence[Recor
         for (_, events), places in zip(each.actions, _places([action for action, _ in each.actions]), strict=True):
             for place in places:
                 known[place] = events
-    copies = _Copies(step, more)
-    opening = copies.of(step.opening)
     expanded_actions = []
     for action, places in zip(actions, _places(actions), strict=True):
         place = next((place for place in places if place in known), None)
         if place is None:
             raise PlanError("estimate-seconds", f"no action like {action} was recorded")
-        expanded_actions.append((action, copies.of(known[place])))
-    return RecordedStep(opening, expanded_actions, copies.of(step.closing), step.carried)
+        expanded_actions.append((action, known[place]))
+    return replace(step, actions=expanded_actions)
 
 
 def _places(actions: Sequence[Action]) -> Iterator[list[Hashable]]:
@@ -277,57 +316,3 @@ def _places(actions: Sequence[Action]) -> Iterator[list[Hashable]]:
         own = action.kind, action.chunk
         ends = first[own] == at, last.get(action.chunk) == at
         yield [(own, ends, kinds[at], kinds[at + 2]), (own, ends, kinds[at + 2]), (own, ends), own]
-
-
-class _Copies:
-    """Copies events: each exchange gets a new number, and each wait refers as far back in the queue as the recorded one."""
-
-    def __init__(self, step: RecordedStep, more: Sequence[RecordedStep]) -> None:
-        self._queues: dict[tuple[str, str], list[int]] = defaultdict(list)
-        self._numbers = count(1 + max((event.number for event in step.events if isinstance(event, Began)), default=0))
-        self._distances = {key: value for each in (*more, step) for key, value in _distances(each).items()}
-        for began in step.carried:
-            self._queues[began.queue].append(began.number)
-
-    def of(self, events: Events) -> Events:
-        return tuple(map(self._copy, events))
-
-    def _copy(self, event: Event) -> Event:
-        if isinstance(event, Began):
-            after = self._referred(event) if event.after is not None else None
-            copy = replace(event, number=next(self._numbers), after=after)
-            self._queues[copy.queue].append(copy.number)
-            return copy
-        if isinstance(event, Awaited):
-            number = self._referred(event)
-            assert number is not None, event
-            return Awaited(number)
-        return event
-
-    def _referred(self, event: Event) -> int | None:
-        """Returns the new number of the exchange that an event refers to; None if that lies before the step."""
-        if id(event) not in self._distances:
-            return None
-        queue, distance = self._distances[id(event)]
-        return self._queues[queue][-distance]
-
-
-def _distances(step: RecordedStep) -> dict[int, tuple[tuple[str, str], int]]:
-    """Returns, by `id` of each wait and of each copy behind another, the queue of the exchange that it refers to, and how far
-    back it is there (1: the last).
-    """
-    queues: dict[tuple[str, str], list[int]] = defaultdict(list)
-    queue_of: dict[int, tuple[str, str]] = {}
-    distances = {}
-    for began in step.carried:
-        queues[began.queue].append(began.number)
-        queue_of[began.number] = began.queue
-    for event in step.events:
-        number = event.number if isinstance(event, Awaited) else event.after if isinstance(event, Began) else None
-        if number in queue_of:
-            queue = queues[queue_of[number]]
-            distances[id(event)] = queue_of[number], len(queue) - queue.index(number)
-        if isinstance(event, Began):
-            queues[event.queue].append(event.number)
-            queue_of[event.number] = event.queue
-    return distances
