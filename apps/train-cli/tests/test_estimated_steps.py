@@ -25,9 +25,8 @@ from sley_estimate.commands.estimate import seconds_lines
 from sley_estimate.layers.operators import Operator
 from sley_estimate.machine import MachineFile, machine_from_dict
 from sley_estimate.step import estimate
-from sley_estimate.step.estimate import estimate_seconds, records_of
-from sley_estimate.step.programs import Records, seconds_of_records
-from sley_estimate.step.record import HOST, Awaited, Began, Computed, RecordedStep, expanded
+from sley_estimate.step.estimate import Records, estimate_seconds, records_of, seconds_of_records
+from sley_estimate.step.record import HOST, Awaited, Began, Computed, Earlier, RecordedStep, expanded
 from sley_estimate.testing import shortly, small_machine
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import record
@@ -107,17 +106,17 @@ def work(number: int) -> Computed:
 
 def test_a_longer_step_keeps_what_each_action_waits_for() -> None:
     """Each forward waits for the gather that the one before it began, and begins that of the next."""
+    gather = Began("gather", "wp", "gather", 8)
+    wait = Awaited(Earlier(gather.queue, 1))
     actions = []
     for micro in range(3):
-        words = (Awaited(micro), work(1), Began(micro + 1, "gather", "wp", "gather", 8))
+        words = (wait, work(1), gather)
         actions += [(Action(F, 0, micro), words), (Action(B, 0, micro), (work(2),))]
-    step = RecordedStep((Began(0, "gather", "wp", "gather", 8),), actions, (Awaited(3), work(3)))
+    step = RecordedStep((gather,), actions, (wait, work(3)))
     longer = [Action(kind, 0, micro) for micro in range(6) for kind in (F, B)]
     found = expanded(step, longer)
     assert [action for action, _ in found.actions] == longer
-    begun = [word.number for word in found.events if isinstance(word, Began)]
-    assert len(begun) == len(set(begun)) == 7
-    assert [word.number for word in found.events if isinstance(word, Awaited)] == begun
+    assert [word for word in found.events if not isinstance(word, Computed)] == [gather, wait] * 7
     assert sum(isinstance(word, Computed) for word in found.events) == 13
 
 
