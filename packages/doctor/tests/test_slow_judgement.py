@@ -32,7 +32,7 @@ from sley_doctor.slow.words import cause_in_words, nobody, remedy, waits_of, wor
 from train_cli.run_folder import WORK
 
 BLOCK = "Block Linearx2 4096"
-QUIET = Usage(0.1, 0.01, 10, 0, 0)
+QUIET = Usage(0.1, 0.01, 10)
 
 
 def spread(seconds: float, width: float = 0.1) -> Spread:
@@ -50,7 +50,7 @@ def window(number: int, work: Mapping[str, float], waits: Mapping[str, float], *
         work={place: spread(one) for place, one in work.items()},
         layers=more.get("layers", {}),
         waits={queue: spread(one) for queue, one in waits.items()},
-        queues=more.get("queues", {queue: Queue("stage[0, 1]", (0, 1), None, 1.0, 1e5) for queue in waits}),
+        queues=more.get("queues", {queue: Queue((0, 1), None, 1.0, 1e5) for queue in waits}),
         usage=more.get("usage", QUIET),
         private_mb=more.get("private_mb", 300.0),
         device_mb=more.get("device_mb", 0.0),
@@ -66,7 +66,7 @@ def record(rank: int, windows: Sequence[Window], world: int = 2, stage: int = 0,
 def replicas(*works: Mapping[str, float], num_windows: int = 6) -> list[WorkRecord]:
     """Ranks of one stage that do this in every step, and wait for the slowest of them in their sums."""
     step_s = max(sum(work.values()) for work in works) + 0.002
-    queues = {"stage main": Queue("stage", tuple(range(len(works))), None, 1.0, 1e5)}
+    queues = {"stage main": Queue(tuple(range(len(works))), None, 1.0, 1e5)}
     return [
         record(
             rank,
@@ -91,7 +91,7 @@ def stages(*layers: Mapping[str, float], way_s: float = 0.0, num_windows: int = 
         taken = [SeenMessage(one.step, one.number, one.time_s + way_s + 0.0002, way_s + 0.01) for one in sent]
         if rank == 0:
             return {"sent": {"pp up 0>1": sent}, "queues": {}}
-        return {"taken": {"pp up 0>1": taken}, "queues": {"pp up 0>1": Queue("pp[0, 1]", (0, 1), 0, 1.0, 1e4)}}
+        return {"taken": {"pp up 0>1": taken}, "queues": {"pp up 0>1": Queue((0, 1), 0, 1.0, 1e4)}}
 
     return [
         record(
@@ -214,7 +214,7 @@ def test_a_slow_replica_of_one_stage_is_named_and_not_the_stages_that_wait_for_i
     """Rank 3 is slow in a backward of stage 1: its replica waits in sums, stage 0 for its gradients."""
     other = {"F0": 0.01, "B0": 0.02}
     works = [other, other, USUAL, {**USUAL, "B0": 0.1}]
-    queues = {"all main": Queue("all[0, 1, 2, 3]", (0, 1, 2, 3), None, 1.0, 48.0)}
+    queues = {"all main": Queue((0, 1, 2, 3), None, 1.0, 48.0)}
     ranks = [
         record(rank, [window(n, work, {"all main": 0.15 - sum(work.values())}, queues=queues) for n in range(6)], 4, rank // 2)
         for rank, work in enumerate(works)
@@ -225,7 +225,7 @@ def test_a_slow_replica_of_one_stage_is_named_and_not_the_stages_that_wait_for_i
 
 def on_cuda(*works: Mapping[str, float], control: Sequence[float] = ()) -> list[WorkRecord]:
     """Ranks of one stage whose hosts wait for their devices, and for each other when a step begins."""
-    queues = {"control main": Queue("control", tuple(range(len(works))), None, 1.0, 48.0)}
+    queues = {"control main": Queue(tuple(range(len(works))), None, 1.0, 48.0)}
     waits = control or [0.0005] * len(works)
     ranks = [
         record(rank, [window(n, work, {"control main": waits[rank]}, queues=queues) for n in range(6)], world=len(works))
@@ -292,10 +292,10 @@ def test_memory_that_settles_is_not_told(held: list[float]) -> None:
     assert not judge([record(0, growing(held)), record(1, growing(held))]).causes
 
 
-@pytest.mark.parametrize(("system_s", "minor", "are_why"), [(0.5, 200_000, True), (0.01, 200_000, False), (0.5, 50, False)])
-def test_page_faults_are_why_where_the_kernel_was_busy_with_them(system_s: float, minor: int, are_why: bool) -> None:
+@pytest.mark.parametrize(("system_s", "faults", "are_why"), [(0.5, 200_000, True), (0.01, 200_000, False), (0.5, 50, False)])
+def test_page_faults_are_why_where_the_kernel_was_busy_with_them(system_s: float, faults: int, are_why: bool) -> None:
     quick, slow = replicas(USUAL, {**USUAL, "F0": 0.1})
-    usage = Usage(0.1, system_s, minor, 0, 5)
+    usage = Usage(0.1, system_s, faults)
     slow = replace(slow, windows=[replace(one, usage=usage) for one in slow.windows])
     cause = only(judge([quick, slow]).causes)
     assert (cause.ranks, cause.place, cause.faults > 0) == ((1,), "F0", are_why)
@@ -307,7 +307,7 @@ def test_page_faults_are_why_where_the_kernel_was_busy_with_them(system_s: float
 
 def test_whom_a_rank_waits_for_is_who_waits_least() -> None:
     """In an exchange of all, or in all, where others have no such queue: of what is read from this rank, it alone has one."""
-    queues = {name: Queue("stage[0, 1, 2]", (0, 1, 2), None, 1.0, 1e5) for name in ("stage main", "stage main of 0")}
+    queues = {name: Queue((0, 1, 2), None, 1.0, 1e5) for name in ("stage main", "stage main of 0")}
     waits = [{"stage main": 0.03, "stage main of 0": 0.02}, {"stage main": 0.04}, {"stage main": 0.001}]
     ranks = [
         record(rank, [window(n, USUAL, some, queues={name: queues[name] for name in some}) for n in range(6)], 3)

@@ -30,8 +30,8 @@ def window(number: int, forward_s: float = 0.5, **changed: Any) -> Window:
         work={"F0": Spread(forward_s, forward_s, forward_s)},
         layers={"F0": {"head": Spread(0.1, 0.2, 0.3)}},
         waits={"all main": Spread(0.0, 0.1, 0.2)},
-        queues={"all main": Queue("all[0, 1]", (0, 1), None, 1.0, 48.0)},
-        usage=Usage(1.0, 0.5, 10, 1, 3),
+        queues={"all main": Queue((0, 1), None, 1.0, 48.0)},
+        usage=Usage(1.0, 0.5, 11),
         private_mb=float(number),
         device_mb=0.0,
         sent={"pp up 0>1": [SeenMessage(step, 1, float(step)) for step in range(first, first + STEPS, 4)]},
@@ -162,7 +162,7 @@ def test_a_file_of_a_long_run_stays_short_and_has_every_step(tmp_path: Path, mon
     assert steps[-1][1] == 3 * most * STEPS
     assert all(before[1] + 1 == after[0] for before, after in pairwise(steps)), "none is missing"
     assert [one.num_steps for one in found.windows[-12:]] == [STEPS] * 12, "the newest are as they were written"
-    assert sum(one.usage.minor for one in found.windows) == 3 * most * 10
+    assert sum(one.usage.faults for one in found.windows) == 3 * most * 11
     assert found.start == START
 
 
@@ -183,7 +183,7 @@ def test_a_window_of_many_says_what_they_said() -> None:
     assert found.layers["F0"]["head"] == Spread(0.1, 0.2, 0.3)
     assert found.waits["all main"] == Spread(0.0, 0.1, 0.2)
     assert found.queues["all main"].num_bytes == 48.0
-    assert found.usage == Usage(2.0, 1.0, 20, 2, 6)
+    assert found.usage == Usage(2.0, 1.0, 22)
     many = merged([window(number) for number in range(100)]).sent["pp up 0>1"]
     kept = {one.step for one in many}
     every = {message.step for number in range(100) for message in window(number).sent["pp up 0>1"]}

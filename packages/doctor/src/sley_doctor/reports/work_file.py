@@ -153,13 +153,7 @@ class WorkSamples:
         """Returns the queues, with the exchanges and bytes in which this rank waited."""
         steps = max(1, self.num_steps)
         return {
-            queue: Queue(
-                str(found.turn.members),
-                found.turn.members.ranks,
-                found.turn.peer,
-                found.exchanges / steps,
-                found.num_bytes / steps,
-            )
+            queue: Queue(found.turn.members.ranks, found.turn.peer, found.exchanges / steps, found.num_bytes / steps)
             for queue, found in self._waits.items()
         }
 
@@ -274,7 +268,7 @@ def _queue(found: Sequence[tuple[Window, Queue]]) -> Queue:
     queue = found[-1][1]
     exchanges = sum(one.exchanges * window.num_steps for window, one in found) / steps
     num_bytes = sum(one.num_bytes * window.num_steps for window, one in found) / steps
-    return Queue(queue.group, queue.ranks, queue.peer, exchanges, num_bytes)
+    return Queue(queue.ranks, queue.peer, exchanges, num_bytes)
 
 
 def _messages(

@@ -65,13 +65,12 @@ class SeenMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class Queue:
-    """Describes a sequence of exchanges that the members of a group start in one order. group: in words, as `stage[0, 1]`.
-    peer: of a message, the other end.
+    """Describes a sequence of exchanges that the members `ranks` of a group start in one order. peer: of a message, the other
+    end.
 
     exchanges, num_bytes: per step, on average, those in which this rank waited.
     """
 
-    group: str
     ranks: tuple[int, ...]
     peer: int | None = None
     exchanges: float = 0.0
@@ -79,15 +78,11 @@ class Queue:
 
 
 class Usage(NamedTuple):
-    """Holds the kernel's counters of the process over a window. system_s: time in the kernel. minor, major: page faults without
-    and with a read from a disk. switches: involuntary context switches.
-    """
+    """Holds the kernel's counters of the process over a window. system_s: time in the kernel. faults: page faults."""
 
     user_s: float
     system_s: float
-    minor: float
-    major: float
-    switches: float
+    faults: float
 
 
 @dataclass(frozen=True)

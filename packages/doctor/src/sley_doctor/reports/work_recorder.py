@@ -59,9 +59,9 @@ except ImportError:  # Windows
 def used() -> Usage:
     """Returns what this process has used since its start, over all its threads."""
     if resource is None:
-        return Usage(0.0, 0.0, 0, 0, 0)
+        return Usage(0.0, 0.0, 0)
     found = resource.getrusage(resource.RUSAGE_SELF)
-    return Usage(found.ru_utime, found.ru_stime, found.ru_minflt, found.ru_majflt, found.ru_nivcsw)
+    return Usage(found.ru_utime, found.ru_stime, found.ru_minflt + found.ru_majflt)
 
 
 DETAILED, LONG_S = 4, 1.0

@@ -39,7 +39,7 @@ MOST_DEVICE = 0.03
 class RankWork:
     """Holds what one rank did in the steps of a block, as `Window` says, a mean over windows.
 
-    user_s, system_s, faults: of a step, see `Usage`; faults of both kinds.
+    user_s, system_s, faults: of a step, see `Usage`.
     """
 
     start: Start
@@ -120,10 +120,8 @@ def _work(record: WorkRecord, first: int, last: int) -> RankWork:
         usage = Usage(*(count * share for count in window.usage))
         inside.append(replace(window, first=begin, last=end, usage=usage, sent={}, taken={}))
     whole = merged(inside)
-    user_s, system_s, minor, major, _ = (count / (last - first + 1) for count in whole.usage)
-    return RankWork(
-        record.start, whole.seconds, whole.work, whole.layers, whole.waits, whole.queues, user_s, system_s, minor + major
-    )
+    user_s, system_s, faults = (count / (last - first + 1) for count in whole.usage)
+    return RankWork(record.start, whole.seconds, whole.work, whole.layers, whole.waits, whole.queues, user_s, system_s, faults)
 
 
 def middle(values: Iterable[float]) -> float:
