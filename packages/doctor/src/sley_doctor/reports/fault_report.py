@@ -175,15 +175,16 @@ def _attempt(folder: Path, attempt: int) -> FoundReports:
     """Reads all reports of one attempt in `folder`; lists the names of files that cannot be read."""
     ranks: list[FaultReport] = []
     launch, unreadable = None, []
+    launches, faults = TypeAdapter(LaunchReport), TypeAdapter(FaultReport)
     for path in sorted(folder.glob("*.json")):
         try:
             content = json.loads(path.read_text("utf-8"))
             if content.pop("format") != FORMAT:
                 raise ValueError(path.name)
             if path.name == LAUNCHER:
-                launch = TypeAdapter(LaunchReport).validate_python(content)
+                launch = launches.validate_python(content)
             else:
-                ranks.append(TypeAdapter(FaultReport).validate_python(content))
+                ranks.append(faults.validate_python(content))
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             unreadable.append(path.name)
     return FoundReports(attempt, tuple(sorted(ranks, key=lambda one: one.rank)), launch, tuple(unreadable))

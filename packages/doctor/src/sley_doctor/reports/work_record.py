@@ -12,6 +12,7 @@ import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -191,9 +192,14 @@ def roundness(step: int) -> int:
     return (before & -before).bit_length() - 1 if before else 64
 
 
+@cache
+def _readers() -> tuple[TypeAdapter[Start], TypeAdapter[Window]]:
+    return TypeAdapter(Start), TypeAdapter(Window)
+
+
 def _parsed(lines: Iterable[bytes]) -> Iterator[Start | Window]:
     """Yields the starts and windows in `lines`; skips lines that cannot be read."""
-    starts, windows = TypeAdapter(Start), TypeAdapter(Window)
+    starts, windows = _readers()
     for one in lines:
         try:
             content = json.loads(one)
