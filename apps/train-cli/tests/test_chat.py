@@ -138,6 +138,15 @@ def _held_out(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+def test_data_prepare_reads_both_splits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--set", "evaluation={every=1}", "--set", "data.too_long='drop'", "--set", "data.sequence=60"]
+    assert main(["data", "prepare", str(folder / "plan.toml"), *options]) == 0
+    said = capsys.readouterr().err
+    assert "train: " in said
+    assert "held_out: " in said
+    assert "conversations are left out" in said
+
+
 def test_data_show_counts_any_data_set_of_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "a.txt").write_text("hello world, " * 20, "utf-8")
     changes = ['data={use="data.text", files=["a.txt"], sequence=16, held_out=0.0, documents="cut"}']

@@ -65,6 +65,11 @@ class TextConfig(DataConfig):
     0.02, or nothing if there are `held_out_files`. Copies of a document are all on one side.
     """
 
+    cache: Literal["auto", "none"] | PlanPath = "auto"
+    """Where the tokens of a tokenizer are kept for the next start: a folder; "auto" is `sley/data` under `$XDG_CACHE_HOME` or
+    `~/.cache`. They are made once on each host.
+    """
+
     @model_validator(mode="after")
     def _possible(self) -> TextConfig:
         """Raises ValueError for options that exclude or need each other."""

@@ -6,19 +6,19 @@ import mmap
 import sys
 import warnings
 from array import array
-from collections.abc import Iterable, Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from sley_core.api.data import DataContext, DataInfo, Sample
 from sley_core.errors import PlanError
-from sley_data import packing
+from sley_data import cache, packing
 from sley_data.chat import ChatRows
 from sley_data.chat_template import ChatTemplate
 from sley_data.config import NUM_BYTES, ChatConfig, Documents, TextConfig, TokensConfig
@@ -100,12 +100,13 @@ class TokenDataset:
         return packing.pack_sample(tokens, offsets, index, self._sequence, self._max_documents)
 
 
-def digest_of(tensors: Iterable[Tensor]) -> str:
-    """Returns a digest of dtypes, shapes and values of `tensors`, which are on the host."""
+def digest_of(tensors: Iterable[Sequence[Tensor]]) -> str:
+    """Returns a digest of dtypes, shapes and values of tensors on the host, each in one or more parts along its only dim."""
     digest = blake2b(digest_size=16)
-    for each in tensors:
-        digest.update(f"{each.dtype}{tuple(each.shape)}".encode())
-        digest.update(each.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    for parts in tensors:
+        digest.update(f"{parts[0].dtype if parts else None}{(sum(part.numel() for part in parts),)}".encode())
+        for part in parts:
+            digest.update(part.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -127,6 +128,7 @@ class TextDataset(TokenDataset):
         super().__init__(config.sequence, config.documents)
         self._config = config
         self._split = context.split
+        self._kept_digest: str | None = None
         self.data_notes: list[str] = []
 
     @property
@@ -147,17 +149,83 @@ class TextDataset(TokenDataset):
     def data_digest(self) -> str:
         """A digest of every token and of the documents' lengths."""
         tokens, offsets = self._data
-        return digest_of([tokens.parts[0], offsets])
+        return self._kept_digest or digest_of([tokens.parts, [offsets]])
 
     def load(self) -> tuple[TokenArray, Tensor]:
-        """Reads the split's documents, in order; returns their tokens and the offsets of those that are not empty."""
+        """Reads the split's documents, in order; returns their tokens and the offsets of those that are not empty.
+
+        With a tokenizer, the tokens of much text are kept (see `cache`).
+        """
         files, problems = text_files(self._config, self._split)
         if problems:
             raise as_error(problems)
         documents = read_documents(files, self._config, self._split, self.data_notes)
-        ids, lengths = _join(documents) if self._tokenizer is None else self._tokenizer.encode(documents)
-        offsets = torch.tensor([0, *accumulate(length for length in lengths if length)])
-        return TokenArray([as_tensor(ids)]), offsets
+        if self._tokenizer is None:
+            text, lengths = _join(documents)
+            return TokenArray([as_tensor(text)]), _offsets(lengths)
+        folder = cache.folder_of(self._config.cache, files, self._decisive())
+        if folder is not None:
+            try:
+                return self._mapped(folder, documents, sum(file.num_bytes for file in files))
+            except OSError as error:
+                self.data_notes.append(f"the tokens are not kept in {folder}: {error}")
+                documents = read_documents(files, self._config, self._split)
+        ids, lengths = self._tokenizer.encode(documents)
+        return TokenArray([as_tensor(ids)]), _offsets(lengths)
+
+    def _decisive(self) -> tuple[object, ...]:
+        """Returns all that decides the tokens of given files."""
+        config = self._config
+        assert self._tokenizer is not None
+        held_out = text_files(config, "held_out")[0] if config.held_out_files and self._split == "train" else ()
+        contents = [(file.name, file.num_bytes, file.path.stat().st_mtime_ns) for file in held_out]
+        options = (config.separator, config.field, config.end_of_document, config.held_out, self._split)
+        return (1, self._tokenizer.digest, *options, *contents)
+
+    def _mapped(self, folder: Path, documents: Iterable[tuple[str, bytes]], num_bytes: int) -> tuple[TokenArray, Tensor]:
+        """Returns the tokens that are kept in `folder`, mapped; tokenizes them first if no process has."""
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+
+        def parts() -> Iterator[tuple[int, Callable[[], cache.Part]]]:
+            batch: list[tuple[str, bytes]] = []
+            size = 0
+            for document in chain(documents, [None]):
+                if size >= cache.PART_BYTES or document is None:
+                    yield size, partial(_encoded, tokenizer, batch)
+                    batch, size = [], 0
+                if document is not None:
+                    batch.append(document)
+                    size += len(document[1])
+
+        dtype = torch.uint16 if tokenizer.vocab_size <= 1 << 16 else torch.uint32
+
+        def mapped(count: int) -> tuple[list[Tensor], Tensor]:
+            files = cache.part_files(folder, count)
+            tokens = [map_tokens(path, dtype) for path, _ in files if path.stat().st_size]
+            lengths = array("q")
+            for _, path in files:
+                lengths.frombytes(path.read_bytes())
+            return tokens, _offsets(lengths)
+
+        def facts(count: int) -> dict[str, Any]:
+            tokens, offsets = mapped(count)
+            return {"digest": digest_of([tokens, [offsets]]), "notes": self.data_notes}
+
+        complete = cache.prepare(folder, parts(), num_bytes, facts)
+        self._kept_digest, self.data_notes[:] = complete["digest"], complete["notes"]
+        tokens, offsets = mapped(complete["parts"])
+        return TokenArray(tokens), offsets
+
+
+def _encoded(tokenizer: Tokenizer, documents: Iterable[tuple[str, bytes]]) -> cache.Part:
+    ids, lengths = tokenizer.encode(documents)
+    return ids, array("q", lengths)
+
+
+def _offsets(lengths: Iterable[int]) -> Tensor:
+    """Returns the offsets of the documents that are not empty."""
+    return torch.tensor([0, *accumulate(length for length in lengths if length)])
 
 
 def _join(documents: Iterable[tuple[str, bytes]]) -> tuple[bytearray, list[int]]:
@@ -204,7 +272,7 @@ class ChatDataset:
         """A digest of every token, of what is trained on, and of the conversations' lengths."""
         rows = self._rows
         mask = torch.frombuffer(rows.is_trained, dtype=torch.uint8)
-        return digest_of([as_tensor(rows.ids), mask, torch.tensor(rows.offsets)])
+        return digest_of([[as_tensor(rows.ids)], [mask], [torch.tensor(rows.offsets)]])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -240,8 +308,8 @@ class TokensDataset(TokenDataset):
     def data_digest(self) -> str:
         """A digest of the files' sizes and of blocks of tokens spread over each file: at most 128 KiB of it are read."""
         tokens, _ = self._data
-        pairs = ((torch.tensor(part.numel()), torch.cat(list(_blocks(part)))) for part in tokens.parts)
-        return digest_of(chain.from_iterable(pairs))
+        pairs = ((torch.tensor([part.numel()]), torch.cat(list(_blocks(part)))) for part in tokens.parts)
+        return digest_of([each] for each in chain.from_iterable(pairs))
 
     def load(self) -> tuple[TokenArray, Tensor | None]:
         """Maps the split's files; returns them as one stream, and the offsets of its documents, or None if they are not

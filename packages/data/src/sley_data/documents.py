@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import compress
+from itertools import chain, compress
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
@@ -70,12 +70,27 @@ def in_share(contents: Iterable[Content], share: float) -> list[bool]:
     return [share > 0 and int.from_bytes(each.key(), "big") < share * 2**64 for each in contents]
 
 
-def among(contents: Sequence[Content], others: Iterable[Content]) -> list[bool]:
-    """Returns for each document whether it is among `others`. Computes keys only where sizes are equal."""
-    sizes = {each.size for each in contents}
-    keys = {(each.size, each.key()) for each in others if each.size in sizes}
-    known = {size for size, _ in keys}
-    return [each.size in known and (each.size, each.key()) in keys for each in contents]
+class AmongOthers:
+    """Says of a document whether it is among others; computes keys only where sizes are equal."""
+
+    def __init__(self, others: Iterable[Content]) -> None:
+        self._others: dict[int, list[Content]] = {}
+        self._keys: dict[int, set[bytes]] = {}
+        for each in others:
+            self._others.setdefault(each.size, []).append(each)
+
+    def __call__(self, content: Content) -> bool:
+        size = content.size
+        if size not in self._others:
+            return False
+        if size not in self._keys:
+            self._keys[size] = {each.key() for each in self._others[size]}
+        return content.key() in self._keys[size]
+
+
+def among(contents: Iterable[Content], others: Iterable[Content]) -> list[bool]:
+    """Returns for each document whether it is among `others`."""
+    return list(map(AmongOthers(others), contents))
 
 
 def copied_tokens(trained: Sequence[File], held_out: Sequence[File]) -> list[Problem]:
@@ -135,16 +150,18 @@ def read_documents(
     if inside is None:
         chosen = of_split(files, config, split)
         count, num_left_out = len(files), len(files) - len(chosen)
-    else:
-        documents = [document for file in files for document in inside(file)]
-        is_chosen = _chosen([content_of(text) for _, text in documents], config, split)
-        count, num_left_out = len(documents), is_chosen.count(False)
-    if num_left_out and config.held_out_files and notes is not None:
-        notes.append(f"{num_left_out} of {count} documents in `files` are in `held_out_files` too: they are not trained on")
-    if inside is None:
         yield from ((file.name, read(file.path)) for file in chosen)
     else:
-        yield from compress(documents, is_chosen)
+        is_chosen = _chooser(config, split)
+        count = num_left_out = 0
+        for name, text in chain.from_iterable(map(inside, files)):
+            count += 1
+            if is_chosen(content_of(text)):
+                yield name, text
+            else:
+                num_left_out += 1
+    if num_left_out and config.held_out_files and notes is not None:
+        notes.append(f"{num_left_out} of {count} documents in `files` are in `held_out_files` too: they are not trained on")
 
 
 def contents_of(files: Sequence[File], config: TextConfig) -> list[Content]:
@@ -197,11 +214,17 @@ def of_split(files: Sequence[File], config: TextConfig, split: Split) -> list[Fi
 
 def _chosen(contents: Sequence[Content], config: TextConfig, split: Split) -> list[bool]:
     """Returns for each document whether it belongs to the split. Computes only the keys that decide it."""
+    return list(map(_chooser(config, split), contents))
+
+
+def _chooser(config: TextConfig, split: Split) -> Callable[[Content], bool]:
+    """Returns a function that says whether a document belongs to the split."""
     if config.held_out_files and split == "held_out":
-        return [True] * len(contents)
+        return lambda content: True
     if config.held_out_files:
-        return [not is_held_out for is_held_out in among(contents, held_out_contents(config))]
-    return [is_held_out == (split == "held_out") for is_held_out in in_share(contents, config.held_out)]
+        is_held_out = AmongOthers(held_out_contents(config))
+        return lambda content: not is_held_out(content)
+    return lambda content: in_share([content], config.held_out) == [split == "held_out"]
 
 
 def held_out_contents(config: TextConfig) -> list[Content]:

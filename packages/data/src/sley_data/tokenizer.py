@@ -6,6 +6,8 @@ import codecs
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,7 +54,12 @@ class Tokenizer:
                 )
             self._end += [] if self._end[-1:] == [token] else [token]
 
-    @property
+    @cached_property
+    def digest(self) -> str:
+        """Differs if the tokens of some text, or what is put before and after it, may differ."""
+        return blake2b(f"{self._implementation.to_str()}{self._begin}{self._end}".encode(), digest_size=16).hexdigest()
+
+    @cached_property
     def vocab_size(self) -> int:
         """One above the highest token id, added tokens included."""
         return max(self._implementation.get_vocab(with_added_tokens=True).values()) + 1

@@ -1,4 +1,4 @@
-"""`train-cli data show PLAN`: counts of a plan's data, and samples as the model will see them."""
+"""`train-cli data show PLAN`: counts of a plan's data, and samples as the model sees them; `data prepare` reads them once."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sley_core.data.dataset import IGNORED, DataContext, DataRows, Split
 from sley_core.errors import UsageError
 from sley_core.plan.load import load_plan
 from sley_core.records import DatasetRecord
+from train_cli.console import say
 from train_cli.options import FormatOption, OutputFormat, PlanArgument, SetOption
 
 if TYPE_CHECKING:
@@ -68,6 +69,23 @@ def show(
         print(f"\nsample {sample}, with its labels in {'green' if _has_color() else 'brackets'}:")
         for line in document_lines(row, _text_ids(resolved), color=_has_color()):
             print(line)
+
+
+@data.command()
+def prepare(plan: PlanArgument, overrides: SetOption = None) -> None:
+    """Read the plan's data once, so that a run finds what it keeps of them, such as tokens, on this host."""
+    from sley_core.data.dataset import is_stream
+    from sley_core.data.factory import open_dataset
+
+    resolved = load_plan(plan, overrides or [])
+    splits: tuple[Split, ...] = ("train", "held_out") if resolved.evaluation is not None else ("train",)
+    for split in splits:
+        dataset = open_dataset(resolved.data, DataContext(resolved.run.seed, split))
+        if is_stream(dataset):
+            raise UsageError("no-tokens", f"`{resolved.data.name}` is a stream, of which nothing is kept")
+        say(f"{split}: {len(cast('Dataset', dataset))} samples")
+        for note in getattr(dataset, "data_notes", ()):
+            say(note)
 
 
 def _has_color() -> bool:

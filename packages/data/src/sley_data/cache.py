@@ -1,0 +1,128 @@
+"""Tokenizes a corpus once, and keeps the result on disk: every later start, and every rank of a host, maps it; torch-free.
+
+    ~/.cache/sley/data/DIGEST/           of files, tokenizer and settings
+        00000.tokens  00000.lengths      of about 32 MiB of text each; the second is written last
+        complete.json                    written when all parts are there
+
+One process of a host works, under a lock; others wait for it. A process that was killed leaves whole parts, and the next one
+goes on after them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from sley_core.api.state import appearing
+from sley_data.files import File
+
+PART_BYTES = 1 << 25
+"""Bytes of text in a part."""
+
+WORTH_BYTES = 1 << 23
+"""Less text than this is tokenized anew each time: it takes about a second."""
+
+_END = 1 << 12
+_TELL_S = 5.0
+"""Seconds between two lines about progress."""
+
+Part: TypeAlias = "tuple[array[int], array[int]]"
+"""Tokens of documents joined, and the length of each, 64 bits."""
+
+_COMPLETE = "complete.json"
+
+
+def folder_of(cache: Path | str, files: Sequence[File], settings: object) -> Path | None:
+    """Returns where the tokens of `files` lie; None if they are not kept.
+
+    cache: the plan's. settings: all else that decides the tokens. Files are told apart by their names, sizes, times of change,
+    and first and last bytes.
+    """
+    if cache == "none" or sum(file.num_bytes for file in files) < WORTH_BYTES:
+        return None
+    digest = blake2b(repr(settings).encode(), digest_size=16)
+    for file in files:
+        with file.path.open("rb") as content:
+            stat = os.fstat(content.fileno())
+            digest.update(f"{file.name}/{stat.st_size}/{stat.st_mtime_ns}/".encode() + content.read(_END))
+            content.seek(max(0, stat.st_size - _END))
+            digest.update(content.read(_END))
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return (Path(home).expanduser() / "sley" / "data" if cache == "auto" else Path(cache)) / digest.hexdigest()
+
+
+def prepare(
+    folder: Path, parts: Iterable[tuple[int, Callable[[], Part]]], num_bytes: int, facts: Callable[[int], dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns what `complete.json` of `folder` says; first writes the parts that are missing, or waits for a process that does.
+
+    parts: of each the bytes of its text, and a function that tokenizes it. num_bytes: of all text, for the progress. facts:
+    returns what to keep, from the number of parts. Raises OSError if the folder cannot be written.
+    """
+    if (complete := _read(folder)) is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            if (complete := _read(folder)) is None:
+                count = _write_parts(folder, parts, num_bytes)
+                complete = {"parts": count, **facts(count)}
+                with appearing(folder / _COMPLETE) as file:
+                    file.write(json.dumps(complete).encode())
+    return complete
+
+
+def part_files(folder: Path, count: int) -> list[tuple[Path, Path]]:
+    """Returns the files of tokens and lengths of each of `count` parts."""
+    return [(folder / f"{number:05}.tokens", folder / f"{number:05}.lengths") for number in range(count)]
+
+
+def _read(folder: Path) -> dict[str, Any] | None:
+    try:
+        complete: dict[str, Any] = json.loads((folder / _COMPLETE).read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    return complete
+
+
+def _write_parts(folder: Path, parts: Iterable[tuple[int, Callable[[], Part]]], num_bytes: int) -> int:
+    """Writes the parts that are missing; returns how many there are."""
+    begun = last = time.monotonic()
+    count = num_read = num_done = 0
+    for size, make in parts:
+        ((tokens, lengths),) = part_files(folder, count + 1)[count:]
+        if not lengths.exists():
+            values = make()
+            for path, value in zip((tokens, lengths), values, strict=True):
+                with appearing(path) as file:
+                    file.write(value)
+            num_done += size
+        count, num_read, now = count + 1, num_read + size, time.monotonic()
+        if now - last > _TELL_S and num_done:
+            last, speed = now, num_done / (now - begun)
+            left = max(0, num_bytes - num_read) / speed
+            _say(f"tokenized {num_read / 1e6:,.0f} of {num_bytes / 1e6:,.0f} MB, {speed / 1e6:.1f} MB/s, {left:.0f} s left")
+    return count
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the folder's lock; says that it waits, if another process has it."""
+    with (folder / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say(f"waits for another process of this host, which tokenizes the same text into {folder}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _say(text: str) -> None:
+    print(f"data: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,143 @@
+"""Tokens that are kept: the same samples, tokenized once, by one process, and gone on with after one that was killed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import save_tokenizer
+
+from sley_core.data.dataset import DataContext
+from sley_data import cache
+from sley_data.config import TextConfig
+from sley_data.datasets import TextDataset
+from sley_data.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"), None)
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of documents in each call of the tokenizer; small texts are kept, and parts are small."""
+    monkeypatch.setattr(cache, "WORTH_BYTES", 0)
+    monkeypatch.setattr(cache, "PART_BYTES", 200)
+    calls: list[int] = []
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, documents: Any) -> Any:
+        taken = list(documents)
+        calls.append(len(taken))
+        return encode(self, taken)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    return calls
+
+
+@pytest.fixture
+def table(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> TextConfig:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    paragraphs = [f"it is the name of {number} files " * (number % 5) for number in range(60)]
+    (tmp_path / "a.txt").write_text("\n\n".join(paragraphs), "utf-8")
+    (tmp_path / "b.txt").write_text("what does it do?\n\n" * 30, "utf-8")
+    files = (tmp_path / "a.txt", tmp_path / "b.txt")
+    return TextConfig(files=files, sequence=16, separator="\n\n", tokenizer=tokenizer, held_out=0.2, end_of_document="</s>")
+
+
+def samples(config: TextConfig, split: Any = "train") -> list[dict[str, list[int]]]:
+    dataset = TextDataset(config, DataContext(split=split))
+    return [{name: value.tolist() for name, value in dataset[at].items()} for at in range(len(dataset))]
+
+
+@pytest.mark.parametrize("split", ["train", "held_out"])
+@pytest.mark.parametrize("documents", ["pack", "cut", "pad"])
+def test_kept_tokens_give_the_same_samples(table: TextConfig, encoded: list[int], split: Any, documents: Any) -> None:
+    table = table.model_copy(update={"documents": documents})
+    wanted = samples(table.model_copy(update={"cache": "none"}), split)
+    digest = TextDataset(table.model_copy(update={"cache": "none"}), DataContext(split=split)).data_digest
+    assert samples(table, split) == wanted
+    encoded.clear()
+    assert samples(table, split) == wanted
+    assert TextDataset(table, DataContext(split=split)).data_digest == digest
+    assert not encoded, "the second time nothing is tokenized"
+
+
+def test_a_killed_process_leaves_its_parts(table: TextConfig, encoded: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = samples(table.model_copy(update={"cache": "none"}))
+    (whole,) = encoded
+    encoded.clear()
+    encode = Tokenizer.encode
+
+    def killed(self: Tokenizer, documents: Any) -> Any:
+        if len(encoded) == 3:
+            raise KeyboardInterrupt
+        return encode(self, documents)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenizer, "encode", killed)
+        with pytest.raises(KeyboardInterrupt):
+            samples(table)
+    first = sum(encoded)
+    encoded.clear()
+    assert samples(table) == wanted
+    assert 0 < first < whole
+    assert first + sum(encoded) == whole
+
+
+def test_two_that_prepare_at_once_do_it_once(
+    table: TextConfig, encoded: list[int], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, _ = TextDataset(table.model_copy(update={"cache": "none"}), DataContext()).load()
+    (whole,) = encoded
+    encoded.clear()
+    encode, say, waiting = Tokenizer.encode, cache._say, threading.Event()
+
+    def slowly(self: Tokenizer, documents: Any) -> Any:
+        assert waiting.wait(30)
+        return encode(self, documents)
+
+    monkeypatch.setattr(Tokenizer, "encode", slowly)
+    monkeypatch.setattr(cache, "_say", lambda text: (say(text), waiting.set()))
+    with ThreadPoolExecutor(2) as pool:
+        loaded = [pool.submit(TextDataset(table, DataContext()).load) for _ in range(2)]
+        tokens = [each.result(60)[0] for each in loaded]
+    assert all(each.read(0, len(each)).tolist() == wanted.read(0, len(wanted)).tolist() for each in tokens)
+    assert sum(encoded) == whole
+    assert "waits for another process of this host" in capfd.readouterr().err
+
+
+def test_other_text_or_settings_are_kept_apart(table: TextConfig, encoded: list[int], tmp_path: Path) -> None:
+    samples(table)
+    num_folders = 1
+    text = table.files[1].read_text("utf-8")
+    for change in ({"separator": "e"}, {"end_of_document": "<s>"}, {"held_out": 0.4}, {}):
+        if not change:
+            stat = table.files[1].stat()
+            table.files[1].write_text(text.replace("what", "that"), "utf-8")  # of the same size
+            os.utime(table.files[1], ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+        changed = table.model_copy(update=change)
+        assert samples(changed) == samples(changed.model_copy(update={"cache": "none"}))
+        num_folders += 1
+        assert len(list((tmp_path / "home" / "sley" / "data").iterdir())) == num_folders
+    samples(table.model_copy(update={"cache": tmp_path / "mine"}))
+    assert len(list((tmp_path / "mine").iterdir())) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_said(table: TextConfig, encoded: list[int], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    dataset = TextDataset(table.model_copy(update={"cache": tmp_path / "file"}), DataContext())
+    assert len(dataset) == len(samples(table.model_copy(update={"cache": "none"})))
+    (note,) = dataset.data_notes
+    assert "are not kept in" in note
+
+
+def test_little_text_is_not_kept(table: TextConfig) -> None:
+    assert cache.folder_of("auto", [], ()) is None
+    samples(table)
+    assert not (table.files[0].parent / "home").exists()
