@@ -1,16 +1,33 @@
-"""`lower` adds what readers need, and refuses every list that is not a step or comes to a stop."""
+"""`lower` adds what readers need, transfers whose order is the same at both ends among it; it refuses what is not a step."""
 
 from __future__ import annotations
 
+from collections import deque
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sley_core.actions.action import Action, Kind, Placement, Schedule, StageChunk, actions_of, loop, sequential, v
+from sley_core.actions.action import (
+    DIRECTIONS,
+    Action,
+    Kind,
+    Placement,
+    Schedule,
+    StageChunk,
+    Transfer,
+    actions_of,
+    direction_of,
+    forward_only,
+    loop,
+    sequential,
+    v,
+)
 from sley_core.actions.lower import lower
+from sley_core.actions.simulate import Delivery, taken
 from sley_core.errors import PlanError
+from sley_testing.runs import any_lists
 
 F, B, D, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
 ALONE = loop(1)
@@ -118,18 +135,15 @@ def can_run(lists, placement, micros) -> bool:
     return not any(rest) and sum((F, *pair) in done for pair in pairs) == whole + split == len(pairs)
 
 
-MUTATIONS = ("none", "drop", "repeat", "swap", "move")
-ANY = st.tuples(st.integers(1, 4), st.integers(1, 3)).flatmap(lambda size: st.permutations([*range(size[0])] * size[1]))
+ROUTES = st.tuples(st.integers(1, 5), st.integers(1, 3)).flatmap(lambda size: st.permutations([*range(size[0])] * size[1]))
 PLACEMENTS = st.one_of(
-    st.builds(loop, st.integers(1, 4), st.integers(1, 3)),
-    st.builds(v, st.integers(1, 4)),
-    ANY.map(lambda route: Placement(tuple(route))),
+    st.builds(loop, st.integers(1, 5), st.integers(1, 3)), st.builds(v, st.integers(1, 5)), ROUTES.map(tuple).map(Placement)
 )
 
 
-@given(PLACEMENTS, st.integers(1, 4), st.sampled_from(MUTATIONS), st.integers(0, 10**6))
+@given(PLACEMENTS, st.integers(1, 4), st.sampled_from(["none", "drop", "repeat", "swap", "move"]), st.integers(0, 10**6))
 @settings(max_examples=150, deadline=None)
-def test_a_changed_list_is_accepted_exactly_if_it_still_is_a_step(any_lists, placement, micros, mutation, seed):
+def test_a_changed_list_is_accepted_exactly_if_it_still_is_a_step(placement, micros, mutation, seed):
     chance = Random(seed)
     lists = any_lists(placement, micros, chance)
     actions = lists[chance.randrange(len(lists))]
@@ -153,21 +167,63 @@ def test_a_changed_list_is_accepted_exactly_if_it_still_is_a_step(any_lists, pla
         assert caught.value.diagnostics[0].code in ("schedule-wrong", "schedule-deadlock")
 
 
-SIZES = st.tuples(st.integers(1, 5), st.integers(1, 4))
-ROUTES = SIZES.flatmap(lambda size: st.permutations([*range(size[0])] * size[1]))
-PLACEMENTS = st.one_of(SIZES.map(lambda size: loop(*size)), st.builds(v, st.integers(1, 5)), ROUTES.map(tuple).map(Placement))
+def delivery_of(stage, step, placement) -> Delivery:
+    """What a transfer of `stage` carries, named alike at both ends."""
+    holder = (stage, step.chunk) if step.op == "post" else (step.peer, step.peer_chunk)
+    return Delivery(step.flow, placement.position(*holder), step.micro)
+
+
+def way(stage, step):
+    return direction_of(stage, step.peer) if step.op == "send" else direction_of(step.peer, stage)
+
+
+@given(PLACEMENTS, st.integers(1, 6), st.booleans(), st.integers(0, 10**6))
+@settings(max_examples=100, deadline=None)
+def test_lists_end_even_where_a_way_does_one_thing_at_a_time(placement, micros, training, seed):
+    """The strictest backend: per stage and way one queue, whose head is done when it is the head at both ends.
+
+    So both ends of each pair issue the same transfers in the same order.
+    """
+    lists = any_lists(placement, micros, Random(seed))
+    lists = lists if training else [forward_only(actions) for actions in lists]
+    rest = [deque(steps) for steps in lower(lists, placement, micros, training=training)]
+    queues = {(stage, direction): deque() for stage in range(placement.stages) for direction in DIRECTIONS}
+    here: set[Delivery] = set()
+    moved = True
+    while moved:
+        moved = False
+        for stage, steps in enumerate(rest):
+            while steps:
+                step = steps[0]
+                if isinstance(step, Transfer):
+                    queues[stage, way(stage, step)].append((delivery_of(stage, step, placement), step.peer, step.op))
+                elif step.kind is not Kind.CHUNK_DONE:
+                    needed = taken(step, placement.position(stage, step.chunk), placement)
+                    local = needed and placement.holder(needed.origin).stage == stage
+                    if needed and not local and needed not in here:
+                        break
+                steps.popleft()
+                moved = True
+        for (stage, direction), queue in queues.items():
+            while queue:
+                delivery, peer, op = queue[0]
+                facing = queues[peer, direction]
+                if not facing or facing[0] != (delivery, stage, "post" if op == "send" else "send"):
+                    break
+                here.add(delivery)
+                facing.popleft()
+                queue.popleft()
+                moved = True
+    assert not any(rest)
+    assert not any(queues.values())
 
 
 @given(PLACEMENTS)
-def test_every_position_is_held_once_and_found_again(placement):
+def test_every_position_is_held_once_beside_its_neighbours(placement):
     holders = [placement.holder(position) for position in range(placement.num_positions)]
     assert len(set(holders)) == placement.num_positions == placement.stages * placement.chunks
     assert [placement.position(*holder) for holder in holders] == list(range(placement.num_positions))
 
-
-@given(PLACEMENTS)
-def test_neighbours_are_the_holders_of_the_positions_beside(placement):
-    holders = [placement.holder(position) for position in range(placement.num_positions)]
     assert [placement.previous(*holder) for holder in holders] == [None, *holders[:-1]]
     assert [placement.next(*holder) for holder in holders] == [*holders[1:], None]
 
@@ -206,20 +262,19 @@ def test_an_impossible_deal_is_refused(place, words):
 
 
 @pytest.mark.parametrize(
-    ("made", "words"),
+    ("ask", "code", "words"),
     [
-        (None, "returns a `NoneType` instead of a list for each stage"),
-        ([[], None], "returns a `NoneType` instead of a list for a stage"),
-        ([[("F", 0, 0)]], "returns a `tuple` instead of an action in a stage's list"),
+        (lambda: Schedule(lambda *_: None).lists(2, 2), "schedule", "returns a `NoneType` instead of a list for each stage"),
+        (lambda: Schedule(lambda *_: [[], None]).lists(2, 2), "schedule", "returns a `NoneType` instead of a list for a stage"),
+        (lambda: Schedule(lambda *_: [[("F", 0, 0)]]).lists(2, 2), "schedule", "returns a `tuple` instead of an action in a"),
+        (
+            lambda: Schedule(lambda *_: [], place=lambda *_: None).placement(2),
+            "placement",
+            "placement is a `NoneType`, not a `Placement`",
+        ),
     ],
 )
-def test_lists_that_are_none(made, words):
+def test_what_is_no_list_and_no_placement(ask, code, words):
     with pytest.raises(PlanError, match=words) as raised:
-        Schedule(lambda stages, chunks, micros: made).lists(2, 2)
-    assert raised.value.diagnostics[0].code == "schedule-wrong"
-
-
-def test_a_placement_that_is_none():
-    with pytest.raises(PlanError, match="placement is a `NoneType`, not a `Placement`") as raised:
-        Schedule(lambda stages, chunks, micros: [], place=lambda stages, chunks: None).placement(2)
-    assert raised.value.diagnostics[0].code == "placement-wrong"
+        ask()
+    assert raised.value.diagnostics[0].code == f"{code}-wrong"

@@ -16,6 +16,7 @@ from sley_core.actions.draw import chrome_trace, draw_text
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, Peaks, TimedAction, Timeline, simulate
 from sley_core.errors import PlanError
+from sley_testing.runs import any_lists
 
 F, B, D, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
 
@@ -82,9 +83,7 @@ def test_bytes_are_those_of_graphs_queues_and_buffers():
 
 @given(PLACEMENTS, st.integers(1, 5), st.booleans(), st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
-def test_a_simulation_does_everything_once_in_the_order_of_the_lists_and_tells_what_is_held(
-    any_lists, placement, micros, training, seed
-):
+def test_a_simulation_does_everything_once_in_the_order_of_the_lists_and_tells_what_is_held(placement, micros, training, seed):
     chance = Random(seed)
     lists = any_lists(placement, micros, chance)
     lists = lists if training else [forward_only(actions) for actions in lists]
@@ -123,6 +122,21 @@ def test_costs_measured_are_the_medians_of_what_was_measured():
     assert costs.seconds == {F: (2.0, 0.5)}
 
 
+def breadth_first(placement: Placement, micros: int) -> list[list[Action]]:
+    """All forwards, chunk by chunk, then all backwards."""
+    chunks = range(placement.chunks)
+    forwards = [Action(F, chunk, micro) for chunk in chunks for micro in range(micros)]
+    backwards = [Action(B, chunk, micro) for chunk in reversed(chunks) for micro in range(micros)]
+    return [forwards + backwards for _ in range(placement.stages)]
+
+
+@pytest.mark.parametrize("micros", [8, 64])
+def test_the_number_of_receive_buffers_does_not_grow_with_the_number_of_micro_batches(micros):
+    placement = loop(4)
+    simulated = simulate(lower(breadth_first(placement, micros), placement, micros), placement, Costs.even(4))
+    assert [held.receives for held in simulated.peaks] == [5, 4, 4, 5]
+
+
 def timeline_of(lists, placement, micros) -> Timeline:
     return simulate(lower(lists, placement, micros), placement, Costs.even(placement.num_positions)).timeline
 
@@ -142,7 +156,7 @@ def test_text_shows_who_does_what_when(two_stages):
 
 @pytest.mark.parametrize("width", [1, 20, 40, 60, 80, 120, 200])
 @pytest.mark.parametrize("micros", [1, 7, 40])
-def test_a_row_is_never_wider_than_asked_for(breadth_first, width, micros):
+def test_a_row_is_never_wider_than_asked_for(width, micros):
     placement = loop(3, 2)
     drawn = draw_text(timeline_of(breadth_first(placement, micros), placement, micros), width)
     rows = drawn.splitlines()[:3]

@@ -115,10 +115,6 @@ def test_what_differs_in_one_place_is_not_made_up_for_in_another(numbers, groups
     assert total((5, 6, 5, 6) if groups is PAIRS else (5, 5, 5, 5)) == 0
 
 
-def alike(run: Run) -> None:
-    run.registry["blocks.2.inner.weight"].parameter.requires_grad_(False)
-
-
 def test_a_fingerprint_sees_values_and_places():
     """Over more than one chunk; equal values in other memory have the same."""
     values = torch.randn(CHUNK_WORDS * 2 + 101, generator=torch.Generator().manual_seed(0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +18,8 @@ from sley_core.engine.buffers import FlatBuffer
 from sley_core.engine.reduction import LONG, joined_norm
 from sley_core.engine.shards import Shard
 from sley_core.engine.update import MASTER, states_of
+from sley_core.errors import PlanError
+from sley_core.memory.pool import Pools
 from sley_core.plan.load import plan_from_dict
 from sley_core.sizes import ALIGNMENT_BYTES
 from sley_testing.plans import small_plan
@@ -33,17 +35,12 @@ def test_a_norm_in_fp32_is_that_in_fp64(kind: float, size: int) -> None:
     torch.testing.assert_close(found, torch.linalg.vector_norm(GRADIENTS.double(), kind), rtol=1e-6, atol=0)
 
 
-def test_what_has_gaps_counts_once() -> None:
+def test_in_a_norm_what_has_gaps_counts_once_and_what_is_no_number_is_not_lost() -> None:
     matrix = GRADIENTS[:1_000_000].view(1000, 1000)
     found = joined_norm([matrix[:, :500], matrix[:, 500:].t()], 2.0)
     torch.testing.assert_close(found, torch.linalg.vector_norm(matrix.double()), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("odd", [math.nan, math.inf])
-def test_what_is_no_number_is_not_lost(odd: float) -> None:
-    gradients = GRADIENTS.clone()
-    gradients[-1] = odd
-    assert not joined_norm([gradients], 2.0).isfinite()
+    for odd in (math.nan, math.inf):
+        assert not joined_norm([torch.cat([GRADIENTS, torch.tensor([odd])])], 2.0).isfinite()
 
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -103,6 +100,18 @@ def test_nested_states_have_the_way_to_them_in_their_names(texts):
         assert of_first["factors.both.1.0"] is right
         seen = {f"{one.name}.{one.state}" for one in states_of(update) if one.state != MASTER}
         assert {name for name, _ in run.memory.inventory.everything("optimizer_states")} == {*seen, "optimizer.count"}
+
+
+def test_one_pool_for_all_who_name_it_and_a_name_that_is_not_there_is_an_error():
+    def pool_of(numel):
+        return SimpleNamespace(held=lambda: [("all", torch.zeros(numel))])
+
+    pools = Pools({"large": SimpleNamespace(build=lambda: pool_of(64))}, lambda name: pool_of(8))
+    assert pools("large") is pools("large")
+    assert pools("own.sized") is pools("own.sized") is not pools("large")
+    assert [(name, tensor.numel()) for name, tensor in pools.held()] == [("large.all", 64), ("own.sized.all", 8)]
+    with pytest.raises(PlanError, match="did you mean `large`"):
+        pools("larg")
 
 
 class Layer(nn.Module):

@@ -77,10 +77,6 @@ def zero(gradient):
     gradient.zero_()
 
 
-def zero_uncounted(gradient):
-    gradient.data.zero_()
-
-
 def written_beside(x, gives, step):
     beside = x * 1.0
     beside.register_hook(zero)
@@ -95,7 +91,7 @@ def written_as_a_view(x, gives, step):
 
 def written_uncounted(x, gives, step):
     beside = x * 1.0
-    beside.register_hook(zero_uncounted)
+    beside.register_hook(lambda gradient: zero(gradient.data))
     return gives() + beside
 
 
@@ -103,18 +99,8 @@ def not_written(x, gives, step):
     return gives() + x
 
 
-@pytest.mark.parametrize("branch", [written_beside, written_as_a_view, written_uncounted, not_written])
-def test_a_gradient_that_another_branch_writes_is_multiplied_as_it_was(branch):
-    made, wanted = products(branch)
-    for one in made:
-        torch.testing.assert_close(one, wanted, rtol=0, atol=0)
-
-
 def written_later(x, gives, step):
-    beside = x * 1.0
-    if step == 2:
-        beside.register_hook(zero)
-    return gives() + beside
+    return written_beside(x, gives, step) if step == 2 else not_written(x * 1.0, gives, step)
 
 
 def kept_and_written(x, gives, step):
@@ -131,8 +117,13 @@ def input_written(x, gives, step):
     return gives() + beside
 
 
+@pytest.mark.parametrize("branch", [written_beside, written_as_a_view, written_uncounted, not_written])
+def test_a_gradient_that_another_branch_writes_is_multiplied_as_it_was(branch):
+    made, wanted = products(branch)
+    torch.testing.assert_close(made, [wanted] * 3, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("branch", [written_later, kept_and_written, input_written])
 def test_what_is_written_without_a_copy_is_refused(branch):
-    with pytest.raises(RunError, match="written on in place between the two halves") as caught:
+    with pytest.raises(RunError, match=r"gradient-written.*written on in place between the two halves"):
         products(branch)
-    assert caught.value.diagnostics[0].code == "gradient-written"

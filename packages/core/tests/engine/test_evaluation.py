@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
 from sley_core.errors import RunError, UsageError
-from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.runs import weights
 
@@ -59,16 +56,6 @@ def test_nothing_is_changed_nor_kept(alone, small):
         assert [part for part in parts if not part.training] == [held], "a part that is held in evaluation mode stays so"
 
 
-def evaluate(tables, folder):
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-        return run.evaluate()
-
-
-def test_a_plan_without_evaluation_says_so(alone, small):
-    with alone(small()) as run, pytest.raises(UsageError, match=r"no \[evaluation\] table"):
-        run.evaluate()
-
-
 def halved(batch):
     return [{name: value[at : at + 1] for name, value in batch.items()} for at in range(len(batch["tokens"]))]
 
@@ -84,6 +71,8 @@ def test_fields_that_no_layer_reads_may_be_left_out_and_no_others(alone, small):
                 run.predict(wrong)
         with pytest.raises(RunError, match="a batch has the fields"):
             run.evaluate(tokens)
+        with pytest.raises(UsageError, match=r"no \[evaluation\] table"):
+            run.evaluate()
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

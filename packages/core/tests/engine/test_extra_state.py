@@ -1,7 +1,8 @@
-"""What `get_extra_state` returns is in checkpoints, files of weights and exports, or refused before the first step."""
+"""What a model has beside weights: extra state and buffers are in checkpoints, files and exports, or refused by name."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from torch import Tensor, nn
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.errors import RunError
+from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.loader import Loader
 from sley_core.run_state.state import checkpoint_files
 from sley_core.run_state.tensors import plan_and_weights
 from sley_core.weight_files.read import WeightFiles
+from sley_testing.checkpointer_contract import assert_same_stretch, stretch
 from sley_testing.contract import SQUARES, contract_plan
 from sley_testing.optimizer_contract import WIDTH
 
@@ -55,20 +57,20 @@ def tables(**more: Any) -> dict[str, Any]:
     )
 
 
+def states_of(run: Any) -> list[float]:
+    return [layer.module.largest for layer in run.layers]
+
+
 def begun(plan: dict[str, Any], folder: Path) -> tuple[float, list[float]]:
     """Takes a step and saves checkpoint and weights; returns the loss of the next step, and the states at the save."""
     with World.join("cpu") as world, assemble(plan_from_dict(plan), world) as run:
         run.step()
         for number, layer in enumerate(run.layers):
             layer.module.largest = 10.0 + number + world.rank
-        states = [layer.module.largest for layer in run.layers]
+        states = states_of(run)
         run.save_checkpoint(folder / "checkpoint")
         run.save_weights(folder / "weights", precision="full")
         return float(run.step()["loss"]), states
-
-
-def states_of(run: Any) -> list[float]:
-    return [layer.module.largest for layer in run.layers]
 
 
 def resumed(plan: dict[str, Any], folder: Path) -> tuple[float, list[float]]:
@@ -78,11 +80,8 @@ def resumed(plan: dict[str, Any], folder: Path) -> tuple[float, list[float]]:
         return float(run.step()["loss"]), states
 
 
-def test_a_run_goes_on_with_them(tmp_path: Path) -> None:
-    assert begun(tables(), tmp_path) == resumed(tables(), tmp_path)
-
-
 def test_each_replica_goes_on_with_its_own_and_another_layout_with_those_of_one(tmp_path: Path, ranks: Any) -> None:
+    assert begun(tables(), tmp_path / "alone") == resumed(tables(), tmp_path / "alone")
     two = tables(parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}])
     before = ranks(2)(begun, two, tmp_path)
     assert before == ranks(2)(resumed, two, tmp_path)
@@ -104,3 +103,35 @@ def test_one_that_is_no_plain_data_is_refused_before_the_first_step() -> None:
     plan = plan_from_dict(tables(model={"factory": f"{__name__}:layers", "options": {"refused": True}}))
     with World.join("cpu") as world, pytest.raises(RunError, match=r"extra-state.*Scaled.*Identity"):
         assemble(plan, world)
+
+
+NORMALISED = {"factory": "own_models:batch_norm", "options": {"declared": True}}
+DP = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "core.each"}]}
+
+
+def there_and_back(tables, folder, path):
+    whole = stretch(tables, 4, folder=folder)
+    stretch(tables, 2, folder=folder, save=path)
+    return whole, stretch(tables, 2, folder=folder, load=path)
+
+
+def test_each_rank_gets_its_own_running_statistics(ranks, small, own, tmp_path):
+    tables = small(model=NORMALISED, run__steps=9, **DP)
+    every = ranks(2)(there_and_back, tables, own, tmp_path / "saved")
+    assert_same_stretch([one for one, _ in every], [other for _, other in every])
+    (one, _), (other, _) = every
+    name = "blocks.0.norm.running_mean"
+    assert not one.weights[name].equal(other.weights[name]), "ranks see other samples"
+
+
+def test_buffers_that_training_writes_and_nobody_declared_are_told_in_a_run_that_goes_on(small, own, tmp_path, monkeypatch):
+    """Its first step is not the first of the run."""
+    tables = small(model=NORMALISED, run__steps=9)
+    stretch(tables, 1, folder=own, save=tmp_path / "saved")
+    made = import_module("own_models")
+    as_before = made.batch_norm
+    monkeypatch.setattr(made, "batch_norm", lambda data, declared: as_before(data, declared=not declared))
+    with assemble(plan_from_dict(tables, own), World.alone("cpu")) as run:
+        run.load_checkpoint(tmp_path / "saved")
+        with pytest.raises(PlanError, match="model-buffer-written"):
+            run.step()

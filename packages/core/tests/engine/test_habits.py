@@ -1,4 +1,4 @@
-"""What people write around a linear: with its weight gradient handed over, the same numbers as in a loop by hand."""
+"""What people write around a linear, and hooks on gradients: the numbers of a loop by hand, or refused by name."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from sley_core.engine.refusals import check_hooks
+from sley_core.engine.shards import Shard
+from sley_core.errors import PlanError
+from sley_core.model.layers import Model
 from sley_testing.habits import HABITS
 from sley_testing.habits import layers as layers_of
 from sley_testing.runs import assert_by_hand, record, same_on_all
@@ -23,6 +27,14 @@ def tables(small, habit, accumulation="direct", **changes):
     )
 
 
+def assert_numbers_by_hand(plan, layers, name, own):
+    import own_data
+
+    batches = [own_data.batch(4 * step, 4) for step in range(4)]
+    found = record(plan, 4, folder=own, batches=batches)
+    assert_by_hand(found, layers(own_data.Rows.info, name), batches, partial(torch.optim.SGD, lr=0.1), micro_size=1)
+
+
 def recorded_all(every, num_steps, folder, batches):
     """Several plans in the same ranks: starting these takes longer than a small run."""
     return [record(one, num_steps, folder=folder, batches=batches) for one in every]
@@ -31,12 +43,7 @@ def recorded_all(every, num_steps, folder, batches):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # forward-mode derivatives
 @pytest.mark.parametrize("habit", [*HABITS, "Assigned"])
 def test_a_habit_gives_the_numbers_of_a_loop_by_hand(own, small, habit):
-    import own_data
-
-    batches = [own_data.batch(4 * step, 4) for step in range(4)]
-    found = record(tables(small, habit), 4, folder=own, batches=batches)
-    layers = layers_of(own_data.Rows.info, habit)
-    assert_by_hand(found, layers, batches, partial(torch.optim.SGD, lr=0.1), micro_size=1)
+    assert_numbers_by_hand(tables(small, habit), layers_of, habit, own)
 
 
 @pytest.mark.sample(1)
@@ -47,7 +54,7 @@ def test_habits_on_two_ranks_that_differ_in_them(ranks, own, small, recompute):
 
     batches = [own_data.batch(7 * step, 4) for step in range(4)]
     policy = {"use": "core.recompute", "fraction": 1.0} if recompute else {"use": "core.keep"}
-    habits = ["Adaptive", "AdaptiveAgain", "InPlace", "GradientWithin", "Frozen"]
+    habits = ["Adaptive", "AdaptiveAgain", "InPlace", "GradientWithin", "Frozen", "HookedWeights"]
     every = [
         tables(small, habit, accumulation, activations=policy)
         for habit in habits
@@ -106,3 +113,55 @@ def test_frozen_linears_keep_no_inputs_until_they_are_unfrozen(small, alone):
             used[accumulation, "unfrozen"] = block.one.weight.detach().clone()
     assert used["direct"] <= used["autograd"]
     torch.testing.assert_close(used["direct", "unfrozen"], used["autograd", "unfrozen"])
+
+
+def hooked(small, kind, accumulation="direct"):
+    return small(
+        model={"factory": "own_models:hooked", "options": {"kind": kind}},
+        precision={"compute": "fp64", "accumulation": accumulation},
+    )
+
+
+@pytest.mark.parametrize("accumulation", ["direct", "autograd"])
+@pytest.mark.parametrize("kind", ["HookedWeights", "Before", "OfModules"])
+def test_hooks_give_the_numbers_of_a_loop_by_hand(own, small, kind, accumulation):
+    from own_models import hooked as layers
+
+    assert_numbers_by_hand(hooked(small, kind, accumulation), layers, kind, own)
+
+
+def test_a_hook_that_is_set_while_a_run_is_open_is_called(small, alone):
+    with alone(small(precision={"compute": "fp64", "accumulation": "direct"})) as run:
+        param = run.registry["blocks.0.inner.weight"]
+        param.parameter.register_hook(lambda gradient: gradient * 0)
+        run.step()
+        assert not run.store.gradient(param).any()
+        assert run.store.gradient(run.registry["blocks.1.inner.weight"]).any()
+
+
+def test_a_hook_on_a_sum_that_a_run_makes_itself_is_refused_by_name(small, alone):
+    with (
+        pytest.raises(PlanError, match=r"'blocks.0.one.weight' has a hook on its accumulated gradient") as raised,
+        alone(hooked(small, "Accumulated")),
+    ):
+        pass
+    assert raised.value.diagnostics[0].code == "model-hook"
+
+
+def test_a_hook_on_a_gradient_that_no_rank_makes_whole_is_refused_by_name():
+    one, two, plain = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    two.weight = one.weight
+    one.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    model = Model([("one", one), ("two", two), ("plain", plain)])
+    tied = [(0, model.layers[:1]), (1, model.layers[1:])]
+    for stages, shards, num_slices, says in (
+        (tied, {}, 1, "parts of a pipeline"),
+        ([(0, model.layers)], {id(one.weight): Shard((4, 4), 2, 0)}, 1, "a shard"),
+        ([(0, model.layers)], {}, 2, "a slice of a sequence"),
+    ):
+        with pytest.raises(PlanError, match=rf"'one.weight' has a gradient hook, .*{says}") as raised:
+            check_hooks(stages, shards, num_slices)
+        assert [one.code for one in raised.value.diagnostics] == ["model-hook"]
+    check_hooks([(0, model.layers)], {id(plain.weight): Shard((4, 4), 2, 0)}, 1)
+    one.weight.requires_grad_(False)
+    check_hooks(tied, {}, 2)

@@ -20,11 +20,9 @@ from sley_core.model.values import HostModel
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_testing.collectives import assert_untouched, drafts_kept
-from sley_testing.habits import Embed
 
 KEPT = "_compiled_call_impl"
 DIRECT = {"compute": "fp64", "accumulation": "direct"}
-PLANS: dict[str, dict[str, Any]] = {"recomputed": {"precision": DIRECT, "activations": {"use": "core.recompute"}}}
 
 
 def output(run: Run) -> Tensor:
@@ -35,11 +33,19 @@ def output(run: Run) -> Tensor:
     return hidden
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_a_closed_run(small, own, name):
-    """And the model computes what it did in the run."""
-    plan = plan_from_dict(small(evaluation={"every": 9, "steps": 1}, **PLANS[name]), own)
+def compiled(module: nn.Module) -> None:
+    """What `nn.Module.compile` does, without a compiler."""
+    vars(module)[KEPT] = module._call_impl
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_closed_run(small, own, monkeypatch, is_compiled):
+    """And the model computes what it did in the run; calls of a layer go through the compiler no more."""
+    monkeypatch.setattr(nn.Module, "compile", compiled)
+    changes = {"precision": DIRECT, "activations": {"use": "core.recompute"}, "model__compile": is_compiled}
+    plan = plan_from_dict(small(evaluation={"every": 9, "steps": 1}, **changes), own)
     with drafts_kept() as kept, assemble(plan, World.alone("cpu")) as run:
+        assert all((KEPT in vars(layer.module)) == is_compiled for layer in run.layers)
         run.step()
         run.evaluate()
         before = output(run)
@@ -49,23 +55,6 @@ def test_a_closed_run(small, own, name):
     assert output(run).equal(before)
     run.layers[-1].module(torch.ones(1, 8, dtype=before.dtype)).sum().backward()
     assert run.registry["head.weight"].parameter.grad is not None, "autograd's, as of any module"
-
-
-def compiled(module: nn.Module) -> None:
-    """What `nn.Module.compile` does, without a compiler."""
-    vars(module)[KEPT] = module._call_impl
-
-
-def test_a_compiled_run(small, own, monkeypatch):
-    """Calls of a layer go through the compiler no more."""
-    monkeypatch.setattr(nn.Module, "compile", compiled)
-    tables = small()
-    tables["model"]["compile"] = True
-    with drafts_kept() as kept, assemble(plan_from_dict(tables, own), World.alone("cpu")) as run:
-        assert all(KEPT in vars(layer.module) for layer in run.layers)
-        run.step()
-    ((model, traces),) = kept
-    assert_untouched(traces, model.layers)
 
 
 @pytest.mark.parametrize("at", ["sley_core.attach.Stepper", "sley_core.assemble.samples_of", "sley_core.assemble.Run"])
@@ -100,20 +89,6 @@ class Second(First):
 
     def forward(self, hidden):
         return self.others[0].linear(hidden)
-
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 16)
-        self.scale = self.linear.weight.norm()
-
-    def forward(self, hidden):
-        return self.linear(hidden) * self.scale
-
-
-def layers(data):
-    return [Embed(data.vocab_size, 8), Scaled()]
 
 
 class Given:

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from sley_checkpoint.reader import read
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.shards import wholes
-from sley_core.errors import RunError, SleyError
+from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_testing.runs import weights
@@ -75,26 +74,12 @@ FAR = 5
 """A seed under which no first value rounds to 0.5 in bf16: writing a weight its own value leaves the master as it is."""
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_what_is_written_between_steps_is_not_undone(alone, small, precision):
-    with alone(small(precision__compute=precision, run__seed=FAR, optimizer__lr=1e-6)) as run:
-        for write in (write_in_place, write_detached, set_data, load_state_dict):
-            write(run)
-            run.step()
-            for param in run.registry:
-                torch.testing.assert_close(param.parameter.float(), torch.full(param.shape, 0.5), rtol=0, atol=1e-3)
-            for value in masters(run).values():
-                torch.testing.assert_close(value, torch.full_like(value, 0.5), rtol=0, atol=1e-4)
-            run.load_weights(given(run))
-            run.step()
-
-
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_what_is_written_between_steps_is_in_all_that_is_saved(alone, small, tmp_path, precision):
+def test_what_is_written_between_steps_is_in_all_that_is_saved_and_is_not_undone(alone, small, tmp_path, precision):
     """In weights as they are stepped, in a checkpoint, and in masters on the host; before any step has seen it."""
-    for number, write in enumerate((write_in_place, write_detached, set_data, load_state_dict)):
-        with alone(small(precision__compute=precision, run__seed=FAR)) as run:
-            run.step()
+    with alone(small(precision__compute=precision, run__seed=FAR, optimizer__lr=1e-6)) as run:
+        run.step()
+        for number, write in enumerate((write_in_place, write_detached, set_data, load_state_dict)):
             write(run)
             run.save_weights(tmp_path / f"{number}", precision="full")
             found = [load_file(path) for path in (tmp_path / f"{number}").glob("*.safetensors")]
@@ -104,6 +89,13 @@ def test_what_is_written_between_steps_is_in_all_that_is_saved(alone, small, tmp
             names = {param.name for param in run.registry}
             for state in found:
                 assert [name for name in names & state.keys() if not state[name].eq(0.5).all()] == []
+            run.step()
+            for param in run.registry:
+                torch.testing.assert_close(param.parameter.float(), torch.full(param.shape, 0.5), rtol=0, atol=1e-3)
+            for value in masters(run).values():
+                torch.testing.assert_close(value, torch.full_like(value, 0.5), rtol=0, atol=1e-4)
+            run.load_weights(given(run))
+            run.step()
 
 
 def test_masters_of_what_was_not_written_keep_their_digits(alone, small):
@@ -171,16 +163,6 @@ def test_it_is_refused_in_the_middle_of_a_step_and_after_the_end(alone, small):
         run.step()
     with pytest.raises(RunError, match="closed"):
         run.load_weights({})
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_another_object_in_the_place_of_a_parameter_is_refused_by_name(alone, small, precision):
-    with alone(small(precision__compute=precision)) as run:
-        run.step()
-        norm = run.layers[1].module.norm
-        norm.weight = nn.Parameter(torch.zeros_like(norm.weight))
-        with pytest.raises(SleyError, match=r"blocks.0.norm.weight"):
-            run.step()
 
 
 def load_on_ranks(tables, folder, differ):

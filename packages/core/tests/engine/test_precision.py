@@ -12,8 +12,6 @@ from sley_core.sizes import ALIGNMENT_BYTES
 from sley_testing.parity import assert_same_bits
 from sley_testing.runs import record, weights
 
-"""How far a gradient may be from the one-process run's, relative to its norm (docs/internals.md, Parity)."""
-
 
 def test_64_equal_gradients_sum_exactly_on_any_number_of_ranks(ranks, own, small):
     """A bf16 gradient has 8 bits and 64 of them carry 6 more, which fp32 holds and bf16 does not.
@@ -80,41 +78,34 @@ def padded(numels):
     return sum(-(-numel // unit) * unit for numel in numels)
 
 
-@pytest.mark.parametrize(("precision", "width", "has_masters"), [("bf16", 2, True), ("fp32", 4, False)])
-def test_memory_counts_masters(alone, small, precision, width, has_masters):
-    with alone(small(precision__compute=precision, optimizer={"use": "core.adamw", "lr": 1e-3})) as run:
+@pytest.mark.parametrize(("precision", "width"), [("bf16", 2), ("fp32", 4)])
+@pytest.mark.parametrize("frozen", ["", "blocks.*"])
+def test_memory_counts_masters_and_what_is_frozen_has_none(alone, small, precision, width, frozen):
+    groups = [{"match": frozen, "freeze": True}] if frozen else []
+    with alone(small(precision__compute=precision, optimizer={"use": "core.adamw", "lr": 1e-3, "groups": groups})) as run:
         run.step()
-        numels = [param.numel for param in run.registry]
+        assert {param.parameter.element_size() for param in run.registry} == {width}
+        numels = [param.numel for param in run.registry.trainable]
         memory = run.memory.bytes
-    assert memory["weights"] == width * sum(numels)
-    assert memory["masters"] == (4 * padded(numels) if has_masters else 0)
+    assert memory["weights"] == width * sum(param.numel for param in run.registry)
+    assert memory["masters"] == (4 * padded(numels) if precision == "bf16" else 0)
     assert memory["gradients"] == 4 * sum(numels), "no buffer, for nobody reduces"
     assert memory["optimizer_states"] == 2 * 4 * sum(numels), "two moments; step counts do not count"
-
-
-def test_what_is_frozen_is_bf16_too_and_has_no_master(alone, small):
-    optimizer = {"use": "core.sgd", "lr": 0.1, "groups": [{"match": "blocks.*", "freeze": True}]}
-    with alone(small(precision__compute="bf16", optimizer=optimizer)) as run:
-        run.step()
-        numels = [param.numel for param in run.registry.trainable]
-        assert {param.parameter.dtype for param in run.registry} == {torch.bfloat16}
-        assert run.memory.bytes["masters"] == 4 * padded(numels)
-        assert run.memory.bytes["gradients"] == 4 * sum(numels)
 
 
 KEEP = {"compute": "bf16", "keep": ["*.router.*"]}
 
 
 def tables(small, precision=KEEP, **changes):
-    return small(model={"factory": "own_formats:layers"}, precision=precision, **changes)
+    return small(model={"factory": "own_models:routed"}, precision=precision, **changes)
 
 
 def by_hand(first, batches):
     """Steps the layers with SGD, fp32 masters of what is narrow, and routers in fp32; returns losses and weights."""
     import own_data
-    import own_formats
+    import own_models
 
-    made = own_formats.layers(own_data.Rows.info)
+    made = own_models.routed(own_data.Rows.info)
     named = {f"{name}.{key}": one for name, module in made for key, one in module.named_parameters()}
     masters = {}
     for name, one in named.items():
@@ -149,8 +140,13 @@ def test_what_is_kept_is_computed_and_stepped_in_fp32(own, small):
         torch.testing.assert_close(value, one, rtol=2**-6, atol=2**-8)
 
 
-def test_it_goes_on_from_a_checkpoint_with_the_same_bits(own, small, alone, tmp_path):
-    with alone(tables(small)) as run:
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+def test_buffers_keep_the_format_that_the_factory_gave_them_and_a_run_goes_on_with_the_same_bits(
+    small, alone, tmp_path, compute
+):
+    """The forward asks; without `keep` the router of a narrow model is narrow too."""
+    plan = tables(small, {"compute": compute, "keep": ["*.router.*"]})
+    with alone(plan) as run:
         run.step()
         place = run.save_checkpoint(tmp_path / "checkpoint")
         run.step()
@@ -158,17 +154,10 @@ def test_it_goes_on_from_a_checkpoint_with_the_same_bits(own, small, alone, tmp_
         run.load_checkpoint(place)
         run.step()
         assert_same_bits(wanted, weights(run))
-    with alone(tables(small)) as run:
+    with alone(plan) as run:
         run.load_checkpoint(place)
         run.step()
         assert_same_bits(wanted, weights(run))
-
-
-@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
-def test_buffers_have_the_format_that_the_factory_gave_them(own, small, compute):
-    """The forward asks; without `keep` the router of a narrow model is narrow too."""
-    plan = tables(small, {"compute": compute, "keep": ["*.router.*"]})
-    assert record(plan, 1, folder=own).rows[0]["loss"] > 0
 
 
 @pytest.mark.parametrize(

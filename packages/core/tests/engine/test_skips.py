@@ -1,4 +1,4 @@
-"""`on_nan = "skip"`: a step whose loss or gradient norm is no number never was, on all ranks, and only so many in a row."""
+"""A step whose loss or gradient norm is no number never was, on all ranks: skipped, refused, or with fp16's scale reduced."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.engine.totals import LARGEST, LossScale
 from sley_core.errors import RunError
 from sley_core.optim.shared import skips_on_device, step_if
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_testing.parity import assert_same_bits
+from sley_core.plan.tables import LossScaleTable
+from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.runs import record, same_on_all, weights
 
-SAME = ("loss", "grad_norm", "lr", "skipped")
+SAME = ("loss", "grad_norm", "lr", "skipped", "loss_scale")
 
 
 def tokens(number):
@@ -28,11 +32,17 @@ def tokens(number):
 
 
 def skipping(small, most=3, **changes):
+    """AdamW with a schedule; `most` steps in a row may be skipped, or for None none but those of a loss scale."""
     optimizer = {"use": "core.adamw", "lr": 1e-2, "clip_norm": 0.5} | changes.pop("optimizer", {})
     rate = {"use": "core.cosine", "warmup_steps": 2}
     tables = small(optimizer=optimizer, learning_rate=rate, run__steps=6, **changes)
-    tables["run"] |= {"on_nan": "skip", "max_skips": most}
+    if most is not None:
+        tables["run"] |= {"on_nan": "skip", "max_skips": most}
     return tables
+
+
+def fp16(small, **scale):
+    return skipping(small, None, precision={"compute": "fp16", "loss_scale": scale})
 
 
 def spoil(run, steps, rank, value=math.nan):
@@ -59,7 +69,7 @@ def as_if_it_never_was(found, expected):
         assert (skipped["step"], skipped["skipped"]) == (2, 1)
         assert not math.isfinite(skipped["grad_norm"])
         for wanted, row in zip(one.rows, other.rows, strict=True):
-            assert {key: row[key] for key in SAME} == {key: wanted[key] for key in SAME}
+            assert {key: row.get(key) for key in SAME} == {key: wanted.get(key) for key in SAME}
     same_on_all(found)
 
 
@@ -68,10 +78,22 @@ LAYOUTS = {
     "inf-norm": {"optimizer": {"clip_kind": "inf"}},
     "momentum": {"optimizer": {"use": "core.sgd", "momentum": 0.9}},
     "bf16": {"precision": {"compute": "bf16"}},
+    "fp16": {"precision": {"compute": "fp16"}, "most": None},
 }
 
 
-@pytest.mark.sample(4)
+def halve_the_scale_after_the_first(run):
+    """As if the step after it had overflowed, which never came."""
+
+    def halve(row):
+        if row["step"] == 1:
+            scale = run.stepper.update.scale
+            scale.restore(scale.state() | {"value": scale.value / 2, "num_good": 0})
+
+    run.listeners.append(halve)
+
+
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -81,8 +103,108 @@ def test_a_gradient_of_one_rank_skips_the_step_on_all(ranks, own, small, layout,
     tables = skipping(small, **LAYOUTS[layout])
     bad = partial(spoil, steps=(1,), rank=rank, value=value)
     found = ranks(2)(record, tables, 4, folder=own, batches=batches, prepare=bad)
-    expected = ranks(2)(record, tables, 3, folder=own, batches=[batches[0], *batches[2:]])
+    prepare = halve_the_scale_after_the_first if layout == "fp16" else None
+    expected = ranks(2)(record, tables, 3, folder=own, batches=[batches[0], *batches[2:]], prepare=prepare)
     as_if_it_never_was(found, expected)
+
+
+def exhausted(tables, folder):
+    try:
+        record(tables, 4, folder=folder, prepare=partial(spoil, steps=range(4), rank=1))
+    except RunError as error:
+        return str(error)
+
+
+def test_a_run_that_always_overflows_ends_on_all_ranks(ranks, own, small):
+    for message in ranks(2)(exhausted, fp16(small, init_scale=16.0, min_scale=4.0), own):
+        assert "loss-scale-exhausted" in message
+        assert "step 3" in message
+
+
+def test_a_scale_that_is_far_too_large_comes_down_by_itself(alone, small):
+    with alone(fp16(small, init_scale=2.0**40)) as run:
+        rows = [run.step() for _ in range(40)]
+    skipped = [row["skipped"] for row in rows]
+    num = sum(skipped)
+    assert 5 < num < 35
+    assert skipped == [1] * num + [0] * (40 - num), "and does not grow again within 2000 steps"
+    assert rows[-1]["loss_scale"] == 2.0 ** (40 - num)
+    assert rows[0]["lr"] == rows[num]["lr"], "what was skipped does not count"
+
+
+@pytest.mark.parametrize("kind", [1.0, 3.0, "inf"])
+def test_gradients_and_their_norm_are_unscaled(alone, small, kind):
+    """Whatever the scale, as it is a power of two; norm and clip see what the optimizer sees."""
+    found = []
+    for init_scale in (2.0**8, 2.0**10):
+        tables = fp16(small, init_scale=init_scale)
+        tables["optimizer"] |= {"clip_kind": kind, "clip_norm": 0.01}
+        with alone(tables) as run:
+            row = run.step()
+            found.append((row["grad_norm"], {e.name: run.store.gradient(e).clone() for e in run.store.params}))
+    (one, ones), (other, others) = found
+    assert one == pytest.approx(other, rel=1e-3)
+    assert_close_gradients(ones, others, 1e-3, floor=1e-6)
+    p = math.inf if kind == "inf" else kind
+    clipped = torch.nn.utils.get_total_norm(list(ones.values()), p).item()
+    assert clipped == pytest.approx(0.01, rel=1e-2)
+
+
+def torchs(config):
+    """torch's scaler of the same rule, and a parameter and an optimizer to show it gradients with."""
+    keys = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+    scaler = torch.amp.GradScaler("cpu", **{key: getattr(config, key) for key in keys})
+    scaler.scale(torch.ones(()))  # it makes its state when it is first used
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    return scaler, parameter, torch.optim.SGD([parameter], lr=1.0)
+
+
+@given(
+    st.lists(st.booleans(), max_size=40),
+    st.sampled_from([2.0**10, 65536.0, 2.0**127]),
+    st.sampled_from([(2.0, 0.5), (4.0, 0.25), (1.5, 0.75)]),
+    st.integers(1, 4),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_scale_moves_as_torchs(overflows, init_scale, factors, interval):
+    """For any run of overflows, growth past the largest number included, while the minimum is far."""
+    growth, backoff = factors
+    config = LossScaleTable(
+        init_scale=init_scale, growth_factor=growth, backoff_factor=backoff, growth_interval=interval, min_scale=1e-30
+    )
+    ours = LossScale(config)
+    theirs, parameter, optimizer = torchs(config)
+    taken = 0
+    for step, overflowed in enumerate(overflows):
+        parameter.grad = torch.tensor([math.inf if overflowed else theirs.get_scale()])
+        before = parameter.item()
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update(step, overflowed=overflowed)
+        taken += not overflowed
+        assert (parameter.item() == before) == overflowed
+        assert ours.value == pytest.approx(theirs.get_scale(), rel=1e-5)
+        assert ours.state()["num_good"] == theirs.state_dict()["_growth_tracker"]
+        assert ours.num_skipped == step + 1 - taken
+        assert ours.value <= LARGEST
+
+
+def test_a_state_is_gone_on_from_and_the_smallest_scale_is_the_end():
+    config = LossScaleTable(init_scale=64.0, growth_interval=3)
+    ours = LossScale(config)
+    for step, overflowed in enumerate([False, True, False, False]):
+        ours.update(step, overflowed=overflowed)
+    again = LossScale(config)
+    again.restore(ours.state())
+    assert again.state() == ours.state() == {"value": 32.0, "num_good": 2, "num_skipped": 1}
+    again.update(4, overflowed=False)
+    assert again.value == 64.0
+    smallest = LossScale(LossScaleTable(init_scale=10.0, min_scale=4.0))
+    for step in (0, 1):
+        smallest.update(step, overflowed=True)
+    assert smallest.value == 4.0
+    with pytest.raises(RunError, match=r"exhausted.*the gradients of step 3 overflow .* smallest, 4; 2 steps were skipped"):
+        smallest.update(2, overflowed=True)
 
 
 def attempt(tables, folder, steps, rank, num):
@@ -131,7 +253,7 @@ def trained(tables, folder, monkeypatch=None):
         if monkeypatch is not None:
             monkeypatch.setattr(run.world, "device", Late(world.device))
         assert run.train() == "finished"
-        return [[row[key] for key in SAME[1:]] for row in rows], weights(run)
+        return [[row[key] for key in SAME[1:-1]] for row in rows], weights(run)
 
 
 def test_a_step_that_is_read_while_the_next_one_runs_does_not_count_for_its_learning_rate(own, small, monkeypatch):

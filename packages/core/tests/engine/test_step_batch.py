@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -96,6 +95,8 @@ def test_micro_batches_may_differ_in_length() -> None:
         ([a_batch(2) | {"tokens": [[1], [2]]}], "batch-fields", "`tokens` is a list, not a tensor"),
         ([], "batch-size", r"has \[\] times \[batch\] micro_size = 2"),
         ([a_batch(4)], "batch-size", r"has \[2\] times"),
+        (a_batch(0), "batch-size", "0 samples of this rank are no multiple"),
+        (a_batch(3), "batch-size", "3 samples of this rank are no multiple"),
         ([a_batch(2), a_batch(1)], "batch-size", "1 samples of this rank are no multiple"),
         ([a_batch(2), a_batch(2) | {"tokens": a_batch(2)["tokens"] + 99}], "token-out-of-range", "the token id 100"),
     ],
@@ -142,41 +143,15 @@ def test_steps_of_1_4_and_2_micro_batches(ranks, own, small, recompute):
     assert sent[0][0] == sent[0][1] == sent[0][2], "more micro-batches cost no more communication"
 
 
-def test_micro_batches_that_come_apart_are_the_batch_that_they_make(own, small):
-    """And where they are shorter than one another, that of which the rest is padding: no label counts there."""
-    tables = small()
+def test_micro_batches_that_are_shorter_than_one_another_are_the_batch_of_which_the_rest_is_padding(own, small):
+    """No label counts there."""
     batch = importlib.import_module("own_data").batch(0, 4)
-    cut = [{name: value[at : at + 1] for name, value in batch.items()} for at in range(4)]
-    whole, apart = (record(tables, 1, folder=own, batches=[one]) for one in (batch, cut))
-    assert_parity(whole, [apart], "fp64")
-    assert apart.rows[0]["tokens"] == whole.rows[0]["tokens"]
     lengths = (12, 3, 7, 5)
     padded = {name: value.clone() for name, value in batch.items()}
     for at, length in enumerate(lengths):
         padded["labels"][at, length:] = -100
-    short = [{name: part[name][:, :length] for name in part} for part, length in zip(cut, lengths, strict=True)]
-    full, ragged = (record(tables, 1, folder=own, batches=[one]) for one in (padded, short))
+    short = [{name: value[at : at + 1, :length] for name, value in batch.items()} for at, length in enumerate(lengths)]
+    full, ragged = (record(small(), 1, folder=own, batches=[one]) for one in (padded, short))
     assert_close_gradients(full.gradients[0], ragged.gradients[0], 1e-10)
     assert ragged.rows[0]["loss"] == pytest.approx(full.rows[0]["loss"], rel=1e-12)
     assert ragged.rows[0]["tokens"] == sum(lengths)
-
-
-def samples_of(tables, folder, num_steps):
-    """The dataset's index of every sample of this rank, step by step."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-        seen = []
-        run.listeners.append(lambda row: seen.append(run.feed.samples))
-        for _ in range(num_steps):
-            run.step()
-        return seen
-
-
-def test_every_sample_comes_once_an_epoch_and_none_is_dropped(ranks, own, small):
-    """Five samples in batches of two: a batch spans two epochs, and each epoch has all five in an order of its own."""
-    tables = small(data__options={"num_samples": 5}, batch={"global_size": 2, "micro_size": 1}, run__steps=10)
-    alone = [index for step in samples_of(tables, own, 10) for index in step]
-    epochs = [tuple(alone[at : at + 5]) for at in range(0, 20, 5)]
-    assert all(Counter(epoch) == Counter(range(5)) for epoch in epochs)
-    assert len(set(epochs)) > 1
-    first, second = ranks(2)(samples_of, tables, own, 10)
-    assert [index for pair in zip(first, second, strict=True) for step in pair for index in step] == alone

@@ -1,4 +1,4 @@
-"""Whole runs: contracts of the handlers, runs that must not change a bit, compiled layers, unused parameters."""
+"""Whole runs: contracts of the handlers, runs that must not change a bit, compiled layers, unused parameters, large worlds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
 from sley_testing.contract import GradientHandlerContract
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import changed, small_plan
@@ -44,12 +47,6 @@ def check(ranks, texts, sizes, **changes):
 def test_sgd_whose_scale_shows(ranks, texts, size):
     """Adam hides a wrong scale of the gradient; plain SGD without clipping does not."""
     check(ranks, texts, [size], optimizer__use="core.sgd", optimizer__clip_norm=None, optimizer__lr=0.1, batch__micro_size=1)
-
-
-def test_recomputation_changes_no_bit(texts):
-    kept = record(PLAN, 3, folder=texts)
-    again = record(changed(PLAN, activations__use="core.recompute"), 3, folder=texts)
-    same_on_all([kept, again])
 
 
 def test_evaluation_changes_no_bit(texts):
@@ -100,3 +97,28 @@ def test_what_one_rank_uses_is_summed_with_the_zeros_of_the_other(ranks, own, sm
             assert not gradients["blocks.0.never.weight"].any()
     for name, value in reference.first.items():
         assert torch.equal(value, reference.weights[name]) == (".never." in name)
+
+
+LARGE = {
+    "run": {"name": "fake", "steps": 1},
+    "model": {"use": "models.llama", "num_layers": 4, "hidden": 1024, "heads": 8},
+    "data": {"use": "data.text", "source": "python-stdlib", "sequence": 64},
+    "batch": {"global_size": 256, "micro_size": 2},
+    "optimizer": {"use": "core.adamw", "lr": 1e-3},
+}
+
+
+def test_every_rank_of_a_large_world_is_assembled_without_memory_for_a_parameter():
+    tables, size = set(), 16
+    for rank in range(size):
+        with World.fake(rank, size) as world, assemble(plan_from_dict(LARGE), world) as run:
+            assert run.registry.num_parameters > 50_000_000
+            assert all(param.parameter.is_meta for param in run.registry)
+            assert all(buffer.data.is_meta for buffer in run.store.buffers)
+            assert run.rows == slice(256 // size * rank, 256 // size * (rank + 1))
+            assert run.groups["stage"].ranks == tuple(range(size))
+            tables.add(tuple((axis, group.size, tuple(group.lanes)) for axis, group in run.groups.items()))
+    assert len(tables) == 1
+    assert not torch.distributed.is_initialized()
+    with World.fake(0, 3) as world, pytest.raises(Exception, match="256 is no multiple of 3 x 2"):
+        assemble(plan_from_dict(LARGE), world)

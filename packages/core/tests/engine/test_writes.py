@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
 from sley_core.config import CrossEntropyConfig
 from sley_core.engine import replicas
 from sley_core.errors import SleyError
 from sley_core.losses.cross_entropy import CrossEntropy
+from sley_core.plan.load import plan_from_dict
 from sley_testing.plain import PlainLoop, assert_step
 from sley_testing.runs import gradients, record, weights
 
@@ -19,8 +22,8 @@ KINDS = ("in place", "data", "new data", "trained")
 def tables(small):
     def tables(kind, **changes):
         if kind == "max_norm":
-            return small(model={"factory": "own_writes:max_norm"}, **changes)
-        return small(model={"factory": "own_writes:momentum", "options": {"kind": kind}}, **changes)
+            return small(model={"factory": "own_models:max_norm"}, **changes)
+        return small(model={"factory": "own_models:momentum", "options": {"kind": kind}}, **changes)
 
     return tables
 
@@ -35,10 +38,10 @@ def refusal(plan, folder):
 def test_one_process_writes_what_a_plain_loop_writes(alone, tables, kind):
     with alone(tables(kind, batch__micro_size=2)) as run:
         import own_data
-        import own_writes
+        import own_models
 
         info = own_data.Rows.info
-        layers = own_writes.max_norm(info) if kind == "max_norm" else own_writes.momentum(info, kind)
+        layers = own_models.max_norm(info) if kind == "max_norm" else own_models.momentum(info, kind)
         for _, module in layers:
             module.double()
         sgd = lambda named: torch.optim.SGD([p for _, p in named if p.requires_grad], lr=0.1)  # noqa: E731
@@ -50,25 +53,23 @@ def test_one_process_writes_what_a_plain_loop_writes(alone, tables, kind):
             assert_step(loop.step(micros), row, gradients(run), weights(run))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "max_norm"])
-def test_replicas_are_refused(ranks, own, tables, kind):
-    for code, words in ranks(2)(refusal, tables(kind), own):
-        assert code == "weight-written"
-        assert {"max_norm": "'embed.weight'", "trained": "'blocks.0.inner.weight'"}.get(kind, "'blocks.0.slow.weight'") in words
-        assert "each replica" in words
-
-
 @pytest.mark.parametrize(
-    ("kind", "changes", "why"),
+    ("kind", "size", "changes", "name", "why"),
     [
-        ("in place", {"activations": {"use": "core.recompute"}}, "runs again"),
-        ("trained", {"precision__compute": "bf16"}, "a copy of it in fp32"),
+        ("in place", 2, {}, "blocks.0.slow.weight", "each replica"),
+        ("data", 2, {}, "blocks.0.slow.weight", "each replica"),
+        ("new data", 2, {}, "blocks.0.slow.weight", "each replica"),
+        ("trained", 2, {}, "blocks.0.inner.weight", "each replica"),
+        ("max_norm", 2, {}, "embed.weight", "each replica"),
+        ("in place", 1, {"activations": {"use": "core.recompute"}}, "blocks.0.slow.weight", "runs again"),
+        ("trained", 1, {"precision__compute": "bf16"}, "blocks.0.inner.weight", "a copy of it in fp32"),
     ],
 )
-def test_what_one_process_would_write_otherwise_is_refused(own, tables, kind, changes, why):
-    code, words = refusal(tables(kind, **changes), own)
-    assert code == "weight-written"
-    assert why in words
+def test_replicas_and_what_one_process_would_write_otherwise_are_refused(ranks, own, tables, kind, size, changes, name, why):
+    for code, words in ranks(size)(refusal, tables(kind, **changes), own):
+        assert code == "weight-written"
+        assert f"'{name}'" in words
+        assert why in words
 
 
 def test_a_frozen_weight_may_be_written_in_bf16(alone, tables):
@@ -81,7 +82,7 @@ def test_a_frozen_weight_may_be_written_in_bf16(alone, tables):
 @pytest.mark.parametrize("kind", ["in place", "new", "data"])
 def test_a_buffer_that_is_first_written_after_the_first_step_is_refused(alone, small, monkeypatch, kind):
     monkeypatch.setattr(replicas, "LOOK_EVERY", 4)
-    plan = small(model={"factory": "own_writes:late", "options": {"kind": kind}}, batch__micro_size=2, run__steps=6)
+    plan = small(model={"factory": "own_models:late_writes", "options": {"kind": kind}}, batch__micro_size=2, run__steps=6)
     with alone(plan) as run:
         for _ in range(2 if kind != "data" else 3):
             run.step()
@@ -94,10 +95,6 @@ def test_a_buffer_that_is_first_written_after_the_first_step_is_refused(alone, s
 
 
 def drifts(plan, folder, name):
-    from sley_core.assemble import assemble
-    from sley_core.comm.world import World
-    from sley_core.plan.load import plan_from_dict
-
     replicas.LOOK_EVERY = 3
     try:
         with World.join("cpu") as world, assemble(plan_from_dict(plan, folder), world) as run:

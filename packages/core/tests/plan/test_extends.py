@@ -11,40 +11,14 @@ from sley_core.errors import PlanError
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
 
-BASE = """\
-plan = 1
+ROPE = "rope_scaling = {factor = 8.0, low_freq_factor = 1.0, high_freq_factor = 4.0, original_max_position_embeddings = 64}"
+METRICS = '[[metrics]]\nuse = "core.jsonl"\n'
 
-[run]
-name = "base"
-steps = 100
 
-[model]
-use = "models.llama"
-num_layers = 2
-hidden = 16
-heads = 4
-rope_scaling = {factor = 8.0, low_freq_factor = 1.0, high_freq_factor = 4.0, original_max_position_embeddings = 64}
-
-[data]
-use = "data.text"
-files = ["texts/*.txt", "more.txt"]
-sequence = 32
-
-[batch]
-global_size = 8
-micro_size = 2
-
-[optimizer]
-use = "core.adamw"
-lr = 1e-3
-betas = [0.9, 0.95]
-
-[[metrics]]
-use = "core.jsonl"
-
-[[metrics]]
-use = "core.jsonl"
-"""
+@pytest.fixture
+def base(text: str) -> str:
+    text = text.replace("heads = 2\n", f"heads = 4\n{ROPE}\n").replace("lr = 3e-3\n", "lr = 3e-3\nbetas = [0.9, 0.95]\n")
+    return text.replace('source = "python-stdlib"', 'files = ["texts/*.txt", "more.txt"]') + METRICS * 2
 
 
 @pytest.fixture
@@ -67,7 +41,7 @@ def origin(plan: Plan, *path: str | int) -> tuple[str, int]:
     return Path(place.file).name, place.line
 
 
-def test_tables_merge_key_by_key_and_lists_are_replaced(write) -> None:
+def test_tables_merge_key_by_key_and_lists_are_replaced(write, base: str) -> None:
     path = write(
         plan="""\
         extends = "base.toml"
@@ -81,10 +55,10 @@ def test_tables_merge_key_by_key_and_lists_are_replaced(write) -> None:
         [[metrics]]
         use = "core.jsonl"
         """,
-        base=BASE,
+        base=base,
     )
     plan = load_plan(path)
-    assert (plan.run.name, plan.run.steps) == ("wide", 100)
+    assert (plan.run.name, plan.run.steps) == ("wide", 20)
     assert (plan.model.config.hidden, plan.model.config.heads) == (32, 4)
     assert (plan.model.config.rope_scaling.factor, plan.model.config.rope_scaling.high_freq_factor) == (2.0, 4.0)
     assert plan.data.config.files == (path.parent / "own.txt",)
@@ -96,14 +70,14 @@ def test_tables_merge_key_by_key_and_lists_are_replaced(write) -> None:
     assert "extends" not in plan.to_toml()
 
 
-def test_a_resolved_plan_stands_alone(write, tmp_path: Path) -> None:
-    plan = load_plan(write(runs__plan='extends = "../base.toml"\n', base=BASE))
+def test_a_resolved_plan_stands_alone(write, base: str, tmp_path: Path) -> None:
+    plan = load_plan(write(runs__plan='extends = "../base.toml"\n', base=base))
     (tmp_path / "elsewhere.toml").write_text(plan.to_toml(), "utf-8")
     assert load_plan(tmp_path / "elsewhere.toml") == plan
 
 
-def test_set_stands_above_both(write) -> None:
-    path = write(plan='extends = "base.toml"\n[run]\nname = "a"\n', base=BASE)
+def test_set_stands_above_both(write, base: str) -> None:
+    path = write(plan='extends = "base.toml"\n[run]\nname = "a"\n', base=base)
     plan = load_plan(path, ["optimizer.lr=5e-4", "run.name=b", "data.files.0=x.txt"])
     assert (plan.optimizer.config.lr, plan.run.name) == (5e-4, "b")
     assert plan.origin(("optimizer", "lr")) == "--set #1"
@@ -112,8 +86,8 @@ def test_set_stands_above_both(write) -> None:
         load_plan(path, ["extends=other.toml"])
 
 
-def test_a_table_that_names_another_record_is_all_its_own(write) -> None:
-    path = write(plan='extends = "base.toml"\n[optimizer]\nuse = "core.sgd"\nlr = 0.5\n', base=BASE)
+def test_a_table_that_names_another_record_is_all_its_own(write, base: str) -> None:
+    path = write(plan='extends = "base.toml"\n[optimizer]\nuse = "core.sgd"\nlr = 0.5\n', base=base)
     config = load_plan(path).optimizer.config
     assert (config.lr, hasattr(config, "betas")) == (0.5, False)
     path.write_text('extends = "base.toml"\n[optimizer]\nuse = "core.sgd"\n', "utf-8")
@@ -123,16 +97,16 @@ def test_a_table_that_names_another_record_is_all_its_own(write) -> None:
     assert load_plan(path).model.name == "own:layers"
 
 
-def test_paths_start_at_the_file_that_says_them(write, tmp_path: Path) -> None:
-    path = write(plans__mine__plan='extends = "../base.toml"\n[data]\nheld_out_files = ["own.txt"]\n', plans__base=BASE)
+def test_paths_start_at_the_file_that_says_them(write, base: str, tmp_path: Path) -> None:
+    path = write(plans__mine__plan='extends = "../base.toml"\n[data]\nheld_out_files = ["own.txt"]\n', plans__base=base)
     config = load_plan(path, ["data.files.1=set.txt"]).data.config
     mine, base = tmp_path / "plans" / "mine", tmp_path / "plans"
     assert config.held_out_files == (mine / "own.txt",)
     assert [Path(file).resolve() for file in config.files] == [base / "texts/*.txt", mine / "set.txt"]
 
 
-def test_a_run_s_resolved_plan_can_be_extended(write, tmp_path: Path) -> None:
-    write(data__base=BASE)
+def test_a_run_s_resolved_plan_can_be_extended(write, base: str, tmp_path: Path) -> None:
+    write(data__base=base)
     runs = tmp_path / "runs" / "first"
     runs.mkdir(parents=True)
     (runs / "plan.toml").write_text(load_plan(tmp_path / "data" / "base.toml").to_toml(), "utf-8")
@@ -141,8 +115,8 @@ def test_a_run_s_resolved_plan_can_be_extended(write, tmp_path: Path) -> None:
     assert [Path(file) for file in plan.data.config.files] == [tmp_path / "data/texts/*.txt", tmp_path / "data/more.txt"]
 
 
-def test_a_mistake_is_told_where_it_stands(write) -> None:
-    path = write(plan='extends = "base.toml"\n[run]\nname = 5\n', base=BASE.replace("heads = 4", "heads = 4\nhedas = 3"))
+def test_a_mistake_is_told_where_it_stands(write, base: str) -> None:
+    path = write(plan='extends = "base.toml"\n[run]\nname = 5\n', base=base.replace("heads = 4", "heads = 4\nhedas = 3"))
     with pytest.raises(PlanError) as caught:
         load_plan(path)
     found = [
@@ -166,8 +140,8 @@ def test_a_mistake_is_told_where_it_stands(write) -> None:
         ('extends = "broken.toml"\n', "syntax", 2),
     ],
 )
-def test_what_cannot_be_extended_is_refused_at_its_place(write, text: str, code: str, line: int) -> None:
-    path = write(plan=text, loop='\nextends = "sub/../plan.toml"\n', broken="\n[run\n", base=BASE, sub__x="")
+def test_what_cannot_be_extended_is_refused_at_its_place(write, base: str, text: str, code: str, line: int) -> None:
+    path = write(plan=text, loop='\nextends = "sub/../plan.toml"\n', broken="\n[run\n", base=base, sub__x="")
     with pytest.raises(PlanError) as caught:
         load_plan(path)
     (found,) = caught.value.diagnostics

@@ -20,17 +20,6 @@ from sley_testing.plans import loader_of, small_plan
 
 LOADER = loader_of({})
 
-CODES = """
-    batch-does-not-divide beyond-the-run data-changed data-empty data-encoding data-invalid data-missing data-short
-    data-size factory-import factory-options group-unmatched
-    handler-conflict handler-missing handler-order handler-twice held-out layout
-    learning-rate-steps loss-scale-range loss-scale-unused metrics-twice missing-key missing-table
-    no-factory optimizer-factory optimizer-layout
-    out-of-range plan-format plan-not-utf8 plugin-missing plugin-unknown precision-unsupported sequence-does-not-divide
-    sequence-missing set-invalid syntax tokenizer-invalid tokenizer-missing tokenizers-missing
-    too-deep unknown-key unknown-record unknown-table use-and-factory wrong-type wrong-value
-"""
-
 BASES: list[dict[str, Any]] = [
     small_plan(
         plan=1,
@@ -168,7 +157,7 @@ def try_plan(load: Callable[[], Any]) -> None:
     assert exit_code in (EXIT_OK, EXIT_PLAN_INVALID, EXIT_PLUGIN)
     assert found or not exit_code
     for one in found:
-        assert one.code in CODES.split(), one
+        assert re.fullmatch("[a-z0-9-]+", one.code), one
         assert one.place, one
         assert one.message, one
         assert not one.message.endswith("."), one

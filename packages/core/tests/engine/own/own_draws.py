@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from own_data import Rows, Stream
-from own_models import Named, _around
+from own_models import Named, around
 from torch import Tensor, nn
 
 from sley_core.data.dataset import DataContext, DataInfo
@@ -34,6 +33,7 @@ def _enclosed() -> Callable[[int], Tensor]:
 
 
 DRAWS: dict[str, Callable[[nn.Module, int], Any]] = {
+    "torch": lambda _, size: torch.rand(size),
     "numpy": lambda _, size: np.random.rand(size),
     "random": lambda _, size: [random.random() for _ in range(size)],
     "normal": lambda _, size: [random.gauss(0.5, 1) for _ in range(size)],
@@ -72,7 +72,7 @@ class Draws(nn.Module):
 
 
 def model(data: DataInfo, kind: str) -> Named:
-    return _around([Draws(kind), Draws(kind)], data, 8)
+    return around([Draws(kind), Draws(kind)], data, 8)
 
 
 class Late(Draws):
@@ -84,20 +84,15 @@ class Late(Draws):
         return super().forward(hidden)
 
 
-class System(Draws):
-    """Holds a generator that has no seed."""
-
-    def __init__(self) -> None:
-        super().__init__("Random")
-        self.python = random.SystemRandom()
-
-
 def late(data: DataInfo) -> Named:
-    return _around([Late("numpy")], data, 8)
+    return around([Late("numpy")], data, 8)
 
 
 def system(data: DataInfo) -> Named:
-    return _around([System()], data, 8)
+    """Holds a generator that has no seed."""
+    draws = Draws("Random")
+    draws.python = random.SystemRandom()
+    return around([draws], data, 8)
 
 
 def _replaced(sample: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
@@ -135,19 +130,3 @@ class DrawingCollate(Rows):
     def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         drawn = [_replaced(sample, "torch") for sample in samples]
         return {name: torch.stack([sample[name] for sample in drawn]) for name in samples[0]}
-
-
-class Stuck(DrawingRows):
-    """Reads no sample any more after the third batch, until `on` is set."""
-
-    on = threading.Event()
-
-    def __init__(self, context: DataContext) -> None:
-        super().__init__(context, "torch")
-        self.num_read = 0
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        self.num_read += 1
-        if self.num_read > 12:
-            self.on.wait(20)
-        return super().__getitem__(index)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo
 from sley_core.model.layers import Model
+from sley_testing.habits import HookedWeights
 
 Named = list[tuple[str, nn.Module]]
 
@@ -37,7 +38,7 @@ class Head(nn.Linear):
         return super().forward(hidden)
 
 
-def _around(blocks: list[nn.Module], data: DataInfo, hidden: int) -> Named:
+def around(blocks: list[nn.Module], data: DataInfo, hidden: int) -> Named:
     assert data.vocab_size is not None
     named = [(f"blocks.{at}", block) for at, block in enumerate(blocks)]
     return [("embed", Embed(data.vocab_size, hidden)), *named, ("head", Head(hidden, data.vocab_size))]
@@ -45,7 +46,7 @@ def _around(blocks: list[nn.Module], data: DataInfo, hidden: int) -> Named:
 
 def plain(data: DataInfo, hidden: int = 8, num_blocks: int = 4, dropout: float = 0.0) -> Named:
     """Nothing peculiar, or dropout in every block."""
-    return _around([Block(hidden, dropout) for _ in range(num_blocks)], data, hidden)
+    return around([Block(hidden, dropout) for _ in range(num_blocks)], data, hidden)
 
 
 def pretrained(data: DataInfo, dropout: float) -> Named:
@@ -55,7 +56,7 @@ def pretrained(data: DataInfo, dropout: float) -> Named:
 
 def compiled(data: DataInfo) -> Named:
     """The same, each block wrapped by torch.compile, whose forward takes anything."""
-    return _around([torch.compile(Block(8, 0.0), backend="eager") for _ in range(2)], data, 8)
+    return around([torch.compile(Block(8, 0.0), backend="eager") for _ in range(2)], data, 8)
 
 
 class Keeper(nn.Module):
@@ -74,7 +75,7 @@ class Keeper(nn.Module):
 
 def keeper(data: DataInfo, hidden: int = 8) -> Named:
     """Two layers that remember their masks."""
-    return _around([Keeper(), Keeper()], data, hidden)
+    return around([Keeper(), Keeper()], data, hidden)
 
 
 class Normalised(nn.Module):
@@ -89,7 +90,7 @@ class Normalised(nn.Module):
 def batch_norm(data: DataInfo, hidden: int = 8, declared: bool = False) -> Model:
     """A running mean, which training writes."""
     patterns = ("*.running_mean", "*.running_var", "*.num_batches_tracked") if declared else ()
-    return Model(_around([Normalised(hidden)], data, hidden), per_rank_buffers=patterns)
+    return Model(around([Normalised(hidden)], data, hidden), per_rank_buffers=patterns)
 
 
 class Branch(nn.Module):
@@ -107,7 +108,7 @@ class Branch(nn.Module):
 
 def branches(data: DataInfo, hidden: int = 8) -> Named:
     """Which parameters have a gradient depends on the micro-batch."""
-    return _around([Branch(hidden)], data, hidden)
+    return around([Branch(hidden)], data, hidden)
 
 
 class Poisoned(nn.Module):
@@ -124,7 +125,7 @@ class Poisoned(nn.Module):
 
 def poisoned(data: DataInfo, token: int, hidden: int = 8) -> Named:
     """The loss of a sample that starts with `token` is NaN."""
-    return _around([Block(hidden), Poisoned(token)], data, hidden)
+    return around([Block(hidden), Poisoned(token)], data, hidden)
 
 
 def sparse(data: DataInfo, hidden: int = 8) -> Named:
@@ -158,3 +159,130 @@ class Giving(nn.Linear):
 def giving(data: DataInfo, what: str) -> Named:
     """Its last layer gives out more than logits."""
     return [*plain(data)[:-1], ("head", Giving(8, data.vocab_size or 0, what))]
+
+
+FORMATS = {"table": torch.float32, "narrow": torch.float16, "quantized": torch.float8_e4m3fn, "counts": torch.int8}
+
+
+class Routed(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(hidden, hidden)
+        self.inner = nn.Linear(hidden, hidden)
+        for name, dtype in FORMATS.items():
+            self.register_buffer(name, torch.linspace(-1, 1, hidden).to(dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        assert {name: getattr(self, name).dtype for name in FORMATS} == FORMATS
+        weights = self.router(hidden.float()).softmax(-1)
+        made: Tensor = hidden + self.inner(hidden + self.table.to(hidden.dtype)) * weights.to(hidden.dtype)
+        return made
+
+
+def routed(data: DataInfo) -> Named:
+    """Tensors of several formats: a router in fp32, tables and quantized weights as buffers."""
+    return around([Routed(8), Routed(8)], data, 8)
+
+
+class Momentum(nn.Module):
+    """Follows its linear by a frozen copy, written in the way of `kind` in each forward in training."""
+
+    def __init__(self, kind: str, hidden: int = 8) -> None:
+        super().__init__()
+        self.inner = nn.Linear(hidden, hidden, bias=False)
+        self.slow = nn.Linear(hidden, hidden, bias=False).requires_grad_(False)
+        self.kind = kind
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        fast, slow = self.inner.weight, self.slow.weight
+        match self.kind:
+            case "in place":
+                slow.lerp_(fast, 0.5)
+            case "data":
+                slow.data.mul_(0.5).add_(fast.data, alpha=0.5)
+            case "new data":
+                slow.data = slow.data * 0.5 + fast.data * 0.5
+            case "trained":
+                fast.clamp_(-0.2, 0.2)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training:
+            self.follow()
+        return hidden + (self.inner(hidden) - 0.5 * self.slow(hidden)).tanh()
+
+
+def momentum(data: DataInfo, kind: str) -> Named:
+    return around([Momentum(kind)], data, 8)
+
+
+def max_norm(data: DataInfo) -> Named:
+    return [("embed", Embed(data.vocab_size or 0, 8, max_norm=1.0)), *around([Block(8)], data, 8)[1:]]
+
+
+class Late(nn.Module):
+    """Writes its buffer from the third step of two micro-batches on, in the way of `kind`."""
+
+    count: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.calls = 0
+        self.kind = kind
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 4:
+            match self.kind:
+                case "in place":
+                    self.count += 1
+                case "new":
+                    self.count = self.count + 1
+                case "data":
+                    self.count.data += 1
+        return hidden
+
+
+def late_writes(data: DataInfo, kind: str) -> Named:
+    return around([Late(kind)], data, 8)
+
+
+class Before(nn.Module):
+    """Hooks on a parameter before a module has it, and on the one that was given, afterwards."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        one, two = nn.Parameter(torch.eye(hidden)), nn.Parameter(torch.eye(hidden))
+        one.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        self.one, self.two = one, two
+        two.register_hook(lambda gradient: gradient * 2)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + F.linear(F.linear(hidden, self.one).tanh(), self.two)
+
+
+class OfModules(HookedWeights):
+    """Hooks of modules, which see gradients on their way."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.one.register_full_backward_hook(lambda module, of_input, of_output: (of_input[0] * 2,))
+        self.two.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+        self.two.register_full_backward_pre_hook(lambda module, of_output: (of_output[0] * 0.5,))
+
+
+class Accumulated(HookedWeights):
+    """A hook that is called when autograd has summed a gradient."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.one.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (HookedWeights, Before, OfModules, Accumulated)}
+
+
+def hooked(data: DataInfo, kind: str) -> Named:
+    """Blocks whose constructor sets hooks on the gradients of parameters."""
+    return around([KINDS[kind](8) for _ in range(2)], data, 8)

@@ -1,0 +1,325 @@
+"""Sums of one order: the tree over all micro-batches, the norm that has one value, and what is refused by name."""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager, nullcontext
+from hashlib import sha256
+from itertools import pairwise
+from math import log2
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.engine.canonical.totals import digits, largest, norm_of, tree_sum, weight_digits, weight_of
+from sley_core.engine.canonical.tree import Node, PartialSums, Spares, cover, leaf, parent, run_of, sibling
+from sley_core.errors import RunError, SleyError
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import plan_from_dict
+from sley_testing.plans import changed, small_plan
+
+CPU = torch.device("cpu")
+PLAN = small_plan(parallel={"reduction": "canonical"}, precision__compute="fp32")
+
+
+def additions(node: Node) -> set[tuple[Node, Node]]:
+    """All additions below `node`, as the definition has it."""
+    if node.last - node.first == 1:
+        return set()
+    left, right = node.children
+    return {(left, right)} | additions(left) | additions(right)
+
+
+def joined(nodes: list[Node], num_leaves: int) -> tuple[list[Node], set[tuple[Node, Node]]]:
+    """What is left when siblings among `nodes` are added until there are none, and these additions."""
+    held: set[Node] = set()
+    made: set[tuple[Node, Node]] = set()
+    for node in nodes:
+        while (other := sibling(node, num_leaves)) in held and other is not None:
+            held.remove(other)
+            made.add((min(node, other), max(node, other)))
+            node = parent(node, other)
+        held.add(node)
+    return sorted(held), made
+
+
+@given(st.integers(1, 96), st.data())
+def test_any_cut_and_any_order_take_the_additions_of_the_one_tree(num_leaves, data):
+    borders = sorted(data.draw(st.sets(st.integers(1, num_leaves), max_size=6)) | {0, num_leaves})
+    everything: list[Node] = []
+    done: set[tuple[Node, Node]] = set()
+    for first, last in pairwise(borders):
+        leaves = data.draw(st.permutations([leaf(at) for at in range(first, last)]))
+        left, made = joined(leaves, num_leaves)
+        assert left == cover(first, last, num_leaves)
+        assert len(left) <= 2 * log2(num_leaves) + 1
+        everything += left
+        done |= made
+    rest, made = joined(data.draw(st.permutations(everything)), num_leaves)
+    assert rest == [Node(0, num_leaves)]
+    assert done | made == additions(Node(0, num_leaves))
+
+
+@given(st.integers(1, 12), st.integers(1, 12))
+def test_each_rank_of_a_group_has_a_run_of_its_own(size, each):
+    runs = [run_of(coord, size, size * each) for coord in range(size)]
+    assert [at for first, last in runs for at in range(first, last)] == list(range(size * each))
+
+
+def canonical(gradients: list[Tensor], dp: int) -> Tensor:
+    """The sum over `dp` ranks, each of which joins what it can and hands over the rest."""
+    num_leaves = len(gradients)
+    total = PartialSums(num_leaves)
+    for coord in range(dp):
+        own = PartialSums(num_leaves)
+        first, last = run_of(coord, dp, num_leaves)
+        for at in range(first, last):
+            own.put(0, leaf(at), gradients[at].clone())
+        for node in cover(first, last, num_leaves):
+            total.put(0, node, own.take(0, node, gradients[0]))
+    return total.take(0, Node(0, num_leaves), gradients[0])
+
+
+@given(st.integers(1, 8), st.sampled_from([(1, 2), (1, 3), (1, 2, 3, 6), (1, 5), (1, 2, 4, 8)]))
+def test_all_numbers_of_ranks_give_one_hash(each, sizes):
+    generator = torch.Generator().manual_seed(each)
+    gradients = [torch.randn(50, generator=generator) for _ in range(each * max(sizes))]
+    assert len({sha256(canonical(gradients, dp).numpy().tobytes()).hexdigest() for dp in sizes}) == 1
+
+
+def test_eight_micro_batches_need_three_sums_besides_the_one_that_comes():
+    spares, most = Spares(), 0
+    sums = PartialSums(8, spares)
+    for at in range(8):
+        incoming = spares.lend(torch.empty(4))
+        incoming.fill_(at)
+        most = max(most, len(sums))
+        sums.put(0, leaf(at), incoming)
+    assert most == 3
+    assert len(spares.made) == 3 + 1
+    assert sums.take(0, Node(0, 8), torch.empty(4)).tolist() == [28.0] * 4
+
+
+def test_a_micro_batch_of_which_nothing_comes_is_a_zero_in_every_layout():
+    """So a gradient of -0.0 becomes 0.0, as it does where another rank adds its zeros."""
+    sums = PartialSums(4)
+    sums.put(0, leaf(1), torch.tensor([-0.0, 2.0]))
+    found = sums.take(0, Node(0, 4), torch.empty(2))
+    assert found.tolist() == [0.0, 2.0]
+    assert not torch.signbit(found).any()
+
+
+def norm(ranks: list[list[Tensor]], kind: float) -> Tensor:
+    """The norm of what the tensors of several ranks hold together."""
+    most = torch.stack([largest(tensors, CPU) for tensors in ranks]).max()
+    return norm_of(torch.stack([digits(tensors, most, kind) for tensors in ranks]).sum(0), most, kind)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", [1.0, 2.0])
+def test_cuts_and_orders_change_no_bit_where_plain_norms_differ(dtype, kind):
+    generator = torch.Generator().manual_seed(1)
+    size = torch.randn(300_001, generator=generator, dtype=torch.float64).mul(8).exp2()
+    elements = (torch.randn(300_001, generator=generator, dtype=torch.float64) * size).to(dtype)
+    wanted = torch.linalg.vector_norm(elements.double(), kind)
+    found, plain = set(), set()
+    for number in range(6):
+        order = torch.randperm(elements.numel(), generator=generator)
+        borders = sorted(torch.randint(elements.numel(), (number,), generator=generator).tolist())
+        parts = list(torch.tensor_split(elements[order], borders))
+        ranks = [parts[at::2] for at in range(2)]
+        found.add(float(norm(ranks, kind)))
+        plain.add(float(torch.stack([torch.linalg.vector_norm(part, kind) for part in parts]).norm(kind)))
+    assert len(found) == 1
+    assert len(plain) > 1
+    assert math.isclose(found.pop(), float(wanted), rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("exponent", [-140, -100, 0, 60, 120])
+def test_it_is_right_at_the_ends_of_the_format(exponent):
+    elements = torch.tensor([3.0, 4.0, 0.0, -12.0]).double().mul(2.0**exponent).float()
+    wanted = float(torch.linalg.vector_norm(elements.double()))
+    assert math.isclose(float(norm([[elements], []], 2.0)), wanted, rel_tol=1e-14)
+
+
+def test_nothing_has_the_norm_zero_and_no_number_an_infinite_one():
+    assert float(norm([[torch.zeros(4)], []], 2.0)) == 0.0
+    assert float(norm([[], []], 2.0)) == 0.0
+    for bad in (math.nan, math.inf):
+        assert math.isinf(float(norm([[torch.tensor([1.0, bad])], [torch.ones(3)]], 2.0)))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8, 13])
+def test_losses_are_added_in_the_order_of_the_tree(count):
+    values = torch.randn(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
+    sums = PartialSums(count)
+    for at in range(count):
+        sums.put(0, leaf(at), values[at].clone())
+    assert torch.equal(tree_sum(values), sums.take(0, Node(0, count), values[0]))
+
+
+def test_a_loss_weight_has_no_order():
+    weights = [0.1 * number + 1e-7 for number in range(24)]
+    found = {
+        weight_of([sum(digit) for digit in zip(*(weight_digits(weights[at::ranks]) for at in range(ranks)), strict=True)])
+        for ranks in (1, 2, 3, 8)
+    }
+    assert len(found) == 1
+    assert math.isclose(found.pop(), math.fsum(weights), rel_tol=1e-15)
+    assert weight_of(weight_digits([])) == 0.0
+    assert weight_of(weight_digits([3.0, 5.0])) == 8.0
+    assert math.isnan(weight_of(weight_digits([math.nan, 1.0])))
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({}, None),
+        ({"parallel__sp": 2, "data__sequence": 24}, "parallel.sp"),
+        ({"model__compile": True}, "model.compile"),
+        ({"precision__accumulation": "autograd"}, "precision.accumulation"),
+        ({"precision__accumulation": "direct"}, None),
+        ({"optimizer__clip_kind": 3.0}, "optimizer.clip_kind"),
+        ({"optimizer__clip_kind": "inf"}, None),
+        ({"optimizer": {"factory": "torch.optim:Adam", "lr": 0.1, "options": {"fused": True}}}, "optimizer.options"),
+        ({"gradient_handlers": [{"use": "core.each"}]}, None),
+    ],
+)
+def test_a_plan_that_cannot_keep_the_order_is_refused_where_it_says_so(texts, changes, path):
+    tables = changed(PLAN, **changes)
+    world = tables["parallel"].get("sp", 1)
+    found = [problem for problem in check_plan(plan_from_dict(tables, texts), world) if problem.code[:9] == "canonical"]
+    assert [".".join(map(str, problem.path)) for problem in found] == ([path] if path else [])
+    if path:
+        tables["parallel"]["reduction"] = "fast"
+        problems = check_plan(plan_from_dict(tables, texts), world)
+        assert not [problem for problem in problems if problem.code[:9] == "canonical"]
+
+
+class Embed(nn.Module):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(*sizes)
+
+    def forward(self, tokens):
+        return self.table(tokens)
+
+
+class Twice(nn.Module):
+    """A linear whose weight is also used as a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16, bias=False)
+
+    def forward(self, hidden):
+        return self.linear(hidden) @ self.linear.weight
+
+
+class Scaled(nn.Module):
+    """A parameter that no linear holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, hidden):
+        return hidden * self.scale
+
+
+def with_embedding(*inner):
+    return [Embed(256, 16), *inner, nn.Linear(16, 256)]
+
+
+def twice():
+    return with_embedding(Twice())
+
+
+def shared():
+    scaled = Scaled(), Scaled()
+    scaled[1].scale = scaled[0].scale
+    return with_embedding(*scaled)
+
+
+def tied():
+    layers = with_embedding(nn.Linear(16, 16))
+    layers[-1].weight = layers[0].table.weight
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("factory", "code", "name"),
+    [(twice, "canonical-autograd", "1.linear.weight"), (shared, "canonical-tie", "1.scale"), (tied, None, None)],
+)
+def test_a_weight_that_autograd_sees_too_is_refused_and_ties_of_linears_and_embeddings_are_summed_apart(
+    texts, monkeypatch, request, factory, code, name
+):
+    monkeypatch.syspath_prepend(request.path.parent)
+    plan = plan_from_dict(changed(PLAN, model={"factory": f"{__name__}:{factory.__name__}"}), texts)
+    expected = pytest.raises(SleyError, match=name) if code else nullcontext()
+    with World.join("cpu") as world, expected as caught, assemble(plan, world) as run:
+        run.step()
+    if caught:
+        assert caught.value.diagnostics[0].code == code
+
+
+@contextmanager
+def running(texts):
+    """A run of the plan after its first step."""
+    with World.join("cpu") as world, assemble(plan_from_dict(PLAN, texts), world) as run:
+        run.step()
+        yield run
+
+
+def test_a_gradient_in_pieces_with_others_between_is_refused(texts):
+    with running(texts) as run:
+        run.store.begin_step()
+        param = run.registry["blocks.0.attention.query.weight"]
+        piece = torch.ones(param.shape)
+        run.store.add_of_micros(param, {0: piece, 1: piece}, param.layers[0])
+        with pytest.raises(RunError) as caught:
+            run.store.add_of_micros(param, {0: piece}, param.layers[0])
+    assert caught.value.diagnostics[0].code == "canonical-again"
+
+
+def test_a_backward_by_hand_between_two_steps_is_summed(texts):
+    with running(texts) as run:
+        run.store.begin_step()
+        param = next(param for param in run.registry if len(param.shape) == 1)
+        for _ in range(2):
+            (3 * param.parameter.sum()).backward()
+        run.store.chunk_done(0)
+        run.step()
+        assert not run.store.reduction.partial_sums()
+
+
+def unequal(tables, folder):
+    """What a step says in which rank 1 has one micro-batch more than rank 0, and whether the run goes on."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        own = run.feed.next()
+        micros = [{name: value[at : at + 2] for name, value in own.items()} for at in (0, 2)]
+        try:
+            run.step(micros[: 1 + world.rank])
+        except RunError as error:
+            return error.diagnostics[0].code, run.step()["step"]
+        return "", 0
+
+
+def test_ranks_with_other_numbers_of_micro_batches_are_refused_before_they_sum(ranks, texts):
+    assert ranks(2)(unequal, changed(PLAN, parallel__dp=2), texts) == [("ranks-differ", 1)] * 2
+    assert ranks(2)(unequal, changed(PLAN, parallel={"dp": 2}), texts) == [("", 0)] * 2
+
+
+def test_sums_count_as_gradients_while_there_are_any(texts):
+    with running(texts) as run:
+        between = run.memory.bytes["gradients"]
+        seen: list[int] = []
+        run.store.on_ready.append(lambda _: seen.append(run.memory.bytes["gradients"]))
+        run.step()
+        assert run.memory.bytes["gradients"] == between
+    assert max(seen) > between
